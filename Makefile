@@ -1,0 +1,37 @@
+# Two targets for users (demo, test), the rest for the people who build iServe.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# On a machine without an NVIDIA GPU a CPU build of this release is used where pip's find-links has one.
+TORCH_CPU ?= torch==2.13.0
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-long lint types setup clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@if ! command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install --quiet "$(TORCH_CPU)"; fi
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh docs/demo.sh
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: setup
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/pytest -m "not long and not gpu" --durations=15
+
+test-long: setup
+	$(BIN)/pytest -m "long" --durations=25
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Adapters to inference engines, one file each, behind one protocol."""

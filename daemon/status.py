@@ -1,0 +1,85 @@
+"""What a daemon and a worker say of themselves. Observations only, made fresh for each answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from daemon.engines.base import WorkerSpec
+from fingerprint.measurements import MachineInfo, RankMemory
+
+__all__ = ["DeviceBusy", "DeviceStatus", "NodeStatus", "WorkerState", "WorkerStats", "WorkerStatus"]
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"  # waiting out the backoff
+    FAILED = "failed"  # gave up; ``error`` says why
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStatus:
+    """One worker as the daemon sees it now."""
+
+    spec: WorkerSpec  # with the port that was chosen
+    state: WorkerState
+    url: str
+    pid: int | None  # of the worker's process group
+    restarts: int
+    started_at: str  # ISO 8601, UTC
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceBusy:
+    """Seconds, since the worker started, in which it executed a step on a device."""
+
+    device_id: str
+    busy_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStats:
+    """A worker's own account, engine-neutral."""
+
+    model: str
+    running: int
+    waiting: int
+    kv_tokens_total: int
+    kv_tokens_free: int
+    prompt_tokens: int  # totals since start
+    output_tokens: int
+    steps: int
+    busy: tuple[DeviceBusy, ...]
+    memory: tuple[RankMemory, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceStatus:
+    """One device of the node. ``free_bytes`` is what a new worker may take: on a CPU, the share less what the
+    workers on it were promised or use, whichever is more."""
+
+    device_id: str
+    index: int
+    kind: str  # "cuda" | "cpu"
+    name: str
+    total_bytes: int
+    free_bytes: int
+    load_fraction: float  # busy over the last 120 s (or since the daemon began to look)
+    cores: tuple[int, ...] = ()  # CPU shares: the cores a worker here is pinned to
+    power_w: float | None = None
+    sm_clock_mhz: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeStatus:
+    """One sample of the whole node."""
+
+    node_id: str
+    observed_at: float  # seconds since the epoch
+    devices: tuple[DeviceStatus, ...]
+    workers: tuple[WorkerStatus, ...]
+    machine: MachineInfo | None = None  # None until an engine has measured it

@@ -1,0 +1,48 @@
+"""Frozen dataclasses to JSON and back, for everything that crosses a process or is stored.
+
+One place decides how (msgspec), so that no package invents its own dict of strings. Reading is strict about
+types and missing fields; ``__post_init__`` checks run on the way in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from fingerprint.errors import BadInputError
+
+__all__ = ["from_builtins", "from_json", "to_builtins", "to_json"]
+
+T = TypeVar("T")
+
+
+def to_json(value: object, *, indent: int = 0) -> bytes:
+    """JSON of a dataclass tree (enums by value, tuples as lists)."""
+    raw = msgspec.json.encode(value)
+    return msgspec.json.format(raw, indent=indent) if indent else raw
+
+
+def from_json(data: bytes | str, kind: type[T], *, what: str = "JSON") -> T:
+    """The ``kind`` that ``data`` holds.
+
+    Raises:
+        BadInputError: not JSON, a missing field, or a value of the wrong type; ``what`` names the document.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{what} is not a valid {kind.__name__}: {error}") from error
+
+
+def to_builtins(value: object) -> Any:
+    """The same tree as dicts, lists, strings and numbers, for a JSON library that is not ours."""
+    return msgspec.to_builtins(value)
+
+
+def from_builtins(value: object, kind: type[T], *, what: str = "value") -> T:
+    """Inverse of :func:`to_builtins`, with the checks of :func:`from_json`."""
+    try:
+        return msgspec.convert(value, type=kind)
+    except msgspec.ValidationError as error:
+        raise BadInputError(f"{what} is not a valid {kind.__name__}: {error}") from error

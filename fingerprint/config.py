@@ -1,0 +1,137 @@
+"""The vocabulary of a deployment: formats, degrees, and the workload they are judged on.
+
+These names are the ones used in code, in JSON and on the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fingerprint.errors import ConfigError
+
+__all__ = [
+    "DeploymentConfig",
+    "KvFormat",
+    "Pruning",
+    "WeightFormat",
+    "Workload",
+    "even_split",
+    "parse_config",
+]
+
+
+class WeightFormat(StrEnum):
+    """How linear weights are stored. ``int8`` is W8A16; ``int4`` and ``gptq4`` are W4A16 with group 128."""
+
+    BITS16 = "16bit"
+    INT8 = "int8"
+    INT4 = "int4"
+    GPTQ4 = "gptq4"
+    FP8 = "fp8"
+
+
+class KvFormat(StrEnum):
+    """How the KV cache is stored."""
+
+    BITS16 = "16bit"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+class Pruning(StrEnum):
+    """Which weights are removed. ``sparsegpt`` and ``wanda`` are unstructured 50%."""
+
+    NONE = "none"
+    SPARSEGPT = "sparsegpt"
+    WANDA = "wanda"
+    WANDA_2_4 = "wanda-2:4"
+    WANDA_4_8 = "wanda-4:8"
+    LLM_PRUNER_25 = "llm-pruner-25"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class DeploymentConfig:
+    """One point of the configuration space, on one engine."""
+
+    tp: int = 1
+    pp: int = 1
+    weights: WeightFormat = WeightFormat.BITS16
+    kv: KvFormat = KvFormat.BITS16
+    pruning: Pruning = Pruning.NONE
+    engine: str = "torch"
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.pp < 1:
+            raise ConfigError(f"tp and pp must be at least 1, got tp={self.tp}, pp={self.pp}")
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"tp={self.tp},pp={self.pp},weights={self.weights},kv={self.kv},pruning={self.pruning}"
+
+
+def parse_config(text: str, *, engine: str) -> DeploymentConfig:
+    """Read ``tp=2,pp=1,weights=16bit,kv=16bit,pruning=none``; keys left out take their defaults.
+
+    Raises:
+        ConfigError: an unknown or repeated key, or a value that is not one of the known names.
+    """
+    values: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, separator, value = part.partition("=")
+        if not separator or key not in {"tp", "pp", "weights", "kv", "pruning"}:
+            raise ConfigError(f"{part!r} is not one of tp=, pp=, weights=, kv=, pruning=")
+        if key in values:
+            raise ConfigError(f"{key} is given twice in {text!r}")
+        values[key] = value
+    try:
+        return DeploymentConfig(
+            tp=int(values.get("tp", "1")),
+            pp=int(values.get("pp", "1")),
+            weights=WeightFormat(values.get("weights", WeightFormat.BITS16)),
+            kv=KvFormat(values.get("kv", KvFormat.BITS16)),
+            pruning=Pruning(values.get("pruning", Pruning.NONE)),
+            engine=engine,
+        )
+    except ValueError as error:
+        raise ConfigError(f"cannot read the configuration {text!r}: {error}") from error
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Workload:
+    """The requests a configuration is judged on: ``batch`` at once, all of one shape."""
+
+    batch: int = 1
+    input_tokens: int = 512
+    output_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "input_tokens", "output_tokens"):
+            value = getattr(self, name)
+            if not 1 <= value <= 100_000_000:
+                raise ConfigError(f"{name} must be between 1 and 100,000,000, got {value}")
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens one sequence holds at its end."""
+        return self.input_tokens + self.output_tokens
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens the KV cache holds at the end of the whole batch."""
+        return self.batch * self.context_tokens
+
+
+def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Layers per stage, as even as possible, the longer stages first.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    if pp > num_layers:
+        raise ConfigError(f"pp={pp} needs at least {pp} layers, the model has {num_layers}")
+    base, extra = divmod(num_layers, pp)
+    return tuple(base + (stage < extra) for stage in range(pp))

@@ -1,0 +1,66 @@
+"""The project's one error tree.
+
+Classes follow the caller's decision: fix the request, add hardware or relax a limit, measure first, wait, or
+look at the engine. Each message says what was asked, what is true, and what to change. Anything else that is
+raised is a bug and keeps its traceback. It lives here because this is the package every other one may import.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BadInputError",
+    "CheckpointError",
+    "ConfigError",
+    "ConflictError",
+    "EngineError",
+    "InfeasibleError",
+    "IserveError",
+    "NotFoundError",
+    "NotMeasuredError",
+    "UnavailableError",
+    "UnsupportedModelError",
+]
+
+
+class IserveError(Exception):
+    """Base of every error that is shown to the user as one line."""
+
+
+class BadInputError(IserveError):
+    """The request is wrong as written; change it."""
+
+
+class ConfigError(BadInputError):
+    """A setting, option or config.json field has a value that cannot be used."""
+
+
+class CheckpointError(BadInputError):
+    """A checkpoint's files are missing, truncated, contradictory, or of a kind that is never loaded (pickle)."""
+
+
+class UnsupportedModelError(BadInputError):
+    """The model is of a family or task that iServe does not serve."""
+
+
+class NotFoundError(BadInputError):
+    """The named model, deployment, file or GPU is not there."""
+
+
+class ConflictError(IserveError):
+    """Someone else holds it already: a name, a port, the state folder."""
+
+
+class InfeasibleError(IserveError):
+    """No configuration meets the request on the hardware there is; relax a limit or add GPUs."""
+
+
+class NotMeasuredError(IserveError):
+    """A number that the answer needs has never been measured; profile first."""
+
+
+class UnavailableError(IserveError):
+    """A part of iServe is away or busy; trying again later can help."""
+
+
+class EngineError(IserveError):
+    """An inference engine could not start, failed, or broke its promises; the message quotes its log."""

@@ -1,0 +1,145 @@
+"""What is predicted of a configuration: numbers with an interval and a source, and the estimator protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from fingerprint.config import DeploymentConfig, Workload
+
+__all__ = [
+    "ConfigurationMap",
+    "Estimate",
+    "Estimator",
+    "MemoryEstimate",
+    "Quantity",
+    "Source",
+    "StageMemory",
+]
+
+
+class Source(StrEnum):
+    """How a number was obtained."""
+
+    MEASURED = "measured"  # this very configuration and workload was run
+    EXTRAPOLATED = "extrapolated"  # from fingerprints of the same configuration
+    SCALED = "scaled"  # a neighbour's measurement times the roofline's ratio
+    ROOFLINE = "roofline"  # from datasheets alone
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number with its 90% interval, ``low <= value <= high``."""
+
+    value: float
+    low: float
+    high: float
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes on one GPU of a pipeline stage."""
+
+    weights_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    pp_buffer_bytes: int
+    runtime_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weights_bytes + self.kv_bytes + self.activation_bytes + self.pp_buffer_bytes + self.runtime_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """The parts from which the memory of any layer split follows. All bytes are per GPU of a TP group.
+
+    ``relative_error`` is half the width of the 90% interval over the total: feasibility uses
+    ``total * (1 + relative_error)``.
+    """
+
+    tp: int
+    pp: int
+    num_layers: int
+    layer_weight_bytes: int  # one hidden layer, divided over the TP group
+    layer_kv_bytes: int  # one layer's KV for the workload's tokens
+    first_stage_bytes: int  # embedding
+    last_stage_bytes: int  # final norm and output head (a tied head on another GPU is a second copy)
+    activation_bytes: int
+    pp_buffer_bytes: int  # 0 when pp == 1
+    runtime_bytes: int  # context and libraries
+    relative_error: float
+    source: Source
+
+    def stage(self, index: int, num_layers: int) -> StageMemory:
+        """Memory of stage ``index`` (of ``pp``) when it holds ``num_layers`` layers.
+
+        A stage that is both first and last holds a tied embedding once: the estimator then gives the head 0.
+        """
+        ends = (self.first_stage_bytes if index == 0 else 0) + (
+            self.last_stage_bytes if index == self.pp - 1 else 0
+        )
+        return StageMemory(
+            weights_bytes=num_layers * self.layer_weight_bytes + ends,
+            kv_bytes=num_layers * self.layer_kv_bytes,
+            activation_bytes=self.activation_bytes,
+            pp_buffer_bytes=self.pp_buffer_bytes,
+            runtime_bytes=self.runtime_bytes,
+        )
+
+    def stages(self, layers_per_stage: tuple[int, ...]) -> tuple[StageMemory, ...]:
+        return tuple(self.stage(i, n) for i, n in enumerate(layers_per_stage))
+
+    def per_gpu_bytes(self, layers_per_stage: tuple[int, ...]) -> int:
+        """The fullest GPU."""
+        return max(stage.total_bytes for stage in self.stages(layers_per_stage))
+
+    def total_bytes(self, layers_per_stage: tuple[int, ...]) -> int:
+        """Over all tp * pp GPUs."""
+        return self.tp * sum(stage.total_bytes for stage in self.stages(layers_per_stage))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """One configuration under one workload."""
+
+    config: DeploymentConfig
+    workload: Workload
+    memory: MemoryEstimate
+    ttft_s: Quantity  # of the whole batch handed over at once
+    tpot_s: Quantity  # one decode step of the batch, at the mean context of the workload
+    power_w_per_gpu: Quantity | None = None  # None: unknown (CPU)
+
+    @property
+    def e2e_s(self) -> Quantity:
+        """``ttft + (output_tokens - 1) * tpot``, intervals added as if fully correlated (the wide side)."""
+        steps = self.workload.output_tokens - 1
+        return Quantity(
+            self.ttft_s.value + steps * self.tpot_s.value,
+            self.ttft_s.low + steps * self.tpot_s.low,
+            self.ttft_s.high + steps * self.tpot_s.high,
+            self.tpot_s.source if steps else self.ttft_s.source,
+        )
+
+
+ConfigurationMap = Mapping[DeploymentConfig, Estimate]
+
+
+class Estimator(Protocol):
+    """Predicts one configuration. Pure: the same answer for the same arguments."""
+
+    name: str
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        """Predict ``config`` under ``workload`` for the model and hardware the estimator was built for.
+
+        Raises:
+            NotMeasuredError: the estimator has no measurement that reaches this point.
+        """
+        ...

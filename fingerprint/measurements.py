@@ -1,0 +1,158 @@
+"""What is measured of fingerprints, and the protocol of what can be measured.
+
+``daemon`` implements :class:`ProfileTarget`; ``fingerprint.profile`` drives it; estimators read the
+:class:`Profile` that results. Nothing here predicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+
+__all__ = [
+    "MachineInfo",
+    "MemoryPoint",
+    "Profile",
+    "ProfileSession",
+    "ProfileTarget",
+    "RankMemory",
+    "RunReading",
+    "TimingPoint",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineInfo:
+    """Where a profile was taken. ``device`` carries measured peak figures on a CPU, datasheet ones on a GPU."""
+
+    device: GpuSpec
+    num_devices: int
+    cores_per_device: int
+    cpu_model: str
+    driver: str | None  # NVIDIA driver version
+    versions: tuple[tuple[str, str], ...]  # (("engine", "torch 0.1.0"), ("torch", "2.13.0"), ...)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Bytes on one rank, as the engine itself counts them; ``runtime_bytes`` is the process beside them
+    (CUDA context on a GPU; resident memory less the counted tensors on a CPU)."""
+
+    rank: int
+    stage: int
+    weights_bytes: int
+    kv_bytes: int  # the allocated cache
+    activation_peak_bytes: int  # over the largest step that was run
+    pp_buffer_bytes: int
+    runtime_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPoint:
+    """Memory of one fingerprint, loaded and run at its largest batch."""
+
+    num_layers: int
+    tp: int
+    pp: int
+    weights: WeightFormat
+    kv: KvFormat
+    max_batched_tokens: int  # tokens of the largest step behind ``activation_peak_bytes``
+    ranks: tuple[RankMemory, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReading:
+    """One run: ``batch`` prompts handed over at once, ``output_tokens`` each.
+
+    ``device_s`` is time in the model's forward (CUDA events on a GPU, wall-clock inside the forward on a CPU,
+    of the slowest stage summed over stages); ``host_s`` is the rest of the run's wall-clock.
+    """
+
+    e2e_s: float
+    device_s: float
+    host_s: float
+    handover_s: float = 0.0  # stage-to-stage transfer inside device_s, summed over steps
+    sm_clock_mhz: float | None = None
+    power_w: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimingPoint:
+    """Repeated runs of one fingerprint at one point."""
+
+    num_layers: int
+    tp: int
+    pp: int
+    weights: WeightFormat
+    kv: KvFormat
+    batch: int
+    input_tokens: int
+    output_tokens: int
+    runs: tuple[RunReading, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Everything measured of one model shape on one machine with one engine."""
+
+    model: str
+    spec: ModelSpec
+    engine: str
+    machine: MachineInfo
+    created_at: str  # ISO 8601, UTC
+    budget_s: float
+    spent_s: float
+    complete: bool  # False: the budget ended before every interval was tight
+    memory: tuple[MemoryPoint, ...]
+    timing: tuple[TimingPoint, ...]
+
+
+class ProfileSession(Protocol):
+    """A worker launched once for one (tp, pp); fingerprints are loaded into it one after the other."""
+
+    def load(
+        self,
+        checkpoint: Path,
+        *,
+        weights: WeightFormat,
+        kv: KvFormat,
+        layers_per_stage: tuple[int, ...],
+        max_batch: int,
+        max_context_tokens: int,
+    ) -> None:
+        """Replace what is loaded by ``checkpoint`` in these formats, with KV room for the batch."""
+        ...
+
+    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
+        """One burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
+        ...
+
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Memory of what is loaded, activation peak since ``load``."""
+        ...
+
+    def close(self) -> None:
+        """End the worker and give its memory back. Safe to call twice."""
+        ...
+
+
+class ProfileTarget(Protocol):
+    """An engine on some devices that can be measured."""
+
+    engine: str
+
+    def machine(self) -> MachineInfo: ...
+
+    def open(self, *, tp: int, pp: int) -> ProfileSession:
+        """Launch a worker on tp * pp devices.
+
+        Raises:
+            EngineError: the worker did not come up.
+            InfeasibleError: fewer devices than that are free.
+        """
+        ...

@@ -1,0 +1,63 @@
+"""What an architecture is made of, in counts. Values only: reading config.json is ``fingerprint.families``."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from fingerprint.codec import to_json
+from fingerprint.config import KvFormat
+
+__all__ = ["KV_ELEMENT_BYTES", "ModelSpec"]
+
+KV_ELEMENT_BYTES = {KvFormat.BITS16: 2.0, KvFormat.INT8: 1.0, KvFormat.FP8: 1.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """Architecture facts of a decoder-only model with one stack of equal hidden layers.
+
+    Parameter counts are numbers of elements, not bytes. ``linear`` parameters are the matrices of the layer's
+    linear modules (the ones that quantization and pruning change); norms, biases and MoE routers are the rest.
+    """
+
+    family: str  # the config's model_type, e.g. "llama"
+    architecture: str  # e.g. "LlamaForCausalLM"
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int  # of one MLP or one expert
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context_tokens: int
+    tied_embeddings: bool
+    num_experts: int = 0  # 0: dense
+    experts_per_token: int = 0
+    sliding_window: int | None = None
+    gated_mlp: bool = True
+    layer_params: int  # every parameter of one hidden layer, all experts
+    layer_linear_params: int  # of these, the linear matrices
+    layer_expert_params: int = 0  # of these, the experts' (all of them)
+    embedding_params: int  # input embedding, position embedding included
+    head_params: int  # output head with its bias; 0 when tied (the input embedding is then read twice)
+    final_norm_params: int
+
+    @property
+    def num_params(self) -> int:
+        """Every parameter of the model."""
+        return (
+            self.num_layers * self.layer_params + self.embedding_params + self.head_params + self.final_norm_params
+        )
+
+    def kv_bytes_per_token_per_layer(self, kv: KvFormat) -> float:
+        """Bytes of K and V that one token occupies in one layer, over all TP ranks when none is replicated.
+
+        Scales of quantized formats are not included (at most 4 / head_dim of an element).
+        """
+        return 2 * self.num_kv_heads * self.head_dim * KV_ELEMENT_BYTES[kv]
+
+    @property
+    def shape_hash(self) -> str:
+        """Equal for models of one shape: a profile of one serves the other."""
+        return hashlib.sha256(to_json(self)).hexdigest()[:16]

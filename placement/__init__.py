@@ -1,0 +1,1 @@
+"""Which GPUs a configuration goes on. Pure: a snapshot and a demand in, a placement or a refusal out."""

@@ -1,0 +1,103 @@
+"""The cluster as placement sees it, what is to be placed, and where it went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "BlockDemand",
+    "ClusterSnapshot",
+    "GpuState",
+    "Placement",
+    "PlacementPolicy",
+    "Refusal",
+    "StagePlacement",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuState:
+    """One GPU now. ``device_id`` is unique in the cluster (a GPU's UUID; ``node/cpu:0`` for a CPU share)."""
+
+    device_id: str
+    node_id: str
+    gpu_index: int  # position on its node; neighbours in a link group have adjacent indexes
+    total_bytes: int
+    free_bytes: int
+    load_fraction: float = 0.0  # busy fraction over the last 120 s, 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """All GPUs at one moment. The order of ``gpus`` never matters."""
+
+    gpus: tuple[GpuState, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockDemand:
+    """What a configuration needs, in blocks (design, section 5). All bytes are per GPU of a stage's TP group.
+
+    Stage memory = layers * layer_bytes + fixed_bytes + (first_stage_bytes | last_stage_bytes at the ends).
+    """
+
+    tp: int
+    pp: int
+    num_layers: int
+    layer_bytes: int  # weights of one layer / tp, plus its KV
+    first_stage_bytes: int
+    last_stage_bytes: int
+    fixed_bytes: int  # activations, pipeline buffers, runtime: on every GPU
+
+    def stage_bytes(self, stage: int, num_layers: int) -> int:
+        return (
+            num_layers * self.layer_bytes
+            + self.fixed_bytes
+            + (self.first_stage_bytes if stage == 0 else 0)
+            + (self.last_stage_bytes if stage == self.pp - 1 else 0)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlacement:
+    """One pipeline stage: its GPUs (one TP group of one node) and its contiguous layers."""
+
+    node_id: str
+    device_ids: tuple[str, ...]
+    first_layer: int
+    num_layers: int
+    bytes_per_gpu: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """All stages in order; the layers of each follow on those of the one before."""
+
+    stages: tuple[StagePlacement, ...]
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        return tuple(stage.num_layers for stage in self.stages)
+
+    @property
+    def device_ids(self) -> tuple[str, ...]:
+        return tuple(device for stage in self.stages for device in stage.device_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why nothing fits, with both numbers, and the shortfall in bytes for the nearest-feasible search."""
+
+    reason: str
+    shortfall_bytes: int
+
+
+class PlacementPolicy(Protocol):
+    """Orders GPUs by preference; feasibility is not its business."""
+
+    name: str
+
+    def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
+        """Groups of GPUs to try in order, each sorted best first. Ties are broken by node and index."""
+        ...

@@ -1,0 +1,1 @@
+"""Workload traces: readers, generators, open-loop replay and the cluster simulator."""
