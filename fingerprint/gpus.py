@@ -1,0 +1,147 @@
+"""The datasheet table: which GPUs are known, by which names, with what peak figures.
+
+Reads ``fingerprint/data/gpus.json`` (facts with their sources) and knows nothing of the machine it runs on. A
+device that is not listed is unknown, never guessed from a similar one; a CPU's figures are measured, not listed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from fingerprint.codec import from_json
+from fingerprint.errors import ConfigError, NotFoundError
+from fingerprint.gpu_spec import GpuSpec
+
+__all__ = ["MAX_GPUS", "gpu_spec", "known_gpus", "match_device", "parse_gpus"]
+
+MAX_GPUS = 1024  # of one `NAME:COUNT`; placement answers in milliseconds up to here
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PriceSource:
+    usd: float
+    provider: str
+    instance: str
+    source: str
+    date_or_commit: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One GPU as the file spells it; field meanings and units stand in the file's ``about``."""
+
+    product: str
+    aliases: tuple[str, ...]
+    nvml_names: tuple[str, ...]
+    compute_capability: tuple[int, int]
+    memory_visible_mib: int
+    memory_bytes_per_s: float
+    flops_16bit_per_s: float
+    flops_8bit_per_s: float | None
+    flops_fp8_per_s: float | None
+    link_bytes_per_s: float
+    link_group_size: int
+    link_note: str
+    pcie_bytes_per_s: float
+    tdp_w: float
+    price_usd_per_gpu_hour: float | None
+    price_sources: tuple[_PriceSource, ...]
+    confidence: str
+    cross_checked_against: tuple[str, ...]
+    notes: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    about: str
+    compiled: str
+    gpus: dict[str, _Row]
+
+
+@cache
+def _table() -> _Table:
+    data = resources.files("fingerprint").joinpath("data/gpus.json").read_bytes()
+    return from_json(data, _Table, what="fingerprint/data/gpus.json")
+
+
+def _key(name: str) -> str:
+    return " ".join(name.casefold().split())
+
+
+@cache
+def _by_name() -> dict[str, str]:
+    return {
+        _key(alias): name for name, row in _table().gpus.items() for alias in (name, row.product, *row.aliases)
+    }
+
+
+@cache
+def _by_nvml_name() -> dict[str, str]:
+    return {_key(product): name for name, row in _table().gpus.items() for product in row.nvml_names}
+
+
+@cache
+def _spec(name: str) -> GpuSpec:
+    row = _table().gpus[name]
+    return GpuSpec(
+        name=name,
+        memory_bytes=row.memory_visible_mib * 2**20,
+        memory_bytes_per_s=row.memory_bytes_per_s,
+        flops_16bit_per_s=row.flops_16bit_per_s,
+        flops_8bit_per_s=row.flops_8bit_per_s,
+        flops_fp8_per_s=row.flops_fp8_per_s,
+        compute_capability=row.compute_capability,
+        link_bytes_per_s=row.link_bytes_per_s,
+        link_group_size=row.link_group_size,
+        pcie_bytes_per_s=row.pcie_bytes_per_s,
+        tdp_w=row.tdp_w,
+        price_usd_per_gpu_hour=row.price_usd_per_gpu_hour,
+    )
+
+
+def known_gpus() -> tuple[str, ...]:
+    """Names of the table's GPUs, smallest generation first as the file lists them."""
+    return tuple(_table().gpus)
+
+
+def gpu_spec(name: str) -> GpuSpec:
+    """The datasheet row called ``name``: a listed name, an alias (``h200``, ``a100-40gb``) or the product name.
+
+    Upper and lower case are the same. ``price_usd_per_gpu_hour`` is the median of the listed on-demand prices.
+
+    Raises:
+        NotFoundError: no such row.
+    """
+    found = _by_name().get(_key(name))
+    if found is None:
+        raise NotFoundError(f"no datasheet figures for the GPU {name!r}; known are {', '.join(known_gpus())}")
+    return _spec(found)
+
+
+def parse_gpus(text: str) -> tuple[GpuSpec, int]:
+    """Read ``NAME:COUNT`` as in ``a6000:8``; without a count, one GPU.
+
+    Raises:
+        ConfigError: the count is not a whole number from 1 to ``MAX_GPUS``.
+        NotFoundError: no such GPU.
+    """
+    name, separator, count_text = text.partition(":")
+    spec = gpu_spec(name)
+    if not separator:
+        return spec, 1
+    # isascii: int() would also read other scripts' digits
+    count = int(count_text) if count_text.isascii() and count_text.isdigit() and len(count_text) <= 6 else 0
+    if not 1 <= count <= MAX_GPUS:
+        raise ConfigError(f"{text!r}: the count of GPUs must be a whole number from 1 to {MAX_GPUS}")
+    return spec, count
+
+
+def match_device(nvml_name: str) -> GpuSpec | None:
+    """The datasheet row of the device that NVML calls ``nvml_name``; None when it is not listed.
+
+    Exact product names only: an H200 NVL, an RTX 4090 D or a MIG slice is not the part whose name it contains.
+    """
+    found = _by_nvml_name().get(_key(nvml_name))
+    return None if found is None else _spec(found)

@@ -1,0 +1,149 @@
+"""The datasheet table and its names."""
+
+import json
+import os
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fingerprint.errors import ConfigError, NotFoundError
+from fingerprint.gpus import gpu_spec, known_gpus, match_device, parse_gpus
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("a6000", "a6000"),
+        ("A6000", "a6000"),
+        ("h200", "h200-sxm"),
+        ("H200-SXM", "h200-sxm"),
+        ("h100", "h100-sxm"),
+        ("a100", "a100-80gb-sxm"),
+        ("a100-40gb", "a100-40gb-sxm"),
+        ("l40s", "l40s"),
+        ("b200", "b200-sxm"),
+        ("NVIDIA RTX A6000 48GB", "a6000"),
+    ],
+)
+def test_names_and_aliases(asked: str, name: str) -> None:
+    assert gpu_spec(asked).name == name
+
+
+def test_a6000_row_is_the_datasheet() -> None:
+    gpu = gpu_spec("a6000")
+    assert gpu.memory_bytes == 49140 * 2**20
+    assert gpu.memory_bytes_per_s == 768e9
+    assert gpu.flops_16bit_per_s == 154.8e12
+    assert not gpu.has_fp8
+    assert gpu.compute_capability == (8, 6)
+    assert gpu.tdp_w == 300
+
+
+def test_a6000_pairs_are_bridged_and_everything_beyond_is_pcie() -> None:
+    gpu = gpu_spec("a6000")
+    assert gpu.slowest_link_bytes_per_s(2) == 112.5e9 / 2
+    assert gpu.slowest_link_bytes_per_s(4) == 32e9
+
+
+def test_nvlink_figures_are_one_direction() -> None:
+    assert gpu_spec("h200").slowest_link_bytes_per_s(8) == 450e9
+    assert gpu_spec("l40s").slowest_link_bytes_per_s(2) == 32e9  # no NVLink at all
+
+
+def test_unknown_gpu_names_the_known_ones() -> None:
+    with pytest.raises(NotFoundError, match=r"'h300'.*a6000.*h200-sxm"):
+        gpu_spec("h300")
+
+
+def test_parse_gpus() -> None:
+    assert parse_gpus("a6000:8") == (gpu_spec("a6000"), 8)
+    assert parse_gpus("h200") == (gpu_spec("h200"), 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["a6000:0", "a6000:1025", "a6000:-1", "a6000:", "a6000:2.5", "a6000:8:8", "a6000:٨"]
+)
+def test_parse_gpus_bounds_the_count(text: str) -> None:
+    with pytest.raises(ConfigError, match="1 to 1024"):
+        parse_gpus(text)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_read_or_refused_in_words(text: str) -> None:
+    try:
+        _, count = parse_gpus(text)
+    except (ConfigError, NotFoundError):
+        return
+    assert 1 <= count <= 1024
+
+
+@pytest.mark.parametrize(
+    ("nvml_name", "name"),
+    [
+        ("NVIDIA H200", "h200-sxm"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb-sxm"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb-sxm"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_nvml_product_names(nvml_name: str, name: str) -> None:
+    spec = match_device(nvml_name)
+    assert spec is not None
+    assert spec.name == name
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "NVIDIA H200 NVL",
+        "NVIDIA H20",
+        "NVIDIA GH200 480GB",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA RTX 6000 Ada Generation",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA L40",
+        "NVIDIA A10",
+        "",
+    ],
+)
+def test_a_part_with_a_similar_name_is_not_the_part(other: str) -> None:
+    assert match_device(other) is None
+
+
+@pytest.mark.parametrize("name", known_gpus())
+def test_every_row_is_consistent(name: str) -> None:
+    gpu = gpu_spec(name)
+    assert gpu.memory_bytes > 8e9
+    assert 1e11 < gpu.memory_bytes_per_s < 2e13
+    assert gpu.flops_16bit_per_s < (gpu.flops_8bit_per_s or 1e20)
+    assert gpu.link_bytes_per_s >= gpu.pcie_bytes_per_s
+    assert (gpu.link_group_size == 1) == (gpu.link_bytes_per_s == gpu.pcie_bytes_per_s)
+    assert gpu.has_fp8 == (gpu.compute_capability is not None and gpu.compute_capability >= (8, 9))
+
+
+def test_every_price_is_the_median_of_its_sources() -> None:
+    rows = json.loads(resources.files("fingerprint").joinpath("data/gpus.json").read_text())["gpus"]
+    for name, row in rows.items():
+        prices = sorted(entry["usd"] for entry in row["price_sources"])
+        middle = (prices[(len(prices) - 1) // 2] + prices[len(prices) // 2]) / 2
+        assert row["price_usd_per_gpu_hour"] == pytest.approx(middle, rel=1e-3), name
+
+
+@pytest.mark.skipif("ISERVE_REFERENCE_DATA" not in os.environ, reason="ISERVE_REFERENCE_DATA is not set")
+def test_the_table_repeats_the_reference_facts() -> None:
+    path = Path(os.environ["ISERVE_REFERENCE_DATA"]) / "reference" / "gpus.json"
+    for name, row in json.loads(path.read_text())["gpus"].items():
+        gpu = gpu_spec(name)
+        assert gpu.memory_bytes == row["memory_visible_mib"] * 2**20
+        assert gpu.memory_bytes_per_s == row["memory_bandwidth_bytes_per_s"]
+        assert gpu.flops_16bit_per_s == row["dense_flops"]["fp16"]
+        assert gpu.flops_fp8_per_s == row["dense_flops"]["fp8"]
+        assert gpu.price_usd_per_gpu_hour == row["price_usd_per_gpu_hour"]["median"]
