@@ -87,17 +87,23 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why nothing fits, with both numbers, and the shortfall in bytes for the nearest-feasible search."""
+    """Why nothing fits, with both numbers, and how much is missing, for the nearest-feasible search.
+
+    ``shortfall_bytes`` more free memory on each GPU would do; when ``missing_gpus`` is not 0, that many further
+    GPUs with this much room are needed as well.
+    """
 
     reason: str
     shortfall_bytes: int
+    missing_gpus: int = 0
 
 
 class PlacementPolicy(Protocol):
     """Orders GPUs by preference; feasibility is not its business."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
-        """Groups of GPUs to try in order, each sorted best first. Ties are broken by node and index."""
+        """Groups of GPUs to try in order, each sorted best first; ties end in node and index."""
         ...

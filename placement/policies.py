@@ -1,0 +1,98 @@
+"""Which GPUs are preferred: least-loaded, packing, hybrid. An order only; whether anything fits is for ``fit``.
+
+A new policy is a class with ``name`` and ``tiers`` plus one line in ``POLICIES``, and a subclass of the shared
+conformance test (tests/placement/conftest.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fingerprint.errors import ConfigError
+from placement.types import GpuState, PlacementPolicy
+
+__all__ = ["DEFAULT_POLICY", "POLICIES", "Hybrid", "LeastLoaded", "Packing", "make_policy"]
+
+DEFAULT_POLICY = "hybrid"
+_FREE_STEPS = 20  # free memory breaks ties in steps of 5%: a few MiB of driver noise must not scatter a model
+
+
+def _free_step(gpu: GpuState) -> int:
+    return gpu.free_bytes * _FREE_STEPS // gpu.total_bytes if gpu.total_bytes > 0 else 0
+
+
+def _least_loaded_key(gpu: GpuState) -> tuple[float, int, str, int, str]:
+    return (gpu.load_fraction, -_free_step(gpu), gpu.node_id, gpu.gpu_index, gpu.device_id)
+
+
+def _packing_key(gpu: GpuState) -> tuple[float, int, str, int, str]:
+    return (-gpu.load_fraction, _free_step(gpu), gpu.node_id, gpu.gpu_index, gpu.device_id)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastLoaded:
+    """Lowest load first; of equals the emptiest, then node and index. Spreads models to avoid contention."""
+
+    name: str = "least-loaded"
+
+    def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
+        return (tuple(sorted(gpus, key=_least_loaded_key)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Highest load first; of equals the fullest, then node and index. Keeps models on few GPUs."""
+
+    name: str = "packing"
+
+    def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
+        return (tuple(sorted(gpus, key=_packing_key)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """Pack among the GPUs with load < ``threshold`` if memory suffices there, else least-loaded among the rest.
+
+    The rest are the GPUs at or above the threshold (paper, section 6). Where neither alone has the memory but
+    both together do, ``fit`` takes them together in this order, as it does for every policy: packable ones
+    first, then as few and as lightly loaded others as it takes.
+
+    Raises:
+        ConfigError: a threshold outside 0 to 1.
+    """
+
+    threshold: float = 0.5  # until a sweep says better (design, section 5)
+    name: str = "hybrid"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.threshold) and 0 <= self.threshold <= 1):
+            raise ConfigError(f"the hybrid policy's load threshold must be between 0 and 1, got {self.threshold}")
+
+    def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
+        packable = sorted((g for g in gpus if g.load_fraction < self.threshold), key=_packing_key)
+        rest = sorted((g for g in gpus if not g.load_fraction < self.threshold), key=_least_loaded_key)
+        return tuple(tuple(tier) for tier in (packable, rest) if tier)
+
+
+POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
+    "hybrid": Hybrid,
+    "packing": Packing,
+    "least-loaded": LeastLoaded,
+}
+
+
+def make_policy(name: str = DEFAULT_POLICY, *, threshold: float | None = None) -> PlacementPolicy:
+    """The policy of that name; ``threshold`` is hybrid's load limit L.
+
+    Raises:
+        ConfigError: an unknown name, or a threshold for a policy that has none.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"there is no placement policy {name!r}; choose one of {', '.join(POLICIES)}")
+    if threshold is None:
+        return POLICIES[name]()
+    if name != "hybrid":
+        raise ConfigError(f"the {name} policy has no load threshold; only hybrid has")
+    return Hybrid(threshold)
