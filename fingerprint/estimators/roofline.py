@@ -1,0 +1,339 @@
+"""Memory and latency from a config.json and a datasheet, with nothing measured on the machine.
+
+A step is bound by bytes or by arithmetic, plus communication, launches and the host; the few constants that turn
+peak figures into attained ones are in :class:`RooflineConstants`, calibrated on public measurements
+(``docs/decisions/0002-roofline-calibration.md``). It knows no engine: what an engine does better or worse than
+the calibrated ones is inside the interval, and a measurement always takes precedence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.errors import ConfigError
+from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
+from fingerprint.formats import (
+    WEIGHT_16BIT_BYTES,
+    embedding_bytes,
+    head_bytes,
+    kept_fraction,
+    kv_heads_per_gpu,
+    layer_weight_bytes_per_gpu,
+    linear_element_bytes,
+    stored_fraction,
+)
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import KV_ELEMENT_BYTES, ModelSpec
+
+__all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator"]
+
+DEFAULT_MAX_BATCHED_TOKENS = 8192  # tokens of the largest prefill step; longer prompts are cut into such chunks
+_ACTIVATION_BYTES = 2.0  # activations are 16-bit in every format
+_LOGIT_BYTES = 4.0  # logits are sampled in fp32
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RooflineConstants:
+    """What is attained of the peak figures, the fixed times, and how far off the result is.
+
+    The latency figures are fitted by ``tests/bench/calibrate_roofline.py``; the memory ones are assumptions,
+    said so below. ``*_log_error`` are the 5% and 95% quantiles of ln(measured / predicted).
+    """
+
+    memory_efficiency: float = 0.8  # attained share of the memory bandwidth
+    compute_efficiency: float = 0.65  # attained share of the dense peak, large prefills
+    dequant_efficiency: float = 0.8  # of that, when weights are expanded on the way in (int8, int4, gptq4)
+    link_efficiency: float = 0.7  # attained share of a link in an all-reduce
+    all_reduce_latency_s: float = 12e-6  # of one all-reduce of a few bytes among two GPUs
+    all_reduce_hop_s: float = 2e-6  # for every GPU beyond two
+    handover_latency_s: float = 30e-6  # one pipeline stage to the next
+    launch_per_layer_s: float = 10e-6  # gaps between the kernels of a layer
+    host_per_step_s: float = 5e-4  # scheduling, sampling and detokenizing that the GPU waits for
+    host_per_sequence_s: float = 1e-5  # of that, for every sequence of the batch
+    ttft_log_error: tuple[float, float] = (-0.5, 0.5)
+    tpot_log_error: tuple[float, float] = (-0.4, 0.4)
+    unlisted_log_error: float = math.log(3)  # added on both sides for a device that is no NVIDIA GPU: assumption
+    # Not calibrated: no public table itemises memory. A CUDA context is 0.3 to 0.6 GiB on these parts, captured
+    # graphs and library workspaces take about as much again; NCCL buffers come with the second GPU.
+    context_bytes: int = 1024 * _MIB
+    collective_bytes: int = 768 * _MIB
+    host_process_bytes: int = 384 * _MIB  # the same on a CPU: interpreter and libraries
+    # Half-widths of the 90% interval of each part, assumptions too.
+    weights_relative_error: float = 0.005
+    kv_relative_error: float = 0.03
+    activation_relative_error: float = 0.6
+    runtime_relative_error: float = 0.5
+
+
+CALIBRATED = RooflineConstants()
+
+
+class _Shard(NamedTuple):
+    """What one GPU of a TP group holds and does for one layer under one configuration."""
+
+    layer_bytes: float  # stored weights, all experts
+    shared_bytes: float  # of these, read in every step
+    expert_bytes: float  # of these, all experts' (read in part)
+    token_flops: float  # multiply-adds times two of the linear matrices, per token
+    kv_token_bytes: float
+    flops_per_s: float  # peak of the format, dequantizing included
+    head_read_bytes: float
+    head_flops: float  # per row
+
+
+class RooflineEstimator:
+    """Predicts any configuration of one model on one kind of GPU (implements ``fingerprint.estimates.Estimator``).
+
+    The batches of a pipeline run through its stages one after the other (no micro-batches): stage times add up.
+
+    Args:
+        spec: the model.
+        gpu: the device; the links between devices are the datasheet's.
+        constants: attained efficiencies and intervals.
+        max_batched_tokens: largest prefill step in tokens; bounds activations, cuts long prompts.
+        engines_storing_2_4: engines that keep 2:4 weights compressed. Empty: none of the engines described here
+            has been seen to, so 2:4 counts as dense.
+    """
+
+    name = "roofline"
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        gpu: GpuSpec,
+        *,
+        constants: RooflineConstants = CALIBRATED,
+        max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
+        engines_storing_2_4: Collection[str] = (),
+    ) -> None:
+        if max_batched_tokens < 1:
+            raise ConfigError(f"max_batched_tokens must be at least 1, got {max_batched_tokens}")
+        self._spec = spec
+        self._gpu = gpu
+        self._constants = constants
+        self._max_batched_tokens = max_batched_tokens
+        self._engines_storing_2_4 = frozenset(engines_storing_2_4)
+        self._shards: dict[DeploymentConfig, _Shard] = {}
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        """Predict ``config`` under ``workload``.
+
+        Raises:
+            ConfigError: more stages than layers.
+        """
+        if config.pp > self._spec.num_layers:
+            raise ConfigError(
+                f"pp={config.pp} needs at least {config.pp} layers, the model has {self._spec.num_layers}"
+            )
+        ttft_s = self._quantity(self.ttft_s(config, workload), self._constants.ttft_log_error)
+        tpot_s = self._quantity(self.tpot_s(config, workload), self._constants.tpot_log_error)
+        tdp_w = self._gpu.tdp_w
+        return Estimate(
+            config=config,
+            workload=workload,
+            memory=self._memory(config, workload),
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            power_w_per_gpu=None if tdp_w is None else Quantity(tdp_w, 0.0, tdp_w, Source.ROOFLINE),
+        )
+
+    def ttft_s(self, config: DeploymentConfig, workload: Workload) -> float:
+        """Seconds until the whole batch, handed over at once, has its first tokens; no interval."""
+        tokens = workload.batch * workload.input_tokens
+        steps = math.ceil(tokens / self._max_batched_tokens)
+        attended = workload.batch * self._attended_pairs(workload.input_tokens)
+        return steps * self._step_s(
+            config,
+            tokens=tokens / steps,
+            sequences=workload.batch / steps,
+            kv_tokens=tokens / steps,
+            attended_pairs=attended / steps,
+        )
+
+    def tpot_s(self, config: DeploymentConfig, workload: Workload) -> float:
+        """Seconds of one decode step of the batch at the mean context (input + output / 2); no interval."""
+        context = workload.input_tokens + workload.output_tokens / 2
+        if self._spec.sliding_window is not None:
+            context = min(context, self._spec.sliding_window)
+        cached = workload.batch * context
+        return self._step_s(
+            config, tokens=workload.batch, sequences=workload.batch, kv_tokens=cached, attended_pairs=cached
+        )
+
+    def _step_s(
+        self,
+        config: DeploymentConfig,
+        *,
+        tokens: float,
+        sequences: float,
+        kv_tokens: float,
+        attended_pairs: float,
+    ) -> float:
+        """One pass of ``tokens`` new tokens through all stages (design, section 5, with the stages serial).
+
+        Args:
+            tokens: new tokens of all sequences; sequences: rows of logits wanted.
+            kv_tokens: cached tokens read; attended_pairs: (query, key) pairs of the attention.
+        """
+        spec, gpu, constants = self._spec, self._gpu, self._constants
+        shard = self._shard(config)
+        layer_bytes = shard.shared_bytes + shard.expert_bytes * self._experts_read_fraction(tokens)
+        read_bytes = spec.num_layers * (layer_bytes + shard.kv_token_bytes * kv_tokens) + shard.head_read_bytes
+        attention_flops = 4 * spec.num_heads * spec.head_dim * attended_pairs / config.tp
+        linear_flops = spec.num_layers * shard.token_flops * tokens + shard.head_flops * sequences
+        attention_s = spec.num_layers * attention_flops / gpu.flops_16bit_per_s
+        work_s = max(
+            read_bytes / (gpu.memory_bytes_per_s * constants.memory_efficiency),
+            (linear_flops / shard.flops_per_s + attention_s) / constants.compute_efficiency,
+        )
+        host_s = config.pp * constants.host_per_step_s + constants.host_per_sequence_s * sequences
+        return (
+            work_s
+            + 2 * spec.num_layers * self._all_reduce_s(config.tp, tokens)
+            + (config.pp - 1) * self._handover_s(config, tokens)
+            + spec.num_layers * constants.launch_per_layer_s
+            + host_s
+        )
+
+    def _all_reduce_s(self, tp: int, tokens: float) -> float:
+        """One all-reduce of the hidden states; a ring moves 2 (tp - 1) / tp of the message over each link."""
+        if tp == 1:
+            return 0.0
+        constants = self._constants
+        link = self._gpu.slowest_link_bytes_per_s(tp) * constants.link_efficiency
+        message = tokens * self._spec.hidden_size * _ACTIVATION_BYTES
+        latency_s = constants.all_reduce_latency_s + (tp - 2) * constants.all_reduce_hop_s
+        return latency_s + 2 * (tp - 1) / tp * message / link
+
+    def _handover_s(self, config: DeploymentConfig, tokens: float) -> float:
+        """Hidden states and residual to the next stage. The stages are taken to lie side by side."""
+        link = self._gpu.slowest_link_bytes_per_s(config.num_gpus) * self._constants.link_efficiency
+        return self._constants.handover_latency_s + self._boundary_bytes(tokens) / link
+
+    def _boundary_bytes(self, tokens: float) -> float:
+        return 2 * tokens * self._spec.hidden_size * _ACTIVATION_BYTES
+
+    def _attended_pairs(self, length: int) -> float:
+        """(query, key) pairs of one causal prompt of ``length`` tokens, within the sliding window if any."""
+        window = min(self._spec.sliding_window or length, length)
+        return window * (window + 1) / 2 + (length - window) * window
+
+    def _experts_read_fraction(self, tokens: float) -> float:
+        """Expected share of distinct experts that ``tokens`` tokens choose, routed uniformly and independently."""
+        spec = self._spec
+        if not spec.num_experts:
+            return 1.0
+        return 1 - math.pow(1 - spec.experts_per_token / spec.num_experts, max(tokens, 1.0))
+
+    def _shard(self, config: DeploymentConfig) -> _Shard:
+        found = self._shards.get(config)
+        if found is None:
+            found = self._shards[config] = self._make_shard(config)
+        return found
+
+    def _make_shard(self, config: DeploymentConfig) -> _Shard:
+        spec, gpu, tp = self._spec, self._gpu, config.tp
+        fraction = stored_fraction(config, engines_storing_2_4=self._engines_storing_2_4)
+        layer_bytes = layer_weight_bytes_per_gpu(spec, config, engines_storing_2_4=self._engines_storing_2_4)
+        expert_bytes = spec.layer_expert_params * linear_element_bytes(spec, config.weights) * fraction / tp
+        active = spec.layer_linear_params - spec.layer_expert_params
+        if spec.num_experts:
+            active += spec.layer_expert_params * spec.experts_per_token // spec.num_experts
+        peak = gpu.flops_16bit_per_s
+        if config.weights is WeightFormat.FP8 and gpu.flops_fp8_per_s is not None:
+            peak = gpu.flops_fp8_per_s
+        elif config.weights is not WeightFormat.BITS16:
+            peak *= self._constants.dequant_efficiency
+        kv_elements = 2 * kv_heads_per_gpu(spec, tp) * spec.head_dim
+        head = head_bytes(spec)
+        return _Shard(
+            layer_bytes=layer_bytes,
+            shared_bytes=layer_bytes - expert_bytes,
+            expert_bytes=expert_bytes,
+            token_flops=2 * active * kept_fraction(config.pruning) / tp,
+            kv_token_bytes=kv_elements * KV_ELEMENT_BYTES[config.kv],
+            flops_per_s=peak,
+            head_read_bytes=head / tp,
+            head_flops=2 * head / WEIGHT_16BIT_BYTES / tp,
+        )
+
+    def _memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
+        spec, constants, tp = self._spec, self._constants, config.tp
+        shard = self._shard(config)
+        step_tokens = min(workload.batch * workload.input_tokens, self._max_batched_tokens)
+        shared_head = spec.tied_embeddings and config.pp == 1
+        last_bytes = spec.final_norm_params * WEIGHT_16BIT_BYTES + (0.0 if shared_head else head_bytes(spec) / tp)
+        if self._gpu.compute_capability is None:
+            runtime_bytes = constants.host_process_bytes
+        else:
+            runtime_bytes = constants.context_bytes + (constants.collective_bytes if config.num_gpus > 1 else 0)
+        parts = MemoryEstimate(
+            tp=tp,
+            pp=config.pp,
+            num_layers=spec.num_layers,
+            layer_weight_bytes=math.ceil(shard.layer_bytes),
+            layer_kv_bytes=math.ceil(shard.kv_token_bytes * workload.kv_tokens),
+            first_stage_bytes=math.ceil(embedding_bytes(spec) / tp),
+            last_stage_bytes=math.ceil(last_bytes),
+            activation_bytes=math.ceil(self._activation_bytes(tp, step_tokens, workload.batch)),
+            pp_buffer_bytes=math.ceil(self._boundary_bytes(step_tokens)) if config.pp > 1 else 0,
+            runtime_bytes=runtime_bytes,
+            relative_error=0.0,
+            source=Source.ROOFLINE,
+        )
+        return _with_relative_error(parts, constants)
+
+    def _activation_bytes(self, tp: int, step_tokens: int, batch: int) -> float:
+        """Peak live bytes of the largest step on one GPU.
+
+        Residual and normed hidden states, plus the wider of the MLP (gate, up and their product) and the attention
+        (Q, K, V and the output), both divided by tp; a MoE layer holds that for each expert of a token. Then the
+        logits of the batch, gathered over the vocabulary, once at 16 bits and once in fp32. Flash attention: no
+        score matrix. The formula is an assumption about what engines free when; see ``activation_relative_error``.
+        """
+        spec = self._spec
+        mlp = (3 if spec.gated_mlp else 2) * spec.intermediate_size * max(spec.experts_per_token, 1) / tp
+        attention = (2 * spec.num_heads / tp + 2 * kv_heads_per_gpu(spec, tp)) * spec.head_dim
+        per_token = (2 * spec.hidden_size + max(mlp, attention)) * _ACTIVATION_BYTES
+        logits = batch * spec.vocab_size * (_ACTIVATION_BYTES + _LOGIT_BYTES)
+        return step_tokens * per_token + logits
+
+    def _quantity(self, value: float, log_error: tuple[float, float]) -> Quantity:
+        beyond = 0.0 if self._gpu.compute_capability is not None else self._constants.unlisted_log_error
+        low = value * math.exp(min(log_error[0], 0.0) - beyond)
+        high = value * math.exp(max(log_error[1], 0.0) + beyond)
+        return Quantity(value, low, high, Source.ROOFLINE)
+
+
+def _with_relative_error(parts: MemoryEstimate, constants: RooflineConstants) -> MemoryEstimate:
+    """``parts`` with the half-width of its interval: the errors of the items are independent, so squares add."""
+    layers = -(-parts.num_layers // parts.pp)
+    weights = layers * parts.layer_weight_bytes + parts.first_stage_bytes + parts.last_stage_bytes
+    kv = layers * parts.layer_kv_bytes
+    activations = parts.activation_bytes + parts.pp_buffer_bytes
+    spread = math.hypot(
+        weights * constants.weights_relative_error,
+        kv * constants.kv_relative_error,
+        activations * constants.activation_relative_error,
+        parts.runtime_bytes * constants.runtime_relative_error,
+    )
+    total = weights + kv + activations + parts.runtime_bytes
+    return MemoryEstimate(
+        tp=parts.tp,
+        pp=parts.pp,
+        num_layers=parts.num_layers,
+        layer_weight_bytes=parts.layer_weight_bytes,
+        layer_kv_bytes=parts.layer_kv_bytes,
+        first_stage_bytes=parts.first_stage_bytes,
+        last_stage_bytes=parts.last_stage_bytes,
+        activation_bytes=parts.activation_bytes,
+        pp_buffer_bytes=parts.pp_buffer_bytes,
+        runtime_bytes=parts.runtime_bytes,
+        relative_error=spread / total,
+        source=parts.source,
+    )

@@ -1,0 +1,155 @@
+"""How many bytes a model's weights take in each format, and how many of them each GPU holds.
+
+Counts only, from :class:`~fingerprint.model_spec.ModelSpec`; nothing is loaded. Only the linear matrices of the
+hidden layers change with the format: embedding, output head, norms, biases and routers stay 16-bit in every one.
+Not included: allocator rounding, and what a kernel re-packs at load time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from fingerprint.config import DeploymentConfig, Pruning, WeightFormat
+from fingerprint.model_spec import ModelSpec
+
+__all__ = [
+    "DENSE_STORED",
+    "GROUP_SIZE",
+    "WEIGHT_16BIT_BYTES",
+    "embedding_bytes",
+    "head_bytes",
+    "kept_fraction",
+    "kv_heads_per_gpu",
+    "layer_weight_bytes",
+    "layer_weight_bytes_per_gpu",
+    "linear_element_bytes",
+    "stored_fraction",
+]
+
+WEIGHT_16BIT_BYTES = 2.0
+GROUP_SIZE = 128  # int4 and gptq4: input elements that share one scale (design, section 4)
+_SCALE_BYTES = 2.0  # a 16-bit scale
+_ZERO_BYTES = 0.5  # gptq4 packs zero points at 4 bits
+_INDEX_BYTES = 4.0  # gptq4's g_idx: one int32 per input feature of every matrix
+_FP8_SCALE_BYTES = 4.0  # one fp32 scale per matrix, as in compressed-tensors and ModelOpt checkpoints
+
+# 2:4 keeps 2 of 4 elements and a 2-bit position for each: (2 * 16 + 2 * 2) / (4 * 16) bits, the semi-structured
+# layout of the sparse tensor cores.
+_TWO_FOUR_STORED = 9 / 16
+# Kept as full matrices with zeros in them: unstructured 50%, 4:8, and 2:4 where the engine has no layout for it.
+DENSE_STORED = frozenset({Pruning.NONE, Pruning.SPARSEGPT, Pruning.WANDA, Pruning.WANDA_4_8})
+# Structured: whole heads and MLP channels go. The share of the layers' linear parameters that stays.
+_LLM_PRUNER_KEPT = 0.75
+
+
+class _Matrix(NamedTuple):
+    inputs: int
+    outputs: int
+    copies: int
+
+
+def _matrices(spec: ModelSpec) -> tuple[_Matrix, ...]:
+    """The linear matrices of one layer as checkpoints spell them (fused ones count as their parts)."""
+    attention = spec.num_heads * spec.head_dim
+    kv = spec.num_kv_heads * spec.head_dim
+    experts = max(spec.num_experts, 1)
+    return (
+        _Matrix(spec.hidden_size, attention, 1),
+        _Matrix(spec.hidden_size, kv, 2),
+        _Matrix(attention, spec.hidden_size, 1),
+        _Matrix(spec.hidden_size, spec.intermediate_size, experts * (2 if spec.gated_mlp else 1)),
+        _Matrix(spec.intermediate_size, spec.hidden_size, experts),
+    )
+
+
+def _matrix_bytes(matrix: _Matrix, weights: WeightFormat) -> float:
+    inputs, outputs, copies = matrix
+    elements = inputs * outputs
+    groups = -(-inputs // GROUP_SIZE) * outputs
+    match weights:
+        case WeightFormat.BITS16:
+            stored = elements * WEIGHT_16BIT_BYTES
+        case WeightFormat.INT8:
+            stored = elements + outputs * _SCALE_BYTES
+        case WeightFormat.INT4:
+            stored = elements / 2 + groups * _SCALE_BYTES
+        case WeightFormat.GPTQ4:
+            stored = elements / 2 + groups * (_SCALE_BYTES + _ZERO_BYTES) + inputs * _INDEX_BYTES
+        case WeightFormat.FP8:
+            stored = elements + _FP8_SCALE_BYTES
+    return copies * stored
+
+
+def linear_element_bytes(spec: ModelSpec, weights: WeightFormat) -> float:
+    """Mean stored bytes of one linear weight element, its share of scales, zeros and indexes included.
+
+    ``16bit`` 2; ``int8`` 1 and a 16-bit scale per output channel; ``int4`` symmetric, half a byte and a 16-bit
+    scale per group of 128 inputs (4.125 bits); ``gptq4`` the same with 4-bit zeros and an int32 group index per
+    input (4.156 bits and a little; the GPTQ checkpoint layout); ``fp8`` 1 and one scale per matrix.
+    """
+    matrices = _matrices(spec)
+    elements = sum(matrix.inputs * matrix.outputs * matrix.copies for matrix in matrices)
+    return sum(_matrix_bytes(matrix, weights) for matrix in matrices) / elements
+
+
+def kept_fraction(pruning: Pruning) -> float:
+    """Share of the linear multiply-adds still done; zeros in a dense matrix are multiplied all the same."""
+    return _LLM_PRUNER_KEPT if pruning is Pruning.LLM_PRUNER_25 else 1.0
+
+
+def stored_fraction(config: DeploymentConfig, *, engines_storing_2_4: Collection[str] = ()) -> float:
+    """Stored bytes of the linear weights over those of the dense matrices in the same weight format.
+
+    Args:
+        engines_storing_2_4: engines that keep 2:4 weights compressed (9/16 at 16 bits); dense on others.
+    """
+    if config.pruning is Pruning.WANDA_2_4 and config.engine in engines_storing_2_4:
+        if config.weights is WeightFormat.BITS16:
+            return _TWO_FOUR_STORED
+        # the 2-bit positions do not shrink with the elements: half the elements, and half a bit per dense element
+        bits = {WeightFormat.INT8: 8, WeightFormat.FP8: 8, WeightFormat.INT4: 4, WeightFormat.GPTQ4: 4}
+        return 0.5 + 1 / bits[config.weights]
+    return kept_fraction(config.pruning)
+
+
+def layer_weight_bytes(
+    spec: ModelSpec, config: DeploymentConfig, *, engines_storing_2_4: Collection[str] = ()
+) -> float:
+    """Bytes of one copy of one hidden layer, over all TP ranks when nothing is replicated."""
+    linear = spec.layer_linear_params * linear_element_bytes(spec, config.weights)
+    rest = (spec.layer_params - spec.layer_linear_params) * WEIGHT_16BIT_BYTES
+    return linear * stored_fraction(config, engines_storing_2_4=engines_storing_2_4) + rest
+
+
+def kv_heads_per_gpu(spec: ModelSpec, tp: int) -> float:
+    """KV heads whose cache one GPU holds: above ``num_kv_heads`` ranks they are replicated, never split."""
+    return spec.num_kv_heads / min(tp, spec.num_kv_heads)
+
+
+def layer_weight_bytes_per_gpu(
+    spec: ModelSpec, config: DeploymentConfig, *, engines_storing_2_4: Collection[str] = ()
+) -> float:
+    """Bytes of one hidden layer on one GPU of the TP group.
+
+    Linear matrices are divided by ``tp``; the K and V projections by at most the number of KV heads; norms, biases
+    and routers are on every rank (a column-parallel bias is in truth divided: under 0.1% of a layer).
+    """
+    fraction = stored_fraction(config, engines_storing_2_4=engines_storing_2_4)
+    element_bytes = linear_element_bytes(spec, config.weights) * fraction
+    kv_params = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
+    rest = (spec.layer_params - spec.layer_linear_params) * WEIGHT_16BIT_BYTES
+    split = (spec.layer_linear_params - kv_params) / config.tp + kv_params / min(config.tp, spec.num_kv_heads)
+    return split * element_bytes + rest
+
+
+def embedding_bytes(spec: ModelSpec) -> float:
+    """Bytes of the input embedding over all TP ranks: 16-bit in every format."""
+    return spec.embedding_params * WEIGHT_16BIT_BYTES
+
+
+def head_bytes(spec: ModelSpec) -> float:
+    """Bytes of the output head over all TP ranks. A tied head is the input embedding's matrix: the same bytes,
+    held once where the first stage is also the last, and a second time where it is not."""
+    params = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else spec.head_params
+    return params * WEIGHT_16BIT_BYTES
