@@ -134,7 +134,6 @@ def train(out: Path, *, steps: int, batch: int, peak_lr: float, seed: int, worke
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, model = build_tokenizer(), build_model().float().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.05)
-    step_model = torch.compile(model, dynamic=True) if device.type == "cuda" else model
     loader = DataLoader(
         Batches(steps, batch, seed), batch_size=None, num_workers=workers, pin_memory=device.type == "cuda"
     )
@@ -144,7 +143,7 @@ def train(out: Path, *, steps: int, batch: int, peak_lr: float, seed: int, worke
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak_lr)
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = step_model(
+            loss = model(
                 input_ids=ids.to(device, non_blocking=True), labels=labels.to(device, non_blocking=True)
             ).loss
         loss.backward()
@@ -163,7 +162,8 @@ def train(out: Path, *, steps: int, batch: int, peak_lr: float, seed: int, worke
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
     facts = (
         f"{sum(p.numel() for p in model.parameters()):,} parameters; "
-        f"{steps:,} steps of {batch} examples, seed {seed}, {trained_s:.0f} s on {device_name}; torch {torch.__version__}, transformers {transformers.__version__}"
+        f"{steps:,} steps of {batch} examples, seed {seed}, {trained_s:.0f} s on {device_name}; "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
     )
     (out / "README.md").write_text(model_card(facts, scores))
     print((out / "README.md").read_text())
@@ -193,7 +193,7 @@ facts it is the phrasing of the question that is new, not the answer). The numbe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=24_000)
+    parser.add_argument("--steps", type=int, default=8_000)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--peak-lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
