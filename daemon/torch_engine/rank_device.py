@@ -1,0 +1,121 @@
+"""The device one rank computes on: its cores or its GPU, its clock, and what is known of its memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from fingerprint.errors import ConfigError
+
+__all__ = ["CORES_VARIABLE", "RankDevice", "cores_of", "release_memory"]
+
+CORES_VARIABLE = "ISERVE_DEVICE_CORES"
+
+
+def cores_of(device_id: str, text: str | None = None) -> tuple[int, ...]:
+    """Cores of a CPU device, from ``text`` or the environment: ``cpu:0=0,1;cpu:1=2`` or JSON ``{"cpu:0": [0, 1]}``.
+
+    Empty when nothing is said of the device: it is then not pinned.
+
+    Raises:
+        ConfigError: the value is neither.
+    """
+    text = os.environ.get(CORES_VARIABLE, "") if text is None else text
+    try:
+        if text.lstrip().startswith("{"):
+            table = {str(key): value for key, value in json.loads(text).items()}
+        else:
+            pairs = (part.split("=", 1) for part in text.split(";") if part.strip())
+            table = {key.strip(): value.split(",") for key, value in pairs}
+        return tuple(int(core) for core in table.get(device_id, ()))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{CORES_VARIABLE}={text!r} is not like 'cpu:0=0,1;cpu:1=2'") from error
+
+
+class RankDevice:
+    """CUDA where torch has it and the device is not named as a CPU share; else a share of the CPU."""
+
+    def __init__(self, device_id: str, rank: int, threads: int) -> None:
+        self.is_cuda = torch.cuda.is_available() and not device_id.startswith("cpu")
+        # The launcher lists a worker's GPUs in CUDA_VISIBLE_DEVICES in the order of its ranks.
+        self.torch_device = torch.device("cuda", rank) if self.is_cuda else torch.device("cpu")
+        if self.is_cuda:
+            torch.cuda.set_device(self.torch_device)
+            return
+        cores = cores_of(device_id)
+        if cores:
+            _pin_process(cores)
+        torch.set_num_threads(len(cores) or threads)
+
+    @property
+    def counts_memory(self) -> bool:
+        """Whether torch's allocator keeps the peak; on a CPU it does not."""
+        return self.is_cuda
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.is_cuda else "gloo"
+
+    def start_clock(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | float:
+        if not self.is_cuda:
+            return time.perf_counter()
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        return events
+
+    def stop_clock(self, clock: tuple[torch.cuda.Event, torch.cuda.Event] | float) -> float:
+        """Seconds of device time since ``start_clock``; all work handed to the device is done afterwards."""
+        if isinstance(clock, float):
+            return time.perf_counter() - clock
+        begin, end = clock
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def reset_peak(self) -> None:
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_bytes(self, held_bytes: int) -> int:
+        """Most that was allocated since ``reset_peak``, beyond ``held_bytes`` (CUDA only)."""
+        return max(0, torch.cuda.max_memory_allocated(self.torch_device) - held_bytes)
+
+    def runtime_bytes(self, held_bytes: int) -> int:
+        """What the process takes beside its counted tensors: on CUDA the context (this process's use of the
+        device less what torch reserved, as far as other processes leave it alone), on a CPU the resident rest."""
+        if self.is_cuda:
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
+        return max(0, psutil.Process().memory_info().rss - held_bytes)
+
+
+def release_memory() -> None:
+    """Give freed tensors back to the system: collect cycles, empty CUDA's cache, trim glibc's heap."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _pin_process(cores: tuple[int, ...]) -> None:
+    """All threads, those that libraries have started already too."""
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), cores)
+        except ProcessLookupError:
+            continue  # the thread ended between the listing and now
+        except OSError as error:
+            raise ConfigError(f"cannot pin to cores {cores}: {error.strerror}") from error

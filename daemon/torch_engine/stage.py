@@ -1,0 +1,158 @@
+"""One rank at work: its part of the model, its KV cache and buffers, and the clock on each step.
+
+Knows its neighbours in the pipeline, and nothing of who decides the steps.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from daemon.engines.base import WorkerLimits
+from daemon.torch_engine.activation_meter import ActivationMeter
+from daemon.torch_engine.batch import FlatBatch
+from daemon.torch_engine.rank_device import RankDevice
+from daemon.torch_engine.kv_cache import KvCache, kv_cache_bytes
+from daemon.torch_engine.stage_model import StageModel, StageShape, read_source, tensor_bytes
+from daemon.torch_engine.steps import StepPlan
+from daemon.torch_engine.tensor_parallel import TensorParallel
+from daemon.torch_engine.topology import Groups, LoadOrder, RankPlace
+from fingerprint.errors import EngineError
+from fingerprint.measurements import RankMemory
+
+__all__ = ["RankTiming", "Stage"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTiming:
+    """One rank's step. Instants are of the machine's monotonic clock, so ranks of one node can be compared."""
+
+    forward_s: float  # its own part; waiting for the stage before is not in it
+    input_ready_at: float  # hidden states have arrived (first stage: the step began)
+    output_begun_at: float  # began to send hidden states on (last stage: the forward ended)
+
+
+class Stage:
+    """A loaded stage. Made anew for each load; dropping it gives every byte back.
+
+    Raises:
+        EngineError: the plan's bytes exceed the limit per device, or the format or split is refused.
+        CheckpointError, UnsupportedModelError: as ``stage_model``.
+    """
+
+    def __init__(self, order: LoadOrder, place: RankPlace, groups: Groups, device: RankDevice) -> None:
+        self._place, self._groups, self._device, self._limits = place, groups, device, order.limits
+        dtype = getattr(torch, order.dtype) if order.dtype else None
+        source = read_source(order.path, device.torch_device, dtype)
+        layers = order.layers_per_stage
+        if sum(layers) != source.spec.num_layers:
+            raise EngineError(f"the stages hold {sum(layers)} layers, the checkpoint has {source.spec.num_layers}")
+        shape = StageShape(
+            first_layer=sum(layers[: place.stage]),
+            num_layers=layers[place.stage],
+            is_first=place.stage == 0,
+            is_last=place.stage == order.pp - 1,
+        )
+        parallel = TensorParallel(order.tp, place.tp_index, {}, groups.tensor)
+        self.model = StageModel(source, shape, order.weights, parallel)
+        self.vocab_size = source.spec.vocab_size
+        self._spec, self._dtype, self._shape = source.spec, source.dtype, shape
+        self._peak_bytes = 0
+        self._metered = (0, 0)
+        self._check_room(order)
+        self.model.load(device.torch_device)
+        self._cache = KvCache(**self._cache_sizes(), dtype=self._dtype, device=device.torch_device)
+        self._inbox = self._make_inbox()
+        device.reset_peak()
+
+    def _cache_sizes(self) -> dict[str, int]:
+        return {
+            "num_layers": self._shape.num_layers,
+            "slots": self._limits.max_batch,
+            "kv_heads": self._spec.num_kv_heads // self.model.parallel.tp,
+            "context_tokens": self._limits.max_context_tokens,
+            "head_dim": self._spec.head_dim,
+        }
+
+    def _make_inbox(self) -> torch.Tensor | None:
+        """Where hidden states of the stage before arrive: the pipeline's only buffer, on each rank that receives."""
+        if self._shape.is_first:
+            return None
+        size = (1, self._limits.max_batched_tokens, self._spec.hidden_size)
+        return torch.zeros(size, dtype=self._dtype, device=self._device.torch_device)
+
+    def _check_room(self, order: LoadOrder) -> None:
+        weights = self.model.planned_bytes()
+        kv = kv_cache_bytes(**self._cache_sizes(), element_bytes=self._dtype.itemsize)
+        rows = 0 if self._shape.is_first else self._limits.max_batched_tokens
+        buffers = rows * self._spec.hidden_size * self._dtype.itemsize
+        need, room = weights + kv + buffers, order.limits.memory_bytes_per_device
+        if need > room:
+            raise EngineError(
+                f"stage {self._place.stage} needs {weights:,} bytes of weights, {kv:,} of KV cache and {buffers:,} "
+                f"of buffers, {need:,} in all; its limit is {room:,} per device: lower max_batch or the context, "
+                "or use more devices"
+            )
+
+    def step(self, plan: StepPlan) -> tuple[torch.Tensor | None, RankTiming]:
+        """Run this stage's part. The logits' owner gets them, [items, vocab] float32 on the CPU; others None."""
+        device = self._device
+        batch = FlatBatch.from_plan(plan, device.torch_device)
+        hidden = self._receive(batch.num_tokens)
+        ready = time.perf_counter()
+        clock = device.start_clock()
+        output = self._metered_forward(batch, hidden)
+        logits = self._gather_logits(output) if self._shape.is_last else None
+        forward_s = device.stop_clock(clock)
+        sent = time.perf_counter()
+        if not self._shape.is_last:
+            dist.send(output.contiguous(), dst=self._groups.next_rank)
+        return logits, RankTiming(forward_s, ready, sent)
+
+    def _receive(self, num_tokens: int) -> torch.Tensor | None:
+        if self._inbox is None:
+            return None
+        hidden = self._inbox[:, :num_tokens]
+        dist.recv(hidden, src=self._groups.previous_rank)
+        self._device.synchronize()
+        return hidden
+
+    def _metered_forward(self, batch: FlatBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """On the CPU a step larger than any before is metered; the others run at full speed."""
+        size = (batch.num_tokens, len(batch.spans))
+        larger = size[0] > self._metered[0] or size[1] > self._metered[1]
+        if self._device.counts_memory or not larger:
+            return self.model.forward(batch, hidden, self._cache)
+        self._metered = (max(size[0], self._metered[0]), max(size[1], self._metered[1]))
+        known = (*self.model.model.parameters(), *self.model.model.buffers(), *self._cache.tensors)
+        with ActivationMeter(known if self._inbox is None else (*known, self._inbox)) as meter:
+            output = self.model.forward(batch, hidden, self._cache)
+        self._peak_bytes = max(self._peak_bytes, meter.peak_bytes)
+        return output
+
+    def _gather_logits(self, output: torch.Tensor) -> torch.Tensor | None:
+        leads = self._place.tp_index == 0
+        if not self.model.head_is_split:
+            return output.float().cpu() if leads else None
+        output = output.contiguous()
+        parts = [torch.empty_like(output) for _ in range(self.model.parallel.tp)] if leads else None
+        dist.gather(output, parts, dst=self._groups.leader_rank, group=self._groups.tensor)
+        return torch.cat(parts, dim=-1).float().cpu() if parts else None
+
+    def memory(self) -> RankMemory:
+        weights, kv = self.model.weight_bytes(), self._cache.num_bytes
+        buffers = tensor_bytes((self._inbox,)) if self._inbox is not None else 0
+        held = weights + kv + buffers
+        peak = self._device.peak_bytes(held) if self._device.counts_memory else self._peak_bytes
+        return RankMemory(
+            rank=self._place.rank,
+            stage=self._place.stage,
+            weights_bytes=weights,
+            kv_bytes=kv,
+            activation_peak_bytes=peak,
+            pp_buffer_bytes=buffers,
+            runtime_bytes=self._device.runtime_bytes(held),
+        )

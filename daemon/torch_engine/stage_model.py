@@ -1,0 +1,273 @@
+"""One pipeline stage as transformers' own model class, holding only its layers and only its rank's weights.
+
+The class is built on the meta device from the model's config with the stage's number of layers; what belongs to
+other stages becomes Identity. Nothing here knows how an architecture computes.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from daemon.torch_engine import attention
+from daemon.torch_engine.batch import FlatBatch
+from daemon.torch_engine.formats import FORMATS
+from daemon.torch_engine.kv_cache import KvCache
+from daemon.torch_engine.support import FAMILIES, STATIC_ROPE_TYPES
+from daemon.torch_engine.tensor_parallel import TensorParallel
+from daemon.torch_engine.weights import WeightReader
+from fingerprint.config import WeightFormat
+from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
+from fingerprint.families import ModuleLayout, load_spec, module_layout
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["ModelSource", "StageModel", "StageShape", "read_source", "tensor_bytes"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A checkpoint's facts, read once per load."""
+
+    checkpoint: Path
+    spec: ModelSpec
+    config: Any  # transformers' config object of the whole model
+    layout: ModuleLayout
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """Which part of the model a stage is."""
+
+    first_layer: int
+    num_layers: int
+    is_first: bool
+    is_last: bool
+
+
+def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | None) -> ModelSource:
+    """What a checkpoint's config.json says. ``dtype`` None takes the checkpoint's own 16-bit type.
+
+    float32 checkpoints are held as bfloat16; so are float16 ones on a CPU, which has no fast float16.
+
+    Raises:
+        UnsupportedModelError, ConfigError: as ``fingerprint.families``, or a family this engine does not run.
+    """
+    spec = load_spec(checkpoint)
+    if spec.family not in FAMILIES:
+        raise UnsupportedModelError(f"the embedded engine does not run {spec.family}: {_why_not(spec)}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            checkpoint, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"transformers cannot read {checkpoint}/config.json: {error}") from error
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in STATIC_ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"rope type {rope!r} changes with the longest sequence of a batch, which mixed batches cannot follow; "
+            f"supported are {', '.join(sorted(STATIC_ROPE_TYPES))}"
+        )
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    slow = stored is torch.float16 and device.type == "cpu"
+    native = stored if stored in (torch.float16, torch.bfloat16) and not slow else torch.bfloat16
+    return ModelSource(checkpoint, spec, config, module_layout(spec.family), dtype or native)
+
+
+def _why_not(spec: ModelSpec) -> str:
+    cls = getattr(transformers, spec.architecture, None)
+    if cls is not None and not getattr(cls, "_supports_attention_backend", False):
+        return f"transformers' {spec.architecture} does not go through its attention interface"
+    return f"it runs {', '.join(sorted(FAMILIES))}"
+
+
+class StageModel:
+    """One rank's part of one stage: on the meta device first (sizes are right), then loaded.
+
+    Raises:
+        EngineError: the format or the split cannot be done for this model; said before anything is read.
+    """
+
+    def __init__(
+        self, source: ModelSource, shape: StageShape, weights: WeightFormat, parallel: TensorParallel
+    ) -> None:
+        attention.register()
+        self.source, self.shape = source, shape
+        self._format = FORMATS[weights]
+        self.model = _build(source, shape)
+        self.parallel = TensorParallel(
+            parallel.tp, parallel.index, dict(self.model._tp_plan or {}), parallel.group
+        )
+        self._check(parallel.tp)
+        self.head_is_split = self._head_is_split()
+        self._full_shapes = self._plan_parameters()
+
+    def _check(self, tp: int) -> None:
+        spec = self.source.spec
+        if tp > 1 and (spec.num_kv_heads % tp or spec.num_heads % tp):
+            raise EngineError(
+                f"tp={tp} does not divide {spec.num_heads} heads and {spec.num_kv_heads} KV heads of the model"
+            )
+        self.parallel.check(self.model)
+        refusal = self._format.refusal(self._layers())
+        if refusal:
+            raise EngineError(f"weights={self._format.name} is refused for {spec.family}: {refusal}")
+
+    def _layers(self) -> nn.ModuleList:
+        return self.model.get_submodule(self.source.layout.layers)
+
+    def _head_is_split(self) -> bool:
+        if not self.shape.is_last:
+            return False
+        name = f"{self.source.layout.head}.weight"
+        return self.parallel.shard(name, tuple(self.model.get_parameter(name).shape)) is not None
+
+    def _plan_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every parameter; the model's own become this rank's shards, linears their format's."""
+        full = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        for name, shape in full.items():
+            shard = self.parallel.shard(name, shape)
+            local = self.model.get_parameter(name)
+            if shard:
+                local = nn.Parameter(local[shard.slices(shape)].clone(), requires_grad=False)
+                _set(self.model, name, local)
+        prefix = self.source.layout.layers + "."
+        for name, module in list(self.model.named_modules()):
+            if isinstance(module, nn.Linear) and name.startswith(prefix):
+                module.out_features, module.in_features = module.weight.shape
+                parent, _, leaf = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), leaf, self._format.replace(module))
+        return full
+
+    def planned_bytes(self) -> int:
+        """Bytes the weights will take on this rank, before they are read; a tied head counts once."""
+        tied = self._tied_here()
+        head = self.model.get_submodule(self.source.layout.head) if tied else None
+        skip = {id(t) for t in head.parameters()} if head is not None else set()
+        tensors = [t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in skip]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def _tied_here(self) -> bool:
+        return self.source.spec.tied_embeddings and self.shape.is_first and self.shape.is_last
+
+    def load(self, device: torch.device) -> None:
+        """Read this rank's weights, quantizing one tensor at a time; peak is what is kept plus one tensor.
+
+        Raises:
+            CheckpointError: as :class:`WeightReader`.
+        """
+        _materialize_buffers(self.model, self.source.config, device)
+        layout = self.source.layout
+        with WeightReader(self.source.checkpoint, self.source.spec.family) as reader:
+            for name, shape in self._full_shapes.items():
+                if name == f"{layout.head}.weight" and self._tied_here():
+                    continue
+                self._load_one(reader, name, shape, device)
+        if self._tied_here():
+            embedding = self.model.get_submodule(layout.embedding[0]).weight
+            name = f"{layout.head}.weight"
+            shard = self.parallel.shard(name, tuple(embedding.shape))
+            rows = embedding[shard.slices(tuple(embedding.shape))] if shard else embedding
+            _set(self.model, name, nn.Parameter(rows.detach(), requires_grad=False))
+        self.parallel.connect(self.model)
+        self.model.requires_grad_(False).eval()
+
+    def _load_one(self, reader: WeightReader, name: str, shape: tuple[int, ...], device: torch.device) -> None:
+        stored, layout = self._stored_name(name), self.source.layout
+        module, _, leaf = name.rpartition(".")
+        if leaf == "bias" and self.parallel.adds_up(module) and not self.parallel.keeps_bias:
+            zeros = torch.zeros(shape, dtype=self.source.dtype, device=device)
+            _set(self.model, name, nn.Parameter(zeros, requires_grad=False))
+            return
+        if stored == f"{layout.head}.weight" and self.source.spec.tied_embeddings:
+            stored = f"{layout.embedding[0]}.weight"
+        shard = self.parallel.shard(name, shape)
+        value = reader.read(stored, shape, shard, self.source.dtype, device)
+        target = self.model.get_submodule(module)
+        if leaf == "weight" and name.startswith(layout.layers + ".") and value.dim() == 2 and _is_linear(target):
+            self._format.store(target, value)
+        else:
+            _set(self.model, name, nn.Parameter(value, requires_grad=False))
+
+    def _stored_name(self, name: str) -> str:
+        """The checkpoint numbers layers over the whole model, the stage over its own."""
+        prefix = self.source.layout.layers + "."
+        if not name.startswith(prefix):
+            return name
+        index, _, rest = name.removeprefix(prefix).partition(".")
+        return f"{prefix}{int(index) + self.shape.first_layer}.{rest}"
+
+    @torch.inference_mode()
+    def forward(self, batch: FlatBatch, hidden: torch.Tensor | None, cache: KvCache) -> torch.Tensor:
+        """Hidden states [1, T, hidden] of a middle stage, or this rank's logits [len(spans), vocab or its part].
+
+        ``hidden`` comes from the stage before; None on the first.
+        """
+        inputs = {"input_ids": batch.token_ids} if self.shape.is_first else {"inputs_embeds": hidden}
+        inputs |= {
+            "position_ids": batch.positions,
+            "use_cache": False,
+            "iserve_step": attention.AttentionStep(batch, cache),
+        }
+        if not self.shape.is_last:
+            return self.model.base_model(**inputs).last_hidden_state
+        return self.model(**inputs, logits_to_keep=batch.last_tokens).logits[0]
+
+    def weight_bytes(self) -> int:
+        """Live bytes of the weights and buffers, by storage: what is shared counts once."""
+        return tensor_bytes((*self.model.parameters(), *self.model.buffers()))
+
+
+def tensor_bytes(tensors: tuple[torch.Tensor, ...]) -> int:
+    """Bytes of the distinct storages behind ``tensors``."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """An nn.Linear, or what a format put in its place: both know nothing but out and in."""
+    return isinstance(module, nn.Linear) or type(module).__module__.startswith("daemon.torch_engine.formats.")
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, parameter)
+
+
+def _build(source: ModelSource, shape: StageShape) -> nn.Module:
+    config = copy.deepcopy(source.config)
+    config.num_hidden_layers = shape.num_layers
+    layers = slice(shape.first_layer, shape.first_layer + shape.num_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = list(config.layer_types[layers])
+    config._attn_implementation = attention.IMPLEMENTATION
+    cls = getattr(transformers, source.spec.architecture)
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=source.dtype)
+    layout = source.layout
+    gone = [] if shape.is_first else list(layout.embedding)
+    gone += [] if shape.is_last else [*layout.final_norm, layout.head]
+    for name in gone:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, nn.Identity())
+    if shape.is_first and shape.is_last and source.spec.tied_embeddings:
+        # Untied while on meta, so that head and embedding may be sharded differently; tied again by ``load``.
+        head = model.get_submodule(layout.head)
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    return model.requires_grad_(False)
+
+
+def _materialize_buffers(model: nn.Module, config: Any, device: torch.device) -> None:
+    """Buffers are not in checkpoints (rotary frequencies): the modules that own some are built anew, for real."""
+    for name, module in list(model.named_modules()):
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers and not isinstance(module, nn.Linear) and not _is_linear(module):
+            with torch.device(device):
+                made = type(module)(config=config)
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, made)

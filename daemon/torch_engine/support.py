@@ -1,0 +1,32 @@
+"""What the embedded engine runs, as plain tables: readable without importing torch.
+
+``stage_model`` and ``formats`` hold the facts; a test compares these tables with them.
+"""
+
+from __future__ import annotations
+
+from fingerprint.config import KvFormat, Pruning, WeightFormat
+
+__all__ = ["FAMILIES", "KV", "MAX_PP", "MAX_TP", "PRUNING", "STATIC_ROPE_TYPES", "TP_FAMILIES", "WEIGHTS"]
+
+# Families whose transformers classes go through the attention interface, and that are tested here.
+FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
+TP_FAMILIES = FAMILIES
+
+# Rotary embeddings whose frequencies depend on the model alone, not on how long a batch's sequences are.
+STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+# Format -> None where it runs, else the reason. What is not listed is a plain no.
+_LATER = "not yet done in the embedded engine"
+WEIGHTS: dict[WeightFormat, str | None] = {
+    WeightFormat.BITS16: None,
+    WeightFormat.INT8: None,
+    WeightFormat.INT4: _LATER,
+    WeightFormat.GPTQ4: _LATER,
+    WeightFormat.FP8: _LATER,
+}
+KV: dict[KvFormat, str | None] = {KvFormat.BITS16: None, KvFormat.INT8: _LATER, KvFormat.FP8: _LATER}
+PRUNING: dict[Pruning, str | None] = {pruning: None if pruning is Pruning.NONE else _LATER for pruning in Pruning}
+
+MAX_TP = 2
+MAX_PP = 2

@@ -1,0 +1,72 @@
+"""Who is who among the ranks of one model, and what they are all told at a load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from daemon.engines.base import WorkerLimits
+from fingerprint.config import WeightFormat
+
+__all__ = ["Groups", "LoadOrder", "RankPlace", "make_groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """What every rank loads its part of. Crosses processes as JSON."""
+
+    checkpoint: str
+    weights: WeightFormat
+    tp: int
+    pp: int
+    layers_per_stage: tuple[int, ...]
+    limits: WorkerLimits
+    dtype: str | None = None  # "float32" in tests of token equality; None: the checkpoint's 16-bit type
+
+    @property
+    def path(self) -> Path:
+        return Path(self.checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Ranks are numbered stage by stage: rank = stage * tp + tp_index."""
+
+    rank: int
+    tp: int
+    pp: int
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_index(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def leads_last_stage(self) -> bool:
+        """The rank that ends up with the logits."""
+        return self.rank == (self.pp - 1) * self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """One rank's neighbours. Hidden states go from each rank to its like in the next stage."""
+
+    tensor: dist.ProcessGroup | None
+    leader_rank: int  # of this stage
+    previous_rank: int
+    next_rank: int
+
+
+def make_groups(place: RankPlace) -> Groups:
+    """All ranks call this together, once the default process group is there (one rank: it need not be)."""
+    own = None
+    if place.tp > 1:
+        for stage in range(place.pp):  # every rank takes part in making every group
+            group = dist.new_group(list(range(stage * place.tp, (stage + 1) * place.tp)))
+            own = group if stage == place.stage else own
+    return Groups(own, place.stage * place.tp, place.rank - place.tp, place.rank + place.tp)
