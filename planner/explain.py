@@ -1,0 +1,241 @@
+"""Why the better-ranked candidates were refused; with nothing feasible, what it would take. Changes no verdict.
+
+Each relaxation is of one limit alone: following its advice makes the plan feasible. ``nearest`` may take several
+at once; among all candidates that can run at all it prefers those that fit the hardware there is, then those that
+keep the quality, then the smallest sum of |ln(needed / allowed)| over the violated limits, then the better rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from fingerprint.estimates import Estimate
+from planner.costs import figures
+from planner.intent import Intent
+from planner.plan import (
+    GIB,
+    QUALITIES,
+    Better,
+    Layout,
+    LimitKind,
+    Nearest,
+    NoRoom,
+    Ranked,
+    Relaxation,
+    Violation,
+    WhyNot,
+)
+from planner.queueing import MODEL_NAME, md1_largest_utilisation
+
+__all__ = ["WhatIf", "explain"]
+
+_MOST_BETTER = 5
+_NUMERIC = (LimitKind.TTFT, LimitKind.TPOT, LimitKind.E2E, LimitKind.BUDGET)
+_WAITING = frozenset({LimitKind.TTFT, LimitKind.E2E, LimitKind.RATE})
+
+
+class WhatIf(NamedTuple):
+    """Another cluster to ask about, and what to call it: ``one more idle GPU``."""
+
+    label: str
+    fits: Callable[[Estimate], Layout | NoRoom]
+
+
+def explain(
+    ordered: Sequence[Ranked],
+    intent: Intent,
+    *,
+    fits: Callable[[Estimate], Layout | NoRoom],
+    what_if: Sequence[WhatIf],
+    maximize: bool,
+    cost_unit: str,
+) -> WhyNot:
+    """Why not, for a plan's candidates in their final order."""
+    chosen = ordered[0] if ordered and ordered[0].feasible else None
+    better = _better(ordered, chosen, maximize)
+    if chosen is not None:
+        return WhyNot(better)
+    able = [ranked for ranked in ordered if ranked.refusal is None and ranked.estimate is not None]
+    room = _Room(fits)
+    relaxations = [
+        *(_numeric(limit, able, room, cost_unit) for limit in _NUMERIC),
+        _rate(able, intent, room),
+        _quality(able, room),
+        _memory(able),
+        *(_elsewhere(able, other) for other in what_if),
+    ]
+    return WhyNot(better, _nearest(able, room), tuple(r for r in relaxations if r is not None))
+
+
+class _Room:
+    """Asks ``fits`` once per candidate and remembers."""
+
+    def __init__(self, fits: Callable[[Estimate], Layout | NoRoom]) -> None:
+        self._fits = fits
+        self._answers: dict[int, bool] = {}
+
+    def has(self, ranked: Ranked) -> bool:
+        if ranked.no_room is not None:
+            return False
+        key = id(ranked)
+        if key not in self._answers:
+            assert ranked.estimate is not None, "only candidates with an estimate are asked about"
+            self._answers[key] = not isinstance(self._fits(ranked.estimate), NoRoom)
+        return self._answers[key]
+
+    def first(self, candidates: Sequence[Ranked]) -> Ranked | None:
+        return next((ranked for ranked in candidates if self.has(ranked)), None)
+
+
+def _better(ordered: Sequence[Ranked], chosen: Ranked | None, maximize: bool) -> tuple[Better, ...]:
+    found: list[Better] = []
+    for ranked in ordered:
+        if ranked.feasible or ranked.objective is None:
+            continue
+        if chosen is not None and chosen.objective is not None:
+            ahead = ranked.objective > chosen.objective if maximize else ranked.objective < chosen.objective
+            if not ahead:
+                break  # the refused ones are in order of their objective
+        found.append(Better(ranked.config, ranked.objective, ranked.reason or ""))
+        if len(found) == _MOST_BETTER:
+            break
+    return tuple(found)
+
+
+def _up(value: float) -> float:
+    """Rounded up to 3 digits, so that the number that is printed is enough."""
+    return _rounded(value, math.ceil)
+
+
+def _down(value: float) -> float:
+    return _rounded(value, math.floor)
+
+
+def _rounded(value: float, how: Callable[[Fraction], int]) -> float:
+    exact = Fraction(value)  # 0.1 + 0.2 is above 0.3, and must round up to 0.301
+    step = Fraction(10) ** (math.floor(math.log10(value)) - 2)
+    return float(how(exact / step) * step)
+
+
+def _only(ranked: Ranked, limit: LimitKind) -> Violation | None:
+    """The violation of ``limit`` when it is the only one."""
+    if len(ranked.violations) == 1 and ranked.violations[0].limit is limit:
+        return ranked.violations[0]
+    return None
+
+
+def _numeric(limit: LimitKind, able: Sequence[Ranked], room: _Room, cost_unit: str) -> Relaxation | None:
+    single = [(violation, ranked) for ranked in able if (violation := _only(ranked, limit)) is not None]
+    single.sort(key=lambda pair: pair[0].actual)  # stable: of equals the better-ranked
+    best = room.first([ranked for _, ranked in single])
+    if best is None:
+        return None
+    allowed, actual = best.violations[0].allowed, best.violations[0].actual
+    needed = _up(actual)
+    unit = cost_unit if limit is LimitKind.BUDGET else "s"
+    text = f"{limit}={allowed:g} -> {needed:g} {unit} would admit {best.config}"
+    return Relaxation(limit, allowed, needed, best.config, best.objective, text)
+
+
+def _rate(able: Sequence[Ranked], intent: Intent, room: _Room) -> Relaxation | None:
+    """The highest rate at which some candidate, refused for its queue alone, meets everything."""
+    if intent.rate_per_s is None:
+        return None
+    slo = intent.slo
+    queued: list[Ranked] = []
+    service_s: list[float] = []
+    slack_s: list[float] = []
+    for ranked in able:
+        if not ranked.violations or any(v.limit not in _WAITING for v in ranked.violations):
+            continue
+        assert ranked.estimate is not None, "able candidates have an estimate"
+        seen = figures(ranked.estimate)
+        ttft_slack_s = math.inf if slo is None or slo.ttft_s is None else slo.ttft_s - seen.ttft_high_s
+        e2e_slack_s = math.inf if slo is None or slo.e2e_s is None else slo.e2e_s - seen.e2e_high_s
+        if min(ttft_slack_s, e2e_slack_s) >= 0:
+            queued.append(ranked)
+            service_s.append(seen.service_s)
+            slack_s.append(min(ttft_slack_s, e2e_slack_s))
+    if not queued:
+        return None
+    service = np.array(service_s)
+    rates = (md1_largest_utilisation(np.array(slack_s) / service, intent.percentile) / service).tolist()
+    best_first = sorted(range(len(queued)), key=lambda i: -rates[i])
+    for index in best_first:
+        needed = _down(rates[index] * (1 - 1e-6)) if rates[index] > 0 else 0.0
+        if 0 < needed < intent.rate_per_s and room.has(queued[index]):
+            best = queued[index]
+            text = f"rate={intent.rate_per_s:g} -> {needed:g} requests/s would admit {best.config} ({MODEL_NAME})"
+            return Relaxation(LimitKind.RATE, intent.rate_per_s, needed, best.config, best.objective, text)
+    return None
+
+
+def _quality(able: Sequence[Ranked], room: _Room) -> Relaxation | None:
+    single = [
+        (violation, ranked) for ranked in able if (violation := _only(ranked, LimitKind.QUALITY)) is not None
+    ]
+    single.sort(key=lambda pair: pair[0].actual)
+    best = room.first([ranked for _, ranked in single])
+    if best is None:
+        return None
+    allowed, needed = best.violations[0].allowed, best.violations[0].actual
+    text = f"quality={QUALITIES[int(allowed)]} -> {QUALITIES[int(needed)]} would admit {best.config}"
+    return Relaxation(LimitKind.QUALITY, allowed, needed, best.config, best.objective, text)
+
+
+def _memory(able: Sequence[Ranked]) -> Relaxation | None:
+    """The smallest addition of free memory on the GPUs there are."""
+    short = [ranked for ranked in able if ranked.no_room is not None and ranked.no_room.missing_gpus == 0]
+    best = min(short, key=lambda ranked: ranked.violations[0].actual, default=None)
+    if best is None:
+        return None
+    missing = best.violations[0].actual
+    text = f"{_up(missing / GIB):g} GiB more free memory on each GPU would admit {best.config}"
+    return Relaxation(LimitKind.MEMORY, 0.0, missing, best.config, best.objective, text)
+
+
+def _elsewhere(able: Sequence[Ranked], other: WhatIf) -> Relaxation | None:
+    """The best candidate that only memory refuses here and that fits the other cluster."""
+    for ranked in able:
+        if ranked.no_room is None or ranked.estimate is None:
+            continue
+        if not isinstance(other.fits(ranked.estimate), NoRoom):
+            missing = ranked.violations[0].actual
+            text = f"{other.label} would admit {ranked.config}"
+            return Relaxation(LimitKind.MEMORY, 0.0, missing, ranked.config, ranked.objective, text)
+    return None
+
+
+def _distance(ranked: Ranked) -> tuple[float, float]:
+    """(quality steps, sum of |ln ratio|) of what ``ranked`` violates, memory apart."""
+    steps = sum(v.actual - v.allowed for v in ranked.violations if v.limit is LimitKind.QUALITY)
+    numeric = (v for v in ranked.violations if v.limit not in {LimitKind.QUALITY, LimitKind.MEMORY})
+    return steps, sum(abs(math.log(v.actual / v.allowed)) for v in numeric)
+
+
+def _nearest(able: Sequence[Ranked], room: _Room) -> Nearest | None:
+    if not able:
+        return None
+    best = room.first(sorted(able, key=_distance))
+    if best is not None:
+        text = f"{best.config} comes nearest: {best.reason}"
+        return Nearest(best.config, best.objective, best.violations, text)
+    short = [ranked for ranked in able if ranked.no_room is not None]
+    if not short:
+        return None
+    least = min(short, key=lambda ranked: (ranked.no_room.missing_gpus if ranked.no_room else 0, _missing(ranked)))
+    return Nearest(
+        least.config,
+        least.objective,
+        least.violations,
+        f"nothing fits the free memory; {least.config} is the least short of it: {least.reason}",
+    )
+
+
+def _missing(ranked: Ranked) -> float:
+    return ranked.violations[0].actual

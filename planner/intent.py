@@ -1,0 +1,132 @@
+"""What the user wants: what to optimise and which limits to keep. Knows nothing of any configuration's figures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.errors import ConfigError
+
+__all__ = ["CostModel", "Intent", "IntentKind", "Quality", "Slo", "parse_slo", "quality_needed"]
+
+
+class IntentKind(StrEnum):
+    """What is optimised. ``latency-slo``: the cheapest that meets the SLO; ``cost-slo``: the fastest in budget."""
+
+    MIN_LATENCY = "min-latency"
+    MIN_COST = "min-cost"
+    MIN_MEMORY = "min-memory"
+    MIN_GPU_HOURS = "min-gpu-hours"
+    MAX_THROUGHPUT = "max-throughput"
+    MIN_ENERGY = "min-energy"
+    LATENCY_SLO = "latency-slo"
+    COST_SLO = "cost-slo"
+
+
+class CostModel(StrEnum):
+    """What a request costs; the formulas and units are in ``planner.costs``."""
+
+    MEMORY_LATENCY = "memory-latency"
+    MEMORY = "memory"
+    GPU_HOURS = "gpu-hours"
+    DOLLARS = "dollars"
+
+
+class Quality(StrEnum):
+    """How far the model's answers may change, strictest first.
+
+    ``exact``: 16bit weights and KV, nothing pruned. ``near``: also int8 and fp8 weights, with any KV format.
+    ``any``: everything.
+    """
+
+    EXACT = "exact"
+    NEAR = "near"
+    ANY = "any"
+
+
+_NEAR_WEIGHTS = frozenset({WeightFormat.BITS16, WeightFormat.INT8, WeightFormat.FP8})
+
+
+def quality_needed(config: DeploymentConfig) -> Quality:
+    """The strictest quality that still allows ``config``."""
+    if config.pruning is not Pruning.NONE or config.weights not in _NEAR_WEIGHTS:
+        return Quality.ANY
+    if config.weights is WeightFormat.BITS16 and config.kv is KvFormat.BITS16:
+        return Quality.EXACT
+    return Quality.NEAR
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} must be a positive, finite number, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slo:
+    """Latency limits in seconds; None: not limited. Judged at the intent's percentile and rate.
+
+    Raises:
+        ConfigError: a limit that is not positive and finite, or no limit at all.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def __post_init__(self) -> None:
+        limits = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        for name, value in limits:
+            _positive(f"the SLO's {name.removesuffix('_s')}", value)
+        if all(value is None for _, value in limits):
+            raise ConfigError("an SLO needs at least one of ttft=, tpot=, e2e= (seconds)")
+
+
+def parse_slo(text: str) -> Slo:
+    """Read ``ttft=0.5,tpot=0.05,e2e=10`` (seconds), any subset.
+
+    Raises:
+        ConfigError: an unknown or repeated name, a value that is not a positive number, or nothing at all.
+    """
+    values: dict[str, float] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, separator, value = (piece.strip() for piece in part.partition("="))
+        if not separator or name not in {"ttft", "tpot", "e2e"}:
+            raise ConfigError(f"{part!r} is not one of ttft=, tpot=, e2e= with a number of seconds")
+        if name in values:
+            raise ConfigError(f"{name} is given twice in {text!r}")
+        try:
+            values[name] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} needs a number of seconds, got {value!r}") from error
+    return Slo(ttft_s=values.get("ttft"), tpot_s=values.get("tpot"), e2e_s=values.get("e2e"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intent:
+    """One wish. The limits (slo, rate, budget, quality) hold under every kind of intent that is given them.
+
+    Raises:
+        ConfigError: a value out of its range, or a limit that the kind cannot do without.
+    """
+
+    kind: IntentKind = IntentKind.MIN_COST
+    cost_model: CostModel = CostModel.MEMORY_LATENCY
+    slo: Slo | None = None
+    percentile: float = 95.0  # of the waiting time that is added to TTFT and E2E when a rate is given
+    rate_per_s: float | None = None  # requests; None: no queueing is considered
+    quality: Quality = Quality.NEAR
+    budget: float | None = None  # per request, in the unit of the cost model
+
+    def __post_init__(self) -> None:
+        _positive("the budget", self.budget)
+        _positive("the rate", self.rate_per_s)
+        if not 0 < self.percentile < 100:
+            raise ConfigError(f"the percentile must be above 0 and below 100, got {self.percentile}")
+        if self.kind is IntentKind.LATENCY_SLO and self.slo is None:
+            raise ConfigError("the intent latency-slo needs an SLO, such as ttft=0.5,tpot=0.05")
+        if self.kind is IntentKind.COST_SLO and self.budget is None:
+            raise ConfigError(
+                f"the intent cost-slo needs a budget per request, in the unit of the cost model {self.cost_model}"
+            )

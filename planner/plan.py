@@ -1,0 +1,174 @@
+"""The values a plan is made of: every candidate with its verdict, the chosen one, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from fingerprint.config import DeploymentConfig
+from fingerprint.estimates import Estimate
+from planner.intent import Intent, Quality
+from planner.queueing import MODEL_NAME
+
+__all__ = [
+    "Better",
+    "Candidate",
+    "Layout",
+    "LimitKind",
+    "Nearest",
+    "NoRoom",
+    "Plan",
+    "Ranked",
+    "Relaxation",
+    "Violation",
+    "WhyNot",
+]
+
+GIB = 2**30
+QUALITIES = tuple(Quality)
+
+
+class Candidate(NamedTuple):
+    """One configuration of the space. ``refusal``: why it cannot run at all (its shape, its engine)."""
+
+    config: DeploymentConfig
+    estimate: Estimate | None = None  # None: nothing is predicted of it
+    refusal: str | None = None
+
+
+class Layout(Protocol):
+    """Where a candidate would go; the planner reads the layer split only (``placement.Placement`` is one)."""
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]: ...
+
+
+class NoRoom(NamedTuple):
+    """A candidate goes nowhere: ``shortfall_bytes`` more on each GPU and ``missing_gpus`` more GPUs would do."""
+
+    reason: str
+    shortfall_bytes: int
+    missing_gpus: int = 0
+
+
+class LimitKind(StrEnum):
+    """What can be relaxed."""
+
+    TTFT = "ttft"
+    TPOT = "tpot"
+    E2E = "e2e"
+    BUDGET = "budget"
+    RATE = "rate"
+    QUALITY = "quality"
+    MEMORY = "memory"
+
+
+class Violation(NamedTuple):
+    """One limit that a candidate misses.
+
+    ``allowed`` and ``actual`` are in the limit's unit: seconds, requests/s, the cost model's unit; for quality the
+    position in ``Quality``, for memory 0 and the missing bytes per GPU.
+    """
+
+    limit: LimitKind
+    allowed: float
+    actual: float
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """One line with both numbers."""
+        match self.limit:
+            case LimitKind.QUALITY:
+                return "changes the model's answers; quality not measured"
+            case LimitKind.MEMORY:
+                return self.note
+            case LimitKind.RATE:
+                return (
+                    f"serves at most {self.actual:.4g} requests/s at the upper end of its interval, "
+                    f"rate={self.allowed:g} is a utilisation of {self.allowed / self.actual:.2f} ({MODEL_NAME})"
+                )
+            case LimitKind.BUDGET:
+                return f"cost {self.actual:.4g} {self.note} per request exceeds budget={self.allowed:g}"
+            case _:
+                return f"{self.limit} {self.actual:.4g} s exceeds {self.limit}={self.allowed:g} s {self.note}"
+
+
+class Ranked(NamedTuple):
+    """One candidate with its verdict."""
+
+    config: DeploymentConfig
+    estimate: Estimate | None
+    objective: float | None  # None: unknown
+    cost: float | None  # per request, in the cost model's unit
+    feasible: bool
+    refusal: str | None = None  # cannot run at all; no limit can be relaxed to admit it
+    violations: tuple[Violation, ...] = ()
+    layout: Layout | None = None  # where it would go, when it was found to fit
+    no_room: NoRoom | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is refused, None when it is feasible."""
+        if self.refusal is not None:
+            return self.refusal
+        return "; ".join(violation.text for violation in self.violations) or None
+
+
+class Better(NamedTuple):
+    """A candidate that would have been better, and why it was refused."""
+
+    config: DeploymentConfig
+    objective: float
+    reason: str
+
+
+class Relaxation(NamedTuple):
+    """One limit changed alone, from ``allowed`` to ``needed``, would admit ``config``; ``text`` says so."""
+
+    limit: LimitKind
+    allowed: float
+    needed: float
+    config: DeploymentConfig
+    objective: float | None
+    text: str
+
+
+class Nearest(NamedTuple):
+    """The feasible point that asks for the least: what it violates now, and what it would give."""
+
+    config: DeploymentConfig
+    objective: float | None
+    violations: tuple[Violation, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class WhyNot:
+    """``better``: refused candidates that rank above the chosen one, best first, at most a few.
+
+    ``nearest`` and ``relaxations`` are filled in only when nothing is feasible.
+    """
+
+    better: tuple[Better, ...] = ()
+    nearest: Nearest | None = None
+    relaxations: tuple[Relaxation, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Every candidate: the feasible ones best first, then the refused ones by objective, the unknown ones last."""
+
+    intent: Intent
+    candidates: tuple[Ranked, ...]
+    chosen: int | None  # index into ``candidates``: 0, or None when nothing is feasible
+    objective_unit: str
+    maximize: bool
+    cost_unit: str
+    queueing: str | None  # the waiting-time model that was used, None without a rate
+    why_not: WhyNot
+
+    @property
+    def best(self) -> Ranked | None:
+        return None if self.chosen is None else self.candidates[self.chosen]

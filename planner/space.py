@@ -1,0 +1,80 @@
+"""Which configurations there are to choose from, and which of them the model's own shape rules out.
+
+Does not know what an engine can run (that is ``EngineCapabilities``) nor what fits. What is in the space and what
+is left out of it is decided in docs/decisions/0003-configuration-space.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.errors import ConfigError
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["MAX_PP", "TP_DEGREES", "EngineOf", "configuration_space", "formats", "shape_refusal"]
+
+TP_DEGREES = (1, 2, 4, 8)
+MAX_PP = 8
+
+EngineOf = Callable[[DeploymentConfig], str]
+
+_WEIGHTS = (WeightFormat.BITS16, WeightFormat.INT8, WeightFormat.INT4, WeightFormat.GPTQ4)
+_KV = (KvFormat.BITS16, KvFormat.INT8)
+_PRUNING = (Pruning.SPARSEGPT, Pruning.WANDA, Pruning.WANDA_2_4, Pruning.WANDA_4_8)
+
+
+def formats(spec: ModelSpec, gpu: GpuSpec) -> tuple[tuple[WeightFormat, KvFormat, Pruning], ...]:
+    """Every (weights, KV, pruning) of the space: quantized but not pruned, or pruned but at 16 bits.
+
+    fp8 is there where the GPU multiplies it; ``llm-pruner-25`` where every query head has its own KV head.
+    """
+    fp8 = gpu.has_fp8 and gpu.compute_capability is not None
+    weights = (*_WEIGHTS, WeightFormat.FP8) if fp8 else _WEIGHTS
+    kv = (*_KV, KvFormat.FP8) if fp8 else _KV
+    pruning = (*_PRUNING, Pruning.LLM_PRUNER_25) if spec.num_kv_heads == spec.num_heads else _PRUNING
+    quantized = [(w, k, Pruning.NONE) for w, k in product(weights, kv)]
+    return (*quantized, *((WeightFormat.BITS16, KvFormat.BITS16, p) for p in pruning))
+
+
+def configuration_space(
+    spec: ModelSpec, gpu: GpuSpec, num_gpus: int, engine_of: EngineOf
+) -> tuple[DeploymentConfig, ...]:
+    """Every configuration of ``spec`` on ``num_gpus`` GPUs like ``gpu``, whether or not it can run.
+
+    Args:
+        engine_of: names the engine for a configuration, whose own ``engine`` is then still empty.
+
+    Returns:
+        Distinct configurations in their own order: 180 for Llama-2-70B on 8 A6000, as in the paper (figure 1).
+
+    Raises:
+        ConfigError: fewer than one GPU.
+    """
+    if num_gpus < 1:
+        raise ConfigError(f"a plan needs at least 1 GPU, got {num_gpus}")
+    degrees = [(tp, pp) for tp in TP_DEGREES for pp in range(1, MAX_PP + 1) if tp * pp <= num_gpus]
+    bare = (
+        DeploymentConfig(tp=tp, pp=pp, weights=weights, kv=kv, pruning=pruning, engine="")
+        for (tp, pp), (weights, kv, pruning) in product(degrees, formats(spec, gpu))
+    )
+    return tuple(sorted(replace(config, engine=engine_of(config)) for config in bare))
+
+
+def shape_refusal(spec: ModelSpec, config: DeploymentConfig, num_gpus: int) -> str | None:
+    """Why no engine can cut ``spec`` as ``config`` asks, with both numbers; None when it can be cut."""
+    tp, pp = config.tp, config.pp
+    if config.num_gpus > num_gpus:
+        return f"tp={tp},pp={pp} needs {config.num_gpus} GPUs, there are {num_gpus}"
+    if pp > spec.num_layers:
+        return f"pp={pp} needs at least {pp} layers, the model has {spec.num_layers}"
+    if spec.num_heads % tp:
+        return f"tp={tp} does not divide the {spec.num_heads} attention heads"
+    if max(spec.num_kv_heads, tp) % min(spec.num_kv_heads, tp):
+        return f"neither of tp={tp} and the {spec.num_kv_heads} KV heads divides the other"
+    if spec.intermediate_size % tp:
+        return f"tp={tp} does not divide the intermediate size {spec.intermediate_size}"
+    return None
