@@ -1,0 +1,1 @@
+"""The controller's durable state: SQLite through SQLAlchemy Core, one writer, short transactions."""

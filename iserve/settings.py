@@ -1,0 +1,111 @@
+"""Everything about this installation that can be set, read from the environment in this one place.
+
+Precedence: a command-line option, then ``ISERVE_*``, then the default here. An unknown ``ISERVE_*`` variable or
+one that cannot be read is an error, not a silence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from fingerprint.errors import ConfigError
+
+__all__ = ["Settings", "load_settings"]
+
+# Read by other parts of the project, not settings: the test suite's data, a worker's cores.
+_NOT_SETTINGS = frozenset({"ISERVE_REFERENCE_DATA", "ISERVE_DEVICE_CORES"})
+
+
+def _default_home() -> Path:
+    data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(data) / "iserve"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One installation. The variable of a field is ``ISERVE_`` and its name in capitals."""
+
+    home: Path = field(default_factory=_default_home)
+    host: str = "127.0.0.1"  # of the gateway and the REST API; beyond loopback, API keys are required
+    port: int = 8080  # of the gateway: the OpenAI API
+    api_port: int = 8081  # of the controller: the REST API
+    cpu_devices: int = 2  # logical devices a machine without a GPU offers
+    policy: str = "hybrid"
+    load_threshold: float = 0.5  # L of the hybrid policy
+    profile_seconds: float = 60.0  # budget of a profile that a deploy takes
+    start_timeout_s: float = 900.0  # for a worker to become ready
+    require_keys: bool | None = None  # None: when host is not loopback
+
+    def __post_init__(self) -> None:
+        for name in ("port", "api_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{name} must be in 0..65535, got {getattr(self, name)}")
+        if self.port == self.api_port != 0:
+            raise ConfigError(f"port and api_port are both {self.port}; give them different ports")
+        if not 1 <= self.cpu_devices <= 1024:
+            raise ConfigError(f"cpu_devices must be in 1..1024, got {self.cpu_devices}")
+        if not 0 <= self.load_threshold <= 1:
+            raise ConfigError(f"load_threshold must be in 0..1, got {self.load_threshold}")
+        if not 0 < self.profile_seconds < 1e6:
+            raise ConfigError(f"profile_seconds must be above 0, got {self.profile_seconds}")
+
+    @property
+    def keys_required(self) -> bool:
+        """API keys are on by default when listening beyond loopback."""
+        if self.require_keys is not None:
+            return self.require_keys
+        return self.host not in {"127.0.0.1", "::1", "localhost"}
+
+    @property
+    def run_folder(self) -> Path:
+        return self.home / "run"
+
+    @property
+    def log_folder(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def fingerprint_folder(self) -> Path:
+        return self.home / "fingerprints"
+
+    def environment(self) -> dict[str, str]:
+        """The variables that make a child process read these very settings."""
+        values = {f"ISERVE_{f.name.upper()}": getattr(self, f.name) for f in fields(self)}
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
+    """Settings of this process.
+
+    Raises:
+        ConfigError: an unknown variable, or a value that cannot be read; all faults are named at once.
+    """
+    known = {f"ISERVE_{f.name.upper()}": f for f in fields(Settings)}
+    faults = []
+    values: dict[str, object] = {}
+    for name, text in environment.items():
+        if not name.startswith("ISERVE_") or name in _NOT_SETTINGS:
+            continue
+        if name not in known:
+            faults.append(f"{name} is not a setting (known: {', '.join(sorted(known))})")
+            continue
+        try:
+            values[known[name].name] = _read(str(known[name].type), text)
+        except ValueError:
+            faults.append(f"{name}={text!r} is not a {known[name].type}")
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def _read(kind: str, text: str) -> object:
+    if kind.startswith("bool"):
+        if text.lower() not in {"1", "0", "true", "false", "yes", "no"}:
+            raise ValueError(text)
+        return text.lower() in {"1", "true", "yes"}
+    if kind.startswith("Path"):
+        return Path(text).expanduser()
+    return {"int": int, "float": float, "str": str}[kind](text)

@@ -1,0 +1,78 @@
+"""The tables. Changed only together with a migration in ``iserve/state/migrations``."""
+
+from __future__ import annotations
+
+from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+
+__all__ = ["api_keys", "deployments", "events", "metadata", "models", "profiles", "route_version"]
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("directory", Text, nullable=False),
+    Column("created_at", Float, nullable=False),  # seconds since the epoch, here and below
+)
+
+profiles = Table(
+    "profiles",
+    metadata,
+    Column("shape_hash", String(64), primary_key=True),
+    Column("engine", String(40), primary_key=True),
+    Column("machine_key", String(64), primary_key=True),
+    Column("model", String(200), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("body", Text, nullable=False),  # fingerprint.measurements.Profile as JSON
+)
+
+deployments = Table(
+    "deployments",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("name", String(200), nullable=False, unique=True),
+    Column("created_at", Float, nullable=False),
+    Column("request", Text, nullable=False),  # iserve.api_types.DeployRequest as JSON
+    Column("desired", String(20), nullable=False),  # "running" | "removed"
+    Column("phase", String(20), nullable=False),  # last step taken; what runs now is asked of the daemon
+    Column("error", Text),
+    Column("plan", Text),  # iserve.plan_document.PlanDocument as JSON
+    Column("worker", Text),  # daemon.engines.base.WorkerSpec as JSON, written before it is launched
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("key_id", String(40), primary_key=True),
+    Column("sha256", String(64), nullable=False),
+    Column("scope", String(20), nullable=False),
+    Column("label", String(200), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("revoked", Boolean, nullable=False, default=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    Column("deployment_id", Integer, ForeignKey("deployments.id", ondelete="CASCADE")),
+    Column("kind", String(40), nullable=False),
+    Column("message", Text, nullable=False),
+    Index("ix_events_deployment_id", "deployment_id"),
+)
+
+route_version = Table(
+    "route_version",
+    metadata,
+    Column("one", Integer, primary_key=True),
+    Column("version", Integer, nullable=False),
+)
