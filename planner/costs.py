@@ -1,15 +1,18 @@
-"""What a request costs and what an intent optimises, as small functions of one candidate's figures.
+"""What a request costs and what an intent optimises, as small functions of the candidates' figures.
 
-The formulas are those of the design, section 5. A ``None`` means that a figure the formula needs is not known;
-nothing is guessed in its place.
+The formulas are those of the design, section 5. NaN means that a figure the formula needs is not known; nothing is
+guessed in its place, and the planner refuses the candidate with that reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, MemoryEstimate
@@ -29,29 +32,42 @@ __all__ = [
 
 GIB = 2**30
 
+Column = npt.NDArray[np.float64]
 
-class Figures(NamedTuple):
-    """What ranking needs of an estimate, flat. Times are of the whole batch, from the estimate's workload."""
 
-    batch: int
-    output_tokens: int
-    num_gpus: int
-    total_bytes: int  # over all GPUs, KV included
-    ttft_high_s: float
-    tpot_high_s: float
-    e2e_s: float
-    e2e_high_s: float
-    power_w_per_gpu: float | None
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What ranking needs of the estimates, as one column per figure and one row per estimate.
+
+    Times are of the whole batch of the estimate's workload. Columns, because one array operation over 10,000
+    candidates costs what a few calls over single ones do.
+    """
+
+    batch: Column
+    output_tokens: Column
+    num_gpus: Column
+    total_bytes: Column  # over all GPUs, KV included; exact up to 2**53
+    ttft_high_s: Column
+    tpot_high_s: Column
+    e2e_s: Column
+    e2e_high_s: Column
+    power_w_per_gpu: Column  # NaN: not known
 
     @property
-    def gpu_seconds(self) -> float:
+    def gpu_seconds(self) -> Column:
         """GPU-seconds per request."""
         return self.num_gpus * self.e2e_s / self.batch
 
     @property
-    def service_s(self) -> float:
+    def service_s(self) -> Column:
         """Seconds of the deployment that one request takes, at the upper end of the interval."""
         return self.e2e_high_s / self.batch
+
+    @property
+    def usable(self) -> npt.NDArray[np.bool_]:
+        """Whether the row can be compared: finite, positive, and its interval the right way round."""
+        ordered = (self.e2e_s > 0) & (self.e2e_s <= self.e2e_high_s) & np.isfinite(self.e2e_high_s)
+        return ordered & (self.ttft_high_s >= 0) & (self.tpot_high_s >= 0) & (self.total_bytes >= 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,47 +101,56 @@ def total_bytes(memory: MemoryEstimate) -> int:
     return memory.tp * (memory.num_layers * layer + ends + memory.pp * fixed)
 
 
-def figures(estimate: Estimate) -> Figures:
-    """The flat figures of ``estimate``."""
-    workload, memory, ttft, tpot = estimate.workload, estimate.memory, estimate.ttft_s, estimate.tpot_s
-    steps = workload.output_tokens - 1
-    power = estimate.power_w_per_gpu
+def figures(estimates: Sequence[Estimate]) -> Figures:
+    """The columns of ``estimates``, in their order."""
+    memory, workload = [e.memory for e in estimates], [e.workload for e in estimates]
+    ttft, tpot, power = [e.ttft_s for e in estimates], [e.tpot_s for e in estimates], _power(estimates)
+    output_tokens, ttft_high_s = _column([w.output_tokens for w in workload]), _column([t.high for t in ttft])
+    tpot_high_s = _column([t.high for t in tpot])
     return Figures(
-        workload.batch,
-        workload.output_tokens,
-        memory.tp * memory.pp,
-        total_bytes(memory),
-        ttft.high,
-        tpot.high,
-        ttft.value + steps * tpot.value,
-        ttft.high + steps * tpot.high,
-        None if power is None else power.value,
+        batch=_column([w.batch for w in workload]),
+        output_tokens=output_tokens,
+        num_gpus=_column([m.tp * m.pp for m in memory]),
+        total_bytes=_column([total_bytes(m) for m in memory]),
+        ttft_high_s=ttft_high_s,
+        tpot_high_s=tpot_high_s,
+        e2e_s=_column([t.value for t in ttft]) + (output_tokens - 1) * _column([t.value for t in tpot]),
+        e2e_high_s=ttft_high_s + (output_tokens - 1) * tpot_high_s,
+        power_w_per_gpu=power,
     )
+
+
+def _column(values: Sequence[float]) -> Column:
+    return np.array(values, dtype=np.float64)
+
+
+def _power(estimates: Sequence[Estimate]) -> Column:
+    return _column([np.nan if (power := e.power_w_per_gpu) is None else power.value for e in estimates])
 
 
 class Cost(NamedTuple):
     """One cost model."""
 
     unit: str  # per request
-    of: Callable[[Figures, Prices], float | None]
-    unknown: str  # why ``of`` can be None
+    of: Callable[[Figures, Prices], Column]
+    unknown: str  # why ``of`` can be NaN
 
 
-def _memory_latency(f: Figures, prices: Prices) -> float:
+def _memory_latency(f: Figures, prices: Prices) -> Column:
     return f.total_bytes / GIB * f.e2e_s / f.batch
 
 
-def _memory(f: Figures, prices: Prices) -> float:
+def _memory(f: Figures, prices: Prices) -> Column:
     return f.total_bytes / GIB
 
 
-def _gpu_hours(f: Figures, prices: Prices) -> float:
+def _gpu_hours(f: Figures, prices: Prices) -> Column:
     return f.gpu_seconds
 
 
-def _dollars(f: Figures, prices: Prices) -> float | None:
+def _dollars(f: Figures, prices: Prices) -> Column:
     if prices.usd_per_gpu_hour is None:
-        return None
+        return np.full_like(f.e2e_s, np.nan)
     usd_per_gpu_s = prices.usd_per_gpu_hour / 3600
     if prices.shared and prices.gpu_memory_bytes is not None:
         return usd_per_gpu_s * f.total_bytes / prices.gpu_memory_bytes * f.e2e_s / f.batch
@@ -146,20 +171,20 @@ class Objective(NamedTuple):
 
     unit: str
     maximize: bool
-    of: Callable[[Figures, Prices], float | None]
+    of: Callable[[Figures, Prices], Column]
     unknown: str
 
 
-def _e2e(f: Figures, prices: Prices) -> float:
+def _e2e(f: Figures, prices: Prices) -> Column:
     return f.e2e_s
 
 
-def _tokens_per_s(f: Figures, prices: Prices) -> float:
+def _tokens_per_s(f: Figures, prices: Prices) -> Column:
     return f.batch * f.output_tokens / f.e2e_s
 
 
-def _energy(f: Figures, prices: Prices) -> float | None:
-    return None if f.power_w_per_gpu is None else f.power_w_per_gpu * f.gpu_seconds
+def _energy(f: Figures, prices: Prices) -> Column:
+    return f.power_w_per_gpu * f.gpu_seconds
 
 
 _LATENCY = Objective("s", False, _e2e, _NEVER)

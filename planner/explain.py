@@ -146,25 +146,15 @@ def _rate(able: Sequence[Ranked], intent: Intent, room: _Room) -> Relaxation | N
     """The highest rate at which some candidate, refused for its queue alone, meets everything."""
     if intent.rate_per_s is None:
         return None
-    slo = intent.slo
-    queued: list[Ranked] = []
-    service_s: list[float] = []
-    slack_s: list[float] = []
-    for ranked in able:
-        if not ranked.violations or any(v.limit not in _WAITING for v in ranked.violations):
-            continue
-        assert ranked.estimate is not None, "able candidates have an estimate"
-        seen = figures(ranked.estimate)
-        ttft_slack_s = math.inf if slo is None or slo.ttft_s is None else slo.ttft_s - seen.ttft_high_s
-        e2e_slack_s = math.inf if slo is None or slo.e2e_s is None else slo.e2e_s - seen.e2e_high_s
-        if min(ttft_slack_s, e2e_slack_s) >= 0:
-            queued.append(ranked)
-            service_s.append(seen.service_s)
-            slack_s.append(min(ttft_slack_s, e2e_slack_s))
-    if not queued:
-        return None
-    service = np.array(service_s)
-    rates = (md1_largest_utilisation(np.array(slack_s) / service, intent.percentile) / service).tolist()
+    queued = [r for r in able if r.violations and all(v.limit in _WAITING for v in r.violations)]
+    seen = figures([ranked.estimate for ranked in queued if ranked.estimate is not None])
+    slack_s = np.full_like(seen.e2e_s, np.inf)
+    if intent.slo is not None and intent.slo.ttft_s is not None:
+        slack_s = np.minimum(slack_s, intent.slo.ttft_s - seen.ttft_high_s)
+    if intent.slo is not None and intent.slo.e2e_s is not None:
+        slack_s = np.minimum(slack_s, intent.slo.e2e_s - seen.e2e_high_s)
+    utilisations = md1_largest_utilisation(slack_s / seen.service_s, intent.percentile)  # 0 without slack
+    rates: list[float] = (utilisations / seen.service_s).tolist()
     best_first = sorted(range(len(queued)), key=lambda i: -rates[i])
     for index in best_first:
         needed = _down(rates[index] * (1 - 1e-6)) if rates[index] > 0 else 0.0

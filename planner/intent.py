@@ -46,7 +46,7 @@ class Quality(StrEnum):
     ANY = "any"
 
 
-_NEAR_WEIGHTS = frozenset({WeightFormat.BITS16, WeightFormat.INT8, WeightFormat.FP8})
+_NEAR_WEIGHTS = (WeightFormat.BITS16, WeightFormat.INT8, WeightFormat.FP8)
 
 
 def quality_needed(config: DeploymentConfig) -> Quality:

@@ -11,22 +11,21 @@ Rules.
 *   Ties are broken by fewer GPUs, then less memory, then the order of configurations, so that the order in which
     candidates are listed never matters. The configurations of ``candidates`` are distinct.
 *   ``fits`` is called at most once per candidate, best objective first, and only for candidates that nothing
-    else refuses; when none of them fits, also for those that a relaxed limit could admit.
+    else refuses; when none of them fits, also for those that relaxing a limit could admit.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.estimates import Estimate
-from planner.costs import COSTS, Cost, Figures, Objective, Prices, figures, objective_of
+from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
 from planner.explain import WhatIf, explain
-from planner.intent import Intent, quality_needed
+from planner.intent import Intent, Quality, quality_needed
 from planner.plan import QUALITIES, Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Violation
 from planner.queueing import MODEL_NAME, md1_wait_quantile
 
@@ -35,6 +34,8 @@ __all__ = ["Fits", "rank"]
 Fits = Callable[[Estimate], Layout | NoRoom]
 
 _NO_PRICES = Prices()
+_NOT_USABLE = "its estimate is not a positive, finite number of seconds and bytes"
+_INTERVAL = "(upper end of the 90% interval)"
 
 
 def rank(
@@ -53,20 +54,18 @@ def rank(
         what_if: other clusters (such as "one more GPU") to ask when nothing is feasible.
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
-    known = [_usable_figures(candidate) for candidate in candidates]
-    judge = _Judge(intent, objective, cost, prices)
-    waits = _waits_s(known, intent)
-    rows = [
-        judge.row(candidate, seen, wait_s)
-        for candidate, seen, wait_s in zip(candidates, known, waits, strict=True)
+    predicted = [c for c in candidates if c.estimate is not None]
+    judged = _judge(predicted, intent, objective, cost, prices)
+    settled = [_settle(ranked, fits) for ranked in judged]
+    feasible = [ranked for ranked in settled if ranked.feasible]
+    refused = [ranked for ranked in settled if not ranked.feasible]
+    blank = [
+        Ranked(c.config, None, None, None, False, c.refusal or "nothing is predicted of this configuration")
+        for c in candidates
+        if c.estimate is None
     ]
-    rows.sort(key=itemgetter(0))
-    feasible: list[Ranked] = []
-    refused: list[Ranked] = []
-    for _, ranked in rows:
-        settled = _place(ranked, fits) if ranked.refusal is None and not ranked.violations else ranked
-        (feasible if settled.feasible else refused).append(settled)
-    ordered = (*feasible, *refused)
+    blank.sort(key=lambda ranked: (ranked.config.num_gpus, ranked.config))
+    ordered = (*feasible, *refused, *blank)
     return Plan(
         intent=intent,
         candidates=ordered,
@@ -81,100 +80,104 @@ def rank(
     )
 
 
-def _usable_figures(candidate: Candidate) -> Figures | str:
-    """The figures of a candidate, or why there are none that can be compared."""
-    if candidate.estimate is None:
-        return "nothing is predicted of this configuration"
-    seen = figures(candidate.estimate)
-    if not (0 < seen.e2e_s <= seen.e2e_high_s < math.inf and seen.ttft_high_s >= 0 and seen.tpot_high_s >= 0):
-        return f"the estimate is not usable: e2e {seen.e2e_s} s, at most {seen.e2e_high_s} s"
-    return seen
+def _judge(
+    predicted: Sequence[Candidate], intent: Intent, objective: Objective, cost: Cost, prices: Prices
+) -> list[Ranked]:
+    """All but memory: every candidate with its figures, refusal and violations, best objective first."""
+    seen = figures([c.estimate for c in predicted if c.estimate is not None])
+    with np.errstate(all="ignore"):  # rows that cannot be used are refused here
+        costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
+        objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
+        violations = _violations(_checks(predicted, seen, costs, intent, cost.unit), len(predicted))
+    usable, paid, values = seen.usable.tolist(), costs.tolist(), objectives.tolist()
+    judged: list[Ranked] = []
+    for row in _order(predicted, seen, -objectives if objective.maximize else objectives):
+        config, estimate, refusal = predicted[row]
+        value = None if values[row] != values[row] else values[row]
+        spent = None if paid[row] != paid[row] else paid[row]
+        if refusal is None and (value is None or (spent is None and intent.budget is not None)):
+            refusal = (objective.unknown if value is None else cost.unknown) if usable[row] else _NOT_USABLE
+        judged.append(Ranked(config, estimate, value, spent, False, refusal, () if refusal else violations[row]))
+    return judged
 
 
-def _waits_s(known: Sequence[Figures | str], intent: Intent) -> list[float]:
-    """Seconds a request waits at the intent's percentile; infinite where the queue has no end."""
-    if intent.rate_per_s is None:
-        return [0.0] * len(known)
-    service_s = np.array([0.0 if isinstance(seen, str) else seen.service_s for seen in known], dtype=np.float64)
-    waits: list[float] = (service_s * md1_wait_quantile(service_s * intent.rate_per_s, intent.percentile)).tolist()
-    return waits
-
-
-def _place(ranked: Ranked, fits: Fits) -> Ranked:
-    assert ranked.estimate is not None, "only candidates with an estimate get this far"
-    answer = fits(ranked.estimate)
+def _settle(ranked: Ranked, fits: Fits) -> Ranked:
+    """``ranked`` with the last verdict, memory, where nothing else refuses it."""
+    config, estimate, objective, cost, _, refusal, violations, *_ = ranked
+    if refusal is not None or violations or estimate is None:
+        return ranked
+    answer = fits(estimate)
     if isinstance(answer, NoRoom):
-        missing = Violation(LimitKind.MEMORY, 0.0, float(answer.shortfall_bytes), answer.reason)
-        return ranked._replace(violations=(missing,), no_room=answer)
-    return ranked._replace(feasible=True, layout=answer)
+        short = Violation(LimitKind.MEMORY, 0.0, float(answer.shortfall_bytes), answer.reason)
+        return Ranked(config, estimate, objective, cost, False, None, (short,), None, answer)
+    return Ranked(config, estimate, objective, cost, True, None, (), answer)
 
 
-_SortKey = tuple[bool, float, int, int, int, int, str, str, str, str]
+class _Check(NamedTuple):
+    """One limit over all candidates."""
+
+    limit: LimitKind
+    allowed: float
+    actual: Column
+    missed: npt.NDArray[np.bool_]
+    note: str
 
 
-class _Judge:
-    """The intent's limits, unpacked once for all candidates."""
+def _checks(
+    predicted: Sequence[Candidate], seen: Figures, costs: Column, intent: Intent, cost_unit: str
+) -> list[_Check]:
+    """Every limit that ``intent`` sets, in the order in which reasons are told."""
+    checks: list[_Check] = []
 
-    def __init__(self, intent: Intent, objective: Objective, cost: Cost, prices: Prices) -> None:
-        self._objective, self._cost, self._prices = objective, cost, prices
-        self._sign = -1.0 if objective.maximize else 1.0
-        self._rate_per_s, self._budget, self._slo = intent.rate_per_s, intent.budget, intent.slo
-        self._quality = QUALITIES.index(intent.quality)
-        self._quality_of = {
-            (weights, kv, pruning): QUALITIES.index(
-                quality_needed(DeploymentConfig(weights=weights, kv=kv, pruning=pruning))
-            )
-            for weights in WeightFormat
-            for kv in KvFormat
-            for pruning in Pruning
-        }
-        self._tpot_note = "(upper end of the 90% interval)"
-        self._note = self._tpot_note
-        if self._rate_per_s is not None:
-            self._note = (
-                f"(upper end of the 90% interval and p{intent.percentile:g} of the wait in an {MODEL_NAME} queue "
-                f"at {self._rate_per_s:g} requests/s)"
-            )
+    def at_most(limit: LimitKind, allowed: float | None, actual: Column, note: str) -> None:
+        if allowed is not None:
+            checks.append(_Check(limit, allowed, actual, actual > allowed, note))
 
-    def row(self, candidate: Candidate, seen: Figures | str, wait_s: float) -> tuple[_SortKey, Ranked]:
-        """A candidate with all but its memory judged, and its sort key."""
-        config, estimate, refusal = candidate
-        order = (config.tp, config.pp, config.weights, config.kv, config.pruning, config.engine)
-        if isinstance(seen, str):
-            ranked = Ranked(config, estimate, None, None, False, refusal or seen)
-            return (True, 0.0, config.tp * config.pp, 0, *order), ranked
-        objective = self._objective.of(seen, self._prices)
-        cost = self._cost.of(seen, self._prices)
-        violations: tuple[Violation, ...] = ()
-        if refusal is None:
-            if objective is None:
-                refusal = self._objective.unknown
-            elif cost is None and self._budget is not None:
-                refusal = self._cost.unknown
-            else:
-                violations = self._violations(config, seen, cost, wait_s)
-        ranked = Ranked(config, estimate, objective, cost, False, refusal, violations)
-        value = 0.0 if objective is None else self._sign * objective
-        return (objective is None, value, seen.num_gpus, seen.total_bytes, *order), ranked
+    if intent.quality is not Quality.ANY:
+        steps = {quality: float(step) for step, quality in enumerate(QUALITIES)}
+        needed = np.array([steps[quality_needed(c.config)] for c in predicted], dtype=np.float64)
+        at_most(LimitKind.QUALITY, steps[intent.quality], needed, "")
+    at_most(LimitKind.BUDGET, intent.budget, costs, cost_unit)
+    wait_s, note = np.zeros_like(seen.e2e_s), _INTERVAL
+    rate = intent.rate_per_s
+    if rate is not None:
+        saturated = seen.service_s * rate >= 1
+        checks.append(_Check(LimitKind.RATE, rate, 1 / seen.service_s, saturated, ""))
+        wait_s = seen.service_s * md1_wait_quantile(seen.service_s * rate, intent.percentile)
+        wait_s[~np.isfinite(wait_s)] = 0.0  # the rate is what is wrong then; say it once
+        note = (
+            f"(upper end of the 90% interval and p{intent.percentile:g} of the wait in an {MODEL_NAME} queue "
+            f"at {rate:g} requests/s)"
+        )
+    if intent.slo is not None:
+        at_most(LimitKind.TTFT, intent.slo.ttft_s, seen.ttft_high_s + wait_s, note)
+        at_most(LimitKind.TPOT, intent.slo.tpot_s, seen.tpot_high_s, _INTERVAL)
+        at_most(LimitKind.E2E, intent.slo.e2e_s, seen.e2e_high_s + wait_s, note)
+    return checks
 
-    def _violations(
-        self, config: DeploymentConfig, seen: Figures, cost: float | None, wait_s: float
-    ) -> tuple[Violation, ...]:
-        found: list[Violation] = []
-        quality = self._quality_of[config.weights, config.kv, config.pruning]
-        if quality > self._quality:
-            found.append(Violation(LimitKind.QUALITY, self._quality, quality))
-        if self._budget is not None and cost is not None and cost > self._budget:
-            found.append(Violation(LimitKind.BUDGET, self._budget, cost, self._cost.unit))
-        if self._rate_per_s is not None and wait_s == math.inf:
-            found.append(Violation(LimitKind.RATE, self._rate_per_s, 1 / seen.service_s))
-            wait_s = 0.0
-        slo = self._slo
-        if slo is not None:
-            if slo.ttft_s is not None and seen.ttft_high_s + wait_s > slo.ttft_s:
-                found.append(Violation(LimitKind.TTFT, slo.ttft_s, seen.ttft_high_s + wait_s, self._note))
-            if slo.tpot_s is not None and seen.tpot_high_s > slo.tpot_s:
-                found.append(Violation(LimitKind.TPOT, slo.tpot_s, seen.tpot_high_s, self._tpot_note))
-            if slo.e2e_s is not None and seen.e2e_high_s + wait_s > slo.e2e_s:
-                found.append(Violation(LimitKind.E2E, slo.e2e_s, seen.e2e_high_s + wait_s, self._note))
-        return tuple(found)
+
+def _violations(checks: Sequence[_Check], num_rows: int) -> list[tuple[Violation, ...]]:
+    """Per candidate, the limits it misses."""
+    found: list[tuple[Violation, ...]] = [()] * num_rows
+    for limit, allowed, actual, missed, note in checks:
+        rows = np.flatnonzero(missed)
+        for row, value in zip(rows.tolist(), actual[rows].tolist(), strict=True):
+            found[row] = (*found[row], Violation(limit, allowed, value, note))
+    return found
+
+
+def _order(predicted: Sequence[Candidate], seen: Figures, ascending: Column) -> list[int]:
+    """Rows by objective, then fewer GPUs, less memory, and the order of configurations; unknown ones last."""
+    keys = (seen.total_bytes, seen.num_gpus, ascending)  # lexsort: the last key counts most, and NaN sorts last
+    by_figures = np.lexsort(keys)
+    tied = np.ones(max(len(predicted) - 1, 0), dtype=np.bool_)
+    for key in keys:
+        left, right = key[by_figures[:-1]], key[by_figures[1:]]
+        tied &= (left == right) | (np.isnan(left) & np.isnan(right))
+    order: list[int] = by_figures.tolist()
+    start = 0
+    for end in (*np.flatnonzero(~tied).tolist(), len(order) - 1):
+        if end > start:
+            order[start : end + 1] = sorted(order[start : end + 1], key=lambda row: predicted[row].config)
+        start = end + 1
+    return order
