@@ -1,31 +1,46 @@
-"""From a Hugging Face config.json to a :class:`ModelSpec`, by one table of families.
+"""The table of model families: from a parsed config.json to the tensors a model consists of.
 
-It knows which sizes a family's config.json holds and which matrices a layer is made of; it imports no model code,
-runs none (``auto_map`` is ignored), and knows nothing of weights, formats or devices. A new family is one row of
-``FAMILIES`` and, where no present reader fits, one function. Parameter counts follow the modules that the
-transformers classes build; the tests compare each with the class on the meta device.
+A family is described once, by the list of its tensors; the counts of :class:`ModelSpec` and the files of a dummy
+checkpoint both come from that list. No model code is imported or run (``auto_map`` is ignored). It knows nothing
+of formats, devices or engines. A new family is one row of ``FAMILIES`` and, where no present reader fits, one
+function. The tests compare names, shapes and counts with what the transformers classes build.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from fingerprint.errors import ConfigError, NotFoundError, UnsupportedModelError
+from fingerprint.config_json import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Fields,
+    divides,
+    read_config,
+    show,
+)
+from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.model_spec import ModelSpec
+from fingerprint.tensor_shapes import Role, TensorShape, elements, linear, norm
 
-__all__ = ["FAMILIES", "Family", "ModuleLayout", "load_spec", "module_layout", "read_config", "read_spec"]
+__all__ = [
+    "FAMILIES",
+    "Blueprint",
+    "Family",
+    "ModuleLayout",
+    "load_spec",
+    "module_layout",
+    "read_blueprint",
+    "read_config",
+    "read_spec",
+]
 
-MAX_CONFIG_BYTES = 4 * 2**20
-# Bounds on what a config.json may claim: far above any model there is, low enough that no sum of them is absurd.
-MAX_LAYERS = 10_000
-MAX_WIDTH = 2**22  # hidden, intermediate, heads, head_dim, experts
-MAX_VOCAB = 2**27
-MAX_CONTEXT = 2**31
+MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,16 @@ class ModuleLayout:
     layers: str  # the list of hidden layers: tensors are "<layers>.<index>.<rest>"
     embedding: tuple[str, ...]
     final_norm: tuple[str, ...]
-    head: str  # absent from the checkpoint when the embeddings are tied
+    head: str  # its weight is absent from the checkpoint when the embeddings are tied
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model's counts and the tensors they come from."""
+
+    spec: ModelSpec
+    layer: tuple[TensorShape, ...]  # of each hidden layer; names follow "<layers>.<index>."
+    rest: tuple[TensorShape, ...]  # all other tensors, full names; no head weight when tied
 
 
 @dataclass(frozen=True)
@@ -44,42 +68,16 @@ class Family:
 
     architectures: tuple[str, ...]  # of the causal-LM class; the first is transformers' own
     layout: ModuleLayout
-    layers_key: tuple[str, ...]  # names under which config.json may give the number of layers
-    read: Callable[[_Fields], ModelSpec]
-
-
-def read_config(path: Path) -> dict[str, object]:
-    """The parsed config.json at ``path`` (the file, or a directory that holds it).
-
-    Raises:
-        NotFoundError: no such file or directory, or a directory without config.json.
-        ConfigError: larger than 4 MiB, not JSON, or not a JSON object.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        what = f"{path} has no config.json" if path.is_dir() else f"there is no file {file}"
-        raise NotFoundError(f"{what}; give a model directory or its config.json")
-    try:
-        with file.open("rb") as stream:
-            raw = stream.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes; that is not a model's config.json")
-    try:
-        config = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds a JSON {type(config).__name__}, a config.json holds an object")
-    return config
+    layers_keys: tuple[str, ...]  # names under which config.json may give the number of layers
+    read: Callable[[Fields], Blueprint]
 
 
 def load_spec(path: Path) -> ModelSpec:
     """:func:`read_spec` of the config.json at ``path`` (the file, or a directory that holds it).
 
     Raises:
-        NotFoundError, ConfigError, UnsupportedModelError: as :func:`read_config` and :func:`read_spec`.
+        NotFoundError: no such file, or a directory without config.json.
+        ConfigError, UnsupportedModelError: as :func:`read_spec`, or not a JSON object of at most 4 MiB.
     """
     return read_spec(read_config(path))
 
@@ -92,10 +90,14 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         UnsupportedModelError: another family, an encoder-decoder, multimodal, non-generating or already quantized
             model.
     """
+    return read_blueprint(config).spec
+
+
+def read_blueprint(config: Mapping[str, object]) -> Blueprint:
+    """:func:`read_spec` with the tensors that the counts come from; same errors."""
     name = _family_name(config)
-    family = FAMILIES[name]
-    _refuse_other_tasks(config, name, family)
-    return family.read(_Fields(config, name))
+    _refuse_other_tasks(config, name)
+    return FAMILIES[name].read(Fields(config, name))
 
 
 def module_layout(family: str) -> ModuleLayout:
@@ -105,7 +107,7 @@ def module_layout(family: str) -> ModuleLayout:
         UnsupportedModelError: no such family.
     """
     if family not in FAMILIES:
-        raise UnsupportedModelError(f"model_type {_show(family)} is not supported; {_supported()}")
+        raise UnsupportedModelError(f"model_type {show(family)} is not supported; {_supported()}")
     return FAMILIES[family].layout
 
 
@@ -114,6 +116,18 @@ def module_layout(family: str) -> ModuleLayout:
 # Families people ask for, so that the refusal can say what the model is; all others are refused as unknown.
 _ENCODER_DECODERS = {"t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper"}
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta-v2", "modernbert"}
+_VISION = {
+    "clip",
+    "siglip",
+    "vit",
+    "llava",
+    "llava_next",
+    "mllama",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "blip-2",
+}
 _PART_CONFIGS = ("vision_config", "audio_config", "text_config", "speech_config")
 
 
@@ -124,115 +138,68 @@ def _supported() -> str:
 def _family_name(config: Mapping[str, object]) -> str:
     name = config.get("model_type")
     if not isinstance(name, str):
-        raise ConfigError(f"model_type must be a string that names the family, got {_show(name)}; {_supported()}")
+        raise ConfigError(f"model_type must be a string that names the family, got {show(name)}; {_supported()}")
     if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:
-        raise UnsupportedModelError(f"model_type {_show(name)} is an encoder-decoder model; {_supported()}")
-    parts = [key for key in _PART_CONFIGS if config.get(key)]
-    if parts:
-        raise UnsupportedModelError(
-            f"model_type {_show(name)} is a vision or multimodal model (its config.json has {', '.join(parts)}); "
-            f"{_supported()}"
-        )
+        raise UnsupportedModelError(f"model_type {show(name)} is an encoder-decoder model; {_supported()}")
+    if name in _VISION or any(config.get(key) for key in _PART_CONFIGS):
+        raise UnsupportedModelError(f"model_type {show(name)} is a vision or multimodal model; {_supported()}")
     if name in _ENCODERS:
         raise UnsupportedModelError(
-            f"model_type {_show(name)} is an encoder that generates no text; {_supported()}"
+            f"model_type {show(name)} is an encoder that generates no text; {_supported()}"
         )
     if name not in FAMILIES:
-        raise UnsupportedModelError(f"model_type {_show(name)} is not supported; {_supported()}")
+        raise UnsupportedModelError(f"model_type {show(name)} is not supported; {_supported()}")
     return name
 
 
-def _refuse_other_tasks(config: Mapping[str, object], name: str, family: Family) -> None:
+def _refuse_other_tasks(config: Mapping[str, object], name: str) -> None:
+    family = FAMILIES[name]
     architectures = config.get("architectures")
     if architectures is not None:
         if not isinstance(architectures, list) or not all(isinstance(entry, str) for entry in architectures):
-            raise ConfigError(f"architectures must be a list of class names, got {_show(architectures)}")
+            raise ConfigError(f"architectures must be a list of class names, got {show(architectures)}")
         if architectures and not set(architectures) & set(family.architectures):
             raise UnsupportedModelError(
-                f"architecture {_show(architectures[0])} does not generate text; of {name}, "
+                f"architecture {show(architectures[0])} does not generate text; of {name}, "
                 f"{family.architectures[0]} is supported"
             )
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(
-            f"the checkpoint is already quantized ({_show(method)}); iServe plans and makes the formats itself: "
+            f"the checkpoint is already quantized ({show(method)}); iServe plans and makes the formats itself: "
             "give the 16-bit model"
         )
 
 
-# --- reading fields ---
+# --- the two ends ---
 
 
-def _show(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
-        text = "a number of thousands of digits"
-    return text if len(text) <= 60 else text[:57] + "..."
+@dataclass(frozen=True, kw_only=True)
+class _Ends:
+    """What lies before and after the hidden layers."""
+
+    embedding: list[TensorShape]
+    final_norm: list[TensorShape]
+    head: list[TensorShape]
 
 
-class _Fields:
-    """Checked reading of one config.json: every fault is a ConfigError with field, value and what is allowed."""
-
-    def __init__(self, config: Mapping[str, object], family: str) -> None:
-        self._config = config
-        self.family = family
-
-    def given(self, *names: str) -> tuple[str, object]:
-        """Name and value of the field that goes by any of ``names``; ``(names[0], None)`` when absent or null."""
-        found = [(name, self._config[name]) for name in names if self._config.get(name) is not None]
-        for name, value in found[1:]:
-            if value != found[0][1]:
-                raise ConfigError(
-                    f"{found[0][0]}={_show(found[0][1])} and {name}={_show(value)} mean the same field of "
-                    f"{self.family} and differ; keep one"
-                )
-        return found[0] if found else (names[0], None)
-
-    def count(self, *names: str, default: int | None = None, most: int = MAX_WIDTH) -> int:
-        """An integer in 1..most; ``default`` None makes the field required."""
-        name, value = self.given(*names)
-        if value is None:
-            if default is None:
-                raise ConfigError(f"{name} is missing; a {self.family} config.json needs it (1 to {most:,})")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ConfigError(f"{name} must be an integer from 1 to {most:,}, got {_show(value)}")
-        return value
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        _, value = self.given(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be true or false, got {_show(value)}")
-        return value
-
-    def has(self, name: str) -> bool:
-        """Whether the key is there, be it null."""
-        return name in self._config
-
-    def layer_types(self, num_layers: int) -> list[str] | None:
-        _, value = self.given("layer_types")
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) != num_layers or not all(isinstance(t, str) for t in value):
-            raise ConfigError(f"layer_types must name a type for each of {num_layers} layers, got {_show(value)}")
-        return value
-
-
-def _divides(name: str, small: int, whole_name: str, whole: int) -> None:
-    if whole % small:
-        raise ConfigError(f"{name}={small} must divide {whole_name}={whole}; {whole} / {small} is not whole")
+def _ends(layout: ModuleLayout, vocab: int, hidden: int, *, tied: bool, norm_bias: bool, head_bias: bool) -> _Ends:
+    head = linear(layout.head, vocab, hidden, bias=head_bias, role=Role.HEAD)
+    return _Ends(
+        embedding=[TensorShape(f"{layout.embedding[0]}.weight", (vocab, hidden), Role.EMBEDDING)],
+        final_norm=norm(layout.final_norm[0], hidden, bias=norm_bias),
+        head=head[1:] if tied else head,  # a bias is the head's own even when its matrix is the embedding
+    )
 
 
 # --- the families ---
 
 
 def _llama_like(
-    fields: _Fields,
+    fields: Fields,
     *,
+    context_default: int,
     kv_heads_default: int | None = None,
     head_dim_default: int | None = None,
     has_attention_bias: bool = False,
@@ -240,13 +207,13 @@ def _llama_like(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     experts: bool = False,
-    window: Callable[[_Fields, int], int | None] = lambda fields, num_layers: None,
-) -> ModelSpec:
-    """RMSNorm, rotary attention with q, k, v, o matrices, gated MLP or experts. Source: the transformers classes.
+    window: Callable[[Fields, int], int | None] = lambda fields, num_layers: None,
+) -> Blueprint:
+    """RMSNorm, rotary attention with q, k, v, o matrices, gated MLP or experts.
 
     Args:
-        kv_heads_default: of the config class, for a config.json that leaves it out; None: as many as heads.
-        head_dim_default: likewise; None: hidden_size / heads.
+        context_default, kv_heads_default, head_dim_default: what the config class assumes when the field is left
+            out; None: as many KV heads as heads, hidden_size / heads.
         has_attention_bias, has_mlp_bias: the family reads ``attention_bias`` (q, k, v, o) or ``mlp_bias``.
         qkv_bias: q, k and v always have a bias, o never.
         qk_norm: queries and keys are normalised per head.
@@ -258,30 +225,27 @@ def _llama_like(
     vocab = fields.count("vocab_size", most=MAX_VOCAB)
     class_default = heads if fields.has("num_key_value_heads") else (kv_heads_default or heads)  # null: as heads
     kv_heads = fields.count("num_key_value_heads", default=class_default)
-    _divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
+    divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
     head_dim = fields.count("head_dim", default=head_dim_default or 0)
     if head_dim == 0:
-        _divides("num_attention_heads", heads, "hidden_size", hidden)
+        divides("num_attention_heads", heads, "hidden_size", hidden)
         head_dim = hidden // heads
     if head_dim % 2:
         raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
-    num_experts = fields.count("num_local_experts", "num_experts", default=8) if experts else 0
-    per_token = fields.count("num_experts_per_tok", default=2, most=num_experts) if experts else 0
+    num_experts = fields.count("num_local_experts", "num_experts", default=8, most=MAX_EXPERTS) if experts else 0
     tied = fields.flag("tie_word_embeddings", default=False)
-
-    mlp = 3 * hidden * inner
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-    linear = attention + mlp * max(1, num_experts)
-    rest = 2 * hidden + hidden * num_experts  # two norms, the router
-    if has_attention_bias and fields.flag("attention_bias", default=False):
-        rest += (heads + 2 * kv_heads) * head_dim + hidden
-    if qkv_bias:
-        rest += (heads + 2 * kv_heads) * head_dim
-    if has_mlp_bias and fields.flag("mlp_bias", default=False):
-        rest += 2 * inner + hidden
-    if qk_norm:
-        rest += 2 * head_dim
-    return ModelSpec(
+    all_bias = has_attention_bias and fields.flag("attention_bias", default=False)
+    mlp_bias = has_mlp_bias and fields.flag("mlp_bias", default=False)
+    layer = [
+        *norm("input_layernorm", hidden, bias=False),
+        *_attention(hidden, heads * head_dim, kv_heads * head_dim, qkv_bias=qkv_bias or all_bias, o_bias=all_bias),
+        *(norm("self_attn.q_norm", head_dim, bias=False) if qk_norm else []),
+        *(norm("self_attn.k_norm", head_dim, bias=False) if qk_norm else []),
+        *norm("post_attention_layernorm", hidden, bias=False),
+        *(_experts(num_experts, hidden, inner) if experts else _gated_mlp(hidden, inner, bias=mlp_bias)),
+    ]
+    ends = _ends(_LLAMA_LAYOUT, vocab, hidden, tied=tied, norm_bias=False, head_bias=False)
+    spec = ModelSpec(
         family=fields.family,
         architecture=FAMILIES[fields.family].architectures[0],
         num_layers=num_layers,
@@ -291,77 +255,89 @@ def _llama_like(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=vocab,
-        max_context_tokens=fields.count(
-            "max_position_embeddings", default=_CONTEXT_DEFAULTS[fields.family], most=MAX_CONTEXT
-        ),
+        max_context_tokens=fields.count("max_position_embeddings", default=context_default, most=MAX_CONTEXT),
         tied_embeddings=tied,
         num_experts=num_experts,
-        experts_per_token=per_token,
+        experts_per_token=fields.count("num_experts_per_tok", default=2, most=num_experts) if experts else 0,
         sliding_window=window(fields, num_layers),
-        layer_params=linear + rest,
-        layer_linear_params=linear,
-        layer_expert_params=mlp * num_experts,
-        embedding_params=vocab * hidden,
-        head_params=0 if tied else vocab * hidden,
-        final_norm_params=hidden,
+        layer_params=elements(layer),
+        layer_linear_params=elements(layer, Role.LINEAR, Role.EXPERT),
+        layer_expert_params=elements(layer, Role.EXPERT),
+        embedding_params=elements(ends.embedding),
+        head_params=elements(ends.head),
+        final_norm_params=elements(ends.final_norm),
     )
+    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head))
 
 
-# What the config classes assume when the field is absent; Falcon's published config.json files leave it out.
-_CONTEXT_DEFAULTS = {"llama": 2048, "mistral": 131072, "mixtral": 131072, "qwen2": 32768, "qwen3": 32768}
+def _attention(hidden: int, q_width: int, kv_width: int, *, qkv_bias: bool, o_bias: bool) -> list[TensorShape]:
+    return [
+        *linear("self_attn.q_proj", q_width, hidden, bias=qkv_bias),
+        *linear("self_attn.k_proj", kv_width, hidden, bias=qkv_bias),
+        *linear("self_attn.v_proj", kv_width, hidden, bias=qkv_bias),
+        *linear("self_attn.o_proj", hidden, q_width, bias=o_bias),
+    ]
 
 
-def _window(fields: _Fields, num_layers: int, *, default: int | None) -> int | None:
+def _gated_mlp(hidden: int, inner: int, *, bias: bool) -> list[TensorShape]:
+    return [
+        *linear("mlp.gate_proj", inner, hidden, bias=bias),
+        *linear("mlp.up_proj", inner, hidden, bias=bias),
+        *linear("mlp.down_proj", hidden, inner, bias=bias),
+    ]
+
+
+def _experts(count: int, hidden: int, inner: int) -> list[TensorShape]:
+    """Mixtral's published names; transformers stacks the experts only in memory."""
+    tensors = [TensorShape("block_sparse_moe.gate.weight", (count, hidden), Role.ROUTER)]
+    for expert in range(count):
+        name = f"block_sparse_moe.experts.{expert}"
+        tensors += linear(f"{name}.w1", inner, hidden, bias=False, role=Role.EXPERT)
+        tensors += linear(f"{name}.w2", hidden, inner, bias=False, role=Role.EXPERT)
+        tensors += linear(f"{name}.w3", inner, hidden, bias=False, role=Role.EXPERT)
+    return tensors
+
+
+def _window(fields: Fields, num_layers: int, *, default: int | None) -> int | None:
     """One window for all layers; a null switches it off, an absent field means the class's default."""
     if fields.given("sliding_window")[1] is None:
         return None if fields.has("sliding_window") else default
     return fields.count("sliding_window", most=MAX_CONTEXT)
 
 
-def _qwen_window(fields: _Fields, num_layers: int) -> int | None:
-    """The window if every layer slides. With layers of both kinds all count as full, so KV is not underestimated."""
+def _qwen_window(fields: Fields, num_layers: int) -> int | None:
+    """The window if every layer slides. With layers of both kinds all count as full, so KV is never too small."""
+    first_sliding = fields.count("max_window_layers", default=28, least=0, most=MAX_WIDTH)
+    types = fields.layer_types(num_layers)
     if not fields.flag("use_sliding_window", default=False):
         return None
-    window = _window(fields, num_layers, default=4096)
-    types = fields.layer_types(num_layers)
-    if types is not None:
-        return window if all(kind == "sliding_attention" for kind in types) else None
-    _, first_sliding = fields.given("max_window_layers")
-    if isinstance(first_sliding, bool) or not isinstance(first_sliding, int | None) or (first_sliding or 0) < 0:
-        raise ConfigError(f"max_window_layers must be an integer from 0, got {_show(first_sliding)}")
-    return window if first_sliding == 0 else None
+    every = all(kind == "sliding_attention" for kind in types) if types is not None else first_sliding == 0
+    return _window(fields, num_layers, default=4096) if every else None
 
 
-def _falcon(fields: _Fields) -> ModelSpec:
+def _falcon(fields: Fields) -> Blueprint:
     """LayerNorms with bias, fused query_key_value, plain MLP. Three attention layouts, as in FalconAttention."""
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     hidden = fields.count("n_embed", "hidden_size")
     heads = fields.count("num_attention_heads")
     vocab = fields.count("vocab_size", most=MAX_VOCAB)
     inner = fields.count("ffn_hidden_size", default=4 * hidden, most=4 * MAX_WIDTH)
-    _divides("num_attention_heads", heads, "hidden_size", hidden)
+    divides("num_attention_heads", heads, "hidden_size", hidden)
     head_dim = hidden // heads
     if head_dim % 2 and not fields.flag("alibi", default=False):
         raise ConfigError(f"hidden_size / num_attention_heads must be even for rotary embeddings, got {head_dim}")
-    grouped = fields.flag("new_decoder_architecture", default=False)
-    parallel = fields.flag("parallel_attn", default=True)
-    if grouped:
-        kv_heads = fields.count("num_kv_heads", default=heads)
-        _divides("num_kv_heads", kv_heads, "num_attention_heads", heads)
-    else:  # num_kv_heads is not read here: one head with multi_query, else as many as queries
-        kv_heads = 1 if fields.flag("multi_query", default=True) else heads
-    norms = fields.count("num_ln_in_parallel_attn", default=2 if grouped else 1, most=2) if parallel else 2
-    if grouped and not parallel:
-        raise ConfigError(
-            "parallel_attn must be true with new_decoder_architecture: such layers have no other form"
-        )
-    if parallel and norms == 2 and not grouped:
-        raise ConfigError("num_ln_in_parallel_attn must be 1 without new_decoder_architecture, got 2")
-    qkv_out = (heads + 2 * kv_heads) * head_dim
-    linear = hidden * qkv_out + hidden * hidden + 2 * hidden * inner
-    biases = qkv_out + hidden + inner + hidden if fields.flag("bias", default=False) else 0
     tied = fields.flag("tie_word_embeddings", default=True)
-    return ModelSpec(
+    bias = fields.flag("bias", default=False)
+    kv_heads = _falcon_kv_heads(fields, heads)
+    layer = [
+        *(tensor for name in _falcon_norms(fields) for tensor in norm(name, hidden, bias=True)),
+        *linear("self_attention.query_key_value", (heads + 2 * kv_heads) * head_dim, hidden, bias=bias),
+        *linear("self_attention.dense", hidden, hidden, bias=bias),
+        *linear("mlp.dense_h_to_4h", inner, hidden, bias=bias),
+        *linear("mlp.dense_4h_to_h", hidden, inner, bias=bias),
+    ]
+    ends = _ends(_FALCON_LAYOUT, vocab, hidden, tied=tied, norm_bias=True, head_bias=False)
+    spec = ModelSpec(
         family=fields.family,
         architecture=FAMILIES[fields.family].architectures[0],
         num_layers=num_layers,
@@ -374,28 +350,56 @@ def _falcon(fields: _Fields) -> ModelSpec:
         max_context_tokens=fields.count("max_position_embeddings", default=2048, most=MAX_CONTEXT),
         tied_embeddings=tied,
         gated_mlp=False,
-        layer_params=linear + biases + norms * 2 * hidden,
-        layer_linear_params=linear,
-        embedding_params=vocab * hidden,
-        head_params=0 if tied else vocab * hidden,
-        final_norm_params=2 * hidden,
+        layer_params=elements(layer),
+        layer_linear_params=elements(layer, Role.LINEAR),
+        embedding_params=elements(ends.embedding),
+        head_params=elements(ends.head),
+        final_norm_params=elements(ends.final_norm),
     )
+    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head))
 
 
-def _gptj(fields: _Fields) -> ModelSpec:
+def _falcon_kv_heads(fields: Fields, heads: int) -> int:
+    if not fields.flag("new_decoder_architecture", default=False):
+        # num_kv_heads is not read here: one head with multi_query, else as many as queries
+        return 1 if fields.flag("multi_query", default=True) else heads
+    kv_heads = fields.count("num_kv_heads", default=heads)
+    divides("num_kv_heads", kv_heads, "num_attention_heads", heads)
+    return kv_heads
+
+
+def _falcon_norms(fields: Fields) -> tuple[str, ...]:
+    grouped = fields.flag("new_decoder_architecture", default=False)
+    if not fields.flag("parallel_attn", default=True):
+        if grouped:
+            raise ConfigError("parallel_attn must be true with new_decoder_architecture, got False")
+        return ("input_layernorm", "post_attention_layernorm")
+    count = fields.count("num_ln_in_parallel_attn", default=2 if grouped else 1, most=2)
+    if count == 2 and not grouped:
+        raise ConfigError("num_ln_in_parallel_attn must be 1 without new_decoder_architecture, got 2")
+    return ("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm",)
+
+
+def _gptj(fields: Fields) -> Blueprint:
     """One LayerNorm per layer, attention without biases, MLP and head with biases."""
     hidden = fields.count("n_embd", "hidden_size")
     heads = fields.count("n_head", "num_attention_heads")
     vocab = fields.count("vocab_size", most=MAX_VOCAB)
     inner = fields.count("n_inner", default=4 * hidden, most=4 * MAX_WIDTH)
-    _divides("n_head", heads, "n_embd", hidden)
+    divides("n_head", heads, "n_embd", hidden)
     head_dim = hidden // heads
     rotary = fields.count("rotary_dim", default=64)
     if rotary > head_dim or rotary % 2:
         raise ConfigError(f"rotary_dim must be even and at most n_embd / n_head = {head_dim}, got {rotary}")
     tied = fields.flag("tie_word_embeddings", default=False)
-    linear = 4 * hidden * hidden + 2 * hidden * inner
-    return ModelSpec(
+    layer = [
+        *norm("ln_1", hidden, bias=True),
+        *(t for name in ("q", "k", "v", "out") for t in linear(f"attn.{name}_proj", hidden, hidden, bias=False)),
+        *linear("mlp.fc_in", inner, hidden, bias=True),
+        *linear("mlp.fc_out", hidden, inner, bias=True),
+    ]
+    ends = _ends(_GPTJ_LAYOUT, vocab, hidden, tied=tied, norm_bias=True, head_bias=True)
+    spec = ModelSpec(
         family=fields.family,
         architecture=FAMILIES[fields.family].architectures[0],
         num_layers=fields.count("n_layer", "num_hidden_layers", most=MAX_LAYERS),
@@ -408,51 +412,55 @@ def _gptj(fields: _Fields) -> ModelSpec:
         max_context_tokens=fields.count("n_positions", "max_position_embeddings", default=2048, most=MAX_CONTEXT),
         tied_embeddings=tied,
         gated_mlp=False,
-        layer_params=linear + inner + hidden + 2 * hidden,
-        layer_linear_params=linear,
-        embedding_params=vocab * hidden,
-        head_params=vocab + (0 if tied else vocab * hidden),  # the head's bias is its own even when tied
-        final_norm_params=2 * hidden,
+        layer_params=elements(layer),
+        layer_linear_params=elements(layer, Role.LINEAR),
+        embedding_params=elements(ends.embedding),
+        head_params=elements(ends.head),
+        final_norm_params=elements(ends.final_norm),
     )
+    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head))
 
 
 _LLAMA_LAYOUT = ModuleLayout("model.layers", ("model.embed_tokens",), ("model.norm",), "lm_head")
 _FALCON_LAYOUT = ModuleLayout("transformer.h", ("transformer.word_embeddings",), ("transformer.ln_f",), "lm_head")
 _GPTJ_LAYOUT = ModuleLayout("transformer.h", ("transformer.wte",), ("transformer.ln_f",), "lm_head")
-_LAYERS = ("num_hidden_layers",)
+
+
+def _llama_row(architecture: str, read: Callable[[Fields], Blueprint]) -> Family:
+    return Family((architecture,), _LLAMA_LAYOUT, ("num_hidden_layers",), read)
+
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "llama": Family(
-            ("LlamaForCausalLM",),
-            _LLAMA_LAYOUT,
-            _LAYERS,
-            partial(_llama_like, has_attention_bias=True, has_mlp_bias=True),
+        "llama": _llama_row(
+            "LlamaForCausalLM",
+            partial(_llama_like, context_default=2048, has_attention_bias=True, has_mlp_bias=True),
         ),
-        "mistral": Family(
-            ("MistralForCausalLM",),
-            _LLAMA_LAYOUT,
-            _LAYERS,
-            partial(_llama_like, kv_heads_default=8, window=partial(_window, default=4096)),
+        "mistral": _llama_row(
+            "MistralForCausalLM",
+            partial(
+                _llama_like, context_default=131072, kv_heads_default=8, window=partial(_window, default=4096)
+            ),
         ),
-        "mixtral": Family(
-            ("MixtralForCausalLM",),
-            _LLAMA_LAYOUT,
-            _LAYERS,
-            partial(_llama_like, kv_heads_default=8, experts=True, window=partial(_window, default=None)),
-        ),
-        "qwen2": Family(
-            ("Qwen2ForCausalLM",),
-            _LLAMA_LAYOUT,
-            _LAYERS,
-            partial(_llama_like, kv_heads_default=32, qkv_bias=True, window=_qwen_window),
-        ),
-        "qwen3": Family(
-            ("Qwen3ForCausalLM",),
-            _LLAMA_LAYOUT,
-            _LAYERS,
+        "mixtral": _llama_row(
+            "MixtralForCausalLM",
             partial(
                 _llama_like,
+                context_default=131072,
+                kv_heads_default=8,
+                experts=True,
+                window=partial(_window, default=None),
+            ),
+        ),
+        "qwen2": _llama_row(
+            "Qwen2ForCausalLM",
+            partial(_llama_like, context_default=32768, kv_heads_default=32, qkv_bias=True, window=_qwen_window),
+        ),
+        "qwen3": _llama_row(
+            "Qwen3ForCausalLM",
+            partial(
+                _llama_like,
+                context_default=32768,
                 kv_heads_default=32,
                 head_dim_default=128,
                 has_attention_bias=True,
@@ -460,7 +468,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 window=_qwen_window,
             ),
         ),
-        "falcon": Family(("FalconForCausalLM", "RWForCausalLM"), _FALCON_LAYOUT, _LAYERS, _falcon),
+        "falcon": Family(("FalconForCausalLM", "RWForCausalLM"), _FALCON_LAYOUT, ("num_hidden_layers",), _falcon),
         "gptj": Family(("GPTJForCausalLM",), _GPTJ_LAYOUT, ("n_layer", "num_hidden_layers"), _gptj),
     }
 )

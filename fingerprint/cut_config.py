@@ -1,0 +1,80 @@
+"""The config.json of a model that keeps only some of its layers. Values in, values out.
+
+It changes what speaks of layers (their number, lists with an entry per layer, lists of layer indexes, thresholds)
+and nothing else, so that an engine builds for each kept layer what it built for it in the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+from fingerprint.config_json import show
+from fingerprint.errors import ConfigError
+
+__all__ = ["cut_config"]
+
+_INDEX_LISTS = (
+    "mlp_only_layers",
+    "full_attn_idxs",
+    "attn_layer_indices",
+    "moe_layers",
+)  # values are layer indexes
+_THRESHOLDS = ("max_window_layers", "first_k_dense_replace")  # "layers from here on", or "the first so many"
+# Lists as long as there are layers only by accident; every other top-level list of that length is per layer.
+_NOT_PER_LAYER = ("architectures",)
+_NOT_PER_LAYER_ENDINGS = ("_token_id", "_token_ids", "_tokens")
+
+
+def cut_config(
+    config: Mapping[str, object], layers: Sequence[int], layers_keys: Sequence[str]
+) -> dict[str, object]:
+    """``config`` with the layers ``layers`` alone, renumbered from 0.
+
+    Args:
+        config: parsed config.json of the whole model.
+        layers: source layer indexes, strictly increasing, all below the model's number.
+        layers_keys: names under which the family gives its number of layers; at least one is in ``config``.
+
+    Raises:
+        ConfigError: a list of layer indexes or a pattern holds something else.
+    """
+    cut = copy.deepcopy(dict(config))
+    present = [key for key in layers_keys if isinstance(cut.get(key), int)]
+    num_layers = cut[present[0]]
+    for key in present:
+        cut[key] = len(layers)
+    for key, value in cut.items():
+        if key in _INDEX_LISTS and isinstance(value, list):
+            kept = _indexes(key, value)
+            cut[key] = [new for new, old in enumerate(layers) if old in kept]
+        elif isinstance(value, list) and len(value) == num_layers and _is_per_layer(key):
+            cut[key] = [value[old] for old in layers]
+        elif key in _THRESHOLDS and isinstance(value, int):
+            cut[key] = sum(old < value for old in layers)
+    _cut_sparse_step(cut, config, layers)
+    # Code that a checkpoint brings is never run; without this key no engine can be led to try.
+    cut.pop("auto_map", None)
+    return cut
+
+
+def _is_per_layer(key: str) -> bool:
+    return key not in _NOT_PER_LAYER and not key.endswith(_NOT_PER_LAYER_ENDINGS)
+
+
+def _indexes(key: str, value: object) -> set[int]:
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise ConfigError(f"{key} must be a list of layer indexes, got {show(value)}")
+    return set(value)
+
+
+def _cut_sparse_step(cut: dict[str, object], config: Mapping[str, object], layers: Sequence[int]) -> None:
+    """Layer i has experts when (i + 1) % decoder_sparse_step == 0: say so layer by layer, for the step is gone."""
+    step = config.get("decoder_sparse_step")
+    if step is None or step == 1:
+        return
+    if type(step) is not int or step < 1:
+        raise ConfigError(f"decoder_sparse_step must be an integer from 1, got {show(step)}")
+    dense = _indexes("mlp_only_layers", config.get("mlp_only_layers") or [])
+    cut["mlp_only_layers"] = [new for new, old in enumerate(layers) if old in dense or (old + 1) % step]
+    cut["decoder_sparse_step"] = 1

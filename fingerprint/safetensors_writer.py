@@ -1,0 +1,112 @@
+"""Writing a safetensors file in small pieces, in a directory that appears whole or not at all.
+
+The caller says what each tensor is and hands over its bytes piece by piece; nothing here knows what they mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fingerprint.errors import CheckpointError, ConflictError
+
+__all__ = ["OutputTensor", "new_directory", "write_safetensors"]
+
+_ALIGNMENT = 8  # of the first tensor, as the safetensors library pads its headers
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One tensor to write."""
+
+    name: str
+    dtype: str  # safetensors' name
+    shape: tuple[int, ...]
+    num_bytes: int
+    pieces: Callable[[], Iterable[bytes]]  # its bytes in order, num_bytes in all
+
+
+@contextmanager
+def new_directory(target: Path, *, needed_bytes: int) -> Iterator[Path]:
+    """A folder to fill, beside ``target``; it becomes ``target`` when the block ends well, else it is removed.
+
+    Raises:
+        ConflictError: ``target`` is there already and is not an empty directory.
+        CheckpointError: the disk has less than ``needed_bytes`` free, or writing fails.
+    """
+    part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+    try:
+        if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
+            raise _taken(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(target.parent).free
+        if free_bytes < needed_bytes:
+            raise CheckpointError(
+                f"cannot write {target}: it needs {needed_bytes / 2**30:.2f} GiB, its disk has "
+                f"{free_bytes / 2**30:.2f} GiB free; free some or choose another place"
+            )
+        part.mkdir()
+        yield part
+        os.rename(part, target)
+    except BaseException as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError):
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # someone else finished the same name first
+                raise _taken(target) from error
+            raise CheckpointError(f"cannot write {target}: {error}; nothing was kept") from error
+        raise
+
+
+def _taken(target: Path) -> ConflictError:
+    return ConflictError(f"{target} is there already; remove it or choose another name")
+
+
+def write_safetensors(
+    file: Path,
+    tensors: Sequence[OutputTensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> int:
+    """Write ``tensors`` in their order. Memory: the header and one piece.
+
+    Args:
+        metadata: beside ``format: pt``, which transformers asks for.
+        on_bytes: told the size of each piece written.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        OSError: the disk is full or gone; the file is then incomplete (see :func:`new_directory`).
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0
+    for tensor in tensors:
+        assert tensor.name not in header, f"{tensor.name} twice"
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.num_bytes],
+        }
+        end += tensor.num_bytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT)
+    with file.open("wb") as stream:
+        stream.write(len(raw).to_bytes(8, "little") + raw)
+        for tensor in tensors:
+            written = 0
+            for piece in tensor.pieces():
+                stream.write(piece)
+                written += len(piece)
+                if on_bytes is not None:
+                    on_bytes(len(piece))
+            assert written == tensor.num_bytes, f"{tensor.name}: {written} bytes of {tensor.num_bytes}"
+    return 8 + len(raw) + end
