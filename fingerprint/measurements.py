@@ -54,7 +54,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPoint:
-    """Memory of one fingerprint, loaded and run at its largest batch."""
+    """Memory of one fingerprint, loaded and run. Two points of one fingerprint differ in ``max_batched_tokens``."""
 
     num_layers: int
     tp: int
@@ -63,6 +63,7 @@ class MemoryPoint:
     kv: KvFormat
     max_batched_tokens: int  # tokens of the largest step behind ``activation_peak_bytes``
     ranks: tuple[RankMemory, ...]
+    kv_tokens: int = 0  # room of the KV cache that ``load`` asked for; 0: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +111,7 @@ class Profile:
     complete: bool  # False: the budget ended before every interval was tight
     memory: tuple[MemoryPoint, ...]
     timing: tuple[TimingPoint, ...]
+    notes: tuple[str, ...] = ()  # what was left out, and why
 
 
 class ProfileSession(Protocol):

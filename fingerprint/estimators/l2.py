@@ -1,0 +1,347 @@
+"""L2 of the paper: the latency of a model from fingerprints of one and two layers.
+
+``T(n_out) = TTFT + (n_out - 1) * TPOT``, ``TTFT = N * h_first + o_first``, ``TPOT = N * h_next + o_next``, h one
+hidden layer and o all else. The paper solves these for one batch and length; here the four are small polynomials
+of batch, prompt and context, and all points of one (tp, pp, formats) are fitted at once:
+
+* h_first: 1, batch * prompt, batch * prompt^2 (attention)       * o_first: 1, batch, batch * prompt
+* h_next:  1, batch, batch * context (KV read)                    * o_next:  1, batch
+
+Device and host time are fitted apart. The host's part does not depend on depth unless the runs say so (on an
+engine that overlaps the two, what is left of the host's time shrinks as layers are added; it stops at zero), so
+that the host's noise is not multiplied by N. It knows nothing of memory, and predicts for no configuration whose
+fingerprints were not run, but one: at batch 1, more stages cost what one stage does plus the measured hand-overs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Quantity, Source
+from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
+from fingerprint.measurements import Profile, TimingPoint
+
+__all__ = ["L2", "Latency", "LayerEffect", "MeasuredKey", "TimingFit", "key_of"]
+
+MAX_EXTRAPOLATION = 2.0  # beyond the measured batches and lengths, as a factor; further, the roofline takes over
+_HOST_SCALE_FLOOR = 0.01  # of the run: a host part below that is not worth a weight of its own
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class MeasuredKey:
+    """What one set of fingerprints was run under."""
+
+    tp: int
+    pp: int
+    weights: WeightFormat
+    kv: KvFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """TTFT of the whole batch and time per decode step, each with interval and source."""
+
+    ttft_s: Quantity
+    tpot_s: Quantity
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEffect:
+    """What one hidden layer adds at one point, with 90% intervals that may reach below zero."""
+
+    key: MeasuredKey
+    batch: int
+    input_tokens: int
+    first_s: Interval
+    next_s: Interval
+
+    @property
+    def below_resolution(self) -> bool:
+        """The noise hides a layer's cost: the measurement cannot tell it from zero, in prefill or in decode."""
+        return self.first_s.low <= 0 or self.next_s.low <= 0
+
+
+# One run is one row: the prefill's columns as they are, the decode step's times the number of steps.
+_LAYER_COLUMNS = (0, 1, 2, 6, 7, 8)  # of the device's row: what is multiplied by the number of layers
+_HOST_LAYER_COLUMNS = (5, 6)
+
+
+def _device_row(layers: float, batch: int, prompt: int, steps: float, context: float, *, prefill: float) -> Array:
+    tokens, k = batch * prompt, layers
+    first = [k, k * tokens, k * tokens * prompt, 1, batch, tokens]
+    step = [k, k * batch, k * batch * context, 1, batch]
+    return np.array([prefill * f for f in first] + [steps * f for f in step], dtype=np.float64)
+
+
+def _host_row(layers: float, batch: int, prompt: int, steps: float, *, prefill: float) -> Array:
+    first, step = [1, batch, batch * prompt], [1, batch]
+    row = [prefill * f for f in first] + [steps * f for f in step] + [prefill * layers, steps * layers]
+    return np.array(row, dtype=np.float64)
+
+
+def _handover_row(batch: int, prompt: int, steps: float, *, prefill: float) -> Array:
+    return np.array([prefill, prefill * batch * prompt, steps, steps * batch], dtype=np.float64)
+
+
+class TimingFit:
+    """All points of one :class:`MeasuredKey`, fitted.
+
+    Raises:
+        NotMeasuredError: there is no point with a run.
+    """
+
+    def __init__(self, key: MeasuredKey, num_layers: int, points: Sequence[TimingPoint]) -> None:
+        self.key, self.num_layers = key, num_layers
+        self.points = tuple(point for point in points if point.runs)
+        if not self.points:
+            raise NotMeasuredError(f"no fingerprint was run at {key}; profile the model first")
+        self._device_runs = [np.array([run.device_s for run in point.runs]) for point in self.points]
+        self._host_runs = [np.array([run.host_s for run in point.runs]) for point in self.points]
+        rows = [
+            _device_row(p.num_layers, p.batch, p.input_tokens, p.output_tokens - 1, _mean_context(p), prefill=1)
+            for p in self.points
+        ]
+        self._device = LinearModel(np.array(rows), self._device_runs, _scale(self._device_runs), non_negative=True)
+        self._host_columns, self._host = self._fit_host()
+        self.handover = self._fit_handover() if key.pp > 1 else None
+
+    def _fit_host(self) -> tuple[list[int], LinearModel]:
+        """Without the depth, unless its effect is beyond the noise."""
+        rows = np.array(
+            [_host_row(p.num_layers, p.batch, p.input_tokens, p.output_tokens - 1, prefill=1) for p in self.points]
+        )
+        scale = np.maximum(_scale(self._host_runs), _HOST_SCALE_FLOOR * _scale(self._device_runs))
+        full = LinearModel(rows, self._host_runs, scale, non_negative=False)
+        columns = [c for c in range(rows.shape[1]) if c not in _HOST_LAYER_COLUMNS]
+        for column in _HOST_LAYER_COLUMNS:
+            unit = np.eye(rows.shape[1])[column]
+            if full.reaches(unit):
+                effect = combine([(full.predict(unit), self._host_runs)])
+                if effect.low > 0 or effect.high < 0:
+                    columns.append(column)
+        return columns, LinearModel(rows[:, columns], self._host_runs, scale, non_negative=False)
+
+    def _fit_handover(self) -> tuple[LinearModel, list[Array]]:
+        """Of one boundary."""
+        runs = [np.array([run.handover_s for run in point.runs]) / (self.key.pp - 1) for point in self.points]
+        rows = np.array(
+            [_handover_row(p.batch, p.input_tokens, p.output_tokens - 1, prefill=1) for p in self.points]
+        )
+        return LinearModel(rows, runs, _scale(runs), non_negative=True), runs
+
+    @property
+    def misfit(self) -> float:
+        """How many times the residuals exceed the runs' own spread (1: not at all); the intervals carry it."""
+        return self._device.misfit
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Layer counts of the fingerprints."""
+        return tuple(sorted({point.num_layers for point in self.points}))
+
+    def layer_effect(self, batch: int | None = None, input_tokens: int | None = None) -> LayerEffect:
+        """One layer's device time at a measured point (default: the largest), unconstrained.
+
+        Raises:
+            NotMeasuredError: fingerprints of one depth only, or a point that they do not determine.
+        """
+        largest = max(self.points, key=lambda p: (p.batch * p.input_tokens, p.output_tokens))
+        batch, prompt = batch or largest.batch, input_tokens or largest.input_tokens
+        context = prompt + self._longest_output() / 2
+        intervals = []
+        for prefill, steps in ((1, 0), (0, 1)):
+            row = _device_row(1, batch, prompt, steps, context, prefill=prefill)
+            only_layer = np.where(np.isin(np.arange(row.size), _LAYER_COLUMNS), row, 0.0)
+            if not self._device.reaches(only_layer):
+                raise NotMeasuredError(f"one layer's cost at {self.key} needs fingerprints of two depths")
+            intervals.append(combine([(self._device.predict(only_layer, constrained=False), self._device_runs)]))
+        return LayerEffect(self.key, batch, prompt, intervals[0], intervals[1])
+
+    def reaches(self, workload: Workload) -> bool:
+        """Whether the points determine this workload, at most a factor of two outside them."""
+        contexts = [_mean_context(p) for p in self.points if p.output_tokens > 1]
+        if not (
+            contexts
+            and _within(workload.batch, [p.batch for p in self.points])
+            and _within(workload.input_tokens, [p.input_tokens for p in self.points])
+            and _within(_mean_context(workload), contexts)
+        ):
+            return False
+        return all(
+            self._device.reaches(self._device_at(workload, self.num_layers, first))
+            and self._host.reaches(self._host_at(workload, self.num_layers, first))
+            for first in (True, False)
+        )
+
+    def nearest_workload(self, workload: Workload) -> Workload:
+        """``workload`` moved into the measured batches and lengths (it may stay between measured ones)."""
+        batches, prompts = [p.batch for p in self.points], [p.input_tokens for p in self.points]
+        near = replace(
+            workload,
+            batch=min(max(workload.batch, min(batches)), max(batches)),
+            input_tokens=min(max(workload.input_tokens, min(prompts)), max(prompts)),
+        )
+        if self.reaches(near):
+            return near
+        batch, prompt = min(((p.batch, p.input_tokens) for p in self.points), key=lambda bn: _distance(bn, near))
+        return Workload(batch, prompt, self._longest_output())
+
+    def latency(self, workload: Workload) -> Latency:
+        """Of the full model; ``measured`` when it was one of the fingerprints and ran exactly this.
+
+        Raises:
+            NotMeasuredError: the points do not determine this workload.
+        """
+        measured = self._measured(workload)
+        if measured is not None:
+            return measured
+        if not self.reaches(workload):
+            raise NotMeasuredError(f"{workload} is beyond what was measured at {self.key}")
+        return Latency(self._extrapolated(workload, True), self._extrapolated(workload, False))
+
+    def parts(self, workload: Workload, layers: int, first: bool) -> list[tuple[Prediction, Sequence[Array]]]:
+        """What a prefill (``first``) or a decode step consists of, for :func:`combine`."""
+        device = self._device.predict(self._device_at(workload, layers, first))
+        host = self._host.predict(self._host_at(workload, layers, first))
+        parts: list[tuple[Prediction, Sequence[Array]]] = [(device, self._device_runs)]
+        if host.value > 0:  # below zero: all of it hides behind the device
+            parts.append((host, self._host_runs))
+        return parts
+
+    def floor_s(self, workload: Workload, first: bool) -> float:
+        """Low end of what the deepest fingerprint took: more layers never take less. 0 when not determined."""
+        deepest = self.depths[-1]
+        reached = self._device.reaches(self._device_at(workload, deepest, first))
+        return combine(self.parts(workload, deepest, first)[:1]).low if reached else 0.0
+
+    def handover_parts(self, workload: Workload, first: bool) -> tuple[Prediction, list[Array]] | None:
+        """One boundary's part of a step; None when it was not measured there."""
+        if self.handover is None:
+            return None
+        model, runs = self.handover
+        row = _handover_row(workload.batch, workload.input_tokens, 0 if first else 1, prefill=1 if first else 0)
+        return (model.predict(row), runs) if model.reaches(row) else None
+
+    def _device_at(self, workload: Workload, layers: int, first: bool) -> Array:
+        steps, context = (0, 0.0) if first else (1, _mean_context(workload))
+        return _device_row(layers, workload.batch, workload.input_tokens, steps, context, prefill=1 - steps)
+
+    def _host_at(self, workload: Workload, layers: int, first: bool) -> Array:
+        steps = 0 if first else 1
+        row = _host_row(layers, workload.batch, workload.input_tokens, steps, prefill=1 - steps)
+        return row[self._host_columns]
+
+    def _extrapolated(self, workload: Workload, first: bool) -> Quantity:
+        whole = combine(self.parts(workload, self.num_layers, first))
+        low = max(whole.low, self.floor_s(workload, first)) if self.depths[-1] < self.num_layers else whole.low
+        return _quantity(Interval(whole.value, low, whole.high), Source.EXTRAPOLATED)
+
+    def _measured(self, workload: Workload) -> Latency | None:
+        """Equation 1 of the paper solved on the full model itself, if it ran this workload."""
+        runs = {
+            p.output_tokens: np.array([run.e2e_s for run in p.runs])
+            for p in self.points
+            if (p.num_layers, p.batch, p.input_tokens) == (self.num_layers, workload.batch, workload.input_tokens)
+        }
+        if workload.output_tokens not in runs or len(runs) < 2:
+            return None
+        (short, short_runs), (long, long_runs) = min(runs.items()), max(runs.items())
+        pair = [short_runs, long_runs]
+        design = np.array([[1.0, short - 1.0], [1.0, long - 1.0]])
+        model = LinearModel(design, pair, _scale(pair), non_negative=True)
+        ttft, tpot = (combine([(model.predict(np.array(row)), pair)]) for row in ([1.0, 0.0], [0.0, 1.0]))
+        return Latency(_quantity(ttft, Source.MEASURED), _quantity(tpot, Source.MEASURED))
+
+    def _longest_output(self) -> int:
+        return max(p.output_tokens for p in self.points)
+
+
+class L2:
+    """All fits of a profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        grouped: dict[MeasuredKey, list[TimingPoint]] = {}
+        for point in profile.timing:
+            if point.runs:
+                key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
+                grouped.setdefault(key, []).append(point)
+        self.fits = {key: TimingFit(key, profile.spec.num_layers, points) for key, points in grouped.items()}
+
+    @property
+    def layer_effects(self) -> tuple[LayerEffect, ...]:
+        """Of every fit with two depths, at its largest point; ask each for ``below_resolution``."""
+        return tuple(fit.layer_effect() for fit in self.fits.values() if len(fit.depths) > 1)
+
+    def latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
+        """Of the full model under ``config``.
+
+        A (tp, pp) that was run is extrapolated from its own fingerprints. Another pp, at batch 1, is pp = 1 of the
+        same tp plus the measured hand-over at every further stage (the paper; stages work one after the other).
+
+        Raises:
+            NotMeasuredError: neither is possible, for this configuration or this workload.
+        """
+        if config.pruning is not Pruning.NONE:
+            raise NotMeasuredError(f"no pruned fingerprint was run, {config} is asked")
+        fit = self.fits.get(key_of(config))
+        if fit is not None and (len(fit.depths) > 1 or config.pp == 1):
+            return fit.latency(workload)
+        if config.pp == 1 or workload.batch != 1:
+            raise NotMeasuredError(f"no fingerprint was run at {config}")
+        return self._with_handovers(config, workload)
+
+    def _with_handovers(self, config: DeploymentConfig, workload: Workload) -> Latency:
+        base = self.fits.get(replace(key_of(config), pp=1))
+        staged = [
+            fit for key, fit in self.fits.items() if fit.handover is not None and key.weights == config.weights
+        ]
+        staged.sort(key=lambda fit: (fit.key.tp != config.tp, fit.key))
+        if base is None or not base.reaches(workload) or not staged:
+            raise NotMeasuredError(f"{config} needs fingerprints at tp={config.tp}, pp=1 and at some pp above 1")
+        quantities = []
+        for first in (True, False):
+            hop = staged[0].handover_parts(workload, first)
+            if hop is None:
+                raise NotMeasuredError(f"{workload}: the stage hand-over was not measured at such lengths")
+            prediction, runs = hop
+            boundaries = config.pp - 1
+            hops = Prediction(prediction.value * boundaries, prediction.shares * boundaries)
+            whole = combine(base.parts(workload, base.num_layers, first), [(hops, runs)])
+            low = max(whole.low, base.floor_s(workload, first))
+            quantities.append(_quantity(Interval(whole.value, low, whole.high), Source.EXTRAPOLATED))
+        return Latency(quantities[0], quantities[1])
+
+
+def key_of(config: DeploymentConfig) -> MeasuredKey:
+    """What would have to be measured for ``config``."""
+    return MeasuredKey(config.tp, config.pp, config.weights, config.kv)
+
+
+def _mean_context(at: TimingPoint | Workload) -> float:
+    """Tokens cached at the mean decode step: steps 2..m attend to n+1..n+m-1 cached tokens."""
+    return at.input_tokens + at.output_tokens / 2
+
+
+def _scale(runs: Sequence[Array]) -> Array:
+    return np.array([max(float(np.abs(values).mean()), 1e-9) for values in runs])
+
+
+def _within(value: float, measured: Sequence[float]) -> bool:
+    return min(measured) / MAX_EXTRAPOLATION <= value <= max(measured) * MAX_EXTRAPOLATION
+
+
+def _distance(point: tuple[int, int], workload: Workload) -> tuple[float, tuple[int, int]]:
+    batch, prompt = point
+    apart = abs(np.log(batch / workload.batch)) + abs(np.log(prompt / workload.input_tokens))
+    return float(apart), point
+
+
+def _quantity(interval: Interval, source: Source) -> Quantity:
+    """Times are positive: what noise put below zero is the smallest time a clock shows."""
+    value = max(interval.value, 1e-9)
+    return Quantity(value, min(max(interval.low, 0.0), value), max(interval.high, value), source)

@@ -1,0 +1,439 @@
+"""Drives an engine through a model's fingerprints and records what it took, within a time budget.
+
+Decides what to run, in which order and when to stop. Knows nothing of how an engine is started or how a
+fingerprint is cut: both come as arguments. One launch per (tp, pp) serves all fingerprints and formats.
+
+The order: every pass goes over all fingerprints and all points of a launch, forth and then back, so that a slow
+drift of the machine falls on all of them alike; the first run of every point, and the first after every load,
+is never counted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fingerprint.config import KvFormat, WeightFormat, even_split
+from fingerprint.errors import ConfigError, IserveError
+from fingerprint.measurements import (
+    MemoryPoint,
+    Profile,
+    ProfileSession,
+    ProfileTarget,
+    RunReading,
+    TimingPoint,
+)
+from fingerprint.model_spec import ModelSpec
+from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_layers
+from fingerprint.robust import locate
+
+__all__ = ["ProfilePlan", "ProfileProgress", "default_plan", "fingerprint_layers", "profile"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileProgress:
+    """Where a profile stands. ``total`` grows when points need more than their minimum of runs."""
+
+    done: int  # runs, warm-ups included
+    total: int  # runs foreseen
+    elapsed_s: float
+    budget_s: float
+    running: str  # "tp=1 pp=2, 4 layers, int8: batch 4, 512 in, 17 out"
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A fingerprint loaded in one pair of formats."""
+
+    num_layers: int
+    weights: WeightFormat
+    kv: KvFormat
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    batch: int
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def cost(self) -> int:
+        """Tokens computed: what a run's time grows with at most."""
+        return self.batch * (self.input_tokens + self.output_tokens)
+
+
+class _OutOfTimeError(Exception):
+    """The next action would end after its deadline."""
+
+
+@dataclass
+class _Budget:
+    """Time left, and how long each kind of action took last."""
+
+    clock: Callable[[], float]
+    total_s: float
+    seen_s: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+        self.end = self.started + self.total_s
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self.started
+
+    def loads(self, degree: tuple[int, int] | None = None) -> list[float]:
+        """Times of the loads so far."""
+        return [s for key, s in self.seen_s.items() if key[0] == "load" and degree in (None, key[1:3])]
+
+    @contextmanager
+    def spend(self, kind: tuple[object, ...], deadline: float) -> Iterator[None]:
+        """Run one action, unless it is expected to end after ``deadline``."""
+        now = self.clock()
+        if now + self.seen_s.get(kind, 0.0) > deadline or now >= deadline:
+            raise _OutOfTimeError
+        yield
+        self.seen_s[kind] = self.clock() - now  # the last, not the longest: the first of a kind may compile
+
+
+def profile(
+    source_name: str,
+    spec: ModelSpec,
+    target: ProfileTarget,
+    fingerprints: Callable[[int], Path],
+    plan: ProfilePlan,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    progress: Callable[[ProfileProgress], None] = lambda _: None,
+) -> Profile:
+    """Measure the fingerprints of ``spec`` on ``target`` as ``plan`` says.
+
+    Every point gets ``min_repeats`` runs first, as far as the budget goes; then the ones whose interval is wider
+    than asked get more until all are tight (``complete``) or the budget is spent. The budget is overshot by one
+    action at most. Sessions are closed whatever happens.
+
+    Args:
+        source_name: the model's name, recorded as it is.
+        fingerprints: the checkpoint directory that holds the first k layers.
+        clock: seconds that only grow.
+        progress: told before every load and run.
+
+    Raises:
+        IserveError: the first launch did not come up or broke; a later one that fails is noted in the profile.
+    """
+    machine = target.machine()
+    driver = _Driver(
+        spec, target, fingerprints, plan, machine.num_devices, _Budget(clock, plan.budget_s), progress
+    )
+    driver.run_all()
+    return Profile(
+        model=source_name,
+        spec=spec,
+        engine=target.engine,
+        machine=machine,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        budget_s=plan.budget_s,
+        spent_s=driver.budget.elapsed_s,
+        complete=driver.complete,
+        memory=tuple(driver.memory),
+        timing=driver.timing(),
+        notes=tuple(driver.notes),
+    )
+
+
+class _Driver:
+    """The state of one profile being taken."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        target: ProfileTarget,
+        fingerprints: Callable[[int], Path],
+        plan: ProfilePlan,
+        num_devices: int,
+        budget: _Budget,
+        progress: Callable[[ProfileProgress], None],
+    ) -> None:
+        self.spec, self.target, self.fingerprints, self.plan = spec, target, fingerprints, plan
+        self.budget, self._report = budget, progress
+        self.notes: list[str] = []
+        self.memory: list[MemoryPoint] = []
+        self.runs: dict[tuple[int, int, _Visit, _Shape], list[RunReading]] = {}
+        self.shapes = self._shapes()
+        self.sessions = self._sessions(num_devices)
+        self.done = 0
+        self.dropped = False  # points that the budget could not hold
+        self.total = (
+            sum(len(visits) for visits in self.sessions.values()) * len(self.shapes) * (plan.min_repeats + 1)
+        )
+
+    def _shapes(self) -> list[_Shape]:
+        plan, room = self.plan, self.spec.max_context_tokens
+        shapes = [_Shape(b, n, m) for b in plan.batches for n in plan.input_tokens for m in plan.output_tokens]
+        fitting = sorted((s for s in shapes if s.input_tokens + s.output_tokens <= room), key=lambda s: s.cost)
+        if not fitting:
+            raise ConfigError(
+                f"no point of the profile fits the model's context of {room} tokens: inputs {plan.input_tokens}, "
+                f"outputs {plan.output_tokens}"
+            )
+        if len(fitting) < len(shapes):
+            self.notes.append(
+                f"{len(shapes) - len(fitting)} of {len(shapes)} points left out: longer than the model's context "
+                f"of {room} tokens"
+            )
+        return fitting
+
+    def _sessions(self, num_devices: int) -> dict[tuple[int, int], list[_Visit]]:
+        plan, num_layers = self.plan, self.spec.num_layers
+        sessions: dict[tuple[int, int], list[_Visit]] = {}
+        for tp, pp in plan.degrees:
+            layers = fingerprint_layers(num_layers, pp)
+            if tp * pp > num_devices:
+                self.notes.append(f"tp={tp} pp={pp} left out: needs {tp * pp} devices, there are {num_devices}")
+                continue
+            if not layers:
+                self.notes.append(f"tp={tp} pp={pp} left out: the model has {num_layers} layers, {pp} are needed")
+                continue
+            if len(layers) < 2:
+                self.notes.append(
+                    f"tp={tp} pp={pp}: no fingerprint of {2 * pp} layers, the model has {num_layers}; the cost of "
+                    "a layer is not measured there"
+                )
+            sessions[tp, pp] = [_Visit(k, w, kv) for w in plan.weights for kv in plan.kv for k in layers]
+        return sessions
+
+    def run_all(self) -> None:
+        for index, (tp, pp) in enumerate(self.sessions):
+            later = [visits for degree, visits in self.sessions.items() if degree != (tp, pp)][index:]
+            try:
+                self._session(tp, pp, later)
+            except _OutOfTimeError:
+                self._note_missing(tp, pp)
+            except IserveError as error:
+                if index == 0:
+                    raise
+                self.notes.append(f"tp={tp} pp={pp} failed: {error}")
+
+    def _note_missing(self, tp: int, pp: int) -> None:
+        least = self.plan.min_repeats
+        counts = [len(self.runs.get((tp, pp, v, s), ())) for v in self.sessions[tp, pp] for s in self.shapes]
+        if short := sum(count < least for count in counts):
+            self.notes.append(
+                f"tp={tp} pp={pp}: {short} of {len(counts)} points have fewer than {least} runs; the budget of "
+                f"{self.plan.budget_s:g} s was too short"
+            )
+
+    def _session(self, tp: int, pp: int, later: list[list[_Visit]]) -> None:
+        visits = self.sessions[tp, pp]
+        self._tell(f"tp={tp} pp={pp}: launching")
+        share = (self.budget.end - self.budget.clock()) / (1 + len(later))
+        fair_end = self.budget.clock() + share
+        with self.budget.spend(("launch",), self.budget.end):
+            session = self.target.open(tp=tp, pp=pp)
+        try:
+            launch = _Launch(self, session, tp, pp)
+            for number in range(2 * self.plan.max_repeats):
+                deadline = self._deadline(launch, number, fair_end, later)
+                if not launch.pass_over(visits if number % 2 == 0 else visits[::-1], deadline):
+                    return
+        finally:
+            session.close()
+
+    def _deadline(self, launch: _Launch, number: int, fair_end: float, later: list[list[_Visit]]) -> float:
+        """When this pass must end: a first run of everything, then the minimum, then what later launches leave."""
+        end = self.budget.end
+        if number == 0 or not later:
+            return end
+        reserve = launch.minimum_cost_s(later)
+        if launch.fewest_runs() < self.plan.min_repeats:
+            return max(fair_end, end - reserve)
+        return min(fair_end, end - 2 * reserve)  # a split launch may cost more than this one
+
+    def is_tight(self, runs: list[RunReading]) -> bool:
+        if len(runs) < max(2, self.plan.min_repeats):
+            return False
+        location = locate([run.e2e_s for run in runs])
+        return location.half_width <= self.plan.target_relative_interval * location.value
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that the machine and the model allow was measured, and tightly."""
+        expected = [
+            (tp, pp, visit, shape)
+            for (tp, pp), visits in self.sessions.items()
+            for visit in visits
+            for shape in self.shapes
+        ]
+        return not self.dropped and all(key in self.runs and self.is_tight(self.runs[key]) for key in expected)
+
+    def timing(self) -> tuple[TimingPoint, ...]:
+        return tuple(
+            TimingPoint(
+                num_layers=visit.num_layers,
+                tp=tp,
+                pp=pp,
+                weights=visit.weights,
+                kv=visit.kv,
+                batch=shape.batch,
+                input_tokens=shape.input_tokens,
+                output_tokens=shape.output_tokens,
+                runs=tuple(runs),
+            )
+            for (tp, pp, visit, shape), runs in self.runs.items()
+        )
+
+    def _tell(self, running: str) -> None:
+        self.total = max(self.total, self.done)
+        self._report(ProfileProgress(self.done, self.total, self.budget.elapsed_s, self.plan.budget_s, running))
+
+
+class _Launch:
+    """One worker that is up, and what is loaded into it."""
+
+    def __init__(self, driver: _Driver, session: ProfileSession, tp: int, pp: int) -> None:
+        self.driver, self.session, self.tp, self.pp = driver, session, tp, pp
+        self.loaded: _Visit | None = None
+        self._kv_tokens = 0
+
+    def pass_over(self, visits: list[_Visit], deadline: float) -> bool:
+        """Run every point that needs it, at least once; False when none does."""
+        wanted = [(visit, shapes) for visit in visits if (shapes := self._open_shapes(visit))]
+        for visit, shapes in wanted:
+            if self.loaded != visit:
+                self._load(visit, deadline)
+                shapes = [s for s in shapes if s in self.driver.shapes]  # warming up may have dropped some
+            for _ in range(self._repeats_of(visit, shapes)):
+                for shape in shapes:
+                    reading = self._run(visit, shape, deadline)
+                    self.driver.runs.setdefault((self.tp, self.pp, visit, shape), []).append(reading)
+        return bool(wanted)
+
+    def _runs(self, visit: _Visit, shape: _Shape) -> list[RunReading]:
+        return self.driver.runs.get((self.tp, self.pp, visit, shape), [])
+
+    def _open_shapes(self, visit: _Visit) -> list[_Shape]:
+        return [
+            shape
+            for shape in self.driver.shapes
+            if len(runs := self._runs(visit, shape)) < self.driver.plan.max_repeats
+            and not self.driver.is_tight(runs)
+        ]
+
+    def fewest_runs(self) -> int:
+        visits = self.driver.sessions[self.tp, self.pp]
+        return min(len(self._runs(visit, shape)) for visit in visits for shape in self.driver.shapes)
+
+    def _repeats_of(self, visit: _Visit, shapes: list[_Shape]) -> int:
+        seen = self.driver.budget.seen_s
+        once = sum(seen.get((self.tp, self.pp, visit, shape), 0.0) for shape in shapes)
+        return _repeats_per_visit(self.driver.plan, seen.get(("load", self.tp, self.pp, visit), 0.0), once)
+
+    def _load(self, visit: _Visit, deadline: float) -> None:
+        driver, budget = self.driver, self.driver.budget
+        driver._tell(f"tp={self.tp} pp={self.pp}: loading {visit.num_layers} layers, {visit.weights}")
+        checkpoint = driver.fingerprints(visit.num_layers)
+        first = ("load", self.tp, self.pp, visit) not in budget.seen_s
+        self.loaded = None
+        max_batch = max(s.batch for s in driver.shapes)
+        max_context_tokens = max(s.input_tokens + s.output_tokens for s in driver.shapes)
+        with budget.spend(("load", self.tp, self.pp, visit), deadline):
+            self.session.load(
+                checkpoint,
+                weights=visit.weights,
+                kv=visit.kv,
+                layers_per_stage=even_split(visit.num_layers, self.pp),
+                max_batch=max_batch,
+                max_context_tokens=max_context_tokens,
+            )
+        self.loaded, self._kv_tokens = visit, max_batch * max_context_tokens
+        if first:
+            self._first_runs(visit, deadline)
+        else:
+            self._run(visit, self._open_shapes(visit)[0], deadline)
+
+    def _first_runs(self, visit: _Visit, deadline: float) -> None:
+        """Warm every point up, small ones first; read memory after the smallest step and after all."""
+        smaller: _Shape | None = None
+        tokens, readings = 0, 0
+        for shape in list(self.driver.shapes):
+            if smaller is not None and self._too_dear(visit, shape, smaller, deadline):
+                continue
+            step_tokens = shape.batch * shape.input_tokens
+            if 0 < tokens < step_tokens and readings == 0:
+                self._read_memory(visit, tokens)
+                readings += 1
+            self._run(visit, shape, deadline)
+            smaller, tokens = shape, max(tokens, step_tokens)
+        self._read_memory(visit, tokens)
+
+    def _too_dear(self, visit: _Visit, shape: _Shape, smaller: _Shape, deadline: float) -> bool:
+        """Drop a point whose minimum of runs would take more than all the time left, as its neighbour tells."""
+        driver, budget = self.driver, self.driver.budget
+        if driver.runs or len(budget.loads()) > 1:
+            return False  # decided once, on the first fingerprint, so that all have the same points
+        visits = sum(len(v) for v in driver.sessions.values())
+        times = shape.cost / smaller.cost * (driver.plan.min_repeats + 1) * visits
+        key = (self.tp, self.pp, visit, smaller)
+        if budget.seen_s[key] * times <= budget.end - budget.clock():
+            return False
+        self._run(visit, smaller, deadline)  # once more: its first run may have been a compilation
+        left_s = budget.end - budget.clock()
+        if (need_s := budget.seen_s[key] * times) <= left_s:
+            return False
+        driver.shapes.remove(shape)
+        driver.dropped = True
+        driver.notes.append(
+            f"batch {shape.batch}, {shape.input_tokens} in, {shape.output_tokens} out left out: its minimum of "
+            f"runs would take about {need_s:.1f} s of the {left_s:.1f} s left"
+        )
+        return True
+
+    def _read_memory(self, visit: _Visit, tokens: int) -> None:
+        point = MemoryPoint(
+            num_layers=visit.num_layers,
+            tp=self.tp,
+            pp=self.pp,
+            weights=visit.weights,
+            kv=visit.kv,
+            max_batched_tokens=tokens,
+            ranks=self.session.memory(),
+            kv_tokens=self._kv_tokens,
+        )
+        self.driver.memory.append(point)
+
+    def _run(self, visit: _Visit, shape: _Shape, deadline: float) -> RunReading:
+        driver = self.driver
+        driver._tell(
+            f"tp={self.tp} pp={self.pp}, {visit.num_layers} layers, {visit.weights}: batch {shape.batch}, "
+            f"{shape.input_tokens} in, {shape.output_tokens} out"
+        )
+        with driver.budget.spend((self.tp, self.pp, visit, shape), deadline):
+            reading = self.session.run(
+                batch=shape.batch, input_tokens=shape.input_tokens, output_tokens=shape.output_tokens
+            )
+        driver.done += 1
+        return reading
+
+    def minimum_cost_s(self, later: list[list[_Visit]]) -> float:
+        """Time that the later launches need for their minimum, if they cost what this one did."""
+        seen, here = self.driver.budget.seen_s, (self.tp, self.pp)
+        loads = self.driver.budget.loads(here)
+        runs = [s for key, s in seen.items() if key[:2] == here]
+        once = sum(runs) / len(runs) * len(self.driver.shapes) if runs else 0.0
+        load = max(loads, default=0.0)
+        repeats = self.driver.plan.min_repeats
+        visit_s = once * (repeats + 1) + load * math.ceil(
+            repeats / _repeats_per_visit(self.driver.plan, load, once)
+        )
+        return sum(seen.get(("launch",), 0.0) + len(visits) * visit_s for visits in later)
+
+
+def _repeats_per_visit(plan: ProfilePlan, load_s: float, once_s: float) -> int:
+    """A visit should not be shorter than its load, and the minimum of runs takes two visits at least."""
+    most = math.ceil(plan.min_repeats / 2)
+    return max(1, min(most, math.ceil(load_s / once_s) if once_s > 0 else most))

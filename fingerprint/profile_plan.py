@@ -1,0 +1,87 @@
+"""What a profile is to measure: decided from the model and the workload alone, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fingerprint.config import KvFormat, WeightFormat, Workload
+from fingerprint.errors import ConfigError
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["ProfilePlan", "default_plan", "fingerprint_layers"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfilePlan:
+    """What is to be measured, and for how long."""
+
+    degrees: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2))  # (tp, pp)
+    weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,)
+    kv: tuple[KvFormat, ...] = (KvFormat.BITS16,)
+    batches: tuple[int, ...] = (1, 4)
+    input_tokens: tuple[int, ...] = (128, 512)
+    output_tokens: tuple[int, int] = (1, 17)
+    budget_s: float = 60.0  # launches included
+    min_repeats: int = 5  # fewer leave nothing to trim
+    max_repeats: int = 100
+    target_relative_interval: float = 0.05  # half of the 90% interval of a point's run time, over that time
+
+    def __post_init__(self) -> None:
+        for name in ("degrees", "weights", "kv", "batches", "input_tokens"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise ConfigError(f"a profile needs distinct {name}, at least one; got {values}")
+        if any(tp < 1 or pp < 1 for tp, pp in self.degrees):
+            raise ConfigError(f"tp and pp must be at least 1, got {self.degrees}")
+        if min(self.batches) < 1 or min(self.input_tokens) < 1:
+            raise ConfigError(f"batches {self.batches} and input_tokens {self.input_tokens} must be at least 1")
+        if not 1 <= self.output_tokens[0] < self.output_tokens[1]:
+            raise ConfigError(f"a profile needs two output lengths, the shorter first; got {self.output_tokens}")
+        if not 1 <= self.min_repeats <= self.max_repeats:
+            raise ConfigError(f"need 1 <= min_repeats <= max_repeats, got {self.min_repeats}, {self.max_repeats}")
+        if not (0 < self.budget_s < math.inf and 0 < self.target_relative_interval < math.inf):
+            raise ConfigError(
+                f"budget_s={self.budget_s} and target_relative_interval={self.target_relative_interval} "
+                "must be positive and finite"
+            )
+
+
+def default_plan(
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,),
+    kv: tuple[KvFormat, ...] = (KvFormat.BITS16,),
+    degrees: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2)),
+    budget_s: float = 60.0,
+    max_burst_tokens: int = 16_384,
+) -> ProfilePlan:
+    """Points around ``workload``: batches 1 and its own (4 when its own is 1), its input length and a quarter.
+
+    Input lengths are bounded by the model's context, batches by ``max_burst_tokens`` prompt tokens at once (a
+    workload beyond that is reached by extrapolation or scaling, with the interval that goes with it).
+
+    Raises:
+        ConfigError: a context too short to generate in (fewer than 3 tokens).
+    """
+    if spec.max_context_tokens < 3:
+        raise ConfigError(f"a context of {spec.max_context_tokens} tokens is too short to profile; it needs 3")
+    long_output = max(2, min(17, workload.output_tokens, spec.max_context_tokens // 2))
+    longest = min(workload.input_tokens, spec.max_context_tokens - long_output, max_burst_tokens)
+    batch = workload.batch if workload.batch > 1 else 4
+    batch = max(1, min(batch, max_burst_tokens // longest))
+    return ProfilePlan(
+        degrees=degrees,
+        weights=weights,
+        kv=kv,
+        batches=tuple(sorted({1, batch})),
+        input_tokens=tuple(sorted({max(1, longest // 4), longest})),
+        output_tokens=(1, long_output),
+        budget_s=budget_s,
+    )
+
+
+def fingerprint_layers(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Layer counts profiled at ``pp``: one and two layers on every stage, as far as the model has them."""
+    return tuple(k for k in (pp, 2 * pp) if k <= num_layers)
