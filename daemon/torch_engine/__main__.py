@@ -1,0 +1,184 @@
+"""The worker process: ``python -m daemon.torch_engine --spec FILE [--lease FILE]``.
+
+Binds its port, loads, serves, and ends: by a signal or a lease that ran out after draining (0), or by a failure
+with one of ``exit_codes``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from daemon.engines.base import WorkerSpec
+from daemon.torch_engine import exit_codes
+from fingerprint.codec import from_json
+from fingerprint.errors import BadInputError, ConflictError, IserveError, NotFoundError
+
+if TYPE_CHECKING:
+    from daemon.torch_engine.steps import Runner
+
+DRAIN_LIMIT_S = 30.0
+_CLOSE_LIMIT_S = 10.0
+_LEASE_CHECK_S = 5.0
+_LAST_FRAMES_S = 1.0  # for error frames to reach their clients before the process ends
+
+_log = logging.getLogger("iserve.worker")
+
+
+def main(argv: list[str] | None = None, make_runner: Callable[[], Runner] | None = None) -> int:
+    """Run a worker to its end; returns the exit code. ``make_runner`` is for tests."""
+    parser = argparse.ArgumentParser(prog="python -m daemon.torch_engine", description=__doc__)
+    parser.add_argument("--spec", type=Path, required=True, help="a WorkerSpec as JSON")
+    parser.add_argument("--lease", type=Path, help="a file whose age is the lease's")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    folder = options.spec.parent if options.spec.parent.is_dir() else None
+    if folder is not None:
+        (folder / exit_codes.STARTUP_ERROR_FILE).unlink(missing_ok=True)
+    try:
+        spec = _read_spec(options.spec)
+        listener = _bind(spec)
+    except (BadInputError, ConflictError) as error:
+        exit_codes.report_failure(folder, error)
+        return exit_codes.PORT_IN_USE if isinstance(error, ConflictError) else exit_codes.BAD_CHECKPOINT
+    # The engine's and the event loop's threads take turns many times a step; the default of 5 ms would show in it.
+    sys.setswitchinterval(0.0005)
+    return asyncio.run(_serve(spec, listener, options.lease, folder, make_runner or _torch_runner))
+
+
+def _read_spec(path: Path) -> WorkerSpec:
+    try:
+        return from_json(path.read_bytes(), WorkerSpec, what=str(path))
+    except OSError as error:
+        raise NotFoundError(f"cannot read the worker's spec: {error}") from error
+
+
+def _bind(spec: WorkerSpec) -> socket.socket:
+    """The listening socket, before anything slow, so that a taken port is known at once."""
+    listener = socket.socket(socket.AF_INET6 if ":" in spec.host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((spec.host, spec.port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConflictError(f"cannot listen on {spec.host}:{spec.port}: {error}; choose another port") from error
+    return listener
+
+
+def _torch_runner() -> Runner:
+    from daemon.torch_engine.runner import LocalRunner
+
+    return LocalRunner()
+
+
+async def _serve(
+    spec: WorkerSpec,
+    listener: socket.socket,
+    lease: Path | None,
+    folder: Path | None,
+    make_runner: Callable[[], Runner],
+) -> int:
+    from aiohttp import web
+
+    from daemon.torch_engine.server import Worker, make_app
+
+    loop = asyncio.get_running_loop()
+    failure: asyncio.Future[BaseException] = loop.create_future()
+    stop = asyncio.Event()
+    hurry = asyncio.Event()  # asked twice
+
+    def on_failure(error: BaseException) -> None:  # in the engine's thread
+        loop.call_soon_threadsafe(lambda: failure.done() or failure.set_result(error))
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    worker = Worker(spec, make_runner(), failed=on_failure)
+    app = web.AppRunner(make_app(worker), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await app.setup()
+    await web.SockSite(app, listener).start()
+    _log.info("worker %s listens on %s:%d", spec.worker_id, *listener.getsockname()[:2])
+    tasks = {
+        "start": asyncio.create_task(worker.start()),
+        "stop": asyncio.create_task(stop.wait()),
+        "lease": asyncio.create_task(_lease_ended(lease, spec.lease_ttl_s)),
+    }
+    code = 0
+    error = await _until_over(tasks, failure)
+    if error is None:
+        _log.info("draining: %s", "asked to stop" if stop.is_set() else "the lease has run out")
+        drain = asyncio.create_task(worker.drain(DRAIN_LIMIT_S))
+        await asyncio.wait({drain, asyncio.create_task(hurry.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    else:
+        code = _exit_code(error)
+        if not isinstance(error, IserveError):
+            _log.error("the worker has a bug, or met something new", exc_info=error)
+        exit_codes.report_failure(folder, error)
+        await asyncio.sleep(_LAST_FRAMES_S)
+    closed = await asyncio.to_thread(worker.engine.close, _CLOSE_LIMIT_S)
+    await asyncio.sleep(0)  # the closing engine's last events
+    await app.cleanup()
+    if not closed:
+        _log.error("the engine did not end within %.0f s", _CLOSE_LIMIT_S)
+        os._exit(code or exit_codes.ENGINE_FAILED)
+    return code
+
+
+async def _until_over(
+    tasks: dict[str, asyncio.Task], failure: asyncio.Future[BaseException]
+) -> BaseException | None:
+    """Wait for the end of the worker: None when it was asked to end, else why it cannot go on."""
+    waiting = {*tasks.values(), failure}
+    while True:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if failure in done:
+            return failure.result()
+        if tasks["start"] in done:
+            error = tasks["start"].exception()
+            if error is not None:
+                return error
+            _log.info("ready")
+        if tasks["stop"] in done or tasks["lease"] in done:
+            return None
+
+
+async def _lease_ended(lease: Path | None, ttl_s: float) -> None:
+    """Returns once nobody has touched the lease for its time to live; never without a lease."""
+    if lease is None:
+        await asyncio.Event().wait()
+        return
+    renewed_s = time.time()
+    while time.time() - renewed_s <= ttl_s:
+        await asyncio.sleep(min(_LEASE_CHECK_S, ttl_s / 4))
+        try:
+            renewed_s = max(renewed_s, lease.stat().st_mtime)
+        except OSError:
+            continue  # being replaced, or gone: then it ages
+
+
+def _exit_code(error: BaseException) -> int:
+    """By the first in the chain of causes that says more than "it failed"."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
+            return exit_codes.OUT_OF_MEMORY
+        if isinstance(cause, BadInputError):
+            return exit_codes.BAD_CHECKPOINT
+        cause = cause.__cause__
+    return exit_codes.ENGINE_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

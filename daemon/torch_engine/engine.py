@@ -1,0 +1,390 @@
+"""The engine's loop: schedule, run, sample, deliver, in one thread that owns the runner.
+
+Decides when a sequence ends by its tokens (length, end of sequence). Knows nothing of HTTP, of text, or of what a
+step does on the devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from daemon.engines.base import StageAssignment, WorkerLimits
+from daemon.status import DeviceBusy, WorkerStats
+from daemon.torch_engine.sampling import Sampler, SamplingParams, sample
+from daemon.torch_engine.scheduler import Demand, Scheduler, Work
+from daemon.torch_engine.steps import Runner, StepItem, StepPlan, StepResult
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import ConflictError, EngineError, IserveError, UnavailableError
+from fingerprint.measurements import RankMemory
+
+__all__ = ["Engine", "EngineState", "Finish", "SequenceRequest", "TokenEvent", "Totals"]
+
+MAX_WAITING = 512  # sequences in the queue; the gateway's own limit is lower
+_MEMORY_REFRESH_S = 5.0
+
+T = TypeVar("T")
+
+
+class EngineState(StrEnum):
+    LOADING = "loading"
+    OK = "ok"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Finish(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceRequest:
+    """One sequence to generate. ``end_ids`` end it, as its last token; before ``min_tokens`` they are barred."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    min_tokens: int = 0
+    end_ids: frozenset[int] = frozenset()
+
+
+class TokenEvent(NamedTuple):
+    """A new token of a sequence, or its end by an error (then ``token`` is None and ``error`` says why)."""
+
+    sequence_id: int
+    token: int | None
+    finish: Finish | None
+    at_s: float  # time.perf_counter()
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """Sums since the process started."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    device_s: float = 0.0
+    handover_s: float = 0.0
+    busy_s: tuple[float, ...] = ()  # per rank
+
+
+@dataclass(slots=True)
+class _Live:
+    request: SequenceRequest
+    sampler: Sampler
+    tokens: list[int] = field(default_factory=list)  # prompt and output
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    def barred(self) -> tuple[int, ...]:
+        return tuple(self.request.end_ids) if self.generated < self.request.min_tokens else ()
+
+
+class Engine:
+    """Thread-safe face of one runner.
+
+    Args:
+        runner: used from this engine's thread only.
+        deliver: called in that thread with the events of each step; must not block.
+        failed: called once in that thread when it ends by an error, after all sequences got theirs.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        deliver: Callable[[list[TokenEvent]], None],
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._runner = runner
+        self._deliver = deliver
+        self._failed = failed
+        self._wake = threading.Condition()
+        self._calls: list[tuple[Future, Callable[[], object]]] = []
+        self._scheduler: Scheduler | None = None
+        self._live: dict[int, _Live] = {}
+        self._ids = itertools.count(1)
+        self._state = EngineState.LOADING
+        self._stopping = False
+        self._stages: tuple[StageAssignment, ...] = ()
+        self._totals = Totals()
+        self._memory: tuple[RankMemory, ...] = ()
+        self._memory_at_s = 0.0
+        self.error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # Called from any thread.
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def totals(self) -> Totals:
+        return self._totals
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ready(self) -> None:
+        """Admit requests from now on."""
+        with self._wake:
+            if self._state is EngineState.LOADING:
+                self._state = EngineState.OK
+
+    def load(
+        self,
+        checkpoint: Path,
+        config: DeploymentConfig,
+        stages: tuple[StageAssignment, ...],
+        limits: WorkerLimits,
+    ) -> Future[None]:
+        """Replace what is loaded; fails with ConflictError while sequences run, else as ``Runner.load`` does."""
+
+        def replace_model() -> None:
+            with self._wake:
+                if self._live:
+                    raise ConflictError(f"{len(self._live)} sequences are running; load when the engine is idle")
+                self._scheduler = None
+            self._runner.load(checkpoint, config, stages, limits)
+            scheduler = Scheduler(
+                max_batch=limits.max_batch,
+                max_batched_tokens=limits.max_batched_tokens,
+                max_context_tokens=limits.max_context_tokens,
+                max_waiting=MAX_WAITING,
+            )
+            with self._wake:
+                self._scheduler, self._stages = scheduler, stages
+                num_ranks = sum(len(stage.device_ids) for stage in stages)
+                self._totals = replace(self._totals, busy_s=self._totals.busy_s or (0.0,) * num_ranks)
+            self._read_memory()
+
+        return self._call(replace_model)
+
+    def memory(self) -> Future[tuple[RankMemory, ...]]:
+        """A fresh reading, made between two steps."""
+        return self._call(self._read_memory)
+
+    def submit(self, requests: Sequence[SequenceRequest]) -> tuple[int, ...]:
+        """Queue all of ``requests`` at once, or none; returns their ids.
+
+        Raises:
+            BadInputError: a request is longer than the context.
+            UnavailableError: not ready, draining, failed, or the queue is full.
+        """
+        with self._wake:
+            if self._state is not EngineState.OK:
+                raise UnavailableError(f"the worker is {self._state}" + (f": {self.error}" if self.error else ""))
+            if self._scheduler is None:
+                raise UnavailableError("no model is loaded")
+            ids = tuple(next(self._ids) for _ in requests)
+            self._scheduler.submit(
+                [Demand(id_, len(r.prompt), r.max_tokens) for id_, r in zip(ids, requests, strict=True)]
+            )
+            for id_, request in zip(ids, requests, strict=True):
+                self._live[id_] = _Live(request, Sampler(request.sampling), list(request.prompt))
+            self._wake.notify()
+        return ids
+
+    def cancel(self, sequence_ids: Sequence[int]) -> None:
+        """Forget these sequences; no event follows beyond those of the step that runs. Unknown ids are ignored."""
+        with self._wake:
+            for sequence_id in sequence_ids:
+                if self._live.pop(sequence_id, None) is not None and self._scheduler is not None:
+                    self._scheduler.cancel(sequence_id)
+
+    def begin_drain(self) -> None:
+        """Admit nothing more; what runs or waits goes on."""
+        with self._wake:
+            if self._state is not EngineState.FAILED:
+                self._state = EngineState.DRAINING
+
+    def close(self, timeout_s: float) -> bool:
+        """End the loop after its present step, then the runner. False if that takes longer than ``timeout_s``."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if not self._thread.is_alive():
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def stats(self, model: str) -> WorkerStats:
+        """A consistent account; memory as last read, refreshed in the background."""
+        if time.perf_counter() - self._memory_at_s > _MEMORY_REFRESH_S and self._scheduler is not None:
+            self._memory_at_s = time.perf_counter()
+            self._call(self._read_memory)
+        with self._wake:
+            scheduler, totals = self._scheduler, self._totals
+            room = scheduler.max_batch * scheduler.max_context_tokens if scheduler else 0
+            device_ids = [device for stage in self._stages for device in stage.device_ids]
+            return WorkerStats(
+                model=model,
+                running=scheduler.num_running if scheduler else 0,
+                waiting=scheduler.num_waiting if scheduler else 0,
+                kv_tokens_total=room,
+                kv_tokens_free=room - (scheduler.cached_tokens if scheduler else 0),
+                prompt_tokens=totals.prompt_tokens,
+                output_tokens=totals.output_tokens,
+                steps=totals.steps,
+                busy=tuple(
+                    DeviceBusy(device_id=d, busy_s=s) for d, s in zip(device_ids, totals.busy_s, strict=False)
+                ),
+                memory=self._memory,
+            )
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        """Run ``function`` in the engine's thread, between two steps."""
+        future: Future[T] = Future()
+        with self._wake:
+            if self._stopping or self._state is EngineState.FAILED:
+                future.set_exception(UnavailableError(f"the engine has ended: {self.error or 'it was closed'}"))
+            else:
+                self._calls.append((future, function))
+                self._wake.notify()
+        return future
+
+    # Called in the engine's thread only.
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        finally:  # by an error too; it then travels on, so that a bug keeps its traceback
+            error = sys.exception()
+            try:
+                self._end(error)
+            finally:
+                self._runner.close()
+                if error is not None:
+                    self._failed(error)
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._stopping or self._calls or self._live):
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                calls, self._calls = self._calls, []
+                plan = self._scheduler.plan() if self._scheduler is not None and not calls else ()
+            for future, function in calls:
+                self._answer(future, function)
+            if plan:
+                self._step(plan)
+
+    @staticmethod
+    def _answer(future: Future, function: Callable[[], object]) -> None:
+        try:
+            future.set_result(function())
+        except (IserveError, MemoryError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+            future.set_exception(error)
+        finally:
+            if not future.done():
+                future.set_exception(EngineError(f"the engine broke: {sys.exception()!r}"))
+
+    def _step(self, plan: tuple[Work, ...]) -> None:
+        with (
+            self._wake
+        ):  # what was cancelled since the plan was made is left out, what is cancelled now runs along
+            live = {work.sequence_id: self._live.get(work.sequence_id) for work in plan}
+        plan = tuple(work for work in plan if live[work.sequence_id] is not None)
+        items = []
+        prompt_tokens = 0
+        for work in plan:
+            sequence = live[work.sequence_id]
+            assert sequence is not None
+            items.append(
+                StepItem(work.slot, work.start, tuple(sequence.tokens[work.start : work.start + work.num_tokens]))
+            )
+            prompt_tokens += max(0, min(work.num_tokens, len(sequence.request.prompt) - work.start))
+        if items:
+            result = self._runner.step(StepPlan(tuple(items)))
+            events = self._account(plan, result)
+            self._book(result, prompt_tokens, sum(event.token is not None for event in events))
+            self._deliver(events)
+
+    def _account(self, plan: tuple[Work, ...], result: StepResult) -> list[TokenEvent]:
+        """Sample for the sequences of a step that ran, and let those leave that have ended."""
+        with self._wake:
+            rows = [
+                (row, work.sequence_id, self._live[work.sequence_id])
+                for row, work in enumerate(plan)
+                if work.samples and work.sequence_id in self._live
+            ]
+        logits_NV = result.logits.numpy()
+        if len(rows) < len(plan):
+            logits_NV = logits_NV[[row for row, _, _ in rows]]
+        chosen = sample(logits_NV, [live.sampler for _, _, live in rows], [live.barred() for _, _, live in rows])
+        new = {id_: (live, token) for (_, id_, live), token in zip(rows, chosen, strict=True)}
+        stopped = {id_ for id_, (live, token) in new.items() if token is None or token in live.request.end_ids}
+        now_s = time.perf_counter()
+        events = []
+        with self._wake:
+            assert self._scheduler is not None
+            at_length = self._scheduler.complete(plan, stopped)
+            for id_, (live, token) in new.items():
+                if id_ not in self._live:  # cancelled meanwhile
+                    continue
+                if token is None:
+                    message = "the model's logits are not numbers"
+                    events.append(TokenEvent(id_, None, Finish.ERROR, now_s, message))
+                else:
+                    live.tokens.append(token)
+                    finish = Finish.STOP if id_ in stopped else Finish.LENGTH if id_ in at_length else None
+                    events.append(TokenEvent(id_, token, finish, now_s))
+                if events[-1].finish is not None:
+                    del self._live[id_]
+        return events
+
+    def _book(self, result: StepResult, prompt_tokens: int, output_tokens: int) -> None:
+        totals = self._totals
+        busy_s = totals.busy_s or (0.0,) * len(result.busy_s)
+        self._totals = Totals(
+            prompt_tokens=totals.prompt_tokens + prompt_tokens,
+            output_tokens=totals.output_tokens + output_tokens,
+            steps=totals.steps + 1,
+            device_s=totals.device_s + result.device_s,
+            handover_s=totals.handover_s + result.handover_s,
+            busy_s=tuple(a + b for a, b in zip(busy_s, result.busy_s, strict=True)),
+        )
+
+    def _read_memory(self) -> tuple[RankMemory, ...]:
+        self._memory = self._runner.memory()
+        self._memory_at_s = time.perf_counter()
+        return self._memory
+
+    def _end(self, error: BaseException | None) -> None:
+        """The loop is over: everyone who waits is told."""
+        message = str(error) or type(error).__name__ if error is not None else "the worker is shutting down"
+        with self._wake:
+            if error is not None:
+                self._state, self.error = EngineState.FAILED, message
+            self._stopping = True
+            ids, self._live = tuple(self._live), {}
+            calls, self._calls = self._calls, []
+        for future, _ in calls:
+            future.set_exception(UnavailableError(f"the engine has ended: {message}"))
+        now_s = time.perf_counter()
+        self._deliver([TokenEvent(id_, None, Finish.ERROR, now_s, message) for id_ in ids])

@@ -1,0 +1,105 @@
+"""From a row of logits to the next token.
+
+Each sequence draws from a generator of its own, one number per token, so a seed gives the same choices whatever
+else is in the batch. Knows nothing of sequences' ends or of text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fingerprint.errors import ConfigError
+
+__all__ = ["Sampler", "SamplingParams", "sample"]
+
+_GREEDY_BELOW = 1e-5  # a temperature under this is greedy: the quotient would only overflow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. ``seed`` None draws a fresh one."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0  # smallest set of tokens whose probability reaches this
+    top_k: int = 0  # 0: all
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
+            raise ConfigError(f"temperature must be between 0 and 100, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k must be at least 0, got {self.top_k}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1
+
+
+class Sampler:
+    """One sequence's choices: parameters, its generator, and tokens that are barred for now."""
+
+    __slots__ = ("_random", "params")
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        seed = None if params.seed is None else params.seed % 2**64
+        self._random = np.random.Generator(np.random.PCG64(seed))
+
+    def choose(self, logits_V: np.ndarray) -> int:
+        """A token drawn from one row of logits, at least one of them finite, none NaN."""
+        params = self.params
+        scaled = (logits_V.astype(np.float64) - float(logits_V.max())) / params.temperature
+        weights = np.exp(scaled)
+        if params.top_k and params.top_k < len(weights):
+            weights[weights < np.partition(weights, -params.top_k)[-params.top_k]] = 0.0
+        if params.top_p < 1:
+            weights = _nucleus(weights, params.top_p)
+        # In order of token ids, not of probability: rounding then moves a boundary, never swaps two tokens.
+        cumulative = np.cumsum(weights)
+        drawn = self._random.random() * cumulative[-1]
+        return int(min(np.searchsorted(cumulative, drawn, side="right"), np.flatnonzero(weights)[-1]))
+
+
+def _nucleus(weights_V: np.ndarray, top_p: float) -> np.ndarray:
+    """The weights with all but the likeliest tokens set to 0: those needed to reach ``top_p`` of the whole."""
+    order = np.argsort(-weights_V, kind="stable")
+    cumulative = np.cumsum(weights_V[order])
+    keep = int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left")) + 1
+    kept = np.zeros_like(weights_V)
+    kept[order[:keep]] = weights_V[order[:keep]]
+    return kept
+
+
+def sample(
+    logits_NV: np.ndarray, samplers: Sequence[Sampler], barred: Sequence[Sequence[int]]
+) -> list[int | None]:
+    """The next token of each sequence.
+
+    Args:
+        logits_NV: float32, one row per sequence; changed in place at the barred tokens.
+        samplers: one per row.
+        barred: per row, token ids that must not be chosen (ends of sequence before ``min_tokens``).
+
+    Returns:
+        Per row the token, or None where the logits are not numbers (NaN, or infinity as the largest): the model
+        has failed on that sequence.
+    """
+    vocab = logits_NV.shape[1] if len(samplers) else 0
+    for row, tokens in enumerate(barred):
+        if tokens:
+            logits_NV[row, [token for token in tokens if token < vocab]] = -np.inf
+    best_N = logits_NV.argmax(axis=1) if len(samplers) else np.empty(0, dtype=np.int64)
+    chosen: list[int | None] = []
+    for row, sampler in enumerate(samplers):
+        best = int(best_N[row])
+        if not math.isfinite(logits_NV[row, best]):
+            chosen.append(None)
+        else:
+            chosen.append(best if sampler.params.greedy else sampler.choose(logits_NV[row]))
+    return chosen

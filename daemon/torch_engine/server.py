@@ -1,0 +1,386 @@
+"""The worker's HTTP face: health, stats, metrics and the OpenAI routes over one engine.
+
+Knows requests and answers; what a body means is ``openai_api``'s business, what runs is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from daemon.engines.base import WorkerSpec
+from daemon.torch_engine import openai_api
+from daemon.torch_engine.engine import Engine, EngineState, SequenceRequest, TokenEvent
+from daemon.torch_engine.metrics import WorkerMetrics
+from daemon.torch_engine.openai_api import ApiError, Generation, Usage
+from daemon.torch_engine.steps import Runner
+from daemon.torch_engine.streams import Choice, Stream, Streams
+from daemon.torch_engine.text import TextCodec, end_token_ids, load_text_codec
+from fingerprint.codec import to_json
+from fingerprint.errors import IserveError, UnavailableError
+
+__all__ = ["MAX_BODY_BYTES", "Worker", "make_app"]
+
+MAX_BODY_BYTES = 32 * 2**20
+_BODY_TIMEOUT_S = 60.0
+_LONG_TEXT_CHARS = 4096  # longer prompts are tokenized beside the event loop
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """One engine and what is needed to talk to it. Lives in one event loop.
+
+    Args:
+        failed: called in the engine's thread when it has ended by an error.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, runner: Runner, failed: Callable[[BaseException], None] = lambda error: None
+    ) -> None:
+        self.spec = spec
+        self.streams = Streams(asyncio.get_running_loop())
+        self.engine = Engine(runner, deliver=self.streams.deliver, failed=failed)
+        self.metrics = WorkerMetrics(lambda: (self.engine.stats(spec.served_model), self.engine.totals))
+        self.codec: TextCodec | None = None
+        self.end_ids: frozenset[int] = frozenset()
+        self.created = int(time.time())
+
+    async def start(self) -> None:
+        """Start the engine's thread and, unless profiling, load the spec's checkpoint.
+
+        Raises:
+            CheckpointError, EngineError: as ``Runner.load``; also a tokenizer that cannot be read.
+        """
+        self.engine.start()
+        if not self.spec.profiling:
+            checkpoint = Path(self.spec.checkpoint)
+            self.codec = await asyncio.to_thread(load_text_codec, checkpoint)
+            self.end_ids = end_token_ids(checkpoint, self.codec)
+            await asyncio.wrap_future(
+                self.engine.load(checkpoint, self.spec.config, self.spec.stages, self.spec.limits)
+            )
+        self.engine.ready()
+
+    async def drain(self, limit_s: float) -> None:
+        """Admit nothing more and wait for what runs, ``limit_s`` at most."""
+        self.engine.begin_drain()
+        end_s = time.monotonic() + limit_s
+        while self.engine.has_work and time.monotonic() < end_s:
+            await asyncio.sleep(0.02)
+
+    # Requests.
+
+    async def prepare(self, generation: Generation) -> list[SequenceRequest]:
+        """Token ids, ends and lengths of each prompt of a request.
+
+        Raises:
+            ApiError: unknown model, no tokenizer, ids out of range, longer than the context.
+        """
+        if generation.model is not None and generation.model != self.spec.served_model:
+            raise ApiError(
+                404,
+                f"there is no model {generation.model!r} here; this worker serves {self.spec.served_model!r}",
+                "invalid_request_error",
+                "model",
+                "model_not_found",
+            )
+        if self.engine.state is not EngineState.OK:
+            raise UnavailableError(f"the worker is {self.engine.state}")
+        if self.spec.profiling:
+            raise UnavailableError("this worker profiles; it serves no requests")
+        ends = frozenset(generation.stop_token_ids)
+        if not generation.ignore_eos:
+            ends |= self.end_ids
+        requests = []
+        for prompt in await self._encode(generation):
+            max_tokens = self._max_tokens(generation, len(prompt))
+            requests.append(
+                SequenceRequest(
+                    prompt=prompt,
+                    max_tokens=max_tokens,
+                    min_tokens=min(generation.min_tokens, max_tokens),
+                    sampling=generation.sampling,
+                    end_ids=ends,
+                )
+            )
+        return requests
+
+    async def _encode(self, generation: Generation) -> list[tuple[int, ...]]:
+        prompts: list[tuple[int, ...]]
+        if generation.token_lists:
+            prompts = list(generation.token_lists)
+            vocab_size = self.engine.vocab_size
+            for prompt in prompts:
+                bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
+                if bad is not None:
+                    raise openai_api.bad_request(f"token id {bad} is not in 0 to {vocab_size - 1}", "prompt")
+        else:
+            codec = self.codec
+            if codec is None:
+                raise openai_api.bad_request(
+                    "this checkpoint has no tokenizer; send prompts to /v1/completions as lists of token ids",
+                    generation.prompt_param,
+                )
+
+            def encode() -> list[tuple[int, ...]]:
+                if generation.chat:
+                    return [tuple(codec.encode_chat(generation.messages))]
+                return [tuple(codec.encode(text)) for text in generation.texts]
+
+            length = sum(map(len, generation.texts)) + sum(len(m.content) for m in generation.messages)
+            prompts = await asyncio.to_thread(encode) if length > _LONG_TEXT_CHARS else encode()
+        if any(not prompt for prompt in prompts):
+            raise openai_api.bad_request("the prompt is empty", generation.prompt_param)
+        return prompts
+
+    def _max_tokens(self, generation: Generation, prompt_tokens: int) -> int:
+        context = self.spec.limits.max_context_tokens
+        asked = generation.max_tokens
+        if prompt_tokens >= context or (asked is not None and prompt_tokens + asked > context):
+            raise openai_api.context_error(prompt_tokens, asked or 0, context, generation.prompt_param)
+        if asked is not None:
+            return asked
+        room = context - prompt_tokens
+        return room if generation.chat else min(openai_api.DEFAULT_COMPLETION_TOKENS, room)
+
+    def open(self, requests: list[SequenceRequest]) -> Stream:
+        try:
+            return self.streams.open(self.engine, requests)
+        except UnavailableError as error:
+            if self.engine.state is EngineState.OK:
+                raise ApiError(429, str(error), "rate_limit_error", None, "queue_full") from error
+            raise
+
+
+class _Answer:
+    """One request on its way: its choices, filled from the engine's events."""
+
+    def __init__(self, worker: Worker, generation: Generation, requests: list[SequenceRequest]) -> None:
+        self.worker, self.generation, self.requests = worker, generation, requests
+        self.id = ("chatcmpl-" if generation.chat else "cmpl-") + uuid.uuid4().hex
+        self.created = int(time.time())
+        self.start_s = time.perf_counter()
+        self.stream = worker.open(requests)
+        self.choices = [Choice(request, worker.codec, generation.stops) for request in requests]
+        self._index = {sequence_id: index for index, sequence_id in enumerate(self.stream.ids)}
+
+    def push(self, event: TokenEvent) -> tuple[int, str]:
+        """The event's choice and its new text.
+
+        Raises:
+            ApiError: the sequence has ended by an error.
+        """
+        if event.token is None:
+            raise ApiError(500, event.error or "the engine failed", "server_error", None, "engine_error")
+        index = self._index[event.sequence_id]
+        choice = self.choices[index]
+        text = choice.push(event)
+        if choice.finish is not None:
+            self.stream.drop(event.sequence_id)
+            assert choice.first_at_s is not None
+            self.worker.metrics.observe_sequence(self.start_s, choice.first_at_s, event.at_s, len(choice.tokens))
+        return index, text
+
+    def usage(self) -> Usage:
+        return Usage(
+            sum(len(request.prompt) for request in self.requests),
+            sum(len(choice.tokens) for choice in self.choices),
+        )
+
+    def body(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
+        name = self.worker.spec.served_model
+        return msgspec.json.encode(
+            openai_api.response(self.generation, self.id, name, choices, usage, created=self.created)
+        )
+
+    async def whole(self) -> bytes:
+        texts = [""] * len(self.choices)
+        async for event in self.stream.events():
+            index, text = self.push(event)
+            texts[index] += text
+        choices = [
+            openai_api.choice_body(
+                self.generation, index, texts[index], str(choice.finish), choice.request.prompt, choice.tokens
+            )
+            for index, choice in enumerate(self.choices)
+        ]
+        return self.body(choices, self.usage())
+
+    async def pieces(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Write the answer as server-sent events; the last is ``[DONE]``, or an error."""
+        generation = self.generation
+        unsent: list[list[int]] = [[] for _ in self.choices]
+        opened = not generation.chat
+        async for event in self.stream.events():
+            index, text = self.push(event)
+            if not opened:  # only now: a failure before the first token can still get a status of its own
+                opened = True
+                await write(self.body([openai_api.choice_chunk(generation, 0, "", None, [], first=True)], None))
+            finish = self.choices[index].finish
+            unsent[index].append(self.choices[index].tokens[-1])
+            if not (text or finish or generation.return_token_ids):
+                continue
+            chunk = openai_api.choice_chunk(generation, index, text, finish, unsent[index])
+            unsent[index] = []
+            await write(self.body([chunk], None))
+        if generation.include_usage:
+            await write(self.body([], self.usage()))
+        await write(b"[DONE]")
+
+
+async def _read_body(request: web.Request) -> bytes:
+    if request.content_type not in ("application/json", "application/octet-stream"):  # the second: none was sent
+        raise ApiError(
+            415,
+            f"Content-Type is {request.content_type!r}, send application/json",
+            "invalid_request_error",
+            None,
+            "unsupported_media_type",
+        )
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise ApiError(408, "the body did not arrive in time", "invalid_request_error") from error
+
+
+def _generate_route(
+    worker: Worker, route: str, parse: Callable[[bytes], Generation]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        outcome = "cancelled"
+        stream: Stream | None = None
+        try:
+            generation = parse(await _read_body(request))
+            answer = _Answer(worker, generation, await worker.prepare(generation))
+            stream = answer.stream
+            if generation.stream:
+                outcome, response = await _stream(request, answer)
+                return response
+            body = await answer.whole()
+            outcome = "ok"
+            return web.Response(body=body, content_type="application/json")
+        except IserveError:
+            outcome = "refused" if stream is None else "error"
+            raise
+        finally:  # also when the client leaves: the handler is cancelled then
+            if stream is not None:
+                stream.close()
+            worker.metrics.requests.labels(route, outcome).inc()
+
+    return handle
+
+
+async def _stream(request: web.Request, answer: _Answer) -> tuple[str, web.StreamResponse]:
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+
+    async def write(data: bytes) -> None:
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(b"data: " + data + b"\n\n")
+
+    outcome = "ok"
+    try:
+        await answer.pieces(write)
+    except ConnectionError:  # the client has left
+        return "cancelled", response
+    except Exception as error:  # a cut stream ends in an error frame, whatever cut it
+        if not response.prepared:
+            raise
+        outcome = "error"
+        known = isinstance(error, ApiError)
+        told = error if known else ApiError(500, "the worker has failed", "server_error", None, "internal_error")
+        await write(msgspec.json.encode(openai_api.error_body(told)))
+        if not known:
+            raise
+    await response.write_eof()
+    return outcome, response
+
+
+def _error_response(error: ApiError) -> web.Response:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    return web.Response(
+        status=error.status,
+        body=msgspec.json.encode(openai_api.error_body(error)),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every refusal has an OpenAI body."""
+    try:
+        return await handler(request)
+    except IserveError as error:
+        return _error_response(openai_api.as_api_error(error))
+    except web.HTTPRequestEntityTooLarge:
+        limit = f"the body is larger than {MAX_BODY_BYTES} bytes"
+        return _error_response(ApiError(413, limit, "invalid_request_error", None, "body_too_large"))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        text = f"{request.method} {request.path}: {error.reason}"
+        return _error_response(ApiError(error.status, text, "invalid_request_error"))
+    except web.RequestPayloadError as error:
+        return _error_response(openai_api.bad_request(f"the body could not be read: {error}"))
+
+
+def make_app(worker: Worker) -> web.Application:
+    """All routes of a worker; the profiling ones only with ``spec.profiling``."""
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+
+    async def health(request: web.Request) -> web.Response:
+        state = worker.engine.state
+        body: dict[str, Any] = {"status": str(state)}
+        if worker.engine.error is not None:
+            body["error"] = worker.engine.error
+        return web.json_response(body, status=200 if state is EngineState.OK else 503)
+
+    async def stats(request: web.Request) -> web.Response:
+        body = to_json(worker.engine.stats(worker.spec.served_model))
+        return web.Response(body=body, content_type="application/json")
+
+    async def metrics(request: web.Request) -> web.Response:
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=worker.metrics.text(), headers=headers)
+
+    async def models(request: web.Request) -> web.Response:
+        model = {
+            "id": worker.spec.served_model,
+            "object": "model",
+            "created": worker.created,
+            "owned_by": "iserve",
+            "max_model_len": worker.spec.limits.max_context_tokens,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    completion = _generate_route(worker, "completions", openai_api.parse_completion)
+    chat = _generate_route(worker, "chat_completions", openai_api.parse_chat)
+    app.add_routes(
+        [
+            web.get("/health", health),
+            web.get("/stats", stats),
+            web.get("/metrics", metrics),
+            web.get("/v1/models", models),
+            web.post("/v1/completions", completion),
+            web.post("/v1/chat/completions", chat),
+        ]
+    )
+    if worker.spec.profiling:
+        from daemon.torch_engine.profile_api import profile_routes
+
+        app.add_routes(profile_routes(worker))
+    return app

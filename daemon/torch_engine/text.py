@@ -1,0 +1,181 @@
+"""Text in, text out: a checkpoint's tokenizer and chat template, pieces of text that are whole, and stop strings.
+
+Knows nothing of sequences or requests. A checkpoint without a tokenizer has no :class:`TextCodec`; it can still be
+given token ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from fingerprint.errors import BadInputError, CheckpointError
+
+__all__ = ["ChatMessage", "Detokenizer", "StopMatcher", "TextCodec", "end_token_ids", "load_text_codec"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_TAIL_TOKENS = 6  # of the prompt, so that the first new token is decoded in its context
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+class TextCodec:
+    """A tokenizer and its chat template. Thread-safe as far as the tokenizer is used here: it is never changed."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._size = len(tokenizer)
+        self._special = frozenset(tokenizer.all_special_ids)
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        self.has_chat_template = bool(tokenizer.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
+        return list(self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        With the checkpoint's chat template; without one as plain text, ``Role: content`` a line and ``Assistant:``
+        at the end.
+
+        Raises:
+            BadInputError: the template refuses these messages, with its own words.
+        """
+        if not self.has_chat_template:
+            lines = [f"{message.role.capitalize()}: {message.content}\n" for message in messages]
+            return self.encode("".join(lines) + "Assistant:")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise BadInputError(f"the model's chat template refuses these messages: {error}") from error
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        known = [token for token in tokens if 0 <= token < self._size]  # a vocabulary may be padded beyond it
+        return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+        return Detokenizer(self.decode, self._special, prompt)
+
+
+class Detokenizer:
+    """Tokens to text as they come, never half a character, and no character changed once given out.
+
+    A token's text depends on the one before (leading spaces), so each piece is decoded together with the last.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], special: frozenset[int], prompt: Sequence[int]
+    ) -> None:
+        self._decode = decode
+        self._special = special
+        self._tokens = [token for token in prompt[-_TAIL_TOKENS:] if token not in special]
+        self._prefix = 0  # tokens[prefix:read] have been given out, and are the context of the rest
+        self._read = len(self._tokens)
+        self._prefix_text = decode(self._tokens)
+
+    def push(self, token: int) -> str:
+        """The text that is complete with this token; may be empty."""
+        if token in self._special:
+            return ""
+        self._tokens.append(token)
+        # An unfinished character began at most three tokens ago: one of the cuts is at a character's end.
+        for cut in range(len(self._tokens), max(self._read, len(self._tokens) - 4), -1):
+            text = self._decode(self._tokens[self._prefix : cut])
+            if not text.endswith(_REPLACEMENT):
+                return self._take(cut, text)
+        if len(self._tokens) - self._read > 3:  # bytes that no continuation makes a character
+            cut = len(self._tokens) - 3
+            return self._take(cut, self._decode(self._tokens[self._prefix : cut]))
+        return ""
+
+    def flush(self) -> str:
+        """What is left at the end, an unfinished character as U+FFFD."""
+        return self._take(len(self._tokens), self._decode(self._tokens[self._prefix :]))
+
+    def _take(self, cut: int, text: str) -> str:
+        new = text[len(self._prefix_text) :]
+        if new:
+            self._prefix, self._read = self._read, cut
+            self._prefix_text = self._decode(self._tokens[self._prefix : self._read])
+        return new
+
+
+class StopMatcher:
+    """Cuts text at the first stop string to be complete, wherever the pieces are divided."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that can be given out now, and whether a stop string was met (it is not part of the text)."""
+        if not self._stops:
+            return text, False
+        self._held += text
+        matches = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if matches:
+            _, at = min(matches)
+            given, self._held = self._held[:at], ""
+            return given, True
+        keep = max(self._overlap(stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        given, self._held = self._held[:cut], self._held[cut:]
+        return given, False
+
+    def flush(self) -> str:
+        """What was held back in case a stop string went on."""
+        given, self._held = self._held, ""
+        return given
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that is a beginning of ``stop``."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+
+
+def load_text_codec(checkpoint: Path) -> TextCodec | None:
+    """The checkpoint's tokenizer; None when it has no tokenizer files.
+
+    Raises:
+        CheckpointError: the files are there and cannot be read, or want code that is not ours to run.
+    """
+    if not any((checkpoint / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer  # seconds; only workers that have text pay them
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exceptions for a bad file
+        raise CheckpointError(f"the tokenizer in {checkpoint} cannot be read: {error}") from error
+    return TextCodec(tokenizer)
+
+
+def end_token_ids(checkpoint: Path, codec: TextCodec | None) -> frozenset[int]:
+    """Tokens that end an answer: those of generation_config.json, else config.json, and the tokenizer's own."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        try:
+            value = json.loads((checkpoint / name).read_bytes()).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{checkpoint / name} cannot be read: {error}") from error
+        found.update(token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
+        if found:
+            break
+    if codec is not None and codec.eos_token_id is not None:
+        found.add(codec.eos_token_id)
+    return frozenset(token for token in found if token >= 0)
