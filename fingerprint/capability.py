@@ -9,9 +9,37 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["EngineCapabilities"]
+__all__ = ["EngineCapabilities", "Exclusion"]
 
 _NOT_LISTED = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """Configurations that an engine does not run though each of their formats, alone, it does.
+
+    Every set that is given must hold the configuration's value for the exclusion to apply; ``None`` holds all.
+    """
+
+    reason: str
+    families: frozenset[str] | None = None
+    weights: frozenset[WeightFormat] | None = None
+    kv: frozenset[KvFormat] | None = None
+    pruning: frozenset[Pruning] | None = None
+    below_compute_capability: tuple[int, int] | None = None  # applies to NVIDIA GPUs older than that only
+
+    def applies(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
+        """Whether ``config`` of ``spec`` on ``gpu`` is one of them."""
+        if self.below_compute_capability is not None and (
+            gpu.compute_capability is None or gpu.compute_capability >= self.below_compute_capability
+        ):
+            return False
+        return (
+            (self.families is None or spec.family in self.families)
+            and (self.weights is None or config.weights in self.weights)
+            and (self.kv is None or config.kv in self.kv)
+            and (self.pruning is None or config.pruning in self.pruning)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +51,9 @@ class EngineCapabilities:
         tp_families: of these, the ones it can split by tensor parallelism.
         weights, kv, pruning: reason per format; a format that is not listed is a no.
         max_tp, max_pp: largest degrees it runs.
+        degree_reason: why no larger ones.
+        exclusions: what it does not run of the combinations that the axes above allow.
+        family_reasons: why a family that others run is not among ``families``.
         deployable: False while only the table exists and no adapter starts the engine.
         verified: False where the table was read in documentation and never run.
     """
@@ -39,12 +70,16 @@ class EngineCapabilities:
     deployable: bool = False
     verified: bool = False
     notes: tuple[str, ...] = field(default=())
+    degree_reason: str = ""
+    exclusions: tuple[Exclusion, ...] = ()
+    family_reasons: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
         """Why this engine cannot run ``config`` of ``spec`` on ``gpu``; None when it can."""
         name = self.engine
         if spec.family not in self.families:
-            return f"{name} does not run the {spec.family} family"
+            reason = self.family_reasons.get(spec.family)
+            return f"{name} does not run the {spec.family} family" + (f": {reason}" if reason else "")
         if gpu.compute_capability is None and not self.cpu:
             return f"{name} needs an NVIDIA GPU"
         for axis, value, reason in (
@@ -57,7 +92,13 @@ class EngineCapabilities:
         if config.tp > 1 and spec.family not in self.tp_families:
             return f"{name} does not split the {spec.family} family by tensor parallelism"
         if config.tp > self.max_tp:
-            return f"{name} runs tp up to {self.max_tp}"
+            return self._degree_refusal("tp", self.max_tp)
         if config.pp > self.max_pp:
-            return f"{name} runs pp up to {self.max_pp}"
-        return None
+            return self._degree_refusal("pp", self.max_pp)
+        applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))
+        return next((f"{name}: {exclusion.reason}" for exclusion in applying), None)
+
+    def _degree_refusal(self, axis: str, largest: int) -> str:
+        return f"{self.engine} runs {axis} up to {largest}" + (
+            f": {self.degree_reason}" if self.degree_reason else ""
+        )

@@ -1,0 +1,43 @@
+"""``python -m daemon --home DIR``: run this node's daemon until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from daemon.engines.registry import get_engine
+from daemon.server import serve
+from daemon.settings import DaemonSettings
+from fingerprint.errors import IserveError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 after a signal, 1 refused with one line on stderr, 2 usage."""
+    parser = argparse.ArgumentParser(
+        prog="python -m daemon", description="Watch this node; start and watch workers."
+    )
+    parser.add_argument("--home", type=Path, required=True, help="iServe's home folder")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one (run/daemon.json tells)")
+    parser.add_argument("--cpu-devices", type=int, default=None, help="offer the CPU as so many devices, no GPU")
+    parser.add_argument("--node-id", default=None, help="default: the host name")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    given = {"node_id": arguments.node_id} if arguments.node_id else {}
+    try:
+        settings = DaemonSettings(
+            home=arguments.home.absolute(), port=arguments.port, cpu_devices=arguments.cpu_devices, **given
+        )
+        asyncio.run(serve(settings, get_engine))
+    except IserveError as error:
+        print(f"daemon: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

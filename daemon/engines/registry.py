@@ -1,0 +1,38 @@
+"""The engines by name. A new engine is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from daemon.engines.base import Engine
+from daemon.engines.tensorrt_llm import TENSORRT_LLM
+from daemon.engines.torch import TorchEngine
+from daemon.engines.vllm import VLLM
+from fingerprint.capability import EngineCapabilities
+from fingerprint.errors import ConfigError
+
+__all__ = ["ENGINES", "capabilities_for", "get_engine"]
+
+# In order of preference where several run a configuration: those that can be deployed come first.
+_ALL: tuple[Engine, ...] = (TorchEngine(), VLLM, TENSORRT_LLM)
+ENGINES: Mapping[str, Engine] = MappingProxyType({engine.name: engine for engine in _ALL})
+
+
+def get_engine(name: str) -> Engine:
+    """Raises ConfigError: there is no such engine."""
+    try:
+        return ENGINES[name]
+    except KeyError:
+        raise ConfigError(f"there is no engine {name!r}; there are {', '.join(ENGINES)}") from None
+
+
+def capabilities_for(name: str) -> tuple[EngineCapabilities, ...]:
+    """The tables to plan with: one engine's, or every engine's for ``"auto"``, in order of preference.
+
+    Raises:
+        ConfigError: there is no such engine.
+    """
+    if name == "auto":
+        return tuple(engine.capabilities() for engine in ENGINES.values())
+    return (get_engine(name).capabilities(),)

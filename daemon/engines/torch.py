@@ -1,0 +1,101 @@
+"""The embedded engine's adapter: what it runs, how its worker process starts, what its exit codes mean."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from daemon.engines.base import Command, WorkerSpec
+from daemon.torch_engine import exit_codes, support
+from fingerprint.capability import EngineCapabilities, Exclusion
+from fingerprint.config import WeightFormat
+from fingerprint.errors import EngineError
+
+__all__ = ["TorchEngine"]
+
+_NO_INTERFACE = "its transformers class has no attention interface, which the embedded engine's cache goes through"
+
+_CAPABILITIES = EngineCapabilities(
+    engine="torch",
+    families=support.FAMILIES,
+    tp_families=support.TP_FAMILIES,
+    weights=support.WEIGHTS,
+    kv=support.KV,
+    pruning=support.PRUNING,
+    max_tp=support.MAX_TP,
+    max_pp=support.MAX_PP,
+    degree_reason="more ranks were not run there yet",
+    cpu=True,
+    deployable=True,
+    verified=True,
+    family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE},
+    exclusions=(
+        Exclusion(
+            families=frozenset({"mixtral"}),
+            weights=frozenset({WeightFormat.INT8}),
+            reason="transformers fuses Mixtral's experts into one tensor, which the int8 format does not cover",
+        ),
+    ),
+)
+
+_MEANINGS = {
+    exit_codes.PORT_IN_USE: "its port is in use; choose another or let the daemon choose (port 0)",
+    exit_codes.OUT_OF_MEMORY: "it ran out of memory; give it more memory, a smaller batch or a shorter context",
+    exit_codes.BAD_CHECKPOINT: "the checkpoint or configuration cannot be served",
+    exit_codes.ENGINE_FAILED: "a rank died or a step failed",
+}
+
+
+class TorchEngine:
+    """transformers' models in a process of our own; nothing to install beyond the package."""
+
+    name = "torch"
+
+    def capabilities(self) -> EngineCapabilities:
+        return _CAPABILITIES
+
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        """Of the installed distributions, read without importing them."""
+        return (
+            ("engine", f"torch {_version('iserve')}"),
+            ("torch", _version("torch")),
+            ("transformers", _version("transformers")),
+        )
+
+    def command(self, spec: WorkerSpec, folder: Path) -> Command:
+        return Command(
+            argv=(sys.executable, "-m", "daemon.torch_engine", "--spec", str(folder / "spec.json")),
+            env=(("HF_HUB_OFFLINE", "1"), ("PYTHONUNBUFFERED", "1"), ("TOKENIZERS_PARALLELISM", "false")),
+        )
+
+    def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> EngineError:
+        """What the worker itself said (its last JSON line), else what its exit code means, else its last words."""
+        meaning = _MEANINGS.get(exit_code, f"exit code {exit_code}")
+        said = _reported(log_tail)
+        if said is None:
+            lines = [line for line in log_tail.splitlines() if line.strip()]
+            said = f"last words: {lines[-1][:500]}" if lines else "it said nothing"
+        return EngineError(f"worker {spec.worker_id} (torch) ended: {meaning}; {said}")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _reported(log_tail: str) -> str | None:
+    """The message of the last ``{"error", "message"}`` line that ``exit_codes.report_failure`` printed."""
+    for line in reversed(log_tail.splitlines()):
+        if line.startswith('{"error"'):
+            try:
+                body = json.loads(line)
+            except ValueError:
+                continue
+            message = body.get("message") if isinstance(body, dict) else None
+            if isinstance(message, str):
+                return message
+    return None

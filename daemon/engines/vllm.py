@@ -1,0 +1,61 @@
+"""vLLM 0.24 as a table of what it runs. The adapter that starts it is not there yet, and command() says so.
+
+Read in the sources of the published wheels 0.20.2 to 0.24.0 (quantization, model registry); not run.
+"""
+
+from __future__ import annotations
+
+from daemon.engines.table_only import TableOnlyEngine
+from fingerprint.capability import EngineCapabilities, Exclusion
+from fingerprint.config import KvFormat, Pruning, WeightFormat
+
+__all__ = ["VLLM"]
+
+_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "falcon", "gptj"})
+
+VLLM = TableOnlyEngine(
+    EngineCapabilities(
+        engine="vllm",
+        families=_FAMILIES,
+        tp_families=_FAMILIES,
+        weights={
+            WeightFormat.BITS16: None,
+            WeightFormat.INT8: "it quantizes to weight-only int8 the experts of MoE models only; a dense model "
+            "would stay at 16bit without an error",
+            WeightFormat.INT4: None,  # from a compressed-tensors or AWQ checkpoint
+            WeightFormat.GPTQ4: None,  # from a GPTQ checkpoint
+            WeightFormat.FP8: None,  # while loading
+        },
+        kv={KvFormat.BITS16: None, KvFormat.INT8: None, KvFormat.FP8: None},
+        pruning={
+            Pruning.NONE: None,
+            Pruning.SPARSEGPT: None,
+            Pruning.WANDA: None,
+            Pruning.WANDA_2_4: "2:4 sparsity was removed (0.22); such a checkpoint is served as dense weights",
+            Pruning.WANDA_4_8: None,
+            Pruning.LLM_PRUNER_25: "layers of differing widths are not a shape its model classes load",
+        },
+        max_tp=8,
+        max_pp=8,
+        verified=False,
+        deployable=False,
+        exclusions=(
+            Exclusion(
+                kv=frozenset({KvFormat.FP8}),
+                below_compute_capability=(8, 9),
+                reason="an fp8 KV cache on a GPU without fp8 arithmetic was not read to work",
+            ),
+            Exclusion(
+                weights=frozenset({WeightFormat.INT4, WeightFormat.GPTQ4, WeightFormat.FP8}),
+                below_compute_capability=(7, 5),
+                reason="its quantized kernels need compute capability 7.5",
+            ),
+        ),
+        notes=(
+            "int4 and gptq4 need a checkpoint quantized beforehand; there is no online int4",
+            "fp8 on a GPU without fp8 arithmetic runs as weight-only (Marlin)",
+            "int8 KV is int8_per_token_head, in the Triton attention backend: choosing it changes the kernel",
+            "unstructured and 4:8 pruning is served as dense weights",
+        ),
+    )
+)

@@ -1,0 +1,165 @@
+"""The files by which a keeper and a daemon know of each other: command, lease, exit. Standard library only.
+
+``command.json`` is the daemon's order to the keeper, ``lease.json`` the keeper's answer, whose mtime the daemon
+renews, and ``exit.json`` the keeper's last word. ``keeper.lock`` is held (flock) as long as the keeper lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = [
+    "COMMAND_FILE",
+    "EXIT_FILE",
+    "LEASE_FILE",
+    "LOCK_FILE",
+    "ExitRecord",
+    "KeeperOrder",
+    "Lease",
+    "LeaseFileError",
+    "keeper_is_alive",
+    "read_file",
+    "try_lock",
+    "write_file",
+]
+
+COMMAND_FILE = "command.json"
+LEASE_FILE = "lease.json"
+EXIT_FILE = "exit.json"
+LOCK_FILE = "keeper.lock"
+
+_MAX_FILE_BYTES = 4 * 2**20
+
+
+class LeaseFileError(Exception):
+    """A file of a worker's folder is missing or is not what it should be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeeperOrder:
+    """What to run and how to watch it."""
+
+    worker_id: str
+    argv: list[str]
+    env: dict[str, str]  # added to the environment
+    cores: list[int]  # the process group is pinned to these; empty: not pinned
+    port: int
+    config_hash: str
+    lease_ttl_s: float
+    grace_s: float  # between SIGTERM and SIGKILL
+    log_max_bytes: int  # of one log file
+    log_files: int  # rotated files kept beside the current one
+    log_tail_bytes: int  # repeated in exit.json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """A living worker. The file's mtime is when it was last renewed."""
+
+    worker_id: str
+    pid: int  # of the engine; also its process group
+    start_time_ticks: int
+    keeper_pid: int
+    keeper_start_time_ticks: int
+    port: int
+    config_hash: str
+    started_at: float  # seconds since the epoch
+    lease_ttl_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExitRecord:
+    """How a worker ended."""
+
+    worker_id: str
+    pid: int
+    exit_code: int | None  # None: ended by a signal
+    signal: int | None
+    ended_at: float  # seconds since the epoch
+    reason: str  # "exited" | "told to stop" | "lease expired" | "could not start: ..."
+    log_tail: str
+
+
+T = TypeVar("T", KeeperOrder, Lease, ExitRecord)
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "int | None": (int, type(None)),
+    "list[str]": (list,),
+    "list[int]": (list,),
+    "dict[str, str]": (dict,),
+}
+
+
+def write_file(path: Path, value: KeeperOrder | Lease | ExitRecord) -> None:
+    """Replace ``path`` in one step, mode 0600. Raises OSError when that cannot be done; nothing is left then."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(value), file)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_file(path: Path, kind: type[T]) -> T:
+    """The ``kind`` in ``path``.
+
+    Raises:
+        LeaseFileError: missing, too large, not JSON, or with other fields than ``kind`` has.
+    """
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise LeaseFileError(f"{path} is larger than {_MAX_FILE_BYTES} bytes")
+        data: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise LeaseFileError(f"{path} cannot be read: {error}") from error
+    fields = {field.name: _KINDS[str(field.type)] for field in dataclasses.fields(kind)}
+    if not isinstance(data, dict) or data.keys() != fields.keys():
+        raise LeaseFileError(f"{path} does not have the fields of a {kind.__name__}")
+    for name, types in fields.items():
+        if not isinstance(data[name], types) or isinstance(data[name], bool):
+            raise LeaseFileError(f"{path}: {name} is {data[name]!r}")
+    return kind(**data)
+
+
+@contextlib.contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Hold the file's lock inside the block, if nobody else does: yields whether that is so."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield _lock_now(handle, fcntl.LOCK_EX)
+    finally:
+        os.close(handle)
+
+
+def keeper_is_alive(folder: Path) -> bool:
+    """Whether a keeper holds the folder's lock; no process id can be mistaken here."""
+    try:
+        handle = os.open(folder / LOCK_FILE, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _lock_now(handle, fcntl.LOCK_SH)
+    finally:
+        os.close(handle)
+
+
+def _lock_now(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

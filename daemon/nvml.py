@@ -1,0 +1,96 @@
+"""NVIDIA GPUs through NVML: one init, cached handles, one look per call. Reads only; changes no setting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+from daemon.devices import Device, DeviceReading
+
+__all__ = ["NvmlDevices"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class NvmlDevices:
+    """All GPUs of the node, known by UUID."""
+
+    def __init__(self, nvml: ModuleType) -> None:
+        """``nvml`` is an initialised ``pynvml``; use :meth:`open`."""
+        self._nvml = nvml
+        self._handles: dict[str, Any] = {}
+        devices = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = nvml.nvmlDeviceGetUUID(handle)
+            self._handles[uuid] = handle
+            devices.append(
+                Device(
+                    device_id=uuid,
+                    index=index,
+                    kind="cuda",
+                    name=nvml.nvmlDeviceGetName(handle),
+                    total_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+                )
+            )
+        self._devices = tuple(devices)
+
+    @classmethod
+    def open(cls, nvml: ModuleType) -> NvmlDevices | None:
+        """The node's GPUs as ``nvml`` (pynvml) shows them; None where there is no driver, no library or no GPU."""
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            log.info("no NVIDIA GPU: %s", error)
+            return None
+        try:
+            found = cls(nvml)
+        except nvml.NVMLError as error:
+            log.warning("the GPUs cannot be listed and are left alone: %s", error)
+            nvml.nvmlShutdown()
+            return None
+        if not found.devices:
+            nvml.nvmlShutdown()
+            return None
+        return found
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return self._devices
+
+    def read(self) -> Mapping[str, DeviceReading]:
+        return {device_id: self._read_one(handle) for device_id, handle in self._handles.items()}
+
+    def _read_one(self, handle: Any) -> DeviceReading:
+        nvml = self._nvml
+        try:
+            free_bytes = nvml.nvmlDeviceGetMemoryInfo(handle).free
+        except nvml.NVMLError as error:  # a lost GPU: nothing else it says would be worth more
+            return DeviceReading(free_bytes=None, error=str(error))
+        power_mw = self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        utilisation_percent = self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        processes = self._ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        return DeviceReading(
+            free_bytes=free_bytes,
+            utilisation_fraction=None if utilisation_percent is None else utilisation_percent / 100,
+            power_w=None if power_mw is None else power_mw / 1000,
+            sm_clock_mhz=self._ask(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+            process_bytes=None if processes is None else {p.pid: p.usedGpuMemory for p in processes},
+        )
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The answer, or None where this GPU or driver has none to give (MIG parts, virtual GPUs)."""
+        try:
+            return question()
+        except self._nvml.NVMLError:
+            return None
+
+    def close(self) -> None:
+        try:
+            self._nvml.nvmlShutdown()
+        except self._nvml.NVMLError as error:
+            log.info("NVML shutdown: %s", error)

@@ -1,0 +1,73 @@
+"""Asking workers how they are, over their own HTTP face. Believes nothing but well-formed, small answers."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import TracebackType
+
+import aiohttp
+
+from daemon.status import WorkerStats
+from fingerprint.codec import from_json
+from fingerprint.errors import BadInputError
+
+__all__ = ["Health", "Prober"]
+
+_MAX_ANSWER_BYTES = 1 << 20
+
+
+class Health(Enum):
+    OK = "ok"  # serves
+    NOT_READY = "not ready"  # answers, but not with 200: loading, draining, failed
+    SILENT = "silent"  # does not answer
+
+
+class Prober:
+    """One HTTP client for all workers of the node. Use inside ``async with``."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Prober:
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            connector=aiohttp.TCPConnector(limit=0, use_dns_cache=False),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def health(self, url: str) -> Health:
+        """What ``GET /health`` says now."""
+        answer = await self._get(f"{url}/health")
+        if answer is None:
+            return Health.SILENT
+        return Health.OK if answer[0] == 200 else Health.NOT_READY
+
+    async def stats(self, url: str) -> WorkerStats | None:
+        """What ``GET /stats`` says; None for no answer or one that is not a ``WorkerStats``."""
+        answer = await self._get(f"{url}/stats")
+        if answer is None or answer[0] != 200:
+            return None
+        try:
+            return from_json(answer[1], WorkerStats, what="stats")
+        except BadInputError:
+            return None
+
+    async def _get(self, url: str) -> tuple[int, bytes] | None:
+        assert self._session is not None
+        try:
+            async with self._session.get(url, allow_redirects=False) as response:
+                body = await response.content.read(_MAX_ANSWER_BYTES)
+                while not response.content.at_eof() and len(body) < _MAX_ANSWER_BYTES:
+                    body += await response.content.read(_MAX_ANSWER_BYTES - len(body))
+                return response.status, body
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None

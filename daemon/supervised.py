@@ -1,0 +1,384 @@
+"""One worker and what is done about it: started, probed, restarted with backoff, given up, stopped.
+
+Its state is worked out from what is observed when somebody looks. The mechanics are in ``daemon.worker_process``,
+the whole set of workers in ``daemon.supervisor``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from daemon.backoff import RestartHistory
+from daemon.devices import Device
+from daemon.engines.base import Command, Engine, WorkerSpec
+from daemon.lease import ExitRecord
+from daemon.monitor import WorkerUse
+from daemon.probe import Health, Prober
+from daemon.procfs import read_stat
+from daemon.settings import DaemonSettings
+from daemon.status import WorkerState, WorkerStats, WorkerStatus
+from daemon.torch_engine.exit_codes import BAD_CHECKPOINT, PORT_IN_USE
+from daemon.worker_process import Phase, WorkerProcess
+from fingerprint.errors import EngineError, IserveError, UnavailableError
+
+__all__ = ["SupervisedWorker", "free_port"]
+
+log = logging.getLogger(__name__)
+
+_PORT_TRIES = 5
+_ENDING_LIMIT_S = 20.0  # a keeper that has not finished by then is ended
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now. Another process may take it first; the worker then is moved."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(slots=True)
+class _Sight:
+    """What the probes of the present start have shown."""
+
+    since_s: float
+    last_ok_s: float | None = None
+    misses: int = 0  # since the last healthy answer
+    stats: WorkerStats | None = None
+
+
+class SupervisedWorker:
+    """Everything but the lock is for the event loop's thread only."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        engine: Engine,
+        process: WorkerProcess,
+        settings: DaemonSettings,
+        devices: Mapping[str, Device],
+        wake: Callable[[], None],
+        *,
+        fixed_port: bool,
+    ) -> None:
+        self.spec, self.process = spec, process
+        self._engine, self._settings, self._devices, self._wake = engine, settings, devices, wake
+        self._fixed_port = fixed_port
+        self._lock = asyncio.Lock()
+        self._history = RestartHistory(settings.restart)
+        self._sight = _Sight(time.monotonic())
+        self._launched_at = time.time()
+        self._restart_at_s: float | None = None
+        self._ending_since_s: float | None = None
+        self._port_tries = 0
+        self._exit_watch: int | None = None  # pidfd
+        self._resident_bytes: int | None = None
+        self._resident_at_s = float("-inf")
+        self.restarts = 0
+        self.error: str | None = None
+        self._ended_because: str | None = None  # of an end that we brought about
+        self.gave_up = False
+        self.stopping = False
+        self.stopped = False
+
+    # --- looking -----------------------------------------------------------------------------------------------
+
+    @property
+    def worker_id(self) -> str:
+        return self.spec.worker_id
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
+        return f"http://{host}:{self.spec.port}"
+
+    def state(self) -> WorkerState:
+        """Worked out now: the processes are looked at; health is as of the last probe."""
+        if self.stopped:
+            return WorkerState.STOPPED
+        if self.stopping:
+            return WorkerState.STOPPING
+        if self.gave_up:
+            return WorkerState.FAILED
+        if self._restart_at_s is not None:
+            return WorkerState.RESTARTING
+        phase = self.process.look()
+        if phase is Phase.RUNNING:
+            return WorkerState.READY if self.is_ready else WorkerState.STARTING
+        return WorkerState.STARTING if phase is Phase.STARTING else WorkerState.RESTARTING
+
+    @property
+    def is_ready(self) -> bool:
+        """Healthy at the last probes; a busy worker may miss a few in a row."""
+        return self._sight.last_ok_s is not None and self._sight.misses < self._settings.probe_misses
+
+    def status(self) -> WorkerStatus:
+        state = self.state()
+        lease = self.process.lease
+        running = lease is not None and state in (WorkerState.STARTING, WorkerState.READY, WorkerState.STOPPING)
+        started_at = lease.started_at if lease is not None else self._launched_at
+        return WorkerStatus(
+            spec=self.spec,
+            state=state,
+            url=self.url,
+            pid=lease.pid if running and lease is not None else None,
+            restarts=self.restarts,
+            started_at=datetime.fromtimestamp(started_at, UTC).isoformat(),
+            error=self.error,
+        )
+
+    def use(self, listed_pids: Iterable[int]) -> WorkerUse:
+        """What its devices feel of it, ``listed_pids`` being the processes that the driver lists.
+
+        A worker that waits for its restart keeps its promise; one that gave up has none.
+        """
+        slots = Counter(device_id for stage in self.spec.stages for device_id in stage.device_ids)
+        lease, stats = self.process.lease, self._sight.stats
+        return WorkerUse(
+            worker_id=self.worker_id,
+            pid=lease.pid if lease is not None else None,
+            slots=slots,
+            promised_bytes=self.spec.limits.memory_bytes_per_device,
+            resident_bytes=self._resident_bytes,
+            pids=frozenset(pid for pid in listed_pids if self._owns(pid)),
+            ready=self.is_ready,
+            busy=stats.busy if stats is not None else None,
+        )
+
+    def _owns(self, pid: int) -> bool:
+        stat, lease = read_stat(pid), self.process.lease
+        return stat is not None and lease is not None and stat.session_id == lease.keeper_pid
+
+    # --- one pass ----------------------------------------------------------------------------------------------
+
+    async def tick(self, prober: Prober) -> None:
+        """Renew, probe, and act on what is seen. Skipped while a start or a stop is under way."""
+        if self._lock.locked() or self.stopping or self.stopped or self.gave_up:
+            return
+        async with self._lock:
+            await self._tick(prober)
+
+    async def _tick(self, prober: Prober) -> None:
+        now_s = time.monotonic()
+        if self._restart_at_s is not None:
+            if now_s >= self._restart_at_s:
+                await self._restart()
+            return
+        phase = self.process.look()
+        if phase is Phase.RUNNING:
+            self._ending_since_s = None
+            self._watch_exit()
+            self.process.renew()
+            self._look_at_memory(now_s)
+            await self._probe(prober)
+            await self._end_if_hopeless()
+        elif phase is Phase.ENDING:
+            if self._ending_since_s is None:
+                self._ending_since_s = now_s
+            elif now_s - self._ending_since_s > _ENDING_LIMIT_S:
+                await asyncio.to_thread(self.process.end, grace_s=0.0)
+            self._wake_soon()
+        elif phase is Phase.ENDED:
+            await self._on_exit()
+        else:
+            self._wake_soon()
+
+    def _wake_soon(self) -> None:
+        asyncio.get_running_loop().call_later(min(0.1, self._settings.tick_s), self._wake)
+
+    async def _probe(self, prober: Prober) -> None:
+        sight = self._sight
+        health, stats = await asyncio.gather(prober.health(self.url), self._stats(prober))
+        sight.stats = stats
+        if health is Health.OK:
+            if sight.last_ok_s is None:
+                log.info("worker %s is ready at %s", self.worker_id, self.url)
+                self.error = None
+            sight.last_ok_s, sight.misses = time.monotonic(), 0
+        elif health is Health.SILENT:
+            sight.misses += 1
+        else:
+            sight.misses = max(
+                sight.misses + 1, self._settings.probe_misses
+            )  # it says itself that it does not serve
+        if sight.last_ok_s is None:
+            self._wake_soon()  # a start is worth a closer look than once a second
+
+    async def _stats(self, prober: Prober) -> WorkerStats | None:
+        return await prober.stats(self.url) if self._sight.last_ok_s is not None else None
+
+    async def _end_if_hopeless(self) -> None:
+        """End an engine that never came up or fell silent; its exit is then dealt with like any other."""
+        now_s, settings = time.monotonic(), self._settings
+        if self._sight.last_ok_s is None and now_s - self._sight.since_s > settings.start_timeout_s:
+            why = f"not healthy {settings.start_timeout_s:.0f} s after its start; ended"
+        elif self._sight.last_ok_s is not None and now_s - self._sight.last_ok_s > settings.unresponsive_s:
+            why = f"no healthy answer for {settings.unresponsive_s:.0f} s; ended"
+        else:
+            return
+        self._ended_because = why
+        log.warning("worker %s: %s", self.worker_id, why)
+        await asyncio.to_thread(self.process.end, grace_s=settings.stop_grace_s)
+
+    def _look_at_memory(self, now_s: float) -> None:
+        """Resident bytes of a CPU worker, seldom: it means reading all of /proc."""
+        kinds = {self._devices[d].kind for s in self.spec.stages for d in s.device_ids if d in self._devices}
+        if "cpu" not in kinds or now_s - self._resident_at_s < self._settings.resident_period_s:
+            return
+        self._resident_at_s = now_s
+        stats = (read_stat(pid) for pid in self.process.pids())
+        self._resident_bytes = sum(stat.rss_bytes for stat in stats if stat is not None)
+
+    def _watch_exit(self) -> None:
+        """Have the loop woken the moment the engine ends."""
+        if self._exit_watch is not None or self.process.lease is None:
+            return
+        with contextlib.suppress(OSError):
+            self._exit_watch = os.pidfd_open(self.process.lease.pid)
+            asyncio.get_running_loop().add_reader(self._exit_watch, self._on_exit_event)
+
+    def _on_exit_event(self) -> None:
+        self._unwatch_exit()
+        self._wake()
+
+    def let_go(self) -> None:
+        """Stop looking; the worker itself runs on."""
+        self._unwatch_exit()
+
+    def _unwatch_exit(self) -> None:
+        if self._exit_watch is not None:
+            asyncio.get_running_loop().remove_reader(self._exit_watch)
+            os.close(self._exit_watch)
+            self._exit_watch = None
+
+    # --- starting and ending -----------------------------------------------------------------------------------
+
+    async def launch(self) -> None:
+        """First start. Raises EngineError, UnavailableError: nothing runs, nothing is left."""
+        async with self._lock:
+            await asyncio.to_thread(self.process.remove)  # what an ended worker of this id left
+            try:
+                await self._start()
+            except IserveError:
+                self.process.remove()
+                raise
+
+    async def _start(self) -> None:
+        folder = self.process.folder
+        command = await asyncio.to_thread(self._engine.command, self.spec, folder)
+        command = Command(command.argv, (*command.env, *self._device_env()))
+        cores = sorted({core for device in self._own_devices() for core in device.cores})
+        self._sight = _Sight(time.monotonic())
+        self._launched_at = time.time()
+        self._ending_since_s = self._ended_because = None
+        self._history.note_start(time.monotonic())
+        await asyncio.to_thread(self.process.start, self.spec, command, tuple(cores), self._settings)
+        self._wake()
+
+    def _own_devices(self) -> list[Device]:
+        return [self._devices[d] for stage in self.spec.stages for d in stage.device_ids]
+
+    def _device_env(self) -> tuple[tuple[str, str], ...]:
+        """Exactly its devices, in stage order; a CPU worker sees no GPU."""
+        gpus = ",".join(device.device_id for device in self._own_devices() if device.kind == "cuda")
+        cores = {d.device_id: ",".join(map(str, d.cores)) for d in self._own_devices() if d.kind == "cpu"}
+        env = [("CUDA_VISIBLE_DEVICES", gpus)]
+        if cores:
+            env.append(("ISERVE_DEVICE_CORES", ";".join(f"{name}={value}" for name, value in cores.items())))
+        return tuple(env)
+
+    async def _on_exit(self) -> None:
+        """The engine is gone and so is its keeper: clear up, and decide whether to start again."""
+        self._unwatch_exit()
+        await asyncio.to_thread(self.process.end, grace_s=0.0)  # what a killed keeper left behind
+        record = self.process.exit_record()
+        self._resident_bytes = None
+        if record is not None and record.exit_code == PORT_IN_USE and self._move_port():
+            await self._restart(at_once=True)
+            return
+        self.error = self._explain(record)
+        delay_s = self._history.delay_s(time.monotonic())
+        permanent = record is not None and record.exit_code in (BAD_CHECKPOINT, PORT_IN_USE)
+        if permanent or delay_s is None:
+            self._give_up("" if permanent else " (it was started too often in a short time)")
+            return
+        log.warning("worker %s ended: %s; next start in %.1f s", self.worker_id, self.error, delay_s)
+        self._restart_at_s = time.monotonic() + delay_s
+        asyncio.get_running_loop().call_later(delay_s, self._wake)
+
+    def _move_port(self) -> bool:
+        """Choose another port, if it was ours to choose and this is not the fifth time in a row."""
+        self._port_tries += 1
+        if self._fixed_port or self._port_tries > _PORT_TRIES:
+            return False
+        old = self.spec.port
+        self.spec = replace(self.spec, port=free_port(self.spec.host))
+        log.warning("worker %s: port %d was taken, now %d", self.worker_id, old, self.spec.port)
+        return True
+
+    def _give_up(self, why: str) -> None:
+        self.gave_up = True
+        self.error = f"{self.error}{why}"
+        self.process.mark_ended()
+        log.error("worker %s failed: %s", self.worker_id, self.error)
+
+    async def _restart(self, *, at_once: bool = False) -> None:
+        self._restart_at_s = None
+        if not at_once:
+            self.restarts += 1
+            self._port_tries = 0
+        try:
+            await self._start()
+        except UnavailableError as error:  # a full disk, say: wait and try again
+            self.error = str(error)
+            delay_s = self._history.delay_s(time.monotonic())
+            if delay_s is None:
+                self._give_up("")
+                return
+            self._restart_at_s = time.monotonic() + delay_s
+        except EngineError as error:
+            self.error = str(error)
+            self._give_up("")
+
+    def _explain(self, record: ExitRecord | None) -> str:
+        if self._ended_because is not None:
+            return self._ended_because
+        if record is None:
+            complaint = self.process.keeper_log_tail()
+            return f"its keeper was killed, and the worker with it{': ' if complaint else ''}{complaint}"
+        if record.reason != "exited":
+            return record.reason
+        if record.signal is not None:
+            return f"ended by signal {record.signal} ({signal.Signals(record.signal).name})"
+        return str(self._engine.explain_failure(self.spec, record.exit_code or 0, record.log_tail))
+
+    async def stop(self) -> None:
+        """End it for good; idempotent.
+
+        Raises:
+            UnavailableError: a process of it cannot be ended.
+        """
+        self.stopping = True
+        async with self._lock:
+            if self.stopped:
+                return
+            self._unwatch_exit()
+            if not await asyncio.to_thread(self.process.end, grace_s=self._settings.stop_grace_s):
+                left = sorted(self.process.pids())
+                raise UnavailableError(
+                    f"worker {self.worker_id}: processes {left} cannot be ended; look at the node"
+                )
+            self.process.mark_ended()
+            self._resident_bytes = None
+            self._restart_at_s = None
+            self.error = None
+            self.stopped, self.stopping = True, False

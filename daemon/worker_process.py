@@ -1,0 +1,225 @@
+"""One worker's folder and processes: start its keeper, see what runs, end all of it. No policy, no HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from daemon.engines.base import Command, WorkerSpec
+from daemon.lease import (
+    COMMAND_FILE,
+    EXIT_FILE,
+    LEASE_FILE,
+    LOCK_FILE,
+    ExitRecord,
+    KeeperOrder,
+    Lease,
+    LeaseFileError,
+    keeper_is_alive,
+    read_file,
+    try_lock,
+    write_file,
+)
+from daemon.process import spawn_detached, write_file_atomically
+from daemon.procfs import is_running, processes
+from daemon.settings import DaemonSettings
+from fingerprint.codec import from_json, to_json
+from fingerprint.errors import BadInputError, UnavailableError
+
+__all__ = ["Phase", "WorkerProcess", "config_hash", "read_spec"]
+
+SPEC_FILE = "spec.json"
+_KEEPER_LOG = "keeper.log"
+_KEEPER_START_S = 10.0  # a keeper that has not locked its folder by then never will
+_POLL_S = 0.05
+
+
+class Phase(Enum):
+    """What is seen of the processes now."""
+
+    STARTING = "starting"  # the keeper is there, the engine not yet
+    RUNNING = "running"
+    ENDING = "ending"  # the engine is gone, the keeper not yet
+    ENDED = "ended"
+
+
+def config_hash(spec: WorkerSpec) -> str:
+    """Of everything that was asked for, the port that was chosen aside."""
+    return hashlib.sha256(to_json(replace(spec, port=0))).hexdigest()[:16]
+
+
+def read_spec(folder: Path) -> WorkerSpec:
+    """Raises BadInputError: missing or damaged, or another worker's."""
+    try:
+        spec = from_json((folder / SPEC_FILE).read_bytes(), WorkerSpec, what=str(folder / SPEC_FILE))
+    except OSError as error:
+        raise BadInputError(f"{folder / SPEC_FILE} cannot be read: {error}") from error
+    if spec.worker_id != folder.name:
+        raise BadInputError(f"{folder / SPEC_FILE} is of worker {spec.worker_id}")
+    return spec
+
+
+@dataclass(slots=True)
+class WorkerProcess:
+    """The processes of one worker, through its restarts. Not thread-safe: one caller at a time."""
+
+    folder: Path
+    lease: Lease | None = None
+    _spawned_at_s: float = 0.0
+
+    def start(self, spec: WorkerSpec, command: Command, cores: tuple[int, ...], settings: DaemonSettings) -> None:
+        """Write the orders and start a keeper, which starts the engine.
+
+        Raises:
+            UnavailableError: the folder cannot be written or no process can be made; nothing runs then.
+        """
+        order = KeeperOrder(
+            worker_id=spec.worker_id,
+            argv=list(command.argv),
+            env=dict(command.env),
+            cores=list(cores),
+            port=spec.port,
+            config_hash=config_hash(spec),
+            lease_ttl_s=float(spec.lease_ttl_s),
+            grace_s=float(settings.stop_grace_s),
+            log_max_bytes=settings.log_max_bytes,
+            log_files=settings.log_files,
+            log_tail_bytes=settings.log_tail_bytes,
+        )
+        self.lease = None
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in (LEASE_FILE, EXIT_FILE, "startup_error.json"):
+                (self.folder / name).unlink(missing_ok=True)
+            write_file_atomically(self.folder / SPEC_FILE, to_json(spec, indent=2))
+            write_file(self.folder / COMMAND_FILE, order)
+        except OSError as error:
+            self.mark_ended()
+            raise UnavailableError(
+                f"cannot write {self.folder}: {error.strerror or error}; free space or mend the folder"
+            ) from error
+        try:
+            spawn_detached([sys.executable, "-m", "daemon.keeper", str(self.folder)], self.folder / _KEEPER_LOG)
+        except UnavailableError:
+            self.mark_ended()
+            raise
+        self._spawned_at_s = time.monotonic()
+
+    def look(self) -> Phase:
+        """What is there now. Takes up a lease that has appeared."""
+        if self.lease is None:
+            self.lease = self._read_lease()
+        if self.lease is not None and is_running(self.lease.pid, self.lease.start_time_ticks):
+            return Phase.RUNNING
+        if keeper_is_alive(self.folder):
+            return Phase.ENDING if self.lease is not None else Phase.STARTING
+        if self.lease is None and not (self.folder / EXIT_FILE).exists() and self._may_still_appear():
+            return Phase.STARTING
+        return Phase.ENDED
+
+    def _may_still_appear(self) -> bool:
+        return time.monotonic() - self._spawned_at_s < _KEEPER_START_S and (self.folder / COMMAND_FILE).exists()
+
+    def _read_lease(self) -> Lease | None:
+        with contextlib.suppress(LeaseFileError):
+            lease = read_file(self.folder / LEASE_FILE, Lease)
+            if lease.worker_id == self.folder.name:
+                return lease
+        return None
+
+    def renew(self) -> None:
+        """Put off the lease's end. A lease file that cannot be touched is left to run out."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / LEASE_FILE)
+
+    def exit_record(self) -> ExitRecord | None:
+        """The keeper's last word; None when it was killed before it could say it."""
+        with contextlib.suppress(LeaseFileError):
+            return read_file(self.folder / EXIT_FILE, ExitRecord)
+        return None
+
+    def keeper_log_tail(self) -> str:
+        """What the keeper itself complained of."""
+        with contextlib.suppress(OSError):
+            return (self.folder / _KEEPER_LOG).read_bytes()[-2000:].decode(errors="replace").strip()
+        return ""
+
+    def pids(self) -> frozenset[int]:
+        """Running processes of the worker's session, the keeper's own not counted.
+
+        The session is named by the keeper's id; nothing older than the keeper can belong to it.
+        """
+        lease = self.lease
+        if lease is None:
+            return frozenset()
+        return frozenset(
+            stat.pid
+            for stat in processes()
+            if stat.session_id == lease.keeper_pid
+            and stat.pid != lease.keeper_pid
+            and stat.start_time_ticks >= lease.keeper_start_time_ticks
+        )
+
+    def kill_engine(self) -> None:
+        """Kill every process of the worker but the keeper, which then writes how it ended."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self, *, grace_s: float) -> bool:
+        """End everything: the keeper is asked to (SIGTERM, grace, SIGKILL); what it leaves is killed. Blocks.
+
+        Returns:
+            Whether nothing is left; False only for a process that the kernel will not let die.
+        """
+        deadline = time.monotonic() + grace_s + 5.0
+        asked = False
+        while (phase := self.look()) is not Phase.ENDED and time.monotonic() < deadline:
+            if self.lease is None:
+                (self.folder / COMMAND_FILE).unlink(missing_ok=True)  # a keeper that has not read it stops there
+            elif not asked or (phase is Phase.RUNNING and not keeper_is_alive(self.folder)):
+                asked = True
+                self._ask_keeper()
+            time.sleep(_POLL_S)
+        if self.lease is not None and is_running(self.lease.keeper_pid, self.lease.keeper_start_time_ticks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.lease.keeper_pid, signal.SIGKILL)  # deaf; the kernel then kills the engine
+        deadline = time.monotonic() + 5.0
+        while self.pids():
+            if time.monotonic() > deadline:
+                return False
+            self.kill_engine()
+            time.sleep(_POLL_S)
+        return self.look() is Phase.ENDED
+
+    def _ask_keeper(self) -> None:
+        assert self.lease is not None
+        if is_running(self.lease.keeper_pid, self.lease.keeper_start_time_ticks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.lease.keeper_pid, signal.SIGTERM)
+        else:
+            self.kill_engine()
+
+    def withdraw(self) -> None:
+        """Make sure that no keeper starts from the orders that lie in the folder, now or later."""
+        with contextlib.suppress(OSError), try_lock(self.folder / LOCK_FILE) as ours:
+            if ours:
+                (self.folder / COMMAND_FILE).unlink(missing_ok=True)
+
+    def mark_ended(self) -> None:
+        """Leave only the spec, the logs and the last word; such a folder is nobody's worker any more."""
+        for name in (COMMAND_FILE, LEASE_FILE):
+            with contextlib.suppress(OSError):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the folder with its logs."""
+        shutil.rmtree(self.folder, ignore_errors=True)
