@@ -20,7 +20,7 @@ CORES_VARIABLE = "ISERVE_DEVICE_CORES"
 
 
 def cores_of(device_id: str, text: str | None = None) -> tuple[int, ...]:
-    """Cores of a CPU device, from ``text`` or the environment: ``cpu:0=0,1;cpu:1=2`` or JSON ``{"cpu:0": [0, 1]}``.
+    """Cores of a CPU device by ``text``, else by the environment: ``cpu:0=0,1;cpu:1=2`` or ``{"cpu:0": [0, 1]}``.
 
     Empty when nothing is said of the device: it is then not pinned.
 
@@ -40,9 +40,13 @@ def cores_of(device_id: str, text: str | None = None) -> tuple[int, ...]:
 
 
 class RankDevice:
-    """CUDA where torch has it and the device is not named as a CPU share; else a share of the CPU."""
+    """CUDA where torch has it and the device is not named as a CPU share; else a share of the CPU.
 
-    def __init__(self, device_id: str, rank: int, threads: int) -> None:
+    Args:
+        threads: of torch, on a CPU device of which no cores are given; None leaves torch's setting.
+    """
+
+    def __init__(self, device_id: str, rank: int, threads: int | None) -> None:
         self.is_cuda = torch.cuda.is_available() and not device_id.startswith("cpu")
         # The launcher lists a worker's GPUs in CUDA_VISIBLE_DEVICES in the order of its ranks.
         self.torch_device = torch.device("cuda", rank) if self.is_cuda else torch.device("cpu")
@@ -52,7 +56,9 @@ class RankDevice:
         cores = cores_of(device_id)
         if cores:
             _pin_process(cores)
-        torch.set_num_threads(len(cores) or threads)
+            threads = len(cores)
+        if threads:
+            torch.set_num_threads(threads)
 
     @property
     def counts_memory(self) -> bool:

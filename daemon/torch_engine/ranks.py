@@ -1,44 +1,121 @@
-"""Rank 0's side and the other ranks' side of running one model on several processes.
+"""A rank beyond the first: ``python -m daemon.torch_engine.ranks``, a child of rank 0 in its process group.
 
-Each further rank is ``python -m daemon.torch_engine.ranks``, a child of rank 0 in its process group. Orders and
-answers go over a socket pair as length-prefixed JSON (never pickle), tensors between ranks over torch.distributed.
-A child whose parent is gone ends at once: it holds the reading end of a pipe that only rank 0 can close.
+Does what rank 0 orders over the control socket; tensors go between ranks over torch.distributed. Ends at once when
+rank 0 is gone, however it went: the child holds the reading end of a pipe whose writing end only rank 0 has.
+(A parent-death signal would follow the thread that started the child, not the process.)
 """
 
 from __future__ import annotations
 
-import torch
+import argparse
+import datetime
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
 
-from daemon.torch_engine.rank_device import RankDevice
-from daemon.torch_engine.stage import RankTiming, Stage
-from daemon.torch_engine.steps import StepPlan
-from daemon.torch_engine.topology import LoadOrder, RankPlace, make_groups
+import torch.distributed as dist
+
+from daemon.torch_engine.rank_device import RankDevice, release_memory
+from daemon.torch_engine.rank_wire import Answer, Order, Verb, failure, receive_order, send_answer
+from daemon.torch_engine.stage import Stage
+from daemon.torch_engine.topology import RankPlace, make_groups
 from fingerprint.errors import EngineError
-from fingerprint.measurements import RankMemory
 
-__all__ = ["RankGroup"]
+__all__ = ["STEP_TIMEOUT_S", "join", "main"]
+
+STEP_TIMEOUT_S = 600.0  # longer than any single step; a rank that is alive but silent for so long is given up
 
 
-class RankGroup:
-    def __init__(self, place: RankPlace, device_ids: tuple[str, ...]) -> None:
-        if place.tp * place.pp > 1:
-            raise EngineError("several ranks are on their way")
-        self.serves = (place.tp, place.pp, device_ids)
-        self._place = place
-        self._device = RankDevice(device_ids[0], 0, torch.get_num_threads())
-        self._groups = make_groups(place)
+def join(place: RankPlace, device: RankDevice, store_path: Path) -> None:
+    """Enter the process group of all ranks; they meet at a file that only this user can reach.
 
-    def load(self, order: LoadOrder) -> Stage:
-        return Stage(order, self._place, self._groups, self._device)
+    Raises:
+        EngineError: the others did not come.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks are of one node: nothing listens beyond it
+    world = place.tp * place.pp
+    try:
+        dist.init_process_group(
+            device.backend,
+            store=dist.FileStore(str(store_path), world),
+            rank=place.rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=STEP_TIMEOUT_S),
+            device_id=device.torch_device if device.is_cuda else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise EngineError(f"rank {place.rank} could not join the other {world - 1}: {error}") from error
 
-    def step(self, stage: Stage, plan: StepPlan) -> tuple[torch.Tensor, tuple[RankTiming, ...]]:
-        logits, timing = stage.step(plan)
-        assert logits is not None
-        return logits, (timing,)
 
-    def memory(self, stage: Stage) -> tuple[RankMemory, ...]:
-        return (stage.memory(),)
+def main(argv: list[str]) -> int:
+    arguments = _parse(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
+    threading.Thread(target=_end_with_parent, args=(arguments.lifeline_fd,), daemon=True).start()
+    place = RankPlace(arguments.rank, arguments.tp, arguments.pp)
+    with socket.socket(fileno=arguments.control_fd) as control:
+        try:
+            device = RankDevice(arguments.device, place.rank, arguments.threads)
+            send_answer(control, Answer())  # imports are done: rank 0 may now wait in the rendezvous
+            join(place, device, arguments.store)
+            _serve(control, place, device)
+        except EOFError:
+            return 0
+        except Exception as error:
+            send_answer(control, failure(error))
+            raise
+    dist.destroy_process_group()
+    return 0
 
-    def unload(self) -> None: ...
 
-    def close(self) -> None: ...
+def _serve(control: socket.socket, place: RankPlace, device: RankDevice) -> None:
+    groups = make_groups(place)
+    stage: Stage | None = None
+    send_answer(control, Answer())
+    while True:
+        order: Order = receive_order(control)
+        if order.verb is Verb.STEP:
+            assert stage is not None
+            assert order.plan is not None
+            logits, timing = stage.step(order.plan)
+            shape = None if logits is None else (logits.shape[0], logits.shape[1])
+            send_answer(control, Answer(timing=timing, logits_shape=shape), logits)
+        elif order.verb is Verb.LOAD:
+            assert order.load is not None
+            try:
+                stage = Stage(order.load, place, groups, device)
+                answer = Answer()
+            except Exception as error:  # noqa: BLE001 - a load that fails leaves the rank fit for the next one
+                answer = failure(error)
+            send_answer(control, answer)
+        elif order.verb is Verb.MEMORY:
+            assert stage is not None
+            send_answer(control, Answer(memory=stage.memory()))
+        elif order.verb is Verb.UNLOAD:
+            stage = None
+            release_memory()
+            send_answer(control, Answer())
+        else:
+            return
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="daemon.torch_engine.ranks", description=__doc__)
+    for name in ("rank", "tp", "pp", "threads", "control-fd", "lifeline-fd"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--store", type=Path, required=True)
+    return parser.parse_args(argv)
+
+
+def _end_with_parent(lifeline_fd: int) -> None:
+    os.read(lifeline_fd, 1)  # returns when the last writing end is closed; nothing is ever written
+    time.sleep(0.2)  # a close that was ordered is done by now
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

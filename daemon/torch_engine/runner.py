@@ -13,8 +13,8 @@ import torch
 from daemon.engines.base import StageAssignment, WorkerLimits
 from daemon.torch_engine.batch import check_plan
 from daemon.torch_engine.formats import FORMATS
-from daemon.torch_engine.rank_device import RankDevice, release_memory
-from daemon.torch_engine.ranks import RankGroup
+from daemon.torch_engine.rank_device import release_memory
+from daemon.torch_engine.rank_group import RankGroup
 from daemon.torch_engine.stage import RankTiming, Stage
 from daemon.torch_engine.steps import StepPlan, StepResult
 from daemon.torch_engine.support import KV, MAX_PP, MAX_TP, PRUNING, WEIGHTS

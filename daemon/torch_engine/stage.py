@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from daemon.engines.base import WorkerLimits
 from daemon.torch_engine.activation_meter import ActivationMeter
 from daemon.torch_engine.batch import FlatBatch
-from daemon.torch_engine.rank_device import RankDevice
 from daemon.torch_engine.kv_cache import KvCache, kv_cache_bytes
+from daemon.torch_engine.rank_device import RankDevice
 from daemon.torch_engine.stage_model import StageModel, StageShape, read_source, tensor_bytes
 from daemon.torch_engine.steps import StepPlan
 from daemon.torch_engine.tensor_parallel import TensorParallel
@@ -78,7 +77,7 @@ class Stage:
         }
 
     def _make_inbox(self) -> torch.Tensor | None:
-        """Where hidden states of the stage before arrive: the pipeline's only buffer, on each rank that receives."""
+        """Where hidden states of the stage before arrive: the pipeline's only buffer."""
         if self._shape.is_first:
             return None
         size = (1, self._limits.max_batched_tokens, self._spec.hidden_size)
@@ -92,8 +91,8 @@ class Stage:
         need, room = weights + kv + buffers, order.limits.memory_bytes_per_device
         if need > room:
             raise EngineError(
-                f"stage {self._place.stage} needs {weights:,} bytes of weights, {kv:,} of KV cache and {buffers:,} "
-                f"of buffers, {need:,} in all; its limit is {room:,} per device: lower max_batch or the context, "
+                f"stage {self._place.stage} needs {weights:,} bytes of weights, {kv:,} of KV cache and "
+                f"{buffers:,} of buffers, {need:,} in all; its limit is {room:,} per device: lower max_batch or the context, "
                 "or use more devices"
             )
 

@@ -20,7 +20,8 @@ from fingerprint.errors import EngineError
 
 __all__ = ["TensorParallel"]
 
-_REPLICATED = {"replicated_with_grad_allreduce"}  # norms over one head: every rank needs all of it
+# Held whole by every rank: norms over one head, and the embedding (a look-up without a sum of the group after it).
+_REPLICATED = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 _OUT_DIM = {"colwise": 0, "colwise_gather_output": 0, "packed_colwise": 1}
 _IN_DIM = {"rowwise": -1}
 _SUM_AFTER = {"rowwise", "moe_tp_experts"}

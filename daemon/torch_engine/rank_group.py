@@ -1,0 +1,240 @@
+"""All ranks of one model as rank 0 sees them: started together, ordered together, ended together.
+
+A rank that dies or fails makes the order under way raise EngineError, and the whole group is ended: the survivors
+wait for the dead one's tensors and cannot be used again.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from daemon.torch_engine.rank_device import RankDevice
+from daemon.torch_engine.rank_wire import Answer, Order, Verb, encode, receive_answer
+from daemon.torch_engine.ranks import STEP_TIMEOUT_S, join
+from daemon.torch_engine.stage import RankTiming, Stage
+from daemon.torch_engine.steps import StepPlan
+from daemon.torch_engine.topology import LoadOrder, RankPlace, make_groups
+from fingerprint.errors import EngineError, IserveError
+from fingerprint.measurements import RankMemory
+
+__all__ = ["RankGroup"]
+
+_START_TIMEOUT_S = 120.0  # imports of torch and transformers, on a busy machine
+_END_TIMEOUT_S = 3.0
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+class _Child:
+    """One further rank's process, the control socket to it, and the pipe whose closing ends it."""
+
+    def __init__(self, place: RankPlace, device_id: str, store: Path, threads: int) -> None:
+        self.rank = place.rank
+        self.control, theirs = socket.socketpair()
+        lifeline_read, self._lifeline = os.pipe()
+        arguments = {
+            "rank": place.rank,
+            "tp": place.tp,
+            "pp": place.pp,
+            "device": device_id,
+            "store": store,
+            "threads": threads,
+            "control-fd": theirs.fileno(),
+            "lifeline-fd": lifeline_read,
+        }
+        argv = [f"--{name}={value}" for name, value in arguments.items()]
+        path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "daemon.torch_engine.ranks", *argv],
+                pass_fds=(theirs.fileno(), lifeline_read),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        finally:
+            theirs.close()
+            os.close(lifeline_read)
+        self.control.settimeout(_START_TIMEOUT_S)
+
+    def end(self, *, ordered: bool) -> None:
+        """``ordered``: it was told to close and gets a moment; otherwise it is killed."""
+        if not ordered:
+            self.process.kill()
+        self.control.close()
+        os.close(self._lifeline)
+        try:
+            self.process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class RankGroup:
+    """Ranks on ``device_ids``, rank 0 of them this process.
+
+    Raises:
+        EngineError: a rank did not come up, or this process has another group of several ranks.
+    """
+
+    def __init__(self, place: RankPlace, device_ids: tuple[str, ...]) -> None:
+        self.serves = (place.tp, place.pp, device_ids)
+        self._place = place
+        self._children: list[_Child] = []
+        self._folder: Path | None = None
+        self._joined = False
+        self._closed = False
+        world = len(device_ids)
+        threads = max(1, torch.get_num_threads() // world)
+        self._device = RankDevice(device_ids[0], 0, threads=None)
+        if world > 1:
+            if dist.is_initialized():
+                raise EngineError("this process runs a model on several ranks already; close that one first")
+            try:
+                self._start(device_ids, threads)
+            except IserveError:
+                self._end(ordered=False)
+                raise
+        self._groups = make_groups(place)
+        self._collect()
+
+    def _start(self, device_ids: tuple[str, ...], threads: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="iserve-ranks-"))
+        store = self._folder / "store"
+        for rank, device_id in enumerate(device_ids[1:], start=1):
+            place = RankPlace(rank, self._place.tp, self._place.pp)
+            self._children.append(_Child(place, device_id, store, threads))
+        self._collect()
+        join(self._place, self._device, store)
+        self._joined = True
+        if self._device.is_cuda:
+            for child in self._children:
+                threading.Thread(target=self._abort_when_gone, args=(child,), daemon=True).start()
+        for child in self._children:
+            child.control.settimeout(STEP_TIMEOUT_S)
+
+    def load(self, order: LoadOrder) -> Stage:
+        """Every rank loads its part. A load that is refused leaves the ranks alive for the next one."""
+        self._tell(Order(Verb.LOAD, load=order))
+        stage, failed = None, None
+        try:
+            stage = Stage(order, self._place, self._groups, self._device)
+        except IserveError as error:
+            failed = error
+        answers = self._collect(raise_errors=False)
+        for child, (answer, _) in zip(self._children, answers, strict=True):
+            failed = failed or answer.exception(child.rank)
+        if failed is not None or stage is None:
+            assert failed is not None
+            raise failed
+        return stage
+
+    def step(self, stage: Stage, plan: StepPlan) -> tuple[torch.Tensor, tuple[RankTiming, ...]]:
+        """Logits [items, vocab] and every rank's timing, by rank.
+
+        Raises:
+            EngineError: a rank is gone, failed, or out of memory; the group is then ended.
+        """
+        self._tell(Order(Verb.STEP, plan=plan))
+        try:
+            logits, timing = stage.step(plan)
+        except (
+            RuntimeError,
+            MemoryError,
+        ) as error:  # torch's out-of-memory and torch.distributed's are among them
+            self._end(ordered=False)
+            raise EngineError(f"a step failed on rank 0: {error}") from error
+        timings = [timing]
+        for answer, theirs in self._collect():
+            assert answer.timing is not None
+            timings.append(answer.timing)
+            logits = theirs if theirs is not None else logits
+        assert logits is not None
+        return logits, tuple(timings)
+
+    def memory(self, stage: Stage) -> tuple[RankMemory, ...]:
+        self._tell(Order(Verb.MEMORY))
+        others = [answer.memory for answer, _ in self._collect()]
+        return (stage.memory(), *(memory for memory in others if memory is not None))
+
+    def unload(self) -> None:
+        """Drop what is loaded on the other ranks."""
+        self._tell(Order(Verb.UNLOAD))
+        self._collect()
+
+    def close(self) -> None:
+        """End the other ranks. Safe to call twice."""
+        if not self._closed:
+            with suppress(EngineError):
+                self._tell(Order(Verb.CLOSE))
+            self._end(ordered=True)
+
+    def _tell(self, order: Order) -> None:
+        if self._closed:
+            raise EngineError("the ranks of this model have ended; load it again")
+        message = encode(order)
+        try:
+            for child in self._children:
+                child.control.sendall(message)
+        except OSError as error:
+            raise self._lost(child, error) from error
+
+    def _collect(self, *, raise_errors: bool = True) -> list[tuple[Answer, torch.Tensor | None]]:
+        """One answer of each child, by rank; whoever answers first is read first, so that a death is seen at once."""
+        answers: dict[int, tuple[Answer, torch.Tensor | None]] = {}
+        with selectors.DefaultSelector() as selector:
+            for child in self._children:
+                selector.register(child.control, selectors.EVENT_READ, child)
+            while len(answers) < len(self._children):
+                ready = selector.select(STEP_TIMEOUT_S)
+                if not ready:
+                    self._end(ordered=False)
+                    raise EngineError(f"a rank has not answered for {STEP_TIMEOUT_S:.0f} s")
+                for key, _ in ready:
+                    child = key.data
+                    try:
+                        answers[child.rank] = receive_answer(child.control)
+                    except (OSError, EOFError) as error:
+                        raise self._lost(child, error) from error
+                    selector.unregister(child.control)
+                    failed = answers[child.rank][0].exception(child.rank) if raise_errors else None
+                    if failed is not None:
+                        self._end(ordered=False)
+                        raise failed
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _lost(self, child: _Child, error: Exception) -> EngineError:
+        """A child is gone: end the group and say how it went."""
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(1.0)  # its exit code says how it went
+        code = child.process.poll()
+        self._end(ordered=False)
+        how = "is not answering" if code is None else f"ended with exit code {code}"
+        return EngineError(f"rank {child.rank} (pid {child.process.pid}) {how} ({error}); see the worker's log")
+
+    def _end(self, *, ordered: bool) -> None:
+        self._closed = True
+        for child in self._children:
+            child.end(ordered=ordered)
+        self._children = []
+        if self._joined:
+            self._joined = False
+            dist.destroy_process_group()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _abort_when_gone(self, child: _Child) -> None:
+        """A kernel that waits for a dead peer's data never ends by itself; gloo's calls do."""
+        child.process.wait()
+        if not self._closed:
+            dist.group.WORLD._get_backend(self._device.torch_device).abort()
