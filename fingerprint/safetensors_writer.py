@@ -54,13 +54,20 @@ def new_directory(target: Path, *, needed_bytes: int) -> Iterator[Path]:
             )
         part.mkdir()
         yield part
-        os.rename(part, target)
+        _appear(part, target)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
         if isinstance(error, OSError):
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # someone else finished the same name first
-                raise _taken(target) from error
             raise CheckpointError(f"cannot write {target}: {error}; nothing was kept") from error
+        raise
+
+
+def _appear(part: Path, target: Path) -> None:
+    try:
+        os.rename(part, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # someone else finished the same name first
+            raise _taken(target) from error
         raise
 
 
