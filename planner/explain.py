@@ -27,7 +27,6 @@ from planner.plan import (
     NoRoom,
     Ranked,
     Relaxation,
-    Violation,
     WhyNot,
 )
 from planner.queueing import MODEL_NAME, md1_largest_utilisation
@@ -61,13 +60,17 @@ def explain(
     if chosen is not None:
         return WhyNot(better)
     able = [ranked for ranked in ordered if ranked.refusal is None and ranked.estimate is not None]
+    alone: dict[LimitKind, list[Ranked]] = {limit: [] for limit in LimitKind}
+    for ranked in able:
+        if len(ranked.violations) == 1:
+            alone[ranked.violations[0].limit].append(ranked)
     room = _Room(fits)
     relaxations = [
-        *(_numeric(limit, able, room, cost_unit) for limit in _NUMERIC),
+        *(_numeric(limit, alone[limit], room, cost_unit) for limit in _NUMERIC),
         _rate(able, intent, room),
-        _quality(able, room),
-        _memory(able),
-        *(_elsewhere(able, other) for other in what_if),
+        _quality(alone[LimitKind.QUALITY], room),
+        _memory(alone[LimitKind.MEMORY]),
+        *(_elsewhere(alone[LimitKind.MEMORY], other) for other in what_if),
     ]
     return WhyNot(better, _nearest(able, room), tuple(r for r in relaxations if r is not None))
 
@@ -122,21 +125,12 @@ def _rounded(value: float, how: Callable[[Fraction], int]) -> float:
     return float(how(exact / step) * step)
 
 
-def _only(ranked: Ranked, limit: LimitKind) -> Violation | None:
-    """The violation of ``limit`` when it is the only one."""
-    if len(ranked.violations) == 1 and ranked.violations[0].limit is limit:
-        return ranked.violations[0]
-    return None
-
-
-def _numeric(limit: LimitKind, able: Sequence[Ranked], room: _Room, cost_unit: str) -> Relaxation | None:
-    single = [(violation, ranked) for ranked in able if (violation := _only(ranked, limit)) is not None]
-    single.sort(key=lambda pair: pair[0].actual)  # stable: of equals the better-ranked
-    best = room.first([ranked for _, ranked in single])
+def _numeric(limit: LimitKind, alone: Sequence[Ranked], room: _Room, cost_unit: str) -> Relaxation | None:
+    """The smallest change of ``limit`` that admits one of ``alone``, which miss nothing else."""
+    best = room.first(sorted(alone, key=_actual))  # stable: of equals the better-ranked
     if best is None:
         return None
-    allowed, actual = best.violations[0].allowed, best.violations[0].actual
-    needed = _up(actual)
+    allowed, needed = best.violations[0].allowed, _up(_actual(best))
     unit = cost_unit if limit is LimitKind.BUDGET else "s"
     text = f"{limit}={allowed:g} -> {needed:g} {unit} would admit {best.config}"
     return Relaxation(limit, allowed, needed, best.config, best.objective, text)
@@ -165,67 +159,64 @@ def _rate(able: Sequence[Ranked], intent: Intent, room: _Room) -> Relaxation | N
     return None
 
 
-def _quality(able: Sequence[Ranked], room: _Room) -> Relaxation | None:
-    single = [
-        (violation, ranked) for ranked in able if (violation := _only(ranked, LimitKind.QUALITY)) is not None
-    ]
-    single.sort(key=lambda pair: pair[0].actual)
-    best = room.first([ranked for _, ranked in single])
+def _quality(alone: Sequence[Ranked], room: _Room) -> Relaxation | None:
+    """The strictest quality that admits one of ``alone``, and the best-ranked of those."""
+    best = room.first(sorted(alone, key=_actual))
     if best is None:
         return None
-    allowed, needed = best.violations[0].allowed, best.violations[0].actual
+    allowed, needed = best.violations[0].allowed, _actual(best)
     text = f"quality={QUALITIES[int(allowed)]} -> {QUALITIES[int(needed)]} would admit {best.config}"
     return Relaxation(LimitKind.QUALITY, allowed, needed, best.config, best.objective, text)
 
 
-def _memory(able: Sequence[Ranked]) -> Relaxation | None:
+def _memory(alone: Sequence[Ranked]) -> Relaxation | None:
     """The smallest addition of free memory on the GPUs there are."""
-    short = [ranked for ranked in able if ranked.no_room is not None and ranked.no_room.missing_gpus == 0]
-    best = min(short, key=lambda ranked: ranked.violations[0].actual, default=None)
+    short = (
+        ranked
+        for ranked in alone
+        if (room := ranked.no_room) is not None and room.missing_gpus == 0 < room.shortfall_bytes
+    )
+    best = min(short, key=_actual, default=None)
     if best is None:
         return None
-    missing = best.violations[0].actual
+    missing = _actual(best)
     text = f"{_up(missing / GIB):g} GiB more free memory on each GPU would admit {best.config}"
     return Relaxation(LimitKind.MEMORY, 0.0, missing, best.config, best.objective, text)
 
 
-def _elsewhere(able: Sequence[Ranked], other: WhatIf) -> Relaxation | None:
+def _elsewhere(alone: Sequence[Ranked], other: WhatIf) -> Relaxation | None:
     """The best candidate that only memory refuses here and that fits the other cluster."""
-    for ranked in able:
-        if ranked.no_room is None or ranked.estimate is None:
-            continue
-        if not isinstance(other.fits(ranked.estimate), NoRoom):
-            missing = ranked.violations[0].actual
+    for ranked in alone:
+        if ranked.estimate is not None and not isinstance(other.fits(ranked.estimate), NoRoom):
             text = f"{other.label} would admit {ranked.config}"
-            return Relaxation(LimitKind.MEMORY, 0.0, missing, ranked.config, ranked.objective, text)
+            return Relaxation(LimitKind.MEMORY, 0.0, _actual(ranked), ranked.config, ranked.objective, text)
     return None
 
 
 def _distance(ranked: Ranked) -> tuple[float, float]:
     """(quality steps, sum of |ln ratio|) of what ``ranked`` violates, memory apart."""
-    steps = sum(v.actual - v.allowed for v in ranked.violations if v.limit is LimitKind.QUALITY)
-    numeric = (v for v in ranked.violations if v.limit not in {LimitKind.QUALITY, LimitKind.MEMORY})
-    return steps, sum(abs(math.log(v.actual / v.allowed)) for v in numeric)
+    steps = ratios = 0.0
+    for limit, allowed, actual, _ in ranked.violations:
+        if limit is LimitKind.QUALITY:
+            steps += actual - allowed
+        elif limit is not LimitKind.MEMORY:
+            ratios += abs(math.log(actual / allowed))
+    return steps, ratios
 
 
 def _nearest(able: Sequence[Ranked], room: _Room) -> Nearest | None:
-    if not able:
-        return None
     best = room.first(sorted(able, key=_distance))
     if best is not None:
         text = f"{best.config} comes nearest: {best.reason}"
         return Nearest(best.config, best.objective, best.violations, text)
-    short = [ranked for ranked in able if ranked.no_room is not None]
+    short = [(r.no_room.missing_gpus, _actual(r), i) for i, r in enumerate(able) if r.no_room is not None]
     if not short:
         return None
-    least = min(short, key=lambda ranked: (ranked.no_room.missing_gpus if ranked.no_room else 0, _missing(ranked)))
-    return Nearest(
-        least.config,
-        least.objective,
-        least.violations,
-        f"nothing fits the free memory; {least.config} is the least short of it: {least.reason}",
-    )
+    least = able[min(short)[2]]
+    text = f"nothing fits the free memory; {least.config} is the least short of it: {least.reason}"
+    return Nearest(least.config, least.objective, least.violations, text)
 
 
-def _missing(ranked: Ranked) -> float:
+def _actual(ranked: Ranked) -> float:
+    """What the only limit that ``ranked`` misses would have to be."""
     return ranked.violations[0].actual

@@ -19,7 +19,7 @@ Array = npt.NDArray[np.float64]
 _SERIES_TERMS = 4  # beyond, the tail is exact enough (below) and the alternating series begins to cancel
 _TAIL_STEPS = 50
 _QUANTILE_STEPS = 4
-_BISECTIONS = 50
+_BISECTIONS = 30
 
 
 def md1_wait_cdf(utilisation: Array, wait: Array) -> Array:

@@ -1,0 +1,106 @@
+"""What an intent accepts, and what each quality allows."""
+
+from __future__ import annotations
+
+import pytest
+
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.errors import ConfigError
+from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, parse_slo, quality_needed
+
+
+def test_defaults_are_the_contract_s() -> None:
+    intent = Intent()
+    assert (intent.kind, intent.cost_model, intent.quality) == ("min-cost", "memory-latency", "near")
+    assert intent.percentile == 95
+    assert (intent.slo, intent.budget, intent.rate_per_s) == (None, None, None)
+
+
+def test_names_are_the_command_line_s() -> None:
+    assert {str(kind) for kind in IntentKind} == {
+        "min-latency",
+        "min-cost",
+        "min-memory",
+        "min-gpu-hours",
+        "max-throughput",
+        "min-energy",
+        "latency-slo",
+        "cost-slo",
+    }
+    assert {str(model) for model in CostModel} == {"memory-latency", "memory", "gpu-hours", "dollars"}
+    assert [str(quality) for quality in Quality] == ["exact", "near", "any"], "strictest first"
+
+
+@pytest.mark.parametrize(
+    ("text", "slo"),
+    [
+        ("ttft=0.5,tpot=0.05,e2e=10", Slo(ttft_s=0.5, tpot_s=0.05, e2e_s=10.0)),
+        ("e2e=1e1", Slo(e2e_s=10.0)),
+        (" ttft = 2 , tpot=1,", Slo(ttft_s=2.0, tpot_s=1.0)),
+    ],
+)
+def test_slo_is_read(text: str, slo: Slo) -> None:
+    assert parse_slo(text) == slo
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "at least one"),
+        (",", "at least one"),
+        ("ttft", "'ttft' is not one of"),
+        ("itl=0.1", "'itl=0.1' is not one of"),
+        ("ttft=1,ttft=2", "given twice"),
+        ("ttft=fast", "'fast'"),
+        ("ttft=", "''"),
+        ("ttft=0", "positive"),
+        ("ttft=-1", "-1"),
+        ("tpot=nan", "nan"),
+        ("e2e=inf", "inf"),
+        ("e2e=1e999", "inf"),
+    ],
+)
+def test_slo_refuses(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_slo(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"kind": IntentKind.LATENCY_SLO}, "latency-slo needs an SLO"),
+        ({"kind": IntentKind.COST_SLO}, "cost-slo needs a budget"),
+        ({"percentile": 0.0}, "percentile"),
+        ({"percentile": 100.0}, "percentile"),
+        ({"percentile": float("nan")}, "percentile"),
+        ({"rate_per_s": 0.0}, "rate"),
+        ({"rate_per_s": float("nan")}, "rate"),
+        ({"rate_per_s": float("inf")}, "rate"),
+        ({"budget": -1.0}, "budget"),
+        ({"budget": float("nan")}, "budget"),
+    ],
+)
+def test_intent_refuses(options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Intent(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv", "pruning", "needed"),
+    [
+        ("16bit", "16bit", "none", Quality.EXACT),
+        ("16bit", "int8", "none", Quality.NEAR),
+        ("16bit", "fp8", "none", Quality.NEAR),
+        ("int8", "16bit", "none", Quality.NEAR),
+        ("int8", "int8", "none", Quality.NEAR),
+        ("fp8", "fp8", "none", Quality.NEAR),
+        ("int4", "16bit", "none", Quality.ANY),
+        ("gptq4", "int8", "none", Quality.ANY),
+        ("16bit", "16bit", "wanda-2:4", Quality.ANY),
+        ("16bit", "16bit", "sparsegpt", Quality.ANY),
+        ("16bit", "16bit", "llm-pruner-25", Quality.ANY),
+    ],
+)
+def test_quality_needed(weights: str, kv: str, pruning: str, needed: Quality) -> None:
+    config = DeploymentConfig(weights=WeightFormat(weights), kv=KvFormat(kv), pruning=Pruning(pruning))
+    assert quality_needed(config) is needed
