@@ -123,8 +123,6 @@ async def _serve(
         await asyncio.wait({drain, asyncio.create_task(hurry.wait())}, return_when=asyncio.FIRST_COMPLETED)
     else:
         code = _exit_code(error)
-        if not isinstance(error, IserveError):
-            _log.error("the worker has a bug, or met something new", exc_info=error)
         exit_codes.report_failure(folder, error)
         await asyncio.sleep(_LAST_FRAMES_S)
     closed = await asyncio.to_thread(worker.engine.close, _CLOSE_LIMIT_S)
@@ -148,6 +146,8 @@ async def _until_over(
         if tasks["start"] in done:
             error = tasks["start"].exception()
             if error is not None:
+                if not isinstance(error, IserveError):
+                    _log.error("not ready, for a reason nobody foresaw", exc_info=error)
                 return error
             _log.info("ready")
         if tasks["stop"] in done or tasks["lease"] in done:

@@ -121,6 +121,7 @@ class Engine:
         self._state = EngineState.LOADING
         self._stopping = False
         self._stages: tuple[StageAssignment, ...] = ()
+        self._limits: WorkerLimits | None = None
         self._totals = Totals()
         self._memory: tuple[RankMemory, ...] = ()
         self._memory_at_s = 0.0
@@ -140,6 +141,11 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         return self._runner.vocab_size
+
+    @property
+    def limits(self) -> WorkerLimits | None:
+        """Of what is loaded; None while nothing is."""
+        return self._limits
 
     @property
     def has_work(self) -> bool:
@@ -167,7 +173,7 @@ class Engine:
             with self._wake:
                 if self._live:
                     raise ConflictError(f"{len(self._live)} sequences are running; load when the engine is idle")
-                self._scheduler = None
+                self._scheduler = self._limits = None
             self._runner.load(checkpoint, config, stages, limits)
             scheduler = Scheduler(
                 max_batch=limits.max_batch,
@@ -176,16 +182,16 @@ class Engine:
                 max_waiting=MAX_WAITING,
             )
             with self._wake:
-                self._scheduler, self._stages = scheduler, stages
+                self._scheduler, self._stages, self._limits = scheduler, stages, limits
                 num_ranks = sum(len(stage.device_ids) for stage in stages)
                 self._totals = replace(self._totals, busy_s=self._totals.busy_s or (0.0,) * num_ranks)
             self._read_memory()
 
-        return self._call(replace_model)
+        return self.call(replace_model)
 
     def memory(self) -> Future[tuple[RankMemory, ...]]:
         """A fresh reading, made between two steps."""
-        return self._call(self._read_memory)
+        return self.call(self._read_memory)
 
     def submit(self, requests: Sequence[SequenceRequest]) -> tuple[int, ...]:
         """Queue all of ``requests`` at once, or none; returns their ids.
@@ -235,7 +241,7 @@ class Engine:
         """A consistent account; memory as last read, refreshed in the background."""
         if time.perf_counter() - self._memory_at_s > _MEMORY_REFRESH_S and self._scheduler is not None:
             self._memory_at_s = time.perf_counter()
-            self._call(self._read_memory)
+            self.call(self._read_memory)
         with self._wake:
             scheduler, totals = self._scheduler, self._totals
             room = scheduler.max_batch * scheduler.max_context_tokens if scheduler else 0
@@ -255,7 +261,7 @@ class Engine:
                 memory=self._memory,
             )
 
-    def _call(self, function: Callable[[], T]) -> Future[T]:
+    def call(self, function: Callable[[], T]) -> Future[T]:
         """Run ``function`` in the engine's thread, between two steps."""
         future: Future[T] = Future()
         with self._wake:

@@ -1,0 +1,236 @@
+"""Profiling an engine that is another process: ``fingerprint.measurements.ProfileTarget`` over a worker's HTTP.
+
+Synchronous, from any plain thread, with the standard library only. How a worker is started is the caller's.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.torch_engine.profile_messages import ProfileError, ProfileLoad, ProfileRun
+from fingerprint import errors
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
+from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError
+from fingerprint.measurements import MachineInfo, RankMemory, RunReading
+
+__all__ = ["WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
+
+_MAX_ANSWER_BYTES = 4 * 2**20
+_POLL_S = 0.05
+_HEALTH_TIMEOUT_S = 2.0
+
+T = TypeVar("T")
+
+
+class WorkerHandle(Protocol):
+    """A worker that was launched for this target and nobody else."""
+
+    url: str  # http://127.0.0.1:PORT
+
+    def failure(self) -> str | None:
+        """Why it has ended or was given up; None while it may still come up or serves."""
+        ...
+
+    def stop(self) -> None:
+        """End it and wait until its memory is free. Safe to call twice."""
+        ...
+
+
+class WorkerProfileTarget:
+    """An engine on some devices, measured through workers launched with ``profiling: true``.
+
+    :meth:`machine` launches one for tp=1, pp=1 and keeps it for the next :meth:`open` of that degree; use the
+    target as a context manager, or :meth:`close` it, so that it never remains.
+
+    Args:
+        launch: starts a worker from its spec (port 0: the launcher chooses) and returns at once.
+        checkpoint: the model that is profiled; a profiling worker loads nothing of it by itself.
+        device_ids: devices that may be used, in the order in which stages take them.
+        limits: ``max_batched_tokens`` and ``memory_bytes_per_device`` hold for all loads; each load says the rest.
+        start_timeout_s, call_timeout_s: for a worker to answer at all, and for one load or run.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[WorkerSpec], WorkerHandle],
+        *,
+        checkpoint: Path,
+        device_ids: Sequence[str],
+        limits: WorkerLimits,
+        engine: str = "torch",
+        start_timeout_s: float = 300.0,
+        call_timeout_s: float = 600.0,
+    ) -> None:
+        self.engine = engine
+        self._launch = launch
+        self._checkpoint = checkpoint
+        self._device_ids = tuple(device_ids)
+        self._limits = limits
+        self._start_timeout_s = start_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._machine: MachineInfo | None = None
+        self._spare: WorkerProfileSession | None = None
+
+    def __enter__(self) -> WorkerProfileTarget:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker that :meth:`machine` kept, if nobody opened it. Safe to call twice."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
+
+    def machine(self) -> MachineInfo:
+        if self._machine is None:
+            session = self.open(tp=1, pp=1)
+            try:
+                found = session.machine()
+            except BaseException:
+                session.close()
+                raise
+            self._machine = replace(found, num_devices=len(self._device_ids))
+            self._spare = session
+        return self._machine
+
+    def open(self, *, tp: int, pp: int) -> WorkerProfileSession:
+        if (tp, pp) == (1, 1) and self._spare is not None:
+            session, self._spare = self._spare, None
+            return session
+        self.close()  # its devices may be needed
+        if tp * pp > len(self._device_ids):
+            raise InfeasibleError(f"tp={tp}, pp={pp} needs {tp * pp} devices, {len(self._device_ids)} may be used")
+        spec = WorkerSpec(
+            worker_id=f"profile-{tp}-{pp}-{uuid.uuid4().hex[:8]}",
+            served_model=self._checkpoint.name or "profile",
+            checkpoint=str(self._checkpoint),
+            config=DeploymentConfig(tp=tp, pp=pp, engine=self.engine),
+            stages=tuple(
+                StageAssignment(device_ids=self._device_ids[first : first + tp], num_layers=1)
+                for first in range(0, tp * pp, tp)
+            ),
+            limits=self._limits,
+            profiling=True,
+        )
+        session = WorkerProfileSession(self._launch(spec), self._call_timeout_s)
+        try:
+            session.wait_ready(self._start_timeout_s)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+
+class WorkerProfileSession:
+    """``fingerprint.measurements.ProfileSession`` on one worker; :meth:`close` always ends it."""
+
+    def __init__(self, handle: WorkerHandle, call_timeout_s: float) -> None:
+        self._handle = handle
+        self._call_timeout_s = call_timeout_s
+        self._closed = False
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Until ``/health`` says 200.
+
+        Raises:
+            EngineError: the worker has ended, or took longer than ``timeout_s``.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            self._check_alive()
+            try:
+                status, _ = self._exchange("GET", "/health", None, _HEALTH_TIMEOUT_S)
+            except (OSError, http.client.HTTPException):
+                status = 0
+            if status == 200:
+                return
+            if time.monotonic() > end_s:
+                raise EngineError(f"the worker at {self._handle.url} was not ready after {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def load(
+        self,
+        checkpoint: Path,
+        *,
+        weights: WeightFormat,
+        kv: KvFormat,
+        layers_per_stage: tuple[int, ...],
+        max_batch: int,
+        max_context_tokens: int,
+    ) -> None:
+        order = ProfileLoad(
+            checkpoint=str(checkpoint),
+            weights=weights,
+            kv=kv,
+            layers_per_stage=layers_per_stage,
+            max_batch=max_batch,
+            max_context_tokens=max_context_tokens,
+        )
+        self._call("POST", "/profile/load", order, dict[str, str])
+
+    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
+        order = ProfileRun(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
+        return self._call("POST", "/profile/run", order, RunReading)
+
+    def memory(self) -> tuple[RankMemory, ...]:
+        return self._call("GET", "/profile/memory", None, tuple[RankMemory, ...])
+
+    def machine(self) -> MachineInfo:
+        return self._call("GET", "/profile/machine", None, MachineInfo)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._handle.stop()
+
+    def _check_alive(self) -> None:
+        failure = self._handle.failure()
+        if failure is not None:
+            raise EngineError(failure)
+
+    def _call(self, method: str, path: str, order: object, kind: type[T]) -> T:
+        """One request, its answer as ``kind``.
+
+        Raises:
+            IserveError: the class that the worker named; EngineError when it does not answer in time or at all.
+        """
+        try:
+            status, body = self._exchange(method, path, order, self._call_timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            self._check_alive()
+            raise EngineError(f"{path} of the worker at {self._handle.url} gave no answer: {error!r}") from error
+        try:
+            if status == 200:
+                return from_json(body, kind, what=f"the answer of {path}")
+            told = from_json(body, ProfileError, what=f"the answer of {path}")
+        except BadInputError as error:  # not the caller's input: the worker's word
+            raise EngineError(f"the worker answered {status}: {error}") from error
+        named = getattr(errors, told.error, None)
+        is_ours = isinstance(named, type) and issubclass(named, IserveError)
+        raise (named if is_ours else EngineError)(told.message)
+
+    def _exchange(self, method: str, path: str, order: object, timeout_s: float) -> tuple[int, bytes]:
+        """No proxy is ever asked; a new connection each time, so that nothing is left half-read."""
+        where = urlsplit(self._handle.url)
+        connection = http.client.HTTPConnection(where.hostname or "127.0.0.1", where.port, timeout=timeout_s)
+        try:
+            body = None if order is None else to_json(order)
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read(_MAX_ANSWER_BYTES)
+        finally:
+            connection.close()

@@ -1,0 +1,214 @@
+"""The profiling routes: load fingerprints one after the other, run bursts, read memory and the machine.
+
+A burst goes through the same scheduler and loop as every request, so that the host's part is the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import pynvml
+import torch
+from aiohttp import web
+
+from daemon.engines.torch import TorchEngine
+from daemon.torch_engine.device import measure_device
+from daemon.torch_engine.engine import Engine, Finish, SequenceRequest
+from daemon.torch_engine.profile_messages import ProfileError, ProfileLoad, ProfileRun
+from daemon.torch_engine.rank_device import RankDevice, cores_of
+from daemon.torch_engine.sampling import SamplingParams
+from fingerprint.codec import from_json, to_json
+from fingerprint.errors import (
+    BadInputError,
+    ConfigError,
+    ConflictError,
+    EngineError,
+    IserveError,
+    UnavailableError,
+)
+from fingerprint.measurements import MachineInfo, RunReading
+
+if TYPE_CHECKING:
+    from daemon.torch_engine.server import Worker
+
+__all__ = ["dummy_requests", "profile_routes"]
+
+T = TypeVar("T")
+
+
+def profile_routes(worker: Worker) -> Iterable[web.RouteDef]:
+    """The routes of a worker that was started with ``profiling``. One of them at a time; a second gets 409."""
+    busy = asyncio.Lock()
+
+    def route(answer: Callable[[bytes], Awaitable[object]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            try:
+                if busy.locked():
+                    raise ConflictError("another profiling request is under way; send one at a time")
+                async with busy:
+                    return _json(await answer(await request.read()), 200)
+            except IserveError as error:
+                return _json(ProfileError(type(error).__name__, str(error)), _status(error))
+
+        return handle
+
+    async def load(body: bytes) -> object:
+        await _load(worker, from_json(body, ProfileLoad, what="the body"))
+        return {}
+
+    async def run(body: bytes) -> object:
+        return await _run(worker, from_json(body, ProfileRun, what="the body"))
+
+    async def memory(body: bytes) -> object:
+        return await _in_engine(worker.engine.memory())
+
+    async def machine(body: bytes) -> object:
+        return await _in_engine(worker.engine.call(lambda: _machine(worker)))
+
+    return (
+        web.post("/profile/load", route(load)),
+        web.post("/profile/run", route(run)),
+        web.get("/profile/memory", route(memory)),
+        web.get("/profile/machine", route(machine)),
+    )
+
+
+def dummy_requests(run: ProfileRun, vocab_size: int) -> list[SequenceRequest]:
+    """Random prompts, the same for the same run; greedy, and nothing ends them but their length."""
+    random = np.random.default_rng((run.batch, run.input_tokens))
+    prompts = random.integers(0, vocab_size, size=(run.batch, run.input_tokens))
+    return [
+        SequenceRequest(
+            prompt=tuple(prompt), max_tokens=run.output_tokens, sampling=SamplingParams(temperature=0.0)
+        )
+        for prompt in prompts.tolist()
+    ]
+
+
+async def _load(worker: Worker, order: ProfileLoad) -> None:
+    spec = worker.spec
+    if len(order.layers_per_stage) != spec.config.pp:
+        raise ConfigError(f"layers for {len(order.layers_per_stage)} stages, the worker has pp={spec.config.pp}")
+    stages = tuple(
+        replace(stage, num_layers=layers)
+        for stage, layers in zip(spec.stages, order.layers_per_stage, strict=True)
+    )
+    limits = replace(
+        spec.limits,
+        max_batch=order.max_batch,
+        max_context_tokens=order.max_context_tokens,
+        kv_tokens=order.max_batch * order.max_context_tokens,
+    )
+    config = replace(spec.config, weights=order.weights, kv=order.kv)
+    await _in_engine(worker.engine.load(Path(order.checkpoint), config, stages, limits))
+
+
+async def _run(worker: Worker, run: ProfileRun) -> RunReading:
+    """All of the burst is queued at once; its end is when the engine had sampled the last token."""
+    engine = worker.engine
+    _check_room(engine, run)
+    requests = dummy_requests(run, engine.vocab_size)
+    before = engine.totals
+    start_s = end_s = time.perf_counter()
+    stream = worker.streams.open(engine, requests)
+    try:
+        async for event in stream.events():
+            if event.finish is Finish.ERROR:
+                raise EngineError(f"the run broke off: {event.error}")
+            end_s = event.at_s
+    finally:
+        stream.close()
+    after = engine.totals
+    e2e_s, device_s = end_s - start_s, after.device_s - before.device_s
+    sm_clock_mhz, power_w = _gpu_state()
+    return RunReading(
+        e2e_s=e2e_s,
+        device_s=device_s,
+        host_s=max(0.0, e2e_s - device_s),
+        handover_s=after.handover_s - before.handover_s,
+        sm_clock_mhz=sm_clock_mhz,
+        power_w=power_w,
+    )
+
+
+def _check_room(engine: Engine, run: ProfileRun) -> None:
+    limits = engine.limits
+    if limits is None:
+        raise UnavailableError("nothing is loaded; POST /profile/load first")
+    if run.batch > limits.max_batch:
+        raise ConfigError(f"a burst of {run.batch} does not run at once: loaded with max_batch={limits.max_batch}")
+    if run.input_tokens + run.output_tokens > limits.max_context_tokens:
+        raise ConfigError(
+            f"{run.input_tokens} + {run.output_tokens} tokens exceed the {limits.max_context_tokens} "
+            "that was loaded for"
+        )
+    if engine.has_work:
+        raise ConflictError("the engine is not idle")
+
+
+async def _in_engine(future: Awaitable[T] | object) -> T:
+    """The result of a call in the engine's thread, torch's own errors as EngineError."""
+    try:
+        return await asyncio.wrap_future(future)  # type: ignore[arg-type]
+    except (MemoryError, RuntimeError) as error:
+        raise EngineError(f"{type(error).__name__}: {error}") from error
+
+
+def _machine(worker: Worker) -> MachineInfo:
+    device_ids = [device for stage in worker.spec.stages for device in stage.device_ids]
+    RankDevice(device_ids[0], 0, None)  # pins this process to its share, as a load would
+    return MachineInfo(
+        device=measure_device(memory_bytes=worker.spec.limits.memory_bytes_per_device),
+        num_devices=len(device_ids),
+        cores_per_device=len(cores_of(device_ids[0])) or len(os.sched_getaffinity(0)),
+        cpu_model=_cpu_model(),
+        driver=_driver(),
+        versions=(*TorchEngine().versions(), ("python", platform.python_version())),
+    )
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _driver() -> str | None:
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+
+
+def _gpu_state() -> tuple[float | None, float | None]:
+    """SM clock in MHz and power in W of the first device, just after a run; None where there is no NVML."""
+    if not torch.cuda.is_available():
+        return None, None
+    try:
+        return float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1000
+    except (pynvml.NVMLError, RuntimeError, ModuleNotFoundError):
+        return None, None
+
+
+def _json(value: object, status: int) -> web.Response:
+    return web.Response(body=to_json(value), status=status, content_type="application/json")
+
+
+def _status(error: IserveError) -> int:
+    for kind, status in ((BadInputError, 400), (ConflictError, 409), (UnavailableError, 503)):
+        if isinstance(error, kind):
+            return status
+    return 500

@@ -1,0 +1,49 @@
+"""Bodies of the profiling routes, for both ends; imports neither torch nor a web library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.errors import ConfigError
+
+__all__ = ["ProfileError", "ProfileLoad", "ProfileRun"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileLoad:
+    """``POST /profile/load``: replace what is loaded. Answers ``{}``."""
+
+    checkpoint: str
+    weights: WeightFormat
+    kv: KvFormat
+    layers_per_stage: tuple[int, ...]
+    max_batch: int
+    max_context_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_context_tokens"):
+            if not 1 <= getattr(self, name) <= 100_000_000:
+                raise ConfigError(f"{name} must be between 1 and 100,000,000, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileRun:
+    """``POST /profile/run``: one burst of dummy requests. Answers a ``RunReading``."""
+
+    batch: int
+    input_tokens: int
+    output_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "input_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileError:
+    """The body of every answer that is not 200: a class of ``fingerprint.errors`` by name."""
+
+    error: str
+    message: str
