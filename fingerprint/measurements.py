@@ -54,7 +54,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPoint:
-    """Memory of one fingerprint, loaded and run. Two points of one fingerprint differ in ``max_batched_tokens``."""
+    """Memory of one fingerprint, loaded and run; its points differ in ``max_batched_tokens``."""
 
     num_layers: int
     tp: int

@@ -1,0 +1,233 @@
+"""The default estimator: fingerprints where they reach, the roofline's ratios where they do not.
+
+Memory is M2's and latency L2's. What neither reaches (a weight or KV format, a degree, a batch or length that was
+not run) is the nearest measured point times ``roofline(asked) / roofline(nearest)``, source ``scaled``, with the
+measurement's and the roofline's intervals combined. So no number of a ranking is the roofline's alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fingerprint.config import DeploymentConfig, Pruning, Workload
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
+from fingerprint.estimators.l2 import L2, Latency, LayerEffect, MeasuredKey, TimingFit, key_of
+from fingerprint.estimators.m2 import M2
+from fingerprint.measurements import Profile
+
+__all__ = ["FingerprintedEstimator", "distance", "nearest"]
+
+
+def distance(a: DeploymentConfig, b: DeploymentConfig) -> float:
+    """How unlike two configurations run: the kernels' format first, then how the model is cut.
+
+    8 for another weight format, 4 for another KV format, 2 for another pruning, ``|log2(tp / tp')|`` and
+    ``|log2(pp / pp')|``. A symmetric sum, so a metric; formats come first because a kernel's efficiency, which the
+    roofline knows least, is the format's, while degrees change what the roofline does count.
+    """
+    return (
+        8.0 * (a.weights != b.weights)
+        + 4.0 * (a.kv != b.kv)
+        + 2.0 * (a.pruning != b.pruning)
+        + abs(math.log2(a.tp / b.tp))
+        + abs(math.log2(a.pp / b.pp))
+    )
+
+
+def nearest(config: DeploymentConfig, measured: Iterable[DeploymentConfig]) -> DeploymentConfig:
+    """The measured configuration of the smallest :func:`distance`; ties go to the smaller one, whatever the order.
+
+    Raises:
+        NotMeasuredError: nothing was measured.
+    """
+    found = min(measured, key=lambda other: (distance(config, other), other), default=None)
+    if found is None:
+        raise NotMeasuredError(f"nothing was measured that {config} could be scaled from; profile the model first")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """A measured point to scale from."""
+
+    config: DeploymentConfig
+    workload: Workload
+    latency: Latency
+
+
+class FingerprintedEstimator:
+    """Predicts every configuration of the profiled model on the profiled machine and engine.
+
+    Args:
+        profile: at least fingerprints of two depths at tp = pp = 1, in one format.
+        roofline: an estimator for the same model and device; only ratios of its numbers are used.
+        max_batched_tokens: largest prefill step the engine will be started with.
+    """
+
+    name = "fingerprinted"
+
+    def __init__(self, profile: Profile, roofline: Estimator, *, max_batched_tokens: int = 8192) -> None:
+        self.profile = profile
+        self.m2 = M2(profile, max_batched_tokens=max_batched_tokens)
+        self.l2 = L2(profile)
+        self._roofline = roofline
+        self._anchors: dict[tuple[MeasuredKey, Workload], _Anchor] = {}
+        self._estimates: dict[tuple[DeploymentConfig, Workload], Estimate] = {}
+
+    @property
+    def layer_effects(self) -> tuple[LayerEffect, ...]:
+        """One layer's measured time in every configuration that was run."""
+        return self.l2.layer_effects
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the numbers must know: unresolved layers, KV that is not the spec's, gaps."""
+        unresolved = tuple(
+            f"below resolution: at tp={e.key.tp} pp={e.key.pp}, {e.key.weights}, batch {e.batch}, "
+            f"{e.input_tokens} in, one layer takes {e.first_s.value * 1e3:.3g} ms "
+            f"[{e.first_s.low * 1e3:.3g}, {e.first_s.high * 1e3:.3g}] of a prefill and {e.next_s.value * 1e3:.3g} ms "
+            f"[{e.next_s.low * 1e3:.3g}, {e.next_s.high * 1e3:.3g}] of a step: not told from zero by these runs"
+            for e in self.layer_effects
+            if e.below_resolution
+        )
+        return unresolved + self.m2.warnings + self.profile.notes
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        """Predict ``config`` under ``workload``.
+
+        Raises:
+            NotMeasuredError: another engine than the profile's, or a profile without any usable point.
+            ConfigError: more stages than layers.
+        """
+        found = self._estimates.get((config, workload))
+        if found is None:
+            found = self._estimates[config, workload] = self._estimate(config, workload)
+        return found
+
+    def _estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        if config.engine != self.profile.engine:
+            raise NotMeasuredError(
+                f"{self.profile.model} was profiled on {self.profile.engine}, {config.engine} is asked; "
+                f"profile it with --engine {config.engine}"
+            )
+        try:
+            memory = self.m2.memory(config, workload)
+        except NotMeasuredError:
+            memory = self._scaled_memory(config, workload)
+        try:
+            latency = self.l2.latency(config, workload)
+        except NotMeasuredError:
+            latency = self._scaled_latency(config, workload)
+        return Estimate(
+            config=config,
+            workload=workload,
+            memory=memory,
+            ttft_s=latency.ttft_s,
+            tpot_s=latency.tpot_s,
+            power_w_per_gpu=self._power(config, workload),
+        )
+
+    def _config(self, key: MeasuredKey) -> DeploymentConfig:
+        return DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=self.profile.engine)
+
+    def _usable(self) -> dict[DeploymentConfig, TimingFit]:
+        full = self.profile.spec.num_layers
+        fits = self.l2.fits.items()
+        return {self._config(key): fit for key, fit in fits if len(fit.depths) > 1 or fit.depths == (full,)}
+
+    def _anchor(self, config: DeploymentConfig, workload: Workload) -> _Anchor:
+        usable = self._usable()
+        near = nearest(config, usable)
+        key = (key_of(near), workload)
+        if key not in self._anchors:
+            fit = usable[near]
+            at = workload if fit.reaches(workload) else fit.nearest_workload(workload)
+            self._anchors[key] = _Anchor(near, at, fit.latency(at))
+        return self._anchors[key]
+
+    def _scaled_latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
+        anchor = self._anchor(config, workload)
+        asked = self._roofline.estimate(config, workload)
+        there = self._roofline.estimate(anchor.config, anchor.workload)
+        return Latency(
+            scaled(anchor.latency.ttft_s, asked.ttft_s, there.ttft_s),
+            scaled(anchor.latency.tpot_s, asked.tpot_s, there.tpot_s),
+        )
+
+    def _scaled_memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
+        measured, from_config = self._memory_anchor(config, workload)
+        asked = self._roofline.estimate(config, workload).memory
+        there = self._roofline.estimate(from_config, workload).memory
+
+        def item(of: Callable[[MemoryEstimate], int]) -> int:
+            return math.ceil(of(measured) * of(asked) / of(there)) if of(there) else of(asked)
+
+        return MemoryEstimate(
+            tp=config.tp,
+            pp=config.pp,
+            num_layers=asked.num_layers,
+            layer_weight_bytes=item(lambda m: m.layer_weight_bytes),
+            layer_kv_bytes=math.ceil(self.m2.layer_kv_bytes(config, workload)),
+            first_stage_bytes=item(lambda m: m.first_stage_bytes),
+            last_stage_bytes=item(lambda m: m.last_stage_bytes),
+            activation_bytes=item(lambda m: m.activation_bytes),
+            pp_buffer_bytes=item(lambda m: m.pp_buffer_bytes),
+            runtime_bytes=item(lambda m: m.runtime_bytes),
+            relative_error=math.hypot(measured.relative_error, asked.relative_error),
+            source=Source.SCALED,
+        )
+
+    def _memory_anchor(
+        self, config: DeploymentConfig, workload: Workload
+    ) -> tuple[MemoryEstimate, DeploymentConfig]:
+        """The nearest configuration that M2 reaches: same degree in a measured format, if it can be had."""
+        dense = replace(config, pruning=Pruning.NONE)
+        candidates = {
+            replace(dense, weights=weights, tp=tp, pp=pp)
+            for weights, *measured in self.m2.measured
+            for tp, pp in ((config.tp, config.pp), tuple(measured))
+        }
+        while candidates:
+            near = nearest(config, candidates)
+            try:
+                return self.m2.memory(near, workload), near
+            except NotMeasuredError:
+                candidates.discard(near)
+        raise NotMeasuredError(
+            f"no memory was measured that {config} could be scaled from; profile the model first"
+        )
+
+    def _power(self, config: DeploymentConfig, workload: Workload) -> Quantity | None:
+        """Mean power read during the nearest configuration's runs, else the roofline's; None when unknown."""
+        usable = self._usable()
+        near = nearest(config, usable)
+        points = [p for p in usable[near].points if p.num_layers == usable[near].depths[-1]]
+        read = [run.power_w for point in points for run in point.runs if run.power_w is not None]
+        if not read:
+            return self._roofline.estimate(config, workload).power_w_per_gpu
+        low, high = np.quantile(read, (0.05, 0.95))
+        mean = float(np.mean(read))
+        source = Source.EXTRAPOLATED if near == config else Source.SCALED
+        return Quantity(mean, min(float(low), mean), max(float(high), mean), source)
+
+
+def scaled(measured: Quantity, asked: Quantity, there: Quantity) -> Quantity:
+    """``measured * asked / there``, with the measurement's and the asked roofline's intervals.
+
+    Both are relative and independent, so their squares add, in logarithms (a factor of two either way is one
+    width). A low end of zero stays zero. That the roofline errs alike at both points is not counted on.
+    """
+    value = measured.value * asked.value / there.value
+
+    def side(end: Callable[[Quantity], float]) -> float:
+        ends = [end(q) / q.value for q in (measured, asked)]
+        return math.inf if min(ends) <= 0 else math.hypot(*(math.log(e) for e in ends))
+
+    low = value * math.exp(-side(lambda q: q.low))
+    high = value * math.exp(side(lambda q: q.high))
+    return Quantity(value, low, high, Source.SCALED)

@@ -1,0 +1,414 @@
+"""M2 of the paper: the memory of a model from fingerprints of one and two layers at (1,1), (2,1) and (1,2).
+
+``M(t, p) = W + t * A + t * (p - 1) * A_pp``: W is divided over the TP group, A is held whole by every TP rank,
+A_pp comes with every further stage on every TP rank. The runtime (context, libraries) is taken off before solving
+and put back per GPU; KV is never extrapolated but counted from the spec and checked against the engine's own bytes.
+
+The engine itemises what it holds, so the same equations are solved item by item (:class:`M2`), which is what lets
+layers be split unevenly; :meth:`M2.terms` gives the paper's three sums. How tp = 4 follows from 1 and 2: an item
+of x1 bytes on the rank at tp = 1 and x2 at tp = 2 has ``split = 2 * (x1 - x2)`` and ``whole = x1 - split``; at t a
+rank holds ``split / t + whole``. Norms, a replicated embedding and replicated activations are thereby
+``whole`` without anyone saying so. One thing the two points cannot show: above ``num_kv_heads`` ranks the K and V
+projections are replicated; that is added from the spec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload, even_split
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import MemoryEstimate, Source
+from fingerprint.measurements import MemoryPoint, Profile, RankMemory
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["M2", "KvCheck", "MemoryTerms"]
+
+KV_TOLERANCE = 0.02  # above it the engine's own bytes per token replace the spec's, and a warning says so
+# Never narrower than this: counted bytes leave out allocator rounding (design, section 9: weights within 0.5%).
+ACCOUNTING_ERROR = 0.005
+_DEPTH_TOLERANCE = 0.01  # an activation peak that grows by less per layer is taken not to depend on depth
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTerms:
+    """The paper's W, A and A_pp of the full model, in bytes; without runtime and KV cache."""
+
+    weights_bytes: float
+    activation_bytes: float
+    pp_bytes: float
+
+    def total_bytes(self, tp: int, pp: int) -> float:
+        """Over all tp * pp GPUs."""
+        return self.weights_bytes + tp * self.activation_bytes + tp * (pp - 1) * self.pp_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KvCheck:
+    """What an engine allocated for the KV cache against what the spec says, on the fullest rank."""
+
+    kv: KvFormat
+    tp: int
+    pp: int
+    measured_bytes: int
+    expected_bytes: float
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_bytes / self.expected_bytes
+
+    @property
+    def disagrees(self) -> bool:
+        return abs(self.ratio - 1) > KV_TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes at tp = 1: what TP divides, and what every rank holds whole."""
+
+    split: float
+    whole: float
+
+    def at(self, tp: int) -> float:
+        return self.split / tp + self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Bytes of a rank against the layers it holds."""
+
+    layer: float
+    end: float
+
+
+class _Degree:
+    """The memory points of one weight format at one (tp, pp)."""
+
+    def __init__(self, tp: int, pp: int, points: Iterable[MemoryPoint]) -> None:
+        self.tp, self.pp, self.points = tp, pp, tuple(points)
+
+    def weights(self, stage: int) -> dict[int, float]:
+        """Layers on the stage -> weight bytes of its fullest rank."""
+        found: dict[int, float] = {}
+        for point in self.points:
+            layers = point.num_layers // self.pp
+            held = max(rank.weights_bytes for rank in point.ranks if rank.stage == stage)
+            found[layers] = max(found.get(layers, 0.0), held)
+        return found
+
+    def line(self, stage: int, layer: float | None = None) -> _Line:
+        """Through the depths measured; with one depth, ``layer`` must be given."""
+        held = self.weights(stage)
+        (low, high) = (min(held), max(held))
+        slope = (held[high] - held[low]) / (high - low) if high > low else layer
+        if slope is None:
+            raise NotMeasuredError(
+                f"the weights of one layer at tp={self.tp} pp={self.pp} need fingerprints of two depths"
+            )
+        return _Line(slope, max(0.0, held[high] - high * slope))
+
+    def peak(self, bytes_of: Callable[[RankMemory], int], tokens: int, layers: float) -> tuple[float, float]:
+        """Largest over the ranks, for a step of ``tokens`` and ``layers`` on a stage, and how far it may be off.
+
+        Linear in tokens between and beyond the measured steps (a single step: proportional); half of what lies
+        beyond the measured range counts as error.
+        """
+        by_depth: dict[int, dict[int, float]] = {}
+        for point in self.points:
+            steps = by_depth.setdefault(point.num_layers // self.pp, {})
+            held = max(bytes_of(rank) for rank in point.ranks)
+            steps[point.max_batched_tokens] = max(steps.get(point.max_batched_tokens, 0.0), held)
+        at_depth = {depth: _along_tokens(steps, tokens) for depth, steps in by_depth.items()}
+        shallow, deep = min(at_depth), max(at_depth)
+        value, error = at_depth[deep]
+        if deep == shallow:
+            return value, error
+        per_layer = (value - at_depth[shallow][0]) / (deep - shallow)
+        if per_layer <= _DEPTH_TOLERANCE * value:
+            return value, error + abs(per_layer)
+        return value + per_layer * max(0.0, layers - deep), error
+
+    @property
+    def runtime_bytes(self) -> list[int]:
+        return [rank.runtime_bytes for point in self.points for rank in point.ranks]
+
+    def total(self, num_layers: int) -> float:
+        """All ranks, largest step, runtime and KV taken off, extrapolated linearly to ``num_layers``."""
+        most = max(point.max_batched_tokens for point in self.points)
+        held = {
+            point.num_layers: float(
+                sum(r.weights_bytes + r.activation_peak_bytes + r.pp_buffer_bytes for r in point.ranks)
+            )
+            for point in self.points
+            if point.max_batched_tokens == most
+        }
+        low, high = min(held), max(held)
+        if high == low and high != num_layers:
+            raise NotMeasuredError(f"tp={self.tp} pp={self.pp} was measured at one depth, two are needed")
+        slope = (held[high] - held[low]) / (high - low) if high > low else 0.0
+        return held[high] + slope * (num_layers - high)
+
+
+def _along_tokens(steps: dict[int, float], tokens: int) -> tuple[float, float]:
+    ordered = sorted(steps.items())
+    nearest = min(max(tokens, ordered[0][0]), ordered[-1][0])
+    if len(ordered) == 1:
+        value = ordered[0][1] * tokens / ordered[0][0] if ordered[0][0] else ordered[0][1]
+        return value, abs(value - ordered[0][1]) / 2
+    pairs = list(pairwise(ordered))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if tokens <= pair[1][0]), pairs[-1])
+    slope = max(0.0, (y1 - y0) / (x1 - x0))
+    value = max(0.0, y1 + slope * (tokens - x1))
+    return value, slope * abs(tokens - nearest) / 2
+
+
+class M2:
+    """Memory of the full model under every configuration that the equations reach.
+
+    Args:
+        profile: its memory points; (tp, pp) = (1, 1) is needed, (2, 1) for any tp above 1, (1, 2) for any pp.
+        max_batched_tokens: largest prefill step the engine will be started with; longer bursts are cut into such.
+    """
+
+    def __init__(self, profile: Profile, *, max_batched_tokens: int = 8192) -> None:
+        self._spec = profile.spec
+        self._max_batched_tokens = max_batched_tokens
+        self._degrees: dict[tuple[WeightFormat, int, int], _Degree] = {}
+        for weights, tp, pp in sorted({(p.weights, p.tp, p.pp) for p in profile.memory}):
+            points = [p for p in profile.memory if (p.weights, p.tp, p.pp) == (weights, tp, pp) and p.ranks]
+            if points:
+                self._degrees[weights, tp, pp] = _Degree(tp, pp, points)
+        self.kv_checks = _kv_checks(profile.spec, profile.memory)
+        self._models = {w: self._weights_model(w) for w in sorted({key[0] for key in self._degrees})}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Where the engine's KV cache is not what the spec says."""
+        return tuple(
+            f"{check.kv} KV at tp={check.tp} pp={check.pp}: the engine holds {check.measured_bytes:,} bytes where "
+            f"the spec says {check.expected_bytes:,.0f} ({check.ratio - 1:+.1%}); the engine's count is used"
+            for check in self.kv_checks
+            if check.disagrees
+        )
+
+    def terms(self, weights: WeightFormat) -> MemoryTerms:
+        """The paper's three unknowns, from the totals at the largest measured step.
+
+        Raises:
+            NotMeasuredError: a tp or pp above 1 is missing.
+        """
+        num_layers = self._spec.num_layers
+        base, split, staged = self._degree(weights, 1, 1), self._wider(weights), self._staged(weights)
+        if base is None or split is None or staged is None:
+            raise NotMeasuredError(f"W, A and A_pp of {weights} need fingerprints at (1,1), (2,1) and (1,2)")
+        alone = base.total(num_layers)
+        activations = (split.total(num_layers) - alone) / (split.tp - 1)
+        stage = (staged.total(num_layers) - alone) / (staged.pp - 1)
+        return MemoryTerms(alone - activations, activations, stage)
+
+    def memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
+        """Itemised memory of ``config``; the activations are those of the largest prefill step of ``workload``.
+
+        Raises:
+            NotMeasuredError: this weight format, or any tp (pp) above 1 where ``config`` has one, was not run.
+        """
+        model = self._models.get(config.weights)
+        base = self._degree(config.weights, 1, 1)
+        if model is None or base is None or config.pruning is not Pruning.NONE:
+            raise NotMeasuredError(f"no fingerprint was loaded with weights={config.weights}, {config.pruning}")
+        if config.tp > 1 and self._wider(config.weights) is None:
+            raise NotMeasuredError(f"tp={config.tp}: no fingerprint was loaded at tp above 1")
+        if config.pp > 1 and self._staged(config.weights) is None:
+            raise NotMeasuredError(f"pp={config.pp}: no fingerprint was loaded at pp above 1")
+        tokens = min(workload.batch * workload.input_tokens, self._max_batched_tokens)
+        activation, activation_error = self._activation(config, tokens)
+        buffer, buffer_error = self._pp_buffer(config, tokens)
+        runtime, runtime_error = self._runtime(config)
+        first, last = model.ends(config.tp, config.pp)
+        layer, kv = model.layer_at(config.tp), self.layer_kv_bytes(config, workload)
+        layers = even_split(self._spec.num_layers, config.pp)[0]
+        errors = activation_error + buffer_error + runtime_error + model.error(config.tp, config.pp, layers)
+        total = layers * (layer + kv) + max(first, last) + activation + buffer + runtime
+        return MemoryEstimate(
+            tp=config.tp,
+            pp=config.pp,
+            num_layers=self._spec.num_layers,
+            layer_weight_bytes=_whole(layer),
+            layer_kv_bytes=_whole(kv),
+            first_stage_bytes=_whole(first),
+            last_stage_bytes=_whole(last),
+            activation_bytes=_whole(activation),
+            pp_buffer_bytes=_whole(buffer),
+            runtime_bytes=_whole(runtime),
+            relative_error=ACCOUNTING_ERROR + errors / max(total, 1.0),
+            source=Source.EXTRAPOLATED,
+        )
+
+    @property
+    def measured(self) -> tuple[tuple[WeightFormat, int, int], ...]:
+        """(weights, tp, pp) of every point."""
+        return tuple(self._degrees)
+
+    def _degree(self, weights: WeightFormat, tp: int, pp: int) -> _Degree | None:
+        return self._degrees.get((weights, tp, pp))
+
+    def _wider(self, weights: WeightFormat) -> _Degree | None:
+        """The smallest tp above 1 at pp = 1."""
+        found = [d for (w, tp, pp), d in self._degrees.items() if w == weights and tp > 1 and pp == 1]
+        return min(found, key=lambda d: d.tp, default=None)
+
+    def _staged(self, weights: WeightFormat) -> _Degree | None:
+        """The smallest pp above 1 at tp = 1."""
+        found = [d for (w, tp, pp), d in self._degrees.items() if w == weights and tp == 1 and pp > 1]
+        return min(found, key=lambda d: d.pp, default=None)
+
+    def _weights_model(self, weights: WeightFormat) -> _WeightsModel | None:
+        base = self._degree(weights, 1, 1)
+        return (
+            None if base is None else _WeightsModel(self._spec, base, self._wider(weights), self._staged(weights))
+        )
+
+    def _activation(self, config: DeploymentConfig, tokens: int) -> tuple[float, float]:
+        def peak(degree: _Degree) -> tuple[float, float]:
+            return degree.peak(lambda rank: rank.activation_peak_bytes, tokens, self._spec.num_layers / config.pp)
+
+        base, wider = self._degrees[config.weights, 1, 1], self._wider(config.weights)
+        own, staged = self._degree(config.weights, config.tp, config.pp), self._staged(config.weights)
+        if own is not None:
+            return peak(own)
+        value, error = peak(base)
+        if config.tp > 1 and wider is not None:
+            at_wider, wider_error = peak(wider)
+            value, error = _separate(value, at_wider, wider.tp).at(config.tp), max(error, wider_error)
+        if config.pp > 1 and staged is not None:
+            alone, at_stage = peak(base)[0], peak(staged)[0]
+            scale = at_stage / alone if alone > 0 else 1.0  # a stage's peak over that of the whole
+            value, error = value * scale, error * scale
+        return value, error
+
+    def _pp_buffer(self, config: DeploymentConfig, tokens: int) -> tuple[float, float]:
+        """Whole on every TP rank. A stage between two others sends and receives: twice the bytes of an end."""
+        staged = self._degree(config.weights, config.tp, config.pp) or self._staged(config.weights)
+        if config.pp == 1 or staged is None:
+            return 0.0, 0.0
+        value, error = staged.peak(lambda rank: rank.pp_buffer_bytes, tokens, self._spec.num_layers / config.pp)
+        sides = 2 if config.pp > 2 and staged.pp == 2 else 1
+        return value * sides, error * sides
+
+    def _runtime(self, config: DeploymentConfig) -> tuple[float, float]:
+        """The largest of this (tp, pp), else of any with as many as one, or more, GPUs."""
+        own = self._degree(config.weights, config.tp, config.pp)
+        alike = [
+            d
+            for (w, tp, pp), d in self._degrees.items()
+            if w == config.weights and (tp * pp > 1) == (config.num_gpus > 1)
+        ]
+        seen = [bytes_ for degree in ([own] if own is not None else alike) for bytes_ in degree.runtime_bytes]
+        return float(max(seen)), (max(seen) - min(seen)) / 2
+
+    def layer_kv_bytes(self, config: DeploymentConfig, workload: Workload) -> float:
+        """One layer's KV on one GPU for the whole batch at its end; no weights need to have been measured."""
+        spec = self._spec
+        disagreeing = [check.ratio for check in self.kv_checks if check.kv == config.kv and check.disagrees]
+        per_token = spec.kv_bytes_per_token_per_layer(config.kv) / min(config.tp, spec.num_kv_heads)
+        return per_token * max(disagreeing, default=1.0) * workload.kv_tokens
+
+
+class _WeightsModel:
+    """Weights of one format: layers, first and last stage, at any tp and pp that was reached."""
+
+    def __init__(self, spec: ModelSpec, base: _Degree, wider: _Degree | None, staged: _Degree | None) -> None:
+        self._spec = spec
+        alone = base.line(0, _layer_share(spec, base))
+        self._layer, self._ends = _Part(0.0, alone.layer), _Part(0.0, alone.end)
+        self._split_at = 1
+        if wider is not None:
+            rank = wider.line(0, None if len(wider.weights(0)) > 1 else alone.layer / wider.tp)
+            self._layer = _separate(alone.layer, rank.layer, wider.tp)
+            self._ends = _separate(alone.end, rank.end, wider.tp)
+            self._split_at = wider.tp
+        self._first, self._last, self._slope_error, self._end_error = None, None, 0.0, 0.0
+        if staged is not None:
+            first, last = staged.line(0, alone.layer), staged.line(staged.pp - 1, alone.layer)
+            self._slope_error = max(abs(first.layer - alone.layer), abs(last.layer - alone.layer))
+            self._first, self._last, self._end_error = self._assign(first.end, last.end)
+
+    def _assign(self, first: float, last: float) -> tuple[_Part, _Part, float]:
+        """Which of embedding and head is held whole by every TP rank, from what the ends together hold whole.
+
+        (2, 2) is never run: the choice is the one that explains the whole bytes seen at (2, 1) best. An embedding
+        and a head of one size cannot be told apart; the embedding is taken, and the doubt counted as error.
+        """
+        spec = self._spec
+        norm = min(last, spec.final_norm_params * first / max(spec.embedding_params, 1))
+        head = last - norm
+        options = [(False, False), (True, True)] if spec.tied_embeddings else [
+            (True, False), (False, True), (False, False), (True, True)
+        ]  # fmt: skip
+        tied = spec.tied_embeddings
+
+        def unexplained(option: tuple[bool, bool]) -> float:
+            whole = norm + first * option[0] + (0.0 if tied else head * option[1])
+            return abs(self._ends.whole - whole)
+
+        best = min(options, key=unexplained)
+        error = unexplained(best)
+        if not tied and best[0] != best[1] and abs(first - head) <= 0.01 * first:
+            error += head / 2
+        first_part = _Part(0.0, first) if best[0] else _Part(first, 0.0)
+        return first_part, (_Part(0.0, last) if best[1] else _Part(head, norm)), error
+
+    def layer_at(self, tp: int) -> float:
+        """One layer on one rank, K and V projections replicated above ``num_kv_heads`` ranks."""
+        spec = self._spec
+        extra = 0.0
+        if tp > spec.num_kv_heads >= self._split_at and spec.layer_linear_params:
+            share = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim / spec.layer_linear_params
+            extra = share * self._layer.split * (1 / spec.num_kv_heads - 1 / tp)
+        return self._layer.at(tp) + extra
+
+    def ends(self, tp: int, pp: int) -> tuple[float, float]:
+        """Bytes of the first and of the last stage beside their layers; a tied head is a copy only when pp > 1."""
+        spec, together = self._spec, self._ends.at(tp)
+        if pp == 1 or self._first is None or self._last is None:
+            ends = spec.embedding_params + spec.head_params + spec.final_norm_params
+            first = min(self._first.at(tp), together) if self._first else together * spec.embedding_params / ends
+            return first, together - first
+        return self._first.at(tp), self._last.at(tp)
+
+    def error(self, tp: int, pp: int, layers: int) -> float:
+        ends = self._end_error if tp > 1 and pp > 1 else 0.0
+        return layers * self._slope_error / tp + ends
+
+
+def _separate(alone: float, rank: float, tp: int) -> _Part:
+    """From the bytes at tp = 1 and of a rank at ``tp``; noise may not make either part negative."""
+    split = min(max((alone - rank) / (1 - 1 / tp), 0.0), alone)
+    return _Part(split, alone - split)
+
+
+def _layer_share(spec: ModelSpec, base: _Degree) -> float | None:
+    """One layer's weights when the only fingerprint is the whole one-layer model: its share of the parameters."""
+    held = base.weights(0)
+    if len(held) > 1 or spec.num_layers not in held:
+        return None
+    return held[spec.num_layers] * spec.layer_params / spec.num_params
+
+
+def _kv_checks(spec: ModelSpec, points: Iterable[MemoryPoint]) -> tuple[KvCheck, ...]:
+    checks = {}
+    for point in points:
+        if point.kv_tokens and point.ranks:
+            heads_split = min(point.tp, spec.num_kv_heads)
+            layers = point.num_layers // point.pp
+            expected = spec.kv_bytes_per_token_per_layer(point.kv) * layers * point.kv_tokens / heads_split
+            held = max(rank.kv_bytes for rank in point.ranks)
+            checks[point.kv, point.tp, point.pp] = KvCheck(point.kv, point.tp, point.pp, held, expected)
+    return tuple(checks[key] for key in sorted(checks))
+
+
+def _whole(value: float) -> int:
+    return math.ceil(value - 1e-6)
