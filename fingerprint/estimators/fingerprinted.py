@@ -17,10 +17,11 @@ from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.l2 import L2, Latency, LayerEffect, MeasuredKey, TimingFit, key_of
+from fingerprint.estimators.linear import Interval
 from fingerprint.estimators.m2 import M2
 from fingerprint.measurements import Profile
 
-__all__ = ["FingerprintedEstimator", "distance", "nearest"]
+__all__ = ["FingerprintedEstimator", "distance", "nearest", "scaled"]
 
 
 def distance(a: DeploymentConfig, b: DeploymentConfig) -> float:
@@ -89,9 +90,8 @@ class FingerprintedEstimator:
         """What a reader of the numbers must know: unresolved layers, KV that is not the spec's, gaps."""
         unresolved = tuple(
             f"below resolution: at tp={e.key.tp} pp={e.key.pp}, {e.key.weights}, batch {e.batch}, "
-            f"{e.input_tokens} in, one layer takes {e.first_s.value * 1e3:.3g} ms "
-            f"[{e.first_s.low * 1e3:.3g}, {e.first_s.high * 1e3:.3g}] of a prefill and {e.next_s.value * 1e3:.3g} ms "
-            f"[{e.next_s.low * 1e3:.3g}, {e.next_s.high * 1e3:.3g}] of a step: not told from zero by these runs"
+            f"{e.input_tokens} in, one layer takes {_ms(e.first_s)} of a prefill and {_ms(e.next_s)} of a step: "
+            "these runs do not tell it from zero"
             for e in self.layer_effects
             if e.below_resolution
         )
@@ -214,6 +214,11 @@ class FingerprintedEstimator:
         mean = float(np.mean(read))
         source = Source.EXTRAPOLATED if near == config else Source.SCALED
         return Quantity(mean, min(float(low), mean), max(float(high), mean), source)
+
+
+def _ms(interval: Interval) -> str:
+    value, low, high = (1e3 * second for second in (interval.value, interval.low, interval.high))
+    return f"{value:.3g} ms ({low:.3g} to {high:.3g})"
 
 
 def scaled(measured: Quantity, asked: Quantity, there: Quantity) -> Quantity:

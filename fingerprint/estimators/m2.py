@@ -2,7 +2,7 @@
 
 ``M(t, p) = W + t * A + t * (p - 1) * A_pp``: W is divided over the TP group, A is held whole by every TP rank,
 A_pp comes with every further stage on every TP rank. The runtime (context, libraries) is taken off before solving
-and put back per GPU; KV is never extrapolated but counted from the spec and checked against the engine's own bytes.
+and put back per GPU; KV is never extrapolated but counted from the spec, and checked against the engine's bytes.
 
 The engine itemises what it holds, so the same equations are solved item by item (:class:`M2`), which is what lets
 layers be split unevenly; :meth:`M2.terms` gives the paper's three sums. How tp = 4 follows from 1 and 2: an item

@@ -18,6 +18,7 @@ __all__ = ["estimator_class", "estimator_names"]
 # A new estimator is one file, one row here, and one subclass of the conformance test. Constructors differ, because
 # estimators learn from different things (a datasheet, a profile); the rows share ``estimate`` and ``name``.
 _CLASSES = {
+    "fingerprinted": "fingerprint.estimators.fingerprinted:FingerprintedEstimator",
     "roofline": "fingerprint.estimators.roofline:RooflineEstimator",
 }
 
