@@ -12,6 +12,9 @@ class WorkerTarget:
     worker_id: str
     url: str  # http://127.0.0.1:PORT
     ready: bool
+    max_outstanding: int = (
+        256  # requests sent to it at once; the rest wait in the gateway, first come first served
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

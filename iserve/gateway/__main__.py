@@ -1,0 +1,130 @@
+"""``python -m iserve.gateway --home DIR --host 127.0.0.1 --port 8080``: run the gateway until SIGTERM.
+
+Exit codes: 0 stopped, 1 cannot run (one line on stderr), 98 the port is in use (one line on stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import gc
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from daemon.process import own_record, read_record, write_record
+from fingerprint.errors import IserveError
+from iserve.gateway.app import Gateway
+from iserve.gateway.http_server import GatewayProtocol
+from iserve.gateway.limits import MAX_HEADER_BYTES
+
+__all__ = ["main"]
+
+_EXIT_PORT_IN_USE = 98  # EADDRINUSE on Linux
+_BACKLOG = 2048
+_GC_THRESHOLDS = (50_000, 50, 50)  # docs/decisions/0006-gateway.md
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Bind, leave a record of this process in ``run/gateway.json``, serve."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, _end)  # uvicorn re-raises the signal after its clean shutdown; then exit with 0
+    run = args.home / "run"
+    record_path = run / "gateway.json"
+    try:
+        listener = _listen(args.host, args.port)
+    except OSError as error:
+        print(_bind_failure(args.host, args.port, error), file=sys.stderr)
+        return _EXIT_PORT_IN_USE if error.errno == errno.EADDRINUSE else 1
+    record = own_record(url=_url(args.host, listener.getsockname()[1]), token="")
+    try:
+        write_record(record_path, record)
+    except IserveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"iserve gateway on {record.url}, routes from {run / 'routes.json'}", file=sys.stderr, flush=True)
+    try:
+        _serve(Gateway(run / "routes.json"), listener, args.grace)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if read_record(record_path) == record:
+            record_path.unlink(missing_ok=True)
+    return 0
+
+
+def _serve(gateway: Gateway, listener: socket.socket, grace_s: int) -> None:
+    config = uvicorn.Config(
+        gateway,
+        http=GatewayProtocol,  # h11 underneath: httptools takes in a header of any size
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=grace_s,
+    )
+    # All that is alive now stays: keep the collector from walking it, and from walking often (a full pass over a
+    # few hundred thousand objects stops every stream for tens of milliseconds).
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that already listens, so that a client that comes early waits instead of being refused."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _bind_failure(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"error: port {port} on {host} is in use by another program; stop it or choose another with --port"
+    return f"error: cannot listen on {host} port {port}: {error.strerror or error}"
+
+
+def _url(host: str, port: int) -> str:
+    """Where this machine reaches us: a wildcard address is listened on, not called."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="iserve.gateway", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument("--home", type=Path, required=True, help="the ISERVE_HOME whose run/routes.json is served")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument(
+        "--port", type=int, default=8080, help="0 lets the system choose; run/gateway.json then says"
+    )
+    parser.add_argument("--grace", type=int, default=30, help="seconds that streams may go on after SIGTERM")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""The gateway as an ASGI application: which path, whose deployment, which refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from iserve.gateway.auth import check_access
+from iserve.gateway.dispatch import Deployment, Dispatcher
+from iserve.gateway.errors import ApiError
+from iserve.gateway.limits import BodyBudget, ClientGoneError, check_headers, parse_head, read_body
+from iserve.gateway.metrics import GatewayMetrics
+from iserve.gateway.proxy import InferenceRequest, forward
+from iserve.gateway.reply import ClientWatch, Receive, Reply, Send
+from iserve.gateway.routes_file import RoutesFile
+from iserve.routes import Route, RouteTable
+
+__all__ = ["POLL_S", "Gateway"]
+
+POLL_S = 0.1  # how soon a new route table, and with it a revoked key, takes effect
+_KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, our workers' server, closes an idle connection
+_HELD_BODIES = 16  # bodies of the largest size that may be held at once
+_INFERENCE = ("/v1/completions", "/v1/chat/completions")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_MODELS = "/v1/models"
+_CLIENT_LEFT = 499  # nginx's number, for the metrics only
+
+_log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """ASGI 3 application over one routes file."""
+
+    def __init__(self, routes_path: Path) -> None:
+        self.routes = RoutesFile(routes_path)
+        self.dispatcher = Dispatcher()
+        self.metrics = GatewayMetrics(self.dispatcher, self.routes)
+        self._tickets = itertools.count()
+        self._budget = BodyBudget(0)
+        self._session: aiohttp.ClientSession | None = None
+        self._poller: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:
+            raise NotImplementedError(f"no {scope['type']} here")
+
+    async def start(self) -> None:
+        """Read the table once and go on looking. Serves from the moment it returns."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, use_dns_cache=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity", "User-Agent": "iserve-gateway"},
+        )
+        self.look()
+        self._poller = asyncio.create_task(self._poll())
+
+    async def stop(self) -> None:
+        if self._poller is not None:
+            self._poller.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._poller
+        if self._session is not None:
+            await self._session.close()
+
+    def look(self) -> None:
+        """Put a new route table into force, if there is one."""
+        if self.routes.poll():
+            table = self.routes.table
+            assert table is not None
+            assert self._session is not None
+            for name in self.dispatcher.update(table):
+                self.metrics.forget(name)
+            self._budget.max_bytes = _HELD_BODIES * table.limits.max_body_bytes
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            self.look()
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await self.start()
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                await self.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _http(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        reply = Reply(send, _request_id(scope["headers"]))
+        try:
+            await self._route(scope, receive, reply)
+        except ApiError as error:
+            self.metrics.refused(error.status)
+            await _refuse(reply, error, receive if _has_body(scope["headers"]) else None)
+        except ClientGoneError:
+            pass
+        except Exception:
+            if not reply.started:
+                bug = ApiError(500, "the gateway failed on this request; its log has the reason", "internal_error")
+                await _refuse(reply, bug, None)
+            raise
+
+    async def _route(self, scope: dict[str, Any], receive: Receive, reply: Reply) -> None:
+        path, method, headers = scope["path"], scope["method"], scope["headers"]
+        check_headers(headers)
+        if path == "/healthz":
+            _need_method(method, "GET", "HEAD")
+            await reply.whole(200, b'{"status":"ok"}')
+            return
+        table = self.routes.table
+        if table is None:
+            raise ApiError.no_table()
+        if path == "/readyz":
+            _need_method(method, "GET", "HEAD")
+            await reply.whole(200, msgspec.json.encode({"status": "ready", "routes_version": table.version}))
+            return
+        check_access(path, headers, table)
+        if path in _INFERENCE:
+            _need_method(method, "POST")
+            await self._infer(path, table, headers, receive, reply)
+        elif path == _MODELS or path.startswith(_MODELS + "/"):
+            _need_method(method, "GET", "HEAD")
+            await reply.whole(200, _models_body(table, path))
+        elif path == "/metrics":
+            _need_method(method, "GET", "HEAD")
+            await reply.whole(200, self.metrics.page(), content_type=b"text/plain; version=0.0.4; charset=utf-8")
+        else:
+            raise ApiError(404, f"there is no {path[:200]!r} here", "unknown_path")
+
+    async def _infer(
+        self, path: str, table: RouteTable, headers: list[tuple[bytes, bytes]], receive: Receive, reply: Reply
+    ) -> None:
+        arrived_s = asyncio.get_running_loop().time()
+        ticket = next(self._tickets)
+        body = await read_body(receive, headers, max_body_bytes=table.limits.max_body_bytes, budget=self._budget)
+        try:
+            head = parse_head(body)
+            deployment = self.dispatcher.deployments.get(head.model)
+            if deployment is None:
+                raise ApiError.model_not_found(head.model)
+            request = InferenceRequest(
+                endpoint=path,
+                body=body,
+                wants_usage=bool(head.stream and (head.stream_options or {}).get("include_usage")),
+                ticket=ticket,
+                arrived_s=arrived_s,
+                request_id=reply.request_id,
+            )
+            await self._forward(request, deployment, receive, reply)
+        except ApiError as error:
+            self.metrics.refused(error.status)
+            await _refuse(reply, error, None)  # the body is read: nothing to drain
+        finally:
+            self._budget.give_back(len(body))
+
+    async def _forward(
+        self, request: InferenceRequest, deployment: Deployment, receive: Receive, reply: Reply
+    ) -> None:
+        assert self._session is not None
+        name = deployment.route.name
+        with ClientWatch(receive, reply) as watch:
+            try:
+                await forward(request, deployment, self._session, reply, self.metrics)
+            except ApiError as error:
+                await _refuse(reply, error, None)
+        if watch.left:
+            self.metrics.client_left(name)
+        status = reply.status or _CLIENT_LEFT
+        self.metrics.answered(
+            name, request.endpoint, status, asyncio.get_running_loop().time() - request.arrived_s
+        )
+
+
+async def _refuse(reply: Reply, error: ApiError, unread: Receive | None) -> None:
+    await reply.whole(error.status, error.body, headers=error.headers, unread=unread)
+
+
+def _need_method(method: str, *allowed: str) -> None:
+    if method not in allowed:
+        raise ApiError(
+            405,
+            f"{method[:20]} is not offered here, {allowed[0]} is",
+            "method_not_allowed",
+            allow=", ".join(allowed),
+        )
+
+
+def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+
+
+def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The client's own id if it is a harmless one, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value
+    return b"req-" + secrets.token_hex(12).encode()
+
+
+def _models_body(table: RouteTable, path: str) -> bytes:
+    if path == _MODELS:
+        return msgspec.json.encode({"object": "list", "data": [_model_entry(route) for route in table.routes]})
+    wanted = path[len(_MODELS) + 1 :]
+    for route in table.routes:
+        if route.name == wanted:
+            return msgspec.json.encode(_model_entry(route))
+    raise ApiError.model_not_found(wanted)
+
+
+def _model_entry(route: Route) -> dict[str, object]:
+    return {
+        "id": route.name,
+        "object": "model",
+        "created": route.created,
+        "owned_by": "iserve",
+        "max_model_len": route.max_context_tokens,
+    }

@@ -1,0 +1,183 @@
+"""What a request may be: how large, how slow, how deep. Reads and checks a body; forwards nothing.
+
+The body is never re-serialised: the few fields that routing needs are looked at, the bytes go on as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from iserve.gateway.errors import ApiError
+
+__all__ = [
+    "BODY_TIMEOUT_S",
+    "MAX_HEADER_BYTES",
+    "MAX_JSON_DEPTH",
+    "BodyBudget",
+    "ClientGoneError",
+    "RequestHead",
+    "check_headers",
+    "parse_head",
+    "read_body",
+    "too_deep",
+]
+
+MAX_HEADER_BYTES = 64 * 2**10
+MAX_JSON_DEPTH = 64
+BODY_TIMEOUT_S = 10.0
+_MIN_BODY_BYTES_PER_S = 64 * 2**10  # a body that keeps this pace may take longer than BODY_TIMEOUT_S
+_MAX_CONTAINERS = 100_000  # objects and arrays of one body; bounds the work of the depth scan
+_MAX_STRINGS = 1_000_000
+
+Receive = Callable[[], Awaitable[Any]]
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class ClientGoneError(Exception):
+    """The client left before its request was complete. Not an answer: nobody is there to read one."""
+
+
+class RequestHead(msgspec.Struct):
+    """The fields of an inference request that routing looks at; raw, as the client sent them."""
+
+    model: Any = None
+    stream: Any = None
+    stream_options: Any = None
+
+
+class BodyBudget:
+    """Bytes of request bodies that the whole gateway holds at once."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        if self.held_bytes + num_bytes > self.max_bytes:
+            raise ApiError(
+                503,
+                f"requests in flight hold {self.held_bytes} bytes of {self.max_bytes}; try again soon",
+                "overloaded",
+                retry_after_s=1,
+            )
+        self.held_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.held_bytes -= num_bytes
+
+
+def check_headers(headers: Headers) -> None:
+    """Bound all header bytes together; the HTTP parser bounds only what it has to hold unparsed."""
+    total = sum(len(name) + len(value) for name, value in headers)
+    if total > MAX_HEADER_BYTES:
+        raise ApiError(431, f"the headers have {total} bytes, more than {MAX_HEADER_BYTES}", "headers_too_large")
+
+
+def check_content_type(headers: Headers) -> None:
+    """Only application/json: what a web page can send unasked to a loopback address is of other types."""
+    for name, value in headers:
+        if name == b"content-type" and value.split(b";")[0].strip().lower() == b"application/json":
+            return
+    raise ApiError(415, "send the body as 'Content-Type: application/json'", "unsupported_media_type")
+
+
+async def read_body(receive: Receive, headers: Headers, *, max_body_bytes: int, budget: BodyBudget) -> bytes:
+    """The whole body, counted as it comes. The caller gives its length back to ``budget`` when done with it.
+
+    Raises:
+        ApiError: 413 larger than ``max_body_bytes`` (said or counted), 408 slower than ``BODY_TIMEOUT_S`` allows.
+        ClientGoneError: the client left.
+    """
+    check_content_type(headers)
+    for name, value in headers:
+        if name == b"content-length" and int(value) > max_body_bytes:  # digits only: h11 has checked
+            raise _too_large(int(value), max_body_bytes)
+    parts: list[bytes] = []
+    size = 0
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    try:
+        async with asyncio.timeout_at(started + BODY_TIMEOUT_S) as limit:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                part = message.get("body", b"")
+                if size + len(part) > max_body_bytes:
+                    raise _too_large(size + len(part), max_body_bytes)
+                budget.take(len(part))
+                size += len(part)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts) if len(parts) > 1 else part
+                limit.reschedule(started + BODY_TIMEOUT_S + size / _MIN_BODY_BYTES_PER_S)
+    except TimeoutError:
+        budget.give_back(size)
+        waited = loop.time() - started
+        raise ApiError(
+            408, f"{size} bytes of the body came in {waited:.0f} s; send it faster", "body_timeout"
+        ) from None
+    except BaseException:
+        budget.give_back(size)
+        raise
+
+
+def parse_head(body: bytes) -> RequestHead:
+    """The routing fields of a body, which is checked to be one JSON object, not too deep.
+
+    Raises:
+        ApiError: 400 with ``param`` where one field is at fault.
+    """
+    try:
+        head = _decode_head(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not a JSON object: {error}", "invalid_json") from None
+    if too_deep(body, MAX_JSON_DEPTH):
+        raise ApiError(
+            400, f"the body nests deeper than {MAX_JSON_DEPTH} levels or has too many parts", "json_too_complex"
+        )
+    if not isinstance(head.model, str):
+        what = "is missing" if head.model is None else f"must be a string, got {type(head.model).__name__}"
+        raise ApiError(400, f"'model' {what}", "invalid_value", "model")
+    if not (head.stream is None or isinstance(head.stream, bool)):
+        raise ApiError(400, "'stream' must be true or false", "invalid_value", "stream")
+    if not (head.stream_options is None or isinstance(head.stream_options, dict)):
+        raise ApiError(400, "'stream_options' must be an object", "invalid_value", "stream_options")
+    return head
+
+
+def too_deep(body: bytes, max_depth: int) -> bool:
+    """Whether valid JSON nests deeper than ``max_depth``, or has more parts than is worth counting.
+
+    Only C loops over the body: brackets inside strings are dropped, then one level of brackets is peeled off
+    at a time, at most ``max_depth`` times.
+    """
+    if body.count(b"[") + body.count(b"{") <= max_depth:
+        return False
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if unescaped.count(b'"') > 2 * _MAX_STRINGS:
+        return True
+    outside_strings = b"".join(unescaped.split(b'"')[::2])
+    brackets = outside_strings.translate(_SAME_BRACKETS, _NOT_BRACKETS)
+    if len(brackets) > 2 * _MAX_CONTAINERS:
+        return True
+    for _ in range(max_depth):
+        brackets = brackets.replace(b"[]", b"")
+        if not brackets:
+            return False
+    return True
+
+
+def _too_large(num_bytes: int, max_body_bytes: int) -> ApiError:
+    return ApiError(
+        413, f"the body has {num_bytes} bytes or more; the limit is {max_body_bytes}", "body_too_large"
+    )
+
+
+_decode_head = msgspec.json.Decoder(RequestHead).decode
+_SAME_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))

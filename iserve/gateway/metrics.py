@@ -1,0 +1,122 @@
+"""What the gateway counts, for Prometheus. Labels are deployments of the table and small fixed sets, never input.
+
+Series of a deployment are dropped when it leaves the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from iserve.gateway.dispatch import Dispatcher
+from iserve.gateway.routes_file import RoutesFile
+from iserve.gateway.sse import Usage
+
+__all__ = ["GatewayMetrics"]
+
+_TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+
+
+class GatewayMetrics:
+    """One registry of its own; ``page()`` is the text of /metrics."""
+
+    def __init__(self, dispatcher: Dispatcher, routes: RoutesFile) -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(_LiveState(dispatcher, routes))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"iserve_gateway_{name}", text, labels, registry=registry)
+
+        self._requests = counter("requests", "Requests answered.", "deployment", "endpoint", "status")
+        self._refused = counter("refused_requests", "Requests refused before they had a deployment.", "status")
+        self._prompt = counter("prompt_tokens", "Prompt tokens, as the workers counted them.", "deployment")
+        self._completion = counter("completion_tokens", "Generated tokens, as the workers counted.", "deployment")
+        self._retries = counter(
+            "retries", "Requests sent once more, to a worker that had not begun.", "deployment"
+        )
+        self._cuts = counter("cut_streams", "Streams that ended in an error frame.", "deployment")
+        self._left = counter(
+            "client_disconnects", "Clients that left before their answer was complete.", "deployment"
+        )
+        self._ttft = Histogram(
+            "iserve_gateway_time_to_first_token_seconds",
+            "Streams: from the request's arrival to the first frame passed on.",
+            ("deployment",),
+            buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "iserve_gateway_request_seconds",
+            "From the request's arrival to the end of its answer.",
+            ("deployment",),
+            buckets=_REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self._statuses: dict[str, set[tuple[str, str]]] = {}
+
+    def answered(self, deployment: str, endpoint: str, status: int, duration_s: float) -> None:
+        series = (endpoint, str(status))
+        self._statuses.setdefault(deployment, set()).add(series)
+        self._requests.labels(deployment, *series).inc()
+        self._duration.labels(deployment).observe(duration_s)
+
+    def refused(self, status: int) -> None:
+        self._refused.labels(str(status)).inc()
+
+    def tokens(self, deployment: str, usage: Usage | None) -> None:
+        if usage is not None:
+            self._prompt.labels(deployment).inc(max(0, usage.prompt_tokens))
+            self._completion.labels(deployment).inc(max(0, usage.completion_tokens))
+
+    def first_token(self, deployment: str, ttft_s: float) -> None:
+        self._ttft.labels(deployment).observe(ttft_s)
+
+    def retried(self, deployment: str) -> None:
+        self._retries.labels(deployment).inc()
+
+    def cut(self, deployment: str) -> None:
+        self._cuts.labels(deployment).inc()
+
+    def client_left(self, deployment: str) -> None:
+        self._left.labels(deployment).inc()
+
+    def forget(self, deployment: str) -> None:
+        """Drop the series of a deployment that is no more."""
+        for series in self._statuses.pop(deployment, ()):
+            self._requests.remove(deployment, *series)
+        per_deployment = (self._prompt, self._completion, self._retries, self._cuts, self._left)
+        for metric in (*per_deployment, self._ttft, self._duration):
+            metric.remove(deployment)
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _LiveState:
+    """Gauges read from the live objects at each scrape, so that the hot path keeps no second account."""
+
+    def __init__(self, dispatcher: Dispatcher, routes: RoutesFile) -> None:
+        self._dispatcher = dispatcher
+        self._routes = routes
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = {
+            "outstanding_requests": ("Requests at a worker.", "num_outstanding"),
+            "waiting_requests": ("Requests in the gateway's queue.", "num_waiting"),
+            "ready_workers": ("Workers that requests go to.", "num_ready"),
+        }
+        for name, (text, attribute) in gauges.items():
+            gauge = GaugeMetricFamily(f"iserve_gateway_{name}", text, labels=["deployment"])
+            for deployment_name, deployment in self._dispatcher.deployments.items():
+                gauge.add_metric([deployment_name], getattr(deployment, attribute))
+            yield gauge
+        table = self._routes.table
+        yield GaugeMetricFamily(
+            "iserve_gateway_routes_version", "Version of the table in force.", value=table.version if table else 0
+        )
+        yield CounterMetricFamily(
+            "iserve_gateway_rejected_routes", "Route files that could not be used.", value=self._routes.rejected
+        )

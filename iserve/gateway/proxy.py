@@ -1,0 +1,212 @@
+"""One inference request: to a worker, and its answer back. Decides what is tried again and how a failure is told.
+
+Three promises. Nothing is sent twice to a worker once a byte of its answer has gone to the client. A stream that
+cannot be finished ends in an error frame. A client that leaves takes its request off the worker at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from iserve.gateway.dispatch import READY_WAIT_S, Deployment
+from iserve.gateway.errors import ApiError, error_body
+from iserve.gateway.metrics import GatewayMetrics
+from iserve.gateway.reply import Reply
+from iserve.gateway.sse import FrameBuffer, error_frame, usage_of
+from iserve.routes import WorkerTarget
+
+__all__ = ["InferenceRequest", "forward"]
+
+_CONNECT_S = 2.0
+_MAX_ANSWER_BYTES = 256 * 2**20  # of an answer that is not streamed
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceRequest:
+    """A checked request, ready to be sent on as it came."""
+
+    endpoint: str  # "/v1/chat/completions"
+    body: bytes
+    wants_usage: bool  # streamed, with stream_options.include_usage
+    ticket: int  # rises with arrival
+    arrived_s: float  # on the event loop's clock
+    request_id: bytes
+
+
+class _NotReachedError(Exception):
+    """The worker took no connection: it has seen nothing of the request."""
+
+
+class _NotBegunError(Exception):
+    """The worker took the request and went away, or refused for now, before any of its answer was passed on."""
+
+    def __init__(self, reason: str, answer: ApiError) -> None:
+        super().__init__(reason)
+        self.reason, self.answer = reason, answer
+
+
+async def forward(
+    request: InferenceRequest,
+    deployment: Deployment,
+    session: aiohttp.ClientSession,
+    reply: Reply,
+    metrics: GatewayMetrics,
+) -> None:
+    """Answer ``request`` from a worker of ``deployment``.
+
+    A worker that takes no connection is passed over, for up to ``READY_WAIT_S`` in all (a restart fits in that).
+    One that goes away before any of its answer was passed on costs the request one more try, elsewhere if it can.
+
+    Raises:
+        ApiError: nothing of an answer was sent, and this is why.
+    """
+    name = deployment.route.name
+    loop = asyncio.get_running_loop()
+    # The longest silence of a worker, not the longest answer.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=deployment.max_wait_s)
+    avoid, give_up_s = "", math.inf
+    failed_before = False
+    while True:
+        target = await deployment.acquire(request.ticket, avoid)
+        try:
+            await _attempt(request, name, target, timeout, session, reply, metrics)
+            return
+        except _NotReachedError:
+            deployment.mark_down(target)
+            give_up_s = min(give_up_s, loop.time() + READY_WAIT_S)
+            if loop.time() >= give_up_s:
+                raise ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)) from None
+        except _NotBegunError as error:
+            _log.warning("%s: worker %s %s before it answered", name, target.worker_id, error.reason)
+            if failed_before:
+                raise error.answer from None
+            failed_before = True
+        finally:
+            deployment.release(target)
+        avoid = target.url
+        metrics.retried(name)
+
+
+async def _attempt(
+    request: InferenceRequest,
+    name: str,
+    target: WorkerTarget,
+    timeout: aiohttp.ClientTimeout,
+    session: aiohttp.ClientSession,
+    reply: Reply,
+    metrics: GatewayMetrics,
+) -> None:
+    headers = {"Content-Type": "application/json", "X-Request-Id": request.request_id.decode("latin-1")}
+    url = target.url.rstrip("/") + request.endpoint
+    try:
+        response = await session.post(
+            url, data=request.body, headers=headers, timeout=timeout, allow_redirects=False
+        )
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise _NotReachedError from error
+    except TimeoutError as error:
+        raise ApiError(504, f"{name!r} gave no sign of an answer in time", "upstream_timeout") from error
+    except aiohttp.ClientError as error:
+        raise _NotBegunError(f"failed ({error!r})", _worker_lost(name)) from error
+    try:
+        if response.content_type == "text/event-stream" and response.status == 200:
+            await _relay_stream(request, name, response, reply, metrics)
+        else:
+            await _relay_whole(name, response, reply, metrics)
+    except BaseException:
+        response.close()  # ends the worker's side at once; it must not generate for nobody
+        raise
+    response.release()
+
+
+async def _relay_whole(name: str, response: aiohttp.ClientResponse, reply: Reply, metrics: GatewayMetrics) -> None:
+    try:
+        body = await _read_bounded(response, name)
+    except TimeoutError as error:
+        raise ApiError(504, f"{name!r} stopped in the middle of its answer", "upstream_timeout") from error
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise _NotBegunError(f"failed ({error!r})", _worker_lost(name)) from error
+    status = response.status
+    if status == 503:
+        raise _NotBegunError("is not serving", ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)))
+    if status == 200:
+        metrics.tokens(name, usage_of(body))
+    elif not _is_openai_error(body):
+        status = status if 400 <= status < 600 else 502
+        body = error_body(status, f"a worker of {name!r} answered {response.status}", code="upstream_error")
+    await reply.whole(status, body)
+
+
+async def _read_bounded(response: aiohttp.ClientResponse, name: str) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > _MAX_ANSWER_BYTES:
+            raise ApiError(502, f"{name!r} answered more than {_MAX_ANSWER_BYTES} bytes", "answer_too_large")
+    return b"".join(parts)
+
+
+async def _relay_stream(
+    request: InferenceRequest, name: str, response: aiohttp.ClientResponse, reply: Reply, metrics: GatewayMetrics
+) -> None:
+    frames = FrameBuffer()
+    failure = "the worker went away"
+    try:
+        async for chunk in response.content.iter_any():
+            data = frames.feed(chunk)
+            if not data:
+                continue
+            if not reply.started:
+                metrics.first_token(name, asyncio.get_running_loop().time() - request.arrived_s)
+                await reply.begin_stream(200, b"text/event-stream; charset=utf-8")
+            await reply.piece(data)
+    except TimeoutError:
+        failure = "the worker fell silent"
+    except (aiohttp.ClientError, ConnectionError) as error:
+        failure = f"the connection to the worker broke ({type(error).__name__})"
+    except asyncio.CancelledError:
+        if reply.started:  # of use when the gateway itself is being stopped; a client that left reads nothing
+            await _cut(frames, name, "the gateway is shutting down", reply, metrics)
+        raise
+    if not reply.started:
+        raise _NotBegunError("ended the stream", _worker_lost(name))
+    if request.wants_usage:
+        metrics.tokens(name, frames.usage())
+    if frames.is_done:
+        await reply.end()
+    elif frames.ended_in_error:
+        metrics.cut(name)
+        await reply.end()
+    else:
+        _log.warning("%s: a stream was cut: %s", name, failure)
+        await _cut(frames, name, failure, reply, metrics)
+
+
+async def _cut(frames: FrameBuffer, name: str, failure: str, reply: Reply, metrics: GatewayMetrics) -> None:
+    metrics.cut(name)
+    message = f"{failure} before the answer of {name!r} was complete; send the request again"
+    await reply.piece(error_frame(message, code="stream_cut", after_broken_frame=frames.broken_frame))
+    await reply.end()
+
+
+def _worker_lost(name: str) -> ApiError:
+    return ApiError(
+        503, f"the worker of {name!r} went away before it answered; try again", "worker_lost", retry_after_s=1
+    )
+
+
+def _is_openai_error(body: bytes) -> bool:
+    try:
+        return "error" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
