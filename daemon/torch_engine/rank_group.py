@@ -190,7 +190,7 @@ class RankGroup:
             raise self._lost(child, error) from error
 
     def _collect(self, *, raise_errors: bool = True) -> list[tuple[Answer, torch.Tensor | None]]:
-        """One answer of each child, by rank; whoever answers first is read first, so that a death is seen at once."""
+        """One answer of each child, by rank. Whoever is ready is read first: a death is seen at once."""
         answers: dict[int, tuple[Answer, torch.Tensor | None]] = {}
         with selectors.DefaultSelector() as selector:
             for child in self._children:

@@ -92,8 +92,8 @@ class Stage:
         if need > room:
             raise EngineError(
                 f"stage {self._place.stage} needs {weights:,} bytes of weights, {kv:,} of KV cache and "
-                f"{buffers:,} of buffers, {need:,} in all; its limit is {room:,} per device: lower max_batch or the context, "
-                "or use more devices"
+                f"{buffers:,} of buffers, {need:,} in all; its limit is {room:,} per device: "
+                "lower max_batch or the context, or use more devices"
             )
 
     def step(self, plan: StepPlan) -> tuple[torch.Tensor | None, RankTiming]:

@@ -170,11 +170,8 @@ class StageModel:
                     continue
                 self._load_one(reader, name, shape, device)
         if self._tied_here():
-            embedding = self.model.get_submodule(layout.embedding[0]).weight
-            name = f"{layout.head}.weight"
-            shard = self.parallel.shard(name, tuple(embedding.shape))
-            rows = embedding[shard.slices(tuple(embedding.shape))] if shard else embedding
-            _set(self.model, name, nn.Parameter(rows.detach(), requires_grad=False))
+            # Both are split by vocabulary or neither is, so the rank's rows of one are its rows of the other.
+            _set(self.model, f"{layout.head}.weight", self.model.get_submodule(layout.embedding[0]).weight)
         self.parallel.connect(self.model)
         self.model.requires_grad_(False).eval()
 
@@ -256,7 +253,7 @@ def _build(source: ModelSource, shape: StageShape) -> nn.Module:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Identity())
     if shape.is_first and shape.is_last and source.spec.tied_embeddings:
-        # Untied while on meta, so that head and embedding may be sharded differently; tied again by ``load``.
+        # Untied while on meta, so that each is cut to its shard by its own name; tied again by ``load``.
         head = model.get_submodule(layout.head)
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     return model.requires_grad_(False)

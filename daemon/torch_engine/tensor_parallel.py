@@ -2,7 +2,7 @@
 
 Decides which part of each parameter a rank reads and where the group must add up or gather. The plan names a
 style per module: ``colwise`` (each rank computes some outputs), ``rowwise`` (each rank some inputs; the group
-adds up), ``packed_colwise`` and ``moe_tp_experts`` (the same for joined expert tensors). Any other style that
+adds up), ``embedding_rowwise`` (each rank some tokens of the vocabulary; the group adds up), ``packed_colwise`` and ``moe_tp_experts`` (the same for joined expert tensors). Any other style that
 would change a tensor is refused by name.
 """
 
@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import embedding
 
 from daemon.torch_engine.weights import Shard
 from fingerprint.errors import EngineError
 
 __all__ = ["TensorParallel"]
 
-# Held whole by every rank: norms over one head, and the embedding (a look-up without a sum of the group after it).
-_REPLICATED = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-_OUT_DIM = {"colwise": 0, "colwise_gather_output": 0, "packed_colwise": 1}
+_REPLICATED = {"replicated_with_grad_allreduce"}  # norms over one head: every rank needs all of it
+_OUT_DIM = {"colwise": 0, "colwise_gather_output": 0, "embedding_rowwise": 0, "packed_colwise": 1}
+_BY_VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
 _IN_DIM = {"rowwise": -1}
 _SUM_AFTER = {"rowwise", "moe_tp_experts"}
 
@@ -73,8 +75,8 @@ class TensorParallel:
         else:
             return None
         if shape[dim] % self.tp:
-            if style == "colwise_gather_output":
-                return None  # the head of an odd vocabulary: every rank has it whole
+            if style in _BY_VOCABULARY:
+                return None  # of an odd vocabulary every rank has the embedding and the head whole
             raise EngineError(f"{parameter} has {shape[dim]} rows or columns, not divisible by tp={self.tp}")
         return Shard(dim, self.index, self.tp)
 
@@ -86,14 +88,24 @@ class TensorParallel:
         """Add the all-reduces. The bias of a summed linear must be kept by one rank only: see ``keeps_bias``."""
         if self.tp == 1:
             return
-        for name, module in model.named_modules():
+        for name, module in list(model.named_modules()):
             if self.adds_up(name):
                 module.register_forward_hook(self._all_reduce)
+            elif isinstance(module, nn.Embedding) and module.weight.shape[0] < module.num_embeddings:
+                module.forward = partial(self._look_up, module.weight)
 
     @property
     def keeps_bias(self) -> bool:
         """A bias added before the sum must be added once."""
         return self.index == 0
+
+    def _look_up(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embedding of which this rank has ``rows``: it adds zeros for the tokens of the others."""
+        local = token_ids - self.index * rows.shape[0]
+        mine = (local >= 0) & (local < rows.shape[0])
+        found = embedding(torch.where(mine, local, 0), rows).masked_fill_(~mine[..., None], 0)
+        dist.all_reduce(found, group=self.group)
+        return found
 
     def _all_reduce(self, module: nn.Module, args: tuple[object, ...], output: torch.Tensor) -> torch.Tensor:
         total = output.contiguous()

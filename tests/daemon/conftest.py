@@ -1,0 +1,265 @@
+"""Shared by the daemon's tests: a strict NVML, a real daemon process over real workers; tiny random models."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from daemon.client import DaemonClient
+from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.lease import LEASE_FILE, Lease, LeaseFileError, read_file
+from daemon.process import is_alive, read_record
+from daemon.procfs import processes, read_stat
+from daemon.status import WorkerState, WorkerStatus
+from fingerprint.config import DeploymentConfig, even_split
+from fingerprint.errors import UnavailableError
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+WAIT_S = 30.0  # far beyond what is needed: only a hang runs into it
+
+FAST = {
+    "tick_s": 0.1,
+    "stop_grace_s": 0.6,
+    "resident_period_s": 0.1,
+    "cpu_devices": 2,
+    "restart": {"max_starts": 3, "window_s": 600.0, "first_delay_s": 0.1, "max_delay_s": 0.4},
+}
+
+
+def wait_for(what: Callable[[], object], message: str = "it never came true") -> object:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if result := what():
+            return result
+        time.sleep(0.02)
+    raise AssertionError(message)
+
+
+def runs(pid: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and not stat.is_gone
+
+
+class Node:
+    """A home folder and the daemon that serves it; its workers are fake_worker.py processes."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.checkpoint = home.parent / "checkpoint"
+        self.checkpoint.mkdir()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.client: DaemonClient
+
+    def behave(self, **behaviour: object) -> None:
+        """How workers behave from their next start on."""
+        (self.checkpoint / "behaviour.json").write_text(json.dumps(behaviour))
+
+    def start(self, **settings: object) -> DaemonClient:
+        command = [sys.executable, str(HERE / "fake_daemon.py"), str(self.home), json.dumps(FAST | settings)]
+        log = (self.home.parent / "daemon.log").open("ab")
+        self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.env)
+        record_file = self.home / "run" / "daemon.json"
+
+        def answers() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, self.daemon_log
+            record = read_record(record_file)
+            return record is not None and record.pid == self.process.pid and is_alive(record)
+
+        wait_for(answers)
+        self.client = DaemonClient.from_record(record_file)
+        return self.client
+
+    @property
+    def env(self) -> dict[str, str]:
+        return os.environ | {"PYTHONPATH": str(ROOT)}
+
+    @property
+    def daemon_log(self) -> str:
+        return (self.home.parent / "daemon.log").read_text()
+
+    def signal_daemon(self, signum: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(signum)
+        self.process.wait(WAIT_S)
+
+    def spec(self, worker_id: str = "w1", **changes: object) -> WorkerSpec:
+        values = {
+            "worker_id": worker_id,
+            "served_model": "fake",
+            "checkpoint": str(self.checkpoint),
+            "config": DeploymentConfig(),
+            "stages": (StageAssignment(device_ids=("cpu:0",), num_layers=2),),
+            "limits": WorkerLimits(
+                max_batch=1,
+                max_batched_tokens=64,
+                max_context_tokens=64,
+                kv_tokens=64,
+                memory_bytes_per_device=100 * 2**20,
+            ),
+        }
+        return WorkerSpec(**(values | changes))
+
+    def wait(self, worker_id: str, state: WorkerState, *, but_not_pid: int | None = None) -> WorkerStatus:
+        def there() -> WorkerStatus | None:
+            status = self.client.worker(worker_id)
+            return status if status.state is state and (but_not_pid is None or status.pid != but_not_pid) else None
+
+        found = wait_for(there, f"{worker_id} never became {state}")
+        assert isinstance(found, WorkerStatus)
+        return found
+
+    def ready(self, worker_id: str = "w1", **changes: object) -> WorkerStatus:
+        """Launch a worker and wait until it serves."""
+        self.client.launch(self.spec(worker_id, **changes))
+        return self.wait(worker_id, WorkerState.READY)
+
+    def lease(self, worker_id: str = "w1") -> Lease:
+        return read_file(self.home / "workers" / worker_id / LEASE_FILE, Lease)
+
+    def clear(self) -> None:
+        """End every process of this test, whatever state it left them in."""
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(UnavailableError):
+                for worker in self.client.workers():
+                    self.client.stop(worker.spec.worker_id)
+            self.process.kill()
+            self.process.wait()
+        sessions = set()
+        for folder in (self.home / "workers").glob("*"):
+            with contextlib.suppress(LeaseFileError):
+                sessions.add(read_file(folder / LEASE_FILE, Lease).keeper_pid)
+        for stat in processes():
+            if stat.session_id in sessions:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stat.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path / "home")
+    try:
+        yield node
+    finally:
+        node.clear()
+
+
+@pytest.fixture
+def alive() -> Callable[[int], bool]:
+    """Whether a process runs (a zombie does not)."""
+    return runs
+
+
+@pytest.fixture
+def until() -> Callable[..., object]:
+    """Wait until a condition holds; fails after a time that only a hang reaches."""
+    return wait_for
+
+
+@pytest.fixture
+def fake_nvml() -> ModuleType:
+    """A fresh copy of the strict fake, two idle GPUs."""
+    spec = importlib.util.spec_from_file_location("fake_nvml", HERE / "fake_nvml.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- tiny random models for the embedded engine ---
+
+TINY_VOCAB = 96
+TINY_CONTEXT = 64
+
+# Small initial weights make every token as likely as every other; these are large enough that greedy choices are
+# far apart compared with rounding.
+_SIZES = {
+    "vocab_size": TINY_VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": TINY_CONTEXT,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_FAMILIES = {
+    "llama": ("LlamaConfig", {"num_hidden_layers": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("LlamaConfig", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
+    "llama-odd-vocab": ("LlamaConfig", {"num_hidden_layers": 2, "vocab_size": TINY_VOCAB + 1}),
+    "qwen2": ("Qwen2Config", {"num_hidden_layers": 3}),
+    "qwen3": ("Qwen3Config", {"num_hidden_layers": 3, "head_dim": 16, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 8}),
+    "mixtral": ("MixtralConfig", {"num_hidden_layers": 2, "num_local_experts": 4, "sliding_window": None}),
+    "falcon": ("FalconConfig", {"num_hidden_layers": 2}),
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``tiny_checkpoint("llama")``: a directory with a random float32 model; made once, never written to again."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            config_class, sizes = _FAMILIES[family]
+            torch.manual_seed(len(made) + 1)
+            config = getattr(transformers, config_class)(**(_SIZES | sizes))
+            model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms and biases: not all ones and zeros
+                    torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            made[family] = tmp_path_factory.mktemp("checkpoint") / family
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_stages() -> Callable[..., tuple[StageAssignment, ...]]:
+    """``tiny_stages(4, tp=2, pp=2)``: CPU devices numbered by rank; ``layers`` for an uneven split."""
+
+    def make(
+        num_layers: int, *, tp: int = 1, pp: int = 1, layers: tuple[int, ...] | None = None
+    ) -> tuple[StageAssignment, ...]:
+        return tuple(
+            StageAssignment(
+                device_ids=tuple(f"cpu:{stage * tp + index}" for index in range(tp)), num_layers=num_layers_here
+            )
+            for stage, num_layers_here in enumerate(layers or even_split(num_layers, pp))
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_limits() -> WorkerLimits:
+    """4 sequences of ``TINY_CONTEXT`` tokens, 48 tokens a step, 64 MiB a device."""
+    return WorkerLimits(
+        max_batch=4,
+        max_batched_tokens=48,
+        max_context_tokens=TINY_CONTEXT,
+        kv_tokens=4 * TINY_CONTEXT,
+        memory_bytes_per_device=64 * 2**20,
+    )

@@ -1,0 +1,279 @@
+"""One rank: what a step computes, and what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from daemon.torch_engine import attention, support
+from daemon.torch_engine.formats import FORMATS
+from daemon.torch_engine.runner import LocalRunner
+from daemon.torch_engine.steps import StepItem, StepPlan
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
+from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
+
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral"]
+PROMPT = [3, 80, 0, 41, 17, 5, 66, 9, 90, 12, 7, 58, 33, 2, 71, 44, 20, 8, 95, 61]
+OTHER = [50, 1, 88, 23, 14, 77, 6]
+NEW_TOKENS = 20
+
+
+def plan(*items: tuple[int, int, list[int]]) -> StepPlan:
+    return StepPlan(tuple(StepItem(slot, start, tuple(tokens)) for slot, start, tokens in items))
+
+
+def load(checkpoint: Path, stages, limits, *, dtype=torch.float32, **config) -> LocalRunner:
+    runner = LocalRunner(dtype=dtype)
+    num_layers = transformers.AutoConfig.from_pretrained(checkpoint).num_hidden_layers
+    runner.load(checkpoint, DeploymentConfig(**config), stages(num_layers), limits)
+    return runner
+
+
+@pytest.fixture
+def loaded(tiny_checkpoint, tiny_stages, tiny_limits):
+    """``loaded("llama", weights=...)``: a runner in float32, closed at the end."""
+    made = []
+
+    def make(family: str, **kwargs) -> LocalRunner:
+        made.append(load(tiny_checkpoint(family), tiny_stages, tiny_limits, **kwargs))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+@pytest.fixture(scope="module")
+def generated(tiny_checkpoint):
+    """What ``transformers.generate`` says, greedily, without any of our code."""
+    models = {}
+
+    def make(family: str, prompt: list[int]) -> list[int]:
+        if family not in models:
+            models[family] = transformers.AutoModelForCausalLM.from_pretrained(
+                tiny_checkpoint(family), dtype=torch.float32
+            )
+        ids = torch.tensor([prompt])
+        out = models[family].generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )
+        return out[0, len(prompt) :].tolist()
+
+    return make
+
+
+def greedy(runner: LocalRunner, slot: int, prompt: list[int], *, chunk: int) -> list[int]:
+    """Prompt in pieces of ``chunk``, then one token at a time."""
+    tokens = list(prompt)
+    for start in range(0, len(prompt), chunk):
+        result = runner.step(plan((slot, start, prompt[start : start + chunk])))
+    for _ in range(NEW_TOKENS):
+        tokens.append(int(result.logits[0].argmax()))
+        result = runner.step(plan((slot, len(tokens) - 1, tokens[-1:])))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [len(PROMPT), 7, 1])
+def test_greedy_tokens_equal_transformers_generate(family: str, chunk: int, loaded, generated) -> None:
+    """Also past Mistral's window of 8 tokens, with pieces shorter and longer than it."""
+    assert greedy(loaded(family), 2, PROMPT, chunk=chunk) == generated(family, PROMPT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_joining_midway_changes_nobodys_tokens(family: str, loaded, generated) -> None:
+    """One decodes while the other's prompt comes in two pieces, then both decode in one batch."""
+    runner = loaded(family)
+    first, second = list(PROMPT), list(OTHER)
+
+    def step(*items: tuple[int, int, list[int]]) -> list[int]:
+        return [int(row.argmax()) for row in runner.step(plan(*items)).logits]
+
+    first.append(step((3, 0, first))[0])
+    for _ in range(4):
+        first.append(step((3, len(first) - 1, first[-1:]))[0])
+    first.append(step((3, len(first) - 1, first[-1:]), (0, 0, second[:4]))[0])
+    joined = step((0, 4, second[4:]), (3, len(first) - 1, first[-1:]))
+    second.append(joined[0])
+    first.append(joined[1])
+    while len(second) < len(OTHER) + NEW_TOKENS:
+        items = [(3, len(first) - 1, first[-1:]), (0, len(second) - 1, second[-1:])]
+        both = step(*items)
+        first.append(both[0])
+        second.append(both[1])
+    assert first[len(PROMPT) :][:NEW_TOKENS] == generated(family, PROMPT)
+    assert second[len(OTHER) :] == generated(family, OTHER)
+
+
+def test_a_slot_used_again_remembers_nothing(loaded) -> None:
+    runner = loaded("llama")
+    fresh = runner.step(plan((1, 0, OTHER))).logits
+    runner.step(plan((1, 0, PROMPT)))
+    assert torch.equal(runner.step(plan((1, 0, OTHER))).logits, fresh)
+
+
+def test_16bit_means_bfloat16_for_a_float32_checkpoint(loaded) -> None:
+    """bfloat16 has 8 bits of mantissa: logits of a few layers agree to some percent of their spread."""
+    exact = loaded("llama").step(plan((0, 0, PROMPT))).logits
+    rounded = loaded("llama", dtype=None).step(plan((0, 0, PROMPT))).logits
+    assert rounded.dtype is torch.float32
+    assert 1e-4 < (rounded - exact).abs().max() / exact.std() < 0.2
+
+
+def test_bytes_are_those_counted_by_hand(loaded) -> None:
+    """Llama of the fixture, bfloat16: 96 x 32 embedding and head, 4 layers, final norm of 32; two float32 copies
+    of 4 rotary frequencies. A layer: q and o 32 x 32, k and v 16 x 32, biases 32 + 16 + 16 + 32; MLP 3 x 64 x 32,
+    biases 64 + 64 + 32; two norms of 32."""
+    layer = 2 * 32 * 32 + 2 * 16 * 32 + 96 + 3 * 64 * 32 + 160 + 2 * 32
+    [memory] = loaded("llama", dtype=None).memory()
+    assert memory.weights_bytes == 2 * (2 * 96 * 32 + 4 * layer + 32) + 2 * 4 * 4
+    # 4 layers of K and V: 4 slots x 2 heads x 64 tokens x 8 numbers of 2 bytes
+    assert memory.kv_bytes == 4 * 2 * 4 * 2 * 64 * 8 * 2
+    assert memory.pp_buffer_bytes == 0
+    assert memory.runtime_bytes > 50 * 2**20  # torch itself
+
+
+def test_a_tied_head_takes_no_bytes_of_its_own(loaded) -> None:
+    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32
+    [memory] = loaded("llama-tied", dtype=None).memory()
+    assert memory.weights_bytes == 2 * (96 * 32 + 2 * layer + 32) + 2 * 4 * 4
+
+
+def test_activation_peak_is_of_the_largest_step(loaded) -> None:
+    """At least the MLP's three [tokens, 64] tensors of a layer are alive together; a second layer adds none."""
+    runner = loaded("llama")
+    assert runner.memory()[0].activation_peak_bytes == 0
+    runner.step(plan((0, 0, PROMPT)))
+    peak = runner.memory()[0].activation_peak_bytes
+    assert 3 * 20 * 64 * 4 <= peak <= 4 * 3 * 20 * 64 * 4
+    runner.step(plan((0, 20, [1])))
+    assert runner.memory()[0].activation_peak_bytes == peak
+    runner.step(plan((0, 0, PROMPT), (1, 0, PROMPT)))
+    assert 1.8 * peak < runner.memory()[0].activation_peak_bytes < 2.2 * peak
+
+
+def _live_tensor_bytes() -> int:
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
+            storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def test_loading_again_and_closing_give_every_byte_back(tiny_checkpoint, tiny_stages, tiny_limits) -> None:
+    """A profile loads many fingerprints after each other in one process."""
+    runner = LocalRunner()
+    before = _live_tensor_bytes()
+    sizes = []
+    for weights in (WeightFormat.BITS16, WeightFormat.INT8) * 2:
+        config = DeploymentConfig(weights=weights)
+        runner.load(tiny_checkpoint("llama"), config, tiny_stages(4), tiny_limits)
+        runner.step(plan((0, 0, PROMPT)))
+        [memory] = runner.memory()
+        sizes.append(_live_tensor_bytes() - before)
+        assert sizes[-1] == memory.weights_bytes + memory.kv_bytes
+    assert sizes[:2] == sizes[2:]
+    runner.close()
+    runner.close()
+    assert _live_tensor_bytes() == before
+    with pytest.raises(EngineError, match="no model is loaded"):
+        runner.step(plan((0, 0, PROMPT)))
+
+
+def test_step_times_are_of_the_forward(loaded) -> None:
+    result = loaded("llama").step(plan((0, 0, PROMPT), (1, 0, OTHER)))
+    assert result.logits.shape == (2, 96)
+    assert result.busy_s == (result.device_s,)
+    assert result.device_s > 0
+    assert result.handover_s == 0
+
+
+@pytest.mark.parametrize(
+    ("items", "match"),
+    [
+        pytest.param([(4, 0, [1])], "slot 4", id="slot"),
+        pytest.param([(0, 0, [1]), (0, 1, [1])], "slot 0", id="twice"),
+        pytest.param([(0, 60, [1] * 5)], "room for 64", id="context"),
+        pytest.param([(0, 0, [1] * 25), (1, 0, [1] * 24)], "49 tokens", id="batched-tokens"),
+        pytest.param([(0, 0, [96])], "vocabulary of 96", id="token"),
+        pytest.param([(0, 0, [])], "no tokens", id="empty-item"),
+        pytest.param([], "0 tokens", id="empty-plan"),
+    ],
+)
+def test_a_plan_beyond_the_limits_is_a_bug_and_does_no_harm(items, match: str, loaded) -> None:
+    runner = loaded("llama")
+    with pytest.raises(ValueError, match=match):
+        runner.step(plan(*items))
+    runner.step(plan((0, 0, PROMPT)))
+
+
+# --- what is refused ---
+
+
+def test_a_family_without_the_attention_interface_is_refused_with_that_reason(loaded) -> None:
+    with pytest.raises(UnsupportedModelError, match="attention interface"):
+        loaded("falcon")
+
+
+def test_the_tables_say_what_the_code_does() -> None:
+    assert {w for w, reason in support.WEIGHTS.items() if reason is None} == set(FORMATS)
+    for family in support.FAMILIES:
+        cls = transformers.AutoModelForCausalLM._model_mapping[transformers.CONFIG_MAPPING[family]]
+        assert cls._supports_attention_backend
+        if family in support.TP_FAMILIES:
+            assert transformers.CONFIG_MAPPING[family].base_model_tp_plan
+    attention.register()
+    assert attention.IMPLEMENTATION in transformers.AttentionInterface()
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        pytest.param({"kv": KvFormat.INT8}, "kv=int8", id="kv"),
+        pytest.param({"weights": WeightFormat.INT4}, "weights=int4", id="weights"),
+        pytest.param({"tp": 8}, "tp up to 2", id="tp"),
+    ],
+)
+def test_what_the_engine_does_not_run_is_refused(config, match: str, loaded) -> None:
+    with pytest.raises(EngineError, match=match):
+        loaded("llama", **config)
+
+
+def test_more_than_the_limit_is_refused_before_anything_is_read(
+    tiny_checkpoint, tiny_stages, tiny_limits, tmp_path
+) -> None:
+    """With a truncated weights file, so that reading would give another error."""
+    shutil.copytree(tiny_checkpoint("llama"), tmp_path / "cut")
+    with (tmp_path / "cut/model.safetensors").open("r+b") as file:
+        file.truncate(10_000)
+    small = dataclasses.replace(tiny_limits, memory_bytes_per_device=100_000)
+    with pytest.raises(EngineError, match="its limit is 100,000"):
+        load(tmp_path / "cut", tiny_stages, small)
+    with pytest.raises(CheckpointError, match="cut short"):
+        load(tmp_path / "cut", tiny_stages, tiny_limits)
+
+
+def test_a_failed_load_leaves_the_runner_fit_for_the_next(
+    tiny_checkpoint, tiny_stages, tiny_limits, tmp_path
+) -> None:
+    shutil.copytree(tiny_checkpoint("llama"), tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    runner = load(tiny_checkpoint("llama"), tiny_stages, tiny_limits)
+    with pytest.raises(CheckpointError, match="neither"):
+        runner.load(tmp_path / "bare", DeploymentConfig(), tiny_stages(4), tiny_limits)
+    with pytest.raises(EngineError, match="no model is loaded"):
+        runner.step(plan((0, 0, PROMPT)))
+    runner.load(tiny_checkpoint("qwen3"), DeploymentConfig(), tiny_stages(3), tiny_limits)
+    runner.step(plan((0, 0, PROMPT)))
+    runner.close()
+
+
+def test_stages_that_do_not_hold_the_models_layers_are_refused(tiny_checkpoint, tiny_stages, tiny_limits) -> None:
+    with pytest.raises(EngineError, match="hold 3 layers, the checkpoint has 4"):
+        LocalRunner().load(tiny_checkpoint("llama"), DeploymentConfig(), tiny_stages(3), tiny_limits)
