@@ -1,0 +1,139 @@
+"""With nothing feasible: the nearest point, and what each limit alone would have to be."""
+
+from __future__ import annotations
+
+import pytest
+
+from fingerprint.config import DeploymentConfig, WeightFormat
+from planner.explain import WhatIf
+from planner.intent import Intent, Quality, Slo
+from planner.plan import LimitKind, Plan, Relaxation
+from planner.rank import rank
+from tests.planner.candidates import candidate, everything_fits, fits_below
+
+ONE, TWO, FOUR = DeploymentConfig(tp=1), DeploymentConfig(tp=2), DeploymentConfig(tp=4)
+INT4 = DeploymentConfig(weights=WeightFormat.INT4)
+
+
+def relaxation(plan: Plan, limit: LimitKind) -> Relaxation:
+    assert plan.chosen is None
+    (only,) = (r for r in plan.why_not.relaxations if r.limit is limit)
+    return only
+
+
+def test_a_feasible_plan_needs_no_relaxation() -> None:
+    plan = rank([candidate(ONE)], Intent(), fits=everything_fits)
+    assert (plan.why_not.nearest, plan.why_not.relaxations) == (None, ())
+
+
+def test_ttft_is_relaxed_to_the_least_that_admits_a_candidate_that_fits() -> None:
+    plan = rank(
+        [
+            candidate(ONE, ttft_s=0.9, gib_per_gpu=10.0),
+            candidate(TWO, ttft_s=0.8301, gib_per_gpu=10.0),
+            candidate(FOUR, ttft_s=0.6, gib_per_gpu=99.0),  # closer, and too large
+        ],
+        Intent(slo=Slo(ttft_s=0.5)),
+        fits=fits_below(40.0),
+    )
+    advice = relaxation(plan, LimitKind.TTFT)
+    assert (advice.allowed, advice.needed, advice.config) == (0.5, 0.831, TWO)
+    assert advice.text == "ttft=0.5 -> 0.831 s would admit tp=2,pp=1,weights=16bit,kv=16bit,pruning=none"
+    assert plan.why_not.nearest is not None
+    assert plan.why_not.nearest.config == TWO
+
+
+def test_a_limit_that_would_not_do_alone_is_not_offered() -> None:
+    """The only candidate misses TTFT and budget: no single change helps, and the nearest point says both."""
+    plan = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.1), budget=1.0), fits=everything_fits)
+    assert plan.why_not.relaxations == ()
+    nearest = plan.why_not.nearest
+    assert nearest is not None
+    assert [(v.limit, v.allowed, v.actual) for v in nearest.violations] == [
+        (LimitKind.BUDGET, 1.0, pytest.approx(24.0)),
+        (LimitKind.TTFT, 0.1, pytest.approx(0.4)),
+    ]
+
+
+def test_budget_names_its_unit() -> None:
+    plan = rank([candidate(ONE)], Intent(budget=20.0), fits=everything_fits)
+    assert relaxation(plan, LimitKind.BUDGET).text.startswith("budget=20 -> 24 GiB*s would admit tp=1")
+
+
+def test_quality_is_relaxed_one_step_where_one_does() -> None:
+    int8 = DeploymentConfig(weights=WeightFormat.INT8)
+    big, small, smallest = (
+        candidate(ONE, gib_per_gpu=20.0),
+        candidate(int8, gib_per_gpu=10.0),
+        candidate(INT4, gib_per_gpu=5.0),
+    )
+    intent = Intent(quality=Quality.EXACT)
+    to_near = relaxation(rank([big, small, smallest], intent, fits=fits_below(12.0)), LimitKind.QUALITY)
+    assert to_near.text.startswith("quality=exact -> near would admit tp=1,pp=1,weights=int8")
+    to_any = relaxation(rank([big, small, smallest], intent, fits=fits_below(6.0)), LimitKind.QUALITY)
+    assert to_any.text.startswith("quality=exact -> any would admit tp=1,pp=1,weights=int4")
+
+
+def test_rate_is_relaxed_to_what_can_be_served() -> None:
+    """e2e 2.4 s serves 0.41667 requests/s at most; the largest rate below that, rounded down."""
+    plan = rank([candidate(ONE)], Intent(rate_per_s=1.0), fits=everything_fits)
+    advice = relaxation(plan, LimitKind.RATE)
+    assert (advice.allowed, advice.needed) == (1.0, 0.416)
+    assert "FCFS M/D/1" in advice.text
+
+
+def test_rate_is_also_what_a_missed_ttft_asks_for_when_the_queue_is_the_reason() -> None:
+    plan = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.5), rate_per_s=0.3), fits=everything_fits)
+    slower = relaxation(plan, LimitKind.RATE)
+    later = relaxation(plan, LimitKind.TTFT)
+    assert 0 < slower.needed < 0.3
+    assert later.needed > 0.5
+
+
+def test_a_ttft_that_no_rate_can_meet_does_not_blame_the_rate() -> None:
+    plan = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.3), rate_per_s=0.3), fits=everything_fits)
+    assert [r.limit for r in plan.why_not.relaxations] == [LimitKind.TTFT]
+
+
+def test_memory_says_how_much_and_where_else_it_would_fit() -> None:
+    plan = rank(
+        [candidate(ONE, gib_per_gpu=30.0), candidate(TWO, gib_per_gpu=16.0)],
+        Intent(),
+        fits=fits_below(10.0),
+        what_if=[WhatIf("one more idle GPU", fits_below(20.0)), WhatIf("a smaller GPU", fits_below(5.0))],
+    )
+    texts = [r.text for r in plan.why_not.relaxations]
+    assert texts == [
+        "6 GiB more free memory on each GPU would admit tp=2,pp=1,weights=16bit,kv=16bit,pruning=none",
+        "one more idle GPU would admit tp=2,pp=1,weights=16bit,kv=16bit,pruning=none",
+    ]
+    assert plan.why_not.nearest is not None
+    assert "least short" in plan.why_not.nearest.text
+    assert "needs 16 GiB, 10 GiB are free" in plan.why_not.nearest.text
+
+
+def test_the_nearest_point_fits_and_keeps_the_quality_before_it_is_fast() -> None:
+    plan = rank(
+        [
+            candidate(ONE, ttft_s=5.0, gib_per_gpu=10.0),  # 10 times the limit, but of the quality asked for
+            candidate(INT4, ttft_s=0.51, gib_per_gpu=5.0),
+            candidate(TWO, ttft_s=0.52, gib_per_gpu=90.0),  # does not fit
+        ],
+        Intent(slo=Slo(ttft_s=0.5)),
+        fits=fits_below(40.0),
+    )
+    assert plan.why_not.nearest is not None
+    assert plan.why_not.nearest.config == ONE
+
+
+def test_what_cannot_run_is_never_the_nearest() -> None:
+    plan = rank(
+        [candidate(ONE, refusal="torch does not run it"), candidate(TWO, ttft_s=9.0)],
+        Intent(slo=Slo(ttft_s=0.5)),
+        fits=everything_fits,
+    )
+    assert plan.why_not.nearest is not None
+    assert plan.why_not.nearest.config == TWO
+    only_refused = rank([candidate(ONE, refusal="torch does not run it")], Intent(), fits=everything_fits)
+    assert only_refused.why_not.nearest is None
+    assert [b.reason for b in only_refused.why_not.better] == ["torch does not run it"]
