@@ -46,7 +46,6 @@ class _Sequence:
     slot: int = -1
     cached: int = 0  # tokens whose KV is written
     generated: int = 0
-    last_step: int = -1  # of its latest work; the decoders left out longest go first
 
     @property
     def pending(self) -> int:
@@ -77,7 +76,6 @@ class Scheduler:
         self._running: dict[int, _Sequence] = {}  # in order of admission
         self._free_slots = list(range(max_batch))  # a heap: the lowest first, so that a lone sequence keeps slot 0
         self._ids: set[int] = set()
-        self._steps = 0
 
     @property
     def num_running(self) -> int:
@@ -138,23 +136,19 @@ class Scheduler:
 
     def plan(self) -> tuple[Work, ...]:
         """The next step, admitting waiting sequences into free slots; empty when there is nothing to do."""
-        budget = self.max_batched_tokens
-        decoding = [s for s in self._running.values() if s.generated]
-        decoding.sort(key=lambda s: s.last_step)  # stable: ties stay in order of admission
-        chosen = decoding[:budget]
-        budget -= len(chosen)
+        work = [_work(s, 1) for s in self._running.values() if s.generated]
+        budget = self.max_batched_tokens - len(work)
+        assert budget >= 0, "each decoder came out of a step that held its last prompt token beside all the others"
         prompts = [s for s in self._running.values() if not s.generated]
-        work = [self._work(s, 1) for s in chosen]
         for sequence in prompts:
             if not budget:
                 break
-            work.append(self._work(sequence, min(budget, sequence.pending)))
+            work.append(_work(sequence, min(budget, sequence.pending)))
             budget -= work[-1].num_tokens
         while budget and self._waiting and self._free_slots:
             sequence = self._admit()
-            work.append(self._work(sequence, min(budget, sequence.pending)))
+            work.append(_work(sequence, min(budget, sequence.pending)))
             budget -= work[-1].num_tokens
-        self._steps += 1
         return tuple(work)
 
     def complete(self, plan: Sequence[Work], ended: Collection[int] = ()) -> tuple[int, ...]:
@@ -194,12 +188,12 @@ class Scheduler:
         self._ids.remove(sequence.demand.sequence_id)
         heapq.heappush(self._free_slots, sequence.slot)
 
-    def _work(self, sequence: _Sequence, num_tokens: int) -> Work:
-        sequence.last_step = self._steps
-        return Work(
-            sequence.demand.sequence_id,
-            sequence.slot,
-            sequence.cached,
-            num_tokens,
-            samples=num_tokens == sequence.pending,
-        )
+
+def _work(sequence: _Sequence, num_tokens: int) -> Work:
+    return Work(
+        sequence.demand.sequence_id,
+        sequence.slot,
+        sequence.cached,
+        num_tokens,
+        samples=num_tokens == sequence.pending,
+    )

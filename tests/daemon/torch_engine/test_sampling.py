@@ -1,0 +1,106 @@
+"""From logits to tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemon.torch_engine.sampling import Sampler, SamplingParams, sample
+from fingerprint.errors import ConfigError
+
+
+def rows(*logits: list[float]) -> np.ndarray:
+    return np.array(logits, dtype=np.float32)
+
+
+def draw(params: SamplingParams, logits: list[float], times: int) -> list[int]:
+    sampler = Sampler(params)
+    return [sample(rows(logits), [sampler], [()])[0] for _ in range(times)]
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0), SamplingParams(temperature=1e-9), SamplingParams(top_k=1)]
+)
+def test_greedy_takes_the_largest(params: SamplingParams) -> None:
+    assert draw(params, [0.0, 3.0, 2.9], 5) == [1] * 5
+
+
+def test_tokens_come_as_often_as_their_probability() -> None:
+    """Logits ln 1, ln 2, ln 5: probabilities 1/8, 2/8, 5/8. 8,000 draws: 4 standard deviations are under 175."""
+    counts = np.bincount(draw(SamplingParams(seed=1), list(np.log([1, 2, 5])), 8000))
+    assert np.abs(counts - [1000, 2000, 5000]).max() < 175
+
+
+def test_temperature_sharpens() -> None:
+    """At temperature 0.5 the odds 1 : 3 become 1 : 9."""
+    counts = np.bincount(draw(SamplingParams(temperature=0.5, seed=2), list(np.log([1, 3])), 5000))
+    assert abs(counts[0] - 500) < 85
+
+
+@pytest.mark.parametrize(
+    ("top_p", "expected"),
+    [(0.5, {2}), (0.62, {2}), (0.63, {1, 2}), (0.87, {1, 2}), (0.88, {0, 1, 2}), (1e-9, {2})],
+)
+def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, expected: set[int]) -> None:
+    """Probabilities 0.125, 0.25, 0.625."""
+    assert set(draw(SamplingParams(top_p=top_p, seed=3), list(np.log([1, 2, 5])), 300)) == expected
+
+
+def test_top_k_keeps_the_likeliest() -> None:
+    assert set(draw(SamplingParams(top_k=2, seed=3), list(np.log([1, 2, 5])), 300)) == {1, 2}
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(-(2**70), 2**70), others=st.integers(0, 5), place=st.integers(0, 5))
+def test_a_seed_gives_the_same_whatever_is_beside_it(seed: int, others: int, place: int) -> None:
+    logits = [0.1, 0.5, 0.2, 0.9]
+    params = SamplingParams(seed=seed, top_p=0.95)
+    alone = draw(params, logits, 8)
+    place = min(place, others)
+    samplers = [Sampler(SamplingParams(seed=99 + i)) for i in range(others)]
+    samplers.insert(place, Sampler(params))
+    batch = rows(*[logits for _ in samplers])
+    beside = [sample(batch.copy(), samplers, [()] * len(samplers))[place] for _ in range(8)]
+    assert beside == alone
+
+
+def test_without_a_seed_two_differ() -> None:
+    flat = [0.0] * 200
+    assert draw(SamplingParams(), flat, 20) != draw(SamplingParams(), flat, 20)
+
+
+def test_barred_tokens_are_never_chosen() -> None:
+    assert sample(rows([5.0, 1.0, 0.0]), [Sampler(SamplingParams(temperature=0))], [(0, 7)]) == [1]
+
+
+def test_what_is_no_number_gives_no_token_and_leaves_the_others_alone() -> None:
+    greedy = [Sampler(SamplingParams(temperature=0)) for _ in range(4)]
+    nan, inf = float("nan"), float("inf")
+    batch = rows([0.0, nan], [0.0, inf], [-inf, -inf], [-inf, 0.0])
+    assert sample(batch, greedy, [()] * 4) == [None, None, None, 1]
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    assert set(draw(SamplingParams(seed=0), [float("-inf"), 0.0, float("-inf")], 50)) == {1}
+
+
+def test_an_empty_batch() -> None:
+    assert sample(np.zeros((0, 4), dtype=np.float32), [], []) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"top_k": -2},
+    ],
+)
+def test_parameters_out_of_range(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
