@@ -26,12 +26,13 @@ from fingerprint.families import FAMILIES, Blueprint, read_blueprint, read_confi
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 from fingerprint.tensor_shapes import Role, TensorShape, elements
 
-__all__ = ["GenerateResult", "generate", "generate_dummy"]
+__all__ = ["COMPANION_FILES", "GenerateResult", "generate", "generate_dummy"]
 
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
 DUMMY_STD = 0.02  # the initializer_range of most families: activations stay in range whatever the depth
-_COPIED = (
+# What a model directory holds beside its weights and that a fingerprint keeps: never code.
+COMPANION_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
@@ -224,7 +225,7 @@ def _write(
 
 
 def _copy_beside(source: Path, part: Path) -> None:
-    for name in _COPIED:
+    for name in COMPANION_FILES:
         file = source / name
         if file.is_file():
             if file.stat().st_size > _MAX_COPIED_BYTES:

@@ -1,0 +1,177 @@
+"""Where a MODEL argument leads: a registered name, a local directory, or a Hugging Face id.
+
+It finds files and reads the config; it loads no weight and judges no checkpoint (``fingerprint.checkpoint`` does).
+From the hub come safetensors, JSON and tokenizer files only: no pickle, no code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
+from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
+from fingerprint.families import load_spec
+from fingerprint.generate import COMPANION_FILES
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["ModelSource", "resolve"]
+
+HUB_TIMEOUT_S = 5.0  # for the first answer; downloads take as long as they take
+_CONFIG_PATTERNS = ["config.json", *COMPANION_FILES]
+_WEIGHT_PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX_FILE]
+_HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_HUB_ID = re.compile(rf"(?:{_HUB_NAME}/)?{_HUB_NAME}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that was found."""
+
+    name: str  # as registered, the directory's own name, or the Hugging Face id
+    directory: Path
+    has_weights: bool  # safetensors are there; False: a config.json alone, good for plan, estimate and profile
+    spec: ModelSpec
+
+
+def resolve(
+    model: str, registered: Mapping[str, Path] = MappingProxyType({}), *, need_weights: bool = True
+) -> ModelSource:
+    """The model that ``model`` names; registered names first, then local directories, then Hugging Face ids.
+
+    An id is looked up in the local cache first. What is missing there is downloaded: the config, and, once that is
+    found to be of a supported model, the weights unless ``need_weights`` is False.
+
+    Raises:
+        NotFoundError: no such directory and neither the cache nor the hub has it.
+        UnavailableError: the cache does not have it and the hub does not answer (no network, or offline mode).
+        CheckpointError: the hub has the model only as pickle.
+        ConfigError, UnsupportedModelError: as ``fingerprint.families.read_spec``.
+    """
+    if model in registered:
+        directory = registered[model]
+        if not directory.is_dir():
+            raise NotFoundError(f"model {model!r} is registered at {directory}, which is gone; register it again")
+        return _local(model, directory)
+    path = _existing(model)
+    if path is not None:
+        directory = path if path.is_dir() else path.parent
+        if path.is_file() and path.name != "config.json":
+            raise NotFoundError(f"{path} is a file; give the model's directory or its config.json")
+        directory = directory.resolve()
+        return _local(directory.name or "model", directory)
+    if not _HUB_ID.fullmatch(model) or ".." in model or "--" in model:
+        raise NotFoundError(
+            f"there is no directory {model[:200]!r}, and it is not a Hugging Face id (owner/name) "
+            "or the name of a registered model"
+        )
+    return _from_hub(model, need_weights=need_weights)
+
+
+def _existing(model: str) -> Path | None:
+    if not model:  # Path("") would be the current directory
+        return None
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no such user's home
+        return None
+
+
+def _local(name: str, directory: Path) -> ModelSource:
+    return ModelSource(name, directory, _has_weights(directory), load_spec(directory))
+
+
+def _has_weights(directory: Path) -> bool:
+    """Whether all the files are there; of an index that cannot be read, its presence (reading it will explain)."""
+    if (directory / SINGLE_FILE).exists():
+        return True
+    if not (directory / INDEX_FILE).exists():
+        return False
+    try:
+        names = set(json.loads((directory / INDEX_FILE).read_bytes())["weight_map"].values())
+        return all((directory / name).exists() for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return True
+
+
+def _from_hub(model: str, *, need_weights: bool) -> ModelSource:
+    cached = _cached(model)
+    if cached is not None and (_has_weights(cached) or not need_weights):
+        return ModelSource(model, cached, _has_weights(cached), load_spec(cached))
+    missing = "no weights of it" if cached else "nothing complete of it"
+    files = _ask_hub(model, missing)
+    # By branch name, not by the commit that the hub just told: only so does the cache find it again offline.
+    directory = _download(model, _CONFIG_PATTERNS)
+    load_spec(directory)  # before the weights: an unsupported model is not worth their download
+    if need_weights:
+        if not any(re.fullmatch(r"model(-.*)?\.safetensors", file) for file in files):
+            raise CheckpointError(
+                f"{model} has no model.safetensors on the hub ({len(files)} other files); weights load from "
+                "safetensors only; convert it"
+            )
+        directory = _download(model, _CONFIG_PATTERNS + _WEIGHT_PATTERNS)
+    return ModelSource(model, directory, _has_weights(directory), load_spec(directory))
+
+
+def _cached(model: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        directory = Path(snapshot_download(model, local_files_only=True, allow_patterns=_CONFIG_PATTERNS))
+    except (OSError, HFValidationError):  # LocalEntryNotFoundError is an OSError
+        return None
+    return directory if (directory / "config.json").is_file() else None
+
+
+def _ask_hub(model: str, missing: str) -> list[str]:
+    """File names of ``model``, or why they cannot be had."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HTTPError,  # of the HTTP library that the installed hub client uses; a refused connection is one
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    here = f"there is no directory {model!r}, the local Hugging Face cache has {missing}"
+    try:
+        info = HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
+    except OfflineModeIsEnabled as error:
+        raise UnavailableError(f"{here}, and offline mode is on (HF_HUB_OFFLINE); download it first") from error
+    except GatedRepoError as error:
+        raise NotFoundError(
+            f"{here}, and the hub gives it only to accounts with access; run `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise NotFoundError(
+            f"{here}, and the hub has no such model (or it is private: `hf auth login`)"
+        ) from error
+    except HfHubHTTPError as error:
+        raise UnavailableError(f"{here}, and the hub answered {_first_line(error)}") from error
+    except (OSError, HTTPError) as error:
+        raise UnavailableError(f"{here}, and the hub cannot be reached ({_first_line(error)})") from error
+    return [sibling.rfilename for sibling in info.siblings or []]
+
+
+def _download(model: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HTTPError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
+    except GatedRepoError as error:
+        raise NotFoundError(f"the hub gives {model} only to accounts with access; run `hf auth login`") from error
+    except (OSError, HTTPError) as error:
+        raise UnavailableError(f"downloading {model} failed: {_first_line(error)}; try again to go on") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

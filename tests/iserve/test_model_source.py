@@ -1,0 +1,293 @@
+"""Where a MODEL argument leads: names, directories, and a small hub of our own over real HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fingerprint.errors import CheckpointError, ConfigError, NotFoundError
+from fingerprint.generate import generate_dummy
+from iserve.model_source import resolve
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> Path:
+    """A directory with only a config.json."""
+    folder = tmp_path / "shape"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+@pytest.fixture
+def checkpoint(config_only: Path, tmp_path: Path) -> Path:
+    """A directory with weights."""
+    generate_dummy(config_only, tmp_path / "tiny", 2)
+    return tmp_path / "tiny"
+
+
+# --- local ---
+
+
+def test_a_checkpoint_directory(checkpoint: Path) -> None:
+    source = resolve(str(checkpoint))
+    assert (source.name, source.directory, source.has_weights) == ("tiny", checkpoint, True)
+    assert source.spec.num_layers == 2
+
+
+def test_a_config_alone_by_directory_or_file(config_only: Path) -> None:
+    source = resolve(str(config_only))
+    assert (source.name, source.has_weights) == ("shape", False)
+    assert resolve(str(config_only / "config.json")) == source
+
+
+def test_shards_count_as_weights_when_all_are_there(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-1.safetensors")
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert not resolve(str(checkpoint)).has_weights
+    shutil.copy(checkpoint / "model-1.safetensors", checkpoint / "model-2.safetensors")
+    assert resolve(str(checkpoint)).has_weights
+
+
+def test_a_registered_name_comes_before_a_directory(
+    checkpoint: Path, config_only: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config_only.parent)
+    assert resolve("shape").directory == config_only
+    source = resolve("shape", {"shape": checkpoint})
+    assert (source.name, source.directory) == ("shape", checkpoint)
+
+
+def test_a_home_folder_is_expanded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    assert resolve("~/tiny").directory == checkpoint
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "./nowhere", "/no/where", "a/b/c", "a b", "../x", "a--b/c", "x" * 5000, "a\0b", "~nobody-here/x", "ü"],
+)
+def test_what_can_be_no_model_is_refused_without_asking_anyone(name: str) -> None:
+    with pytest.raises(NotFoundError, match="not a Hugging Face id") as caught:
+        resolve(name)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_registered_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="which is gone; register it again"):
+        resolve("mine", {"mine": tmp_path / "gone"})
+
+
+def test_a_file_that_is_no_config_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(NotFoundError, match="is a file; give the model's directory"):
+        resolve(str(checkpoint / "model.safetensors"))
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"has no config\.json"):
+        resolve(str(tmp_path))
+
+
+def test_an_absurd_config_is_refused(config_only: Path) -> None:
+    (config_only / "config.json").write_text(json.dumps(TINY | {"hidden_size": -16}))
+    with pytest.raises(ConfigError, match="hidden_size must be an integer"):
+        resolve(str(config_only))
+
+
+# --- the hub ---
+
+
+@dataclass
+class Hub:
+    """A hub that serves folders; ``asked`` holds the paths of all requests."""
+
+    url: str = ""
+    models: dict[str, Path] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    status: int = 0  # answer everything with this
+
+    def files_got(self) -> list[str]:
+        return sorted({path.rpartition("/")[2] for path in self.asked if "/resolve/" in path})
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """A hub on a free port of this machine."""
+    served = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+        def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            served.asked.append(path)
+            if served.status:
+                return self.answer(served.status)
+            for name, folder in served.models.items():
+                if path.startswith(f"/api/models/{name}"):
+                    return self.api(path, name, folder)
+                if path.startswith(f"/{name}/resolve/"):
+                    body = (folder / path.rpartition("/")[2]).read_bytes()
+                    tag = f'"{hashlib.sha1(body).hexdigest()}"'
+                    return self.answer(200, body, ETag=tag, X_Repo_Commit=COMMIT)
+            return self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+
+        def api(self, path: str, name: str, folder: Path) -> None:
+            files = sorted(entry.name for entry in folder.iterdir())
+            if "/tree/" in path:
+                tree = [
+                    {"type": "file", "path": file, "size": (folder / file).stat().st_size, "oid": "0" * 40}
+                    for file in files
+                ]
+                return self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
+            info = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
+            return self.answer(200, json.dumps(info).encode(), Content_Type="application/json")
+
+        do_HEAD = do_GET
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    served.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield served
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def in_new_process(tmp_path: Path, hub: Hub) -> Any:
+    """Resolves in a process of its own (the hub client reads its environment once): the error, or the fields."""
+    code = (
+        "import sys, json; from iserve.model_source import resolve; from fingerprint.errors import IserveError\n"
+        "try: s = resolve(sys.argv[1], need_weights=sys.argv[2] == '1')\n"
+        "except IserveError as e: print(json.dumps([type(e).__name__, str(e)]))\n"
+        "else: print(json.dumps([s.name, str(s.directory), s.has_weights, s.spec.num_layers]))"
+    )
+
+    def run(model: str, *, need_weights: bool = True, **env: str) -> list[Any]:
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_DISABLE_XET": "1",
+            **env,
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code, model, str(int(need_weights))],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_from_the_hub_then_from_the_cache(hub: Hub, checkpoint: Path, in_new_process: Any) -> None:
+    for name in ("tokenizer.json", "modeling_evil.py", "pytorch_model.bin", "training_args.bin", "README.md"):
+        (checkpoint / name).write_text("{}")
+    hub.models["owner/tiny"] = checkpoint
+    name, directory, has_weights, num_layers = in_new_process("owner/tiny")
+    assert (name, has_weights, num_layers) == ("owner/tiny", True, 2)
+    assert hub.files_got() == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (Path(directory) / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    hub.asked.clear()
+    assert in_new_process("owner/tiny") == [name, directory, True, 2]
+    assert hub.asked == []  # the cache answered alone
+
+
+def test_a_plan_fetches_no_weights_and_a_deployment_fetches_them_later(
+    hub: Hub, checkpoint: Path, in_new_process: Any
+) -> None:
+    hub.models["owner/tiny"] = checkpoint
+    assert in_new_process("owner/tiny", need_weights=False)[2] is False
+    assert hub.files_got() == ["config.json"]
+    assert in_new_process("owner/tiny")[2] is True
+    assert "model.safetensors" in hub.files_got()
+
+
+def test_an_unsupported_model_is_refused_before_its_weights(
+    hub: Hub, checkpoint: Path, in_new_process: Any
+) -> None:
+    (checkpoint / "config.json").write_text('{"model_type": "t5"}')
+    hub.models["owner/tiny"] = checkpoint
+    assert in_new_process("owner/tiny")[0] == "UnsupportedModelError"
+    assert hub.files_got() == ["config.json"]
+
+
+def test_a_pickle_only_model_is_refused_before_its_weights(
+    hub: Hub, config_only: Path, in_new_process: Any
+) -> None:
+    (config_only / "pytorch_model.bin").write_bytes(b"pickle")
+    hub.models["owner/old"] = config_only
+    kind, message = in_new_process("owner/old")
+    assert kind == CheckpointError.__name__
+    assert "weights load from safetensors only; convert it" in message
+    assert hub.files_got() == ["config.json"]
+
+
+def test_a_model_that_neither_has_is_named(in_new_process: Any) -> None:
+    kind, message = in_new_process("owner/unknown")
+    assert kind == NotFoundError.__name__
+    for part in ("no directory 'owner/unknown'", "cache has nothing complete of it", "the hub has no such model"):
+        assert part in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("env", "status", "reason"),
+    [
+        pytest.param({"HF_HUB_OFFLINE": "1"}, 0, "offline mode is on", id="offline-mode"),
+        pytest.param({"HF_ENDPOINT": "http://127.0.0.1:9"}, 0, "the hub cannot be reached", id="refused"),
+        pytest.param({"HF_ENDPOINT": "http://hub.invalid"}, 0, "the hub cannot be reached", id="no-such-host"),
+        pytest.param({}, 500, "the hub answered", id="broken"),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_named(
+    hub: Hub, in_new_process: Any, env: dict[str, str], status: int, reason: str
+) -> None:
+    hub.status = status
+    kind, message = in_new_process("owner/tiny", **env)
+    assert kind == "UnavailableError"
+    assert "cache has nothing complete of it" in message
+    assert reason in message
+    assert "\n" not in message
