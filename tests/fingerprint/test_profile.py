@@ -1,0 +1,320 @@
+"""The profiling driver, against a machine that refuses what the protocol forbids."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import KvFormat, WeightFormat, Workload
+from fingerprint.errors import ConfigError, EngineError
+from fingerprint.measurements import Profile
+from fingerprint.profile import ProfilePlan, default_plan, fingerprint_layers, profile
+from tests.fingerprint.synthetic_machine import SyntheticMachine, SyntheticSession, Truth, llama, take_profile
+
+PLAN = ProfilePlan(budget_s=1000.0, max_repeats=20)
+NUM_POINTS = 3 * 2 * 8  # (tp, pp) pairs x fingerprints x (2 batches x 2 inputs x 2 outputs)
+
+
+def runs_of(machine):
+    return [entry[1:] for entry in machine.log if entry[0] == "run"]
+
+
+class TestWhatIsRun:
+    def test_one_launch_per_degree_serves_every_fingerprint_and_format(self):
+        machine = SyntheticMachine()
+        result = take_profile(machine, replace(PLAN, weights=(WeightFormat.BITS16, WeightFormat.INT8)))
+        assert [entry[1:] for entry in machine.log if entry[0] == "open"] == [(1, 1), (2, 1), (1, 2)]
+        measured = {(p.tp, p.pp, p.num_layers, p.weights) for p in result.timing}
+        assert measured == {
+            (tp, pp, k, w)
+            for (tp, pp), layers in {(1, 1): (1, 2), (2, 1): (1, 2), (1, 2): (2, 4)}.items()
+            for k in layers
+            for w in (WeightFormat.BITS16, WeightFormat.INT8)
+        }
+
+    def test_without_noise_the_minimum_is_enough(self):
+        result = take_profile(SyntheticMachine(), PLAN)
+        assert result.complete
+        assert result.notes == ()
+        assert [len(point.runs) for point in result.timing] == [5] * NUM_POINTS
+
+    def test_the_first_run_of_a_point_and_after_a_load_is_not_counted(self):
+        machine = SyntheticMachine(noise=0.02)
+        result = take_profile(machine, PLAN)
+        run, counted = Counter(runs_of(machine)), {}
+        for p in result.timing:
+            key = (p.tp, p.pp, p.num_layers, p.batch, p.input_tokens, p.output_tokens)
+            counted[key] = len(p.runs)
+        assert all(run[key] > count for key, count in counted.items())
+        loads = sum(entry[0] == "load" for entry in machine.log)
+        first_loads = 3 * 2
+        # every first load warms all 8 points, every later one a single run
+        assert sum(run.values()) - sum(counted.values()) == first_loads * 8 + (loads - first_loads)
+
+    def test_fingerprints_take_turns(self):
+        """No point's runs all come before another fingerprint's: drift falls on all alike."""
+        machine = SyntheticMachine()
+        take_profile(machine, PLAN)
+        order = [layers for tp, pp, layers, *_ in runs_of(machine) if (tp, pp) == (1, 1)]
+        turns = sum(a != b for a, b in pairwise(order))
+        assert turns >= 2
+
+    def test_memory_is_read_after_the_smallest_and_the_largest_step(self):
+        result = take_profile(SyntheticMachine(), PLAN)
+        for degree in ((1, 1), (2, 1), (1, 2)):
+            points = [p for p in result.memory if (p.tp, p.pp) == degree]
+            assert sorted((p.num_layers, p.max_batched_tokens) for p in points) == [
+                (k, tokens) for k in fingerprint_layers(32, degree[1]) for tokens in (128, 4 * 512)
+            ]
+            assert {p.kv_tokens for p in points} == {4 * (512 + 17)}
+            assert {len(p.ranks) for p in points} == {degree[0] * degree[1]}
+
+    def test_degrees_beyond_the_machine_are_left_out_with_a_reason(self):
+        result = take_profile(SyntheticMachine(num_devices=1), PLAN)
+        assert {(p.tp, p.pp) for p in result.timing} == {(1, 1)}
+        assert result.complete
+        assert [note for note in result.notes if "needs 2 devices, there are 1" in note] == list(result.notes)
+        assert len(result.notes) == 2
+
+    @pytest.mark.parametrize(
+        ("num_layers", "expected"),
+        [
+            pytest.param(1, {(1, 1): {1}, (2, 1): {1}}, id="one-layer-has-no-stages"),
+            pytest.param(2, {(1, 1): {1, 2}, (2, 1): {1, 2}, (1, 2): {2}}, id="two"),
+            pytest.param(3, {(1, 1): {1, 2}, (2, 1): {1, 2}, (1, 2): {2}}, id="three"),
+            pytest.param(4, {(1, 1): {1, 2}, (2, 1): {1, 2}, (1, 2): {2, 4}}, id="four"),
+        ],
+    )
+    def test_small_models_have_fewer_fingerprints_and_a_note(self, num_layers, expected):
+        result = take_profile(SyntheticMachine(spec=llama(num_layers)), PLAN)
+        found = {}
+        for point in result.timing:
+            found.setdefault((point.tp, point.pp), set()).add(point.num_layers)
+        assert found == expected
+        assert bool(result.notes) == (num_layers < 4)
+
+    def test_points_longer_than_the_context_are_left_out(self):
+        result = take_profile(SyntheticMachine(spec=llama(max_context_tokens=300)), PLAN)
+        assert {point.input_tokens for point in result.timing} == {128}
+        assert "longer than the model's context of 300 tokens" in result.notes[0]
+
+    def test_a_context_that_fits_no_point_is_refused(self):
+        machine = SyntheticMachine(spec=llama(max_context_tokens=100))
+        with pytest.raises(ConfigError, match="context of 100 tokens"):
+            take_profile(machine, PLAN)
+        assert machine.sessions == []
+
+    def test_a_profile_travels_as_json(self):
+        result = take_profile(SyntheticMachine(noise=0.1), replace(PLAN, max_repeats=5))
+        assert from_json(to_json(result), Profile) == result
+
+
+class TestBudget:
+    def test_noisy_points_get_more_runs_until_they_are_tight(self):
+        result = take_profile(SyntheticMachine(noise=0.06), replace(PLAN, budget_s=5000.0, max_repeats=100))
+        assert result.complete
+        counts = [len(point.runs) for point in result.timing]
+        assert min(counts) >= 5
+        assert max(counts) > 8
+
+    def test_a_spent_budget_is_not_complete(self):
+        result = take_profile(SyntheticMachine(noise=0.2), replace(PLAN, budget_s=40.0))
+        assert not result.complete
+        assert len(result.timing) == NUM_POINTS
+
+    def test_all_points_get_their_minimum_before_any_gets_more(self):
+        """A minimum costs 20 to 25 s here; at 20% noise every launch would gladly use 40 s up on its own."""
+        result = take_profile(SyntheticMachine(noise=0.2), replace(PLAN, budget_s=40.0, max_repeats=100))
+        counts = [len(point.runs) for point in result.timing]
+        assert min(counts) >= 5
+        assert max(counts) > 5
+
+    def test_a_budget_too_short_for_all_says_so(self):
+        result = take_profile(SyntheticMachine(), replace(PLAN, budget_s=9.0))
+        assert not result.complete
+        assert any("the budget of 9 s was too short" in note for note in result.notes)
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        budget_s=st.floats(0.5, 90.0),
+        launch_s=st.floats(0.0, 20.0),
+        load_s=st.floats(0.0, 3.0),
+        run_cost=st.floats(0.1, 20.0),
+        noise=st.sampled_from([0.0, 0.05, 0.3]),
+    )
+    def test_the_budget_is_overshot_by_one_action_at_most(self, budget_s, launch_s, load_s, run_cost, noise):
+        machine = SyntheticMachine(noise=noise, launch_s=launch_s, load_s=load_s, run_cost=run_cost)
+        actions = []
+        machine.clock = RecordingClock(machine.clock, actions)
+        result = take_profile(machine, replace(PLAN, budget_s=budget_s))
+        assert result.spent_s <= budget_s + max(actions, default=0.0) + 1e-6
+        assert all(session.closed for session in machine.sessions)
+        assert result.complete <= (len(result.timing) == NUM_POINTS)
+
+    def test_points_that_the_budget_cannot_hold_are_dropped_everywhere_alike(self):
+        result = take_profile(SyntheticMachine(run_cost=30.0), replace(PLAN, budget_s=60.0))
+        shapes = {}
+        for p in result.timing:
+            shapes.setdefault((p.tp, p.pp, p.num_layers), set()).add((p.batch, p.input_tokens, p.output_tokens))
+        assert not result.complete
+        assert any("left out: its minimum of runs would take about" in note for note in result.notes)
+        assert 1 <= len(shapes[1, 1, 1]) < 8
+        assert shapes[1, 1, 1] == shapes[1, 1, 2]
+
+    def test_a_slow_first_run_drops_nothing(self):
+        """The first run of a process may compile for seconds."""
+        machine = SyntheticMachine()
+        machine.open = lambda **degree: SlowStart(machine, **degree)
+        result = profile("m", machine.spec, machine, machine.fingerprint, PLAN, clock=machine.clock)
+        assert len(result.timing) == NUM_POINTS
+
+
+class RecordingClock:
+    """A fake clock that notes how long each step forward was."""
+
+    def __init__(self, clock, actions):
+        self._clock, self._actions = clock, actions
+
+    def __call__(self):
+        return self._clock()
+
+    @property
+    def now(self):
+        return self._clock.now
+
+    @now.setter
+    def now(self, value):
+        self._actions.append(value - self._clock.now)
+        self._clock.now = value
+
+
+class SlowStart(SyntheticSession):
+    def run(self, **shape):
+        if not any(entry[0] == "run" for entry in self.machine.log):
+            self.machine.clock.now += 30.0
+        return super().run(**shape)
+
+
+class Breaks(SyntheticSession):
+    """Runs a while, then raises."""
+
+    def __init__(self, machine, *, tp, pp, error, after=10):
+        super().__init__(machine, tp, pp)
+        self.error, self.left = error, after
+        machine.sessions.append(self)
+
+    def run(self, **shape):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return super().run(**shape)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("error", [EngineError("out of memory"), KeyboardInterrupt(), ZeroDivisionError()])
+    def test_a_session_that_breaks_is_closed(self, error):
+        machine = SyntheticMachine()
+        machine.open = lambda *, tp, pp: Breaks(machine, tp=tp, pp=pp, error=error)
+        with pytest.raises(type(error)):
+            take_profile(machine, PLAN)
+        assert [session.closed for session in machine.sessions] == [True]
+
+    def test_a_later_launch_that_fails_is_noted_and_the_rest_measured(self):
+        machine = SyntheticMachine()
+        plain = machine.open
+
+        def open_(*, tp, pp):
+            if tp > 1:
+                raise EngineError("rank 1 did not come up")
+            return plain(tp=tp, pp=pp)
+
+        machine.open = open_
+        result = take_profile(machine, PLAN)
+        assert {(p.tp, p.pp) for p in result.timing} == {(1, 1), (1, 2)}
+        assert not result.complete
+        assert result.notes == ("tp=2 pp=1 failed: rank 1 did not come up",)
+
+    def test_an_interrupt_in_a_later_launch_is_not_swallowed(self):
+        machine = SyntheticMachine()
+        plain = machine.open
+        machine.open = lambda *, tp, pp: (
+            plain(tp=tp, pp=pp) if tp == 1 else Breaks(machine, tp=tp, pp=pp, error=KeyboardInterrupt())
+        )
+        with pytest.raises(KeyboardInterrupt):
+            take_profile(machine, PLAN)
+        assert all(session.closed for session in machine.sessions)
+
+
+def test_progress_only_grows_and_names_what_runs():
+    machine, seen = SyntheticMachine(noise=0.1), []
+    profile("m", machine.spec, machine, machine.fingerprint, PLAN, clock=machine.clock, progress=seen.append)
+    assert all(a.done <= b.done and a.elapsed_s <= b.elapsed_s for a, b in pairwise(seen))
+    assert all(0 <= event.done <= event.total for event in seen)
+    assert seen[-1].done > NUM_POINTS * 5
+    assert seen[0].running == "tp=1 pp=1: launching"
+    assert any(event.running == "tp=1 pp=2, 4 layers, 16bit: batch 4, 512 in, 17 out" for event in seen)
+
+
+class TestPlan:
+    @pytest.mark.parametrize(
+        ("workload", "batches", "inputs", "outputs"),
+        [
+            pytest.param(Workload(), (1, 4), (128, 512), (1, 17), id="default"),
+            pytest.param(Workload(16, 1000, 100), (1, 16), (250, 1000), (1, 17), id="own-batch"),
+            pytest.param(Workload(1, 100_000, 10), (1, 4), (1021, 4086), (1, 10), id="bounded-by-context"),
+            pytest.param(Workload(1000, 2048, 10), (1, 8), (512, 2048), (1, 10), id="bounded-by-burst"),
+            pytest.param(Workload(1, 1, 1), (1, 4), (1,), (1, 2), id="smallest"),
+        ],
+    )
+    def test_points_lie_around_the_workload(self, workload, batches, inputs, outputs):
+        plan = default_plan(llama(), workload)
+        assert (plan.batches, plan.input_tokens, plan.output_tokens) == (batches, inputs, outputs)
+
+    @given(
+        st.builds(Workload, st.integers(1, 10_000), st.integers(1, 10_000_000), st.integers(1, 10_000_000)),
+        st.integers(3, 100_000),
+    )
+    def test_every_point_fits_the_context(self, workload, context):
+        plan = default_plan(llama(max_context_tokens=context), workload)
+        assert max(plan.input_tokens) + plan.output_tokens[1] <= context
+        assert max(plan.batches) * max(plan.input_tokens) <= max(16_384, max(plan.input_tokens))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"batches": ()},
+            {"batches": (0, 1)},
+            {"batches": (2, 2)},
+            {"output_tokens": (5, 5)},
+            {"output_tokens": (0, 5)},
+            {"degrees": ((0, 1),)},
+            {"budget_s": float("inf")},
+            {"budget_s": 0.0},
+            {"min_repeats": 0},
+            {"min_repeats": 9, "max_repeats": 8},
+            {"kv": (KvFormat.INT8, KvFormat.INT8)},
+        ],
+    )
+    def test_a_plan_that_cannot_be_run_is_refused(self, change):
+        with pytest.raises(ConfigError):
+            ProfilePlan(**change)
+
+
+def test_the_fake_is_strict():
+    """What the driver must not do raises in the fake, so that the tests above mean something."""
+    machine = SyntheticMachine(truth=Truth())
+    with pytest.raises(AssertionError, match="devices"):
+        machine.open(tp=2, pp=2)
+    session = machine.open(tp=1, pp=1)
+    with pytest.raises(AssertionError, match="before load"):
+        session.run(batch=1, input_tokens=1, output_tokens=1)
+    with pytest.raises(AssertionError, match="still open"):
+        machine.open(tp=1, pp=1)
+    session.close()
+    session.close()
+    with pytest.raises(AssertionError, match="after close"):
+        session.memory()
