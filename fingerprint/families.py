@@ -193,6 +193,51 @@ def _ends(layout: ModuleLayout, vocab: int, hidden: int, *, tied: bool, norm_bia
     )
 
 
+def _blueprint(
+    fields: Fields,
+    layer: list[TensorShape],
+    ends: _Ends,
+    *,
+    num_layers: int,
+    intermediate_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_context_tokens: int,
+    tied: bool,
+    num_experts: int = 0,
+    experts_per_token: int = 0,
+    sliding_window: int | None = None,
+    gated_mlp: bool = True,
+) -> Blueprint:
+    """Sizes as read, counts from the tensors."""
+    vocab_size, hidden_size = ends.embedding[0].shape
+    spec = ModelSpec(
+        family=fields.family,
+        architecture=FAMILIES[fields.family].architectures[0],
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_context_tokens=max_context_tokens,
+        tied_embeddings=tied,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        sliding_window=sliding_window,
+        gated_mlp=gated_mlp,
+        layer_params=elements(layer),
+        layer_linear_params=elements(layer, Role.LINEAR, Role.EXPERT),
+        layer_expert_params=elements(layer, Role.EXPERT),
+        embedding_params=elements(ends.embedding),
+        head_params=elements(ends.head),
+        final_norm_params=elements(ends.final_norm),
+    )
+    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head))
+
+
 # --- the families ---
 
 
@@ -226,12 +271,7 @@ def _llama_like(
     class_default = heads if fields.has("num_key_value_heads") else (kv_heads_default or heads)  # null: as heads
     kv_heads = fields.count("num_key_value_heads", default=class_default)
     divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
-    head_dim = fields.count("head_dim", default=head_dim_default or 0)
-    if head_dim == 0:
-        divides("num_attention_heads", heads, "hidden_size", hidden)
-        head_dim = hidden // heads
-    if head_dim % 2:
-        raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+    head_dim = _head_dim(fields, hidden, heads, head_dim_default)
     num_experts = fields.count("num_local_experts", "num_experts", default=8, most=MAX_EXPERTS) if experts else 0
     tied = fields.flag("tie_word_embeddings", default=False)
     all_bias = has_attention_bias and fields.flag("attention_bias", default=False)
@@ -244,30 +284,31 @@ def _llama_like(
         *norm("post_attention_layernorm", hidden, bias=False),
         *(_experts(num_experts, hidden, inner) if experts else _gated_mlp(hidden, inner, bias=mlp_bias)),
     ]
-    ends = _ends(_LLAMA_LAYOUT, vocab, hidden, tied=tied, norm_bias=False, head_bias=False)
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=FAMILIES[fields.family].architectures[0],
+    return _blueprint(
+        fields,
+        layer,
+        _ends(_LLAMA_LAYOUT, vocab, hidden, tied=tied, norm_bias=False, head_bias=False),
         num_layers=num_layers,
-        hidden_size=hidden,
         intermediate_size=inner,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=vocab,
         max_context_tokens=fields.count("max_position_embeddings", default=context_default, most=MAX_CONTEXT),
-        tied_embeddings=tied,
+        tied=tied,
         num_experts=num_experts,
         experts_per_token=fields.count("num_experts_per_tok", default=2, most=num_experts) if experts else 0,
         sliding_window=window(fields, num_layers),
-        layer_params=elements(layer),
-        layer_linear_params=elements(layer, Role.LINEAR, Role.EXPERT),
-        layer_expert_params=elements(layer, Role.EXPERT),
-        embedding_params=elements(ends.embedding),
-        head_params=elements(ends.head),
-        final_norm_params=elements(ends.final_norm),
     )
-    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head))
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int, class_default: int | None) -> int:
+    head_dim = fields.count("head_dim", default=class_default or 0)
+    if head_dim == 0:
+        divides("num_attention_heads", heads, "hidden_size", hidden)
+        head_dim = hidden // heads
+    if head_dim % 2:
+        raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+    return head_dim
 
 
 def _attention(hidden: int, q_width: int, kv_width: int, *, qkv_bias: bool, o_bias: bool) -> list[TensorShape]:
@@ -336,27 +377,19 @@ def _falcon(fields: Fields) -> Blueprint:
         *linear("mlp.dense_h_to_4h", inner, hidden, bias=bias),
         *linear("mlp.dense_4h_to_h", hidden, inner, bias=bias),
     ]
-    ends = _ends(_FALCON_LAYOUT, vocab, hidden, tied=tied, norm_bias=True, head_bias=False)
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=FAMILIES[fields.family].architectures[0],
+    return _blueprint(
+        fields,
+        layer,
+        _ends(_FALCON_LAYOUT, vocab, hidden, tied=tied, norm_bias=True, head_bias=False),
         num_layers=num_layers,
-        hidden_size=hidden,
         intermediate_size=inner,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=vocab,
         max_context_tokens=fields.count("max_position_embeddings", default=2048, most=MAX_CONTEXT),
-        tied_embeddings=tied,
+        tied=tied,
         gated_mlp=False,
-        layer_params=elements(layer),
-        layer_linear_params=elements(layer, Role.LINEAR),
-        embedding_params=elements(ends.embedding),
-        head_params=elements(ends.head),
-        final_norm_params=elements(ends.final_norm),
     )
-    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head))
 
 
 def _falcon_kv_heads(fields: Fields, heads: int) -> int:
@@ -398,27 +431,19 @@ def _gptj(fields: Fields) -> Blueprint:
         *linear("mlp.fc_in", inner, hidden, bias=True),
         *linear("mlp.fc_out", hidden, inner, bias=True),
     ]
-    ends = _ends(_GPTJ_LAYOUT, vocab, hidden, tied=tied, norm_bias=True, head_bias=True)
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=FAMILIES[fields.family].architectures[0],
+    return _blueprint(
+        fields,
+        layer,
+        _ends(_GPTJ_LAYOUT, vocab, hidden, tied=tied, norm_bias=True, head_bias=True),
         num_layers=fields.count("n_layer", "num_hidden_layers", most=MAX_LAYERS),
-        hidden_size=hidden,
         intermediate_size=inner,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=head_dim,
-        vocab_size=vocab,
         max_context_tokens=fields.count("n_positions", "max_position_embeddings", default=2048, most=MAX_CONTEXT),
-        tied_embeddings=tied,
+        tied=tied,
         gated_mlp=False,
-        layer_params=elements(layer),
-        layer_linear_params=elements(layer, Role.LINEAR),
-        embedding_params=elements(ends.embedding),
-        head_params=elements(ends.head),
-        final_norm_params=elements(ends.final_norm),
     )
-    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head))
 
 
 _LLAMA_LAYOUT = ModuleLayout("model.layers", ("model.embed_tokens",), ("model.norm",), "lm_head")

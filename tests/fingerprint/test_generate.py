@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from fingerprint.checkpoint import Checkpoint
 from fingerprint.cut_config import cut_config
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError, ConflictError, UnsupportedModelError
 from fingerprint.families import load_spec, module_layout, read_blueprint, read_spec
@@ -204,14 +205,18 @@ def test_a_config_of_another_size_than_the_weights_is_refused(saved_llama: Any, 
         generate(tmp_path / "source", tmp_path / "fingerprint", [0])
 
 
-def test_a_full_disk_leaves_nothing(saved_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Checkpoint, name: str) -> Any:
-        yield b"\0" * 8
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Checkpoint, "chunks", full)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        generate(saved_llama.single, tmp_path / "fingerprint", [0])
+def test_a_write_that_fails_midway_leaves_nothing(saved_llama: Any, tmp_path: Path) -> None:
+    """A real failure of the system: this process may write files of at most 20 kB."""
+    code = (
+        "import resource, sys; from pathlib import Path; from fingerprint.errors import CheckpointError\n"
+        "from fingerprint.generate import generate\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "try: generate(Path(sys.argv[1]), Path(sys.argv[2]), [0])\n"
+        "except CheckpointError as error: print(error)"
+    )
+    command = [sys.executable, "-c", code, str(saved_llama.single), str(tmp_path / "fingerprint")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "fingerprint: [Errno 27] File too large; nothing was kept" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
