@@ -20,7 +20,7 @@ from iserve.gateway.errors import ApiError
 from iserve.gateway.limits import BodyBudget, ClientGoneError, check_headers, parse_head, read_body
 from iserve.gateway.metrics import GatewayMetrics
 from iserve.gateway.proxy import InferenceRequest, forward
-from iserve.gateway.reply import ClientWatch, Receive, Reply, Send
+from iserve.gateway.reply import ClientWatch, Incoming, Receive, Reply, Send
 from iserve.gateway.routes_file import RoutesFile
 from iserve.routes import Route, RouteTable
 
@@ -105,20 +105,21 @@ class Gateway:
 
     async def _http(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         reply = Reply(send, _request_id(scope["headers"]))
+        incoming = Incoming(receive, scope["headers"])
         try:
-            await self._route(scope, receive, reply)
+            await self._route(scope, incoming, reply)
         except ApiError as error:
             self.metrics.refused(error.status)
-            await _refuse(reply, error, receive if _has_body(scope["headers"]) else None)
+            await _refuse(reply, error, incoming)
         except ClientGoneError:
             pass
         except Exception:
             if not reply.started:
                 bug = ApiError(500, "the gateway failed on this request; its log has the reason", "internal_error")
-                await _refuse(reply, bug, None)
+                await _refuse(reply, bug, incoming)
             raise
 
-    async def _route(self, scope: dict[str, Any], receive: Receive, reply: Reply) -> None:
+    async def _route(self, scope: dict[str, Any], incoming: Incoming, reply: Reply) -> None:
         path, method, headers = scope["path"], scope["method"], scope["headers"]
         check_headers(headers)
         if path == "/healthz":
@@ -135,7 +136,7 @@ class Gateway:
         check_access(path, headers, table)
         if path in _INFERENCE:
             _need_method(method, "POST")
-            await self._infer(path, table, headers, receive, reply)
+            await self._infer(path, table, headers, incoming, reply)
         elif path == _MODELS or path.startswith(_MODELS + "/"):
             _need_method(method, "GET", "HEAD")
             await reply.whole(200, _models_body(table, path))
@@ -146,11 +147,11 @@ class Gateway:
             raise ApiError(404, f"there is no {path[:200]!r} here", "unknown_path")
 
     async def _infer(
-        self, path: str, table: RouteTable, headers: list[tuple[bytes, bytes]], receive: Receive, reply: Reply
+        self, path: str, table: RouteTable, headers: list[tuple[bytes, bytes]], incoming: Incoming, reply: Reply
     ) -> None:
         arrived_s = asyncio.get_running_loop().time()
         ticket = next(self._tickets)
-        body = await read_body(receive, headers, max_body_bytes=table.limits.max_body_bytes, budget=self._budget)
+        body = await read_body(incoming, headers, max_body_bytes=table.limits.max_body_bytes, budget=self._budget)
         try:
             head = parse_head(body)
             deployment = self.dispatcher.deployments.get(head.model)
@@ -164,23 +165,20 @@ class Gateway:
                 arrived_s=arrived_s,
                 request_id=reply.request_id,
             )
-            await self._forward(request, deployment, receive, reply)
-        except ApiError as error:
-            self.metrics.refused(error.status)
-            await _refuse(reply, error, None)  # the body is read: nothing to drain
+            await self._forward(request, deployment, incoming, reply)
         finally:
             self._budget.give_back(len(body))
 
     async def _forward(
-        self, request: InferenceRequest, deployment: Deployment, receive: Receive, reply: Reply
+        self, request: InferenceRequest, deployment: Deployment, incoming: Incoming, reply: Reply
     ) -> None:
         assert self._session is not None
         name = deployment.route.name
-        with ClientWatch(receive, reply) as watch:
+        with ClientWatch(incoming, reply) as watch:
             try:
                 await forward(request, deployment, self._session, reply, self.metrics)
             except ApiError as error:
-                await _refuse(reply, error, None)
+                await _refuse(reply, error, incoming)
         if watch.left:
             self.metrics.client_left(name)
         status = reply.status or _CLIENT_LEFT
@@ -189,8 +187,8 @@ class Gateway:
         )
 
 
-async def _refuse(reply: Reply, error: ApiError, unread: Receive | None) -> None:
-    await reply.whole(error.status, error.body, headers=error.headers, unread=unread)
+async def _refuse(reply: Reply, error: ApiError, incoming: Incoming) -> None:
+    await reply.whole(error.status, error.body, headers=error.headers, incoming=incoming)
 
 
 def _need_method(method: str, *allowed: str) -> None:
@@ -201,10 +199,6 @@ def _need_method(method: str, *allowed: str) -> None:
             "method_not_allowed",
             allow=", ".join(allowed),
         )
-
-
-def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-__all__ = ["ClientWatch", "Reply"]
+__all__ = ["ClientWatch", "Incoming", "Reply"]
 
 _DRAIN_S = 2.0  # how long an early refusal reads on, so that the client gets to see it
 _DRAIN_BYTES = 64 * 2**20
@@ -16,6 +16,22 @@ _DRAIN_BYTES = 64 * 2**20
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+class Incoming:
+    """The request's side of the connection; knows whether some of its body is still to come."""
+
+    __slots__ = ("_receive", "unread")
+
+    def __init__(self, receive: Receive, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self._receive = receive
+        self.unread = any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if not message.get("more_body", False):  # the end of the body, or of the connection
+            self.unread = False
+        return message
 
 
 class Reply:
@@ -37,24 +53,26 @@ class Reply:
         *,
         content_type: bytes = b"application/json",
         headers: list[tuple[bytes, bytes]] | None = None,
-        unread: Receive | None = None,
+        incoming: Incoming | None = None,
     ) -> None:
         """A complete answer.
 
         Args:
-            unread: set when the request's body was not read to its end. The connection then ends with this
-                answer, after reading on for a moment: closing under a client that still sends would reset the
-                connection and lose the answer.
+            incoming: for an answer that may come before the request's body was read. The connection then ends
+                with the answer, after reading on for a moment: closing under a client that still sends would
+                reset the connection and lose the answer.
         """
         extra = headers or []
-        if unread is not None:
+        linger = incoming is not None and incoming.unread
+        if linger:
             extra = [*extra, (b"connection", b"close")]
         await self._start(status, [(b"content-length", str(len(body)).encode()), *extra], content_type)
-        self.ended = unread is None
-        await self._send({"type": "http.response.body", "body": body, "more_body": unread is not None})
-        if unread is not None:
+        self.ended = not linger
+        await self._send({"type": "http.response.body", "body": body, "more_body": linger})
+        if linger:
+            assert incoming is not None
             with suppress(TimeoutError):
-                await asyncio.wait_for(_drain(unread), _DRAIN_S)
+                await asyncio.wait_for(_drain(incoming), _DRAIN_S)
             await self.end()
 
     async def begin_stream(self, status: int, content_type: bytes) -> None:
@@ -116,10 +134,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def _drain(receive: Receive) -> None:
+async def _drain(incoming: Incoming) -> None:
     dropped = 0
-    while dropped < _DRAIN_BYTES:
-        message = await receive()
-        dropped += len(message.get("body", b""))
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
-            return
+    while incoming.unread and dropped < _DRAIN_BYTES:
+        dropped += len((await incoming()).get("body", b""))

@@ -64,9 +64,18 @@ def _checked(table: RouteTable) -> RouteTable:
         raise BadInputError(f"route table version {table.version} names a deployment twice")
     for route in table.routes:
         for worker in route.workers:
-            parts = urlsplit(worker.url)
-            if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+            if not _is_worker_url(worker.url):
                 raise BadInputError(f"worker {worker.worker_id} has the url {worker.url!r}; need http://HOST:PORT")
             if worker.max_outstanding < 1:
                 raise BadInputError(f"worker {worker.worker_id} has max_outstanding {worker.max_outstanding} < 1")
     return table
+
+
+def _is_worker_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # a port that is no number or too large, brackets that do not match
+        return False
+    extra = parts.username is not None or parts.query or parts.fragment or parts.path not in ("", "/")
+    return parts.scheme == "http" and bool(parts.hostname) and port is not None and not extra

@@ -29,15 +29,15 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
 REPO = Path(__file__).parents[3]
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
     """The first truthy value of ``condition``."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         value = condition()
         if value:
             return value
         time.sleep(0.01)
-    raise AssertionError(f"waited {PATIENCE_S} s in vain until {what}")
+    raise AssertionError(f"waited {patience_s} s in vain until {what}")
 
 
 @dataclass
@@ -48,6 +48,7 @@ class FakeWorker:
     words: tuple[str, ...] = ("one ", "two ", "three")
     bodies: list[bytes] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
+    header_names: list[set[str]] = field(default_factory=list)
     cancelled: int = 0  # requests whose connection went away before they were answered
     url: str = ""
     go_on: threading.Event = field(default_factory=threading.Event)  # what modes "hold" and "wait" wait for
@@ -90,6 +91,7 @@ class FakeWorker:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.bodies.append(body)
+        self.header_names.append({name.lower() for name in request.headers})
         self.request_ids.append(request.headers.get("X-Request-Id", ""))
         try:
             return await self._behave(request, json.loads(body))
@@ -241,6 +243,7 @@ class GatewayProcess:
         keys: tuple[ApiKeyRecord, ...] = (),
         auth_required: bool = False,
         limits: GatewayLimits | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> RouteTable:
         """Write the next table and return once the gateway serves by it."""
         self.version += 1
@@ -252,7 +255,9 @@ class GatewayProcess:
             limits=limits or GatewayLimits(),
         )
         write_file_atomically(self.home / "run" / "routes.json", to_json(table))
-        wait_until(lambda: self.serves_version() == self.version, f"version {self.version} is in force")
+        wait_until(
+            lambda: self.serves_version() == self.version, f"version {self.version} is in force", patience_s
+        )
         return table
 
     def serves_version(self) -> int | None:
@@ -304,8 +309,7 @@ def gateway_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gatewa
 
 @pytest.fixture
 def gateway(gateway_process: GatewayProcess) -> GatewayProcess:
-    """The shared process, with an empty table."""
-    gateway_process.publish()
+    """The shared process; its table is that of the last test."""
     return gateway_process
 
 

@@ -1,0 +1,256 @@
+"""What a request may be, over real sockets, and the depth scan by itself."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iserve.gateway.errors import ApiError
+from iserve.gateway.limits import parse_head, too_deep
+from iserve.keys import new_key
+from iserve.routes import GatewayLimits
+
+SMALL = GatewayLimits(max_body_bytes=4096)
+JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+def worker(gateway, make_worker, make_route):
+    worker = make_worker()
+    gateway.publish(make_route(worker.target()), limits=SMALL)
+    return worker
+
+
+def talk(gateway, *parts: bytes) -> bytes:
+    """Everything the gateway says, until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as client:
+        try:
+            for part in parts:
+                client.sendall(part)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has heard enough
+        said = b""
+        while True:
+            try:
+                data = client.recv(65536)
+            except ConnectionResetError:
+                return said
+            if not data:
+                return said
+            said += data
+
+
+class TestBody:
+    @pytest.mark.parametrize(
+        ("body", "code", "param"),
+        [
+            pytest.param(b"", "invalid_json", None, id="empty"),
+            pytest.param(b"{", "invalid_json", None, id="cut"),
+            pytest.param(b'{"model": "m"} x', "invalid_json", None, id="trailing"),
+            pytest.param(b"[1]", "invalid_json", None, id="no-object"),
+            pytest.param(b"\x80", "invalid_json", None, id="no-text"),
+            pytest.param(b'{"model": "m", "a": ' + b"[" * 3000, "invalid_json", None, id="deep-and-open"),
+            pytest.param(
+                b'{"model": "m", "a": ' + b"[" * 70 + b"]" * 70 + b"}", "json_too_complex", None, id="deep"
+            ),
+            pytest.param(b"{}", "invalid_value", "model", id="no-model"),
+            pytest.param(b'{"model": 3}', "invalid_value", "model", id="model-a-number"),
+            pytest.param(b'{"model": ["m"]}', "invalid_value", "model", id="model-a-list"),
+            pytest.param(b'{"model": "m", "stream": "yes"}', "invalid_value", "stream", id="stream-a-string"),
+            pytest.param(b'{"model": "m", "stream_options": 1}', "invalid_value", "stream_options", id="options"),
+        ],
+    )
+    def test_bad_body_is_400(self, gateway, worker, body, code, param) -> None:
+        answer = gateway.ask("POST", "/v1/completions", body)
+        assert answer.status == 400
+        assert (answer.error["type"], answer.error["code"], answer.error["param"]) == (
+            "invalid_request_error",
+            code,
+            param,
+        )
+        assert worker.bodies == []
+
+    def test_the_body_goes_on_as_it_came(self, gateway, worker) -> None:
+        """Byte for byte: no field is reordered, rounded or lost."""
+        body = (
+            b'{ "prompt": "\\u00e9 [{", "temperature":0.10000000000000000001,\n "model" : "m", "x": {"y": [[]]} }'
+        )
+        assert gateway.ask("POST", "/v1/completions", body).status == 200
+        assert worker.bodies == [body]
+
+    def test_the_largest_body_is_served_and_one_byte_more_is_413(self, gateway, worker) -> None:
+        body = b'{"model": "m", "prompt": "%s"}'
+        most = body % (b"x" * (4096 - len(body % b"")))
+        assert gateway.ask("POST", "/v1/completions", most).status == 200
+        answer = gateway.ask("POST", "/v1/completions", most + b" ")
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+        assert "4096" in answer.error["message"]
+        assert worker.bodies == [most]
+
+    def test_an_oversized_body_is_counted_when_its_length_is_not_said(self, gateway, worker) -> None:
+        chunk = b"400\r\n" + b"x" * 0x400 + b"\r\n"
+        said = talk(
+            gateway,
+            JSON_HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n",
+            *([chunk] * 8),
+            b"0\r\n\r\n",
+        )
+        assert said.startswith(b"HTTP/1.1 413 ")
+        assert b"body_too_large" in said
+
+    def test_a_client_that_sends_all_of_a_far_too_large_body_still_reads_why(self, gateway, worker) -> None:
+        answer = gateway.ask("POST", "/v1/completions", b"x" * 20_000_000)
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+
+    def test_only_json_is_taken(self, gateway, worker) -> None:
+        """A form or plain text is what a web page may send to a loopback address unasked."""
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+            body = b'{"model": "m", "prompt": "x"}'
+            answer = gateway.ask("POST", "/v1/completions", body, {"Content-Type": kind})
+            assert answer.status == 415
+        assert worker.bodies == []
+
+    @pytest.mark.long
+    def test_a_slow_body_is_cut_off(self, gateway, worker) -> None:
+        said = talk(gateway, JSON_HEAD + b"Content-Length: 100\r\n\r\n", b'{"model"')
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert b"body_timeout" in said
+
+    @pytest.mark.long
+    def test_a_half_sent_header_is_cut_off(self, gateway, worker) -> None:
+        said = talk(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half")
+        assert said.startswith(b"HTTP/1.1 408 ")
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as client:
+            client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            said = b""
+            while not said.endswith(b'{"status":"ok"}'):
+                said += client.recv(65536)
+            client.sendall(b"GET /hea")  # half of a second request
+            assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
+        assert talk(gateway) == b""  # a connection that never asks is closed too
+
+
+class TestHeaders:
+    @pytest.mark.parametrize("num_bytes", [70_000, 5_000_000])
+    def test_a_giant_header_is_431(self, gateway, worker, num_bytes) -> None:
+        said = talk(gateway, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Big: ", b"a" * num_bytes, b"\r\n\r\n")
+        assert said == b"" or said.startswith(b"HTTP/1.1 431 ")  # b"": it was reset while still sending
+        assert gateway.ask("GET", "/v1/models").status == 200
+
+    def test_many_headers_together_too(self, gateway, worker) -> None:
+        answer = gateway.ask("GET", "/v1/models", headers={f"X-{i}": "a" * 1000 for i in range(66)})
+        assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
+
+    def test_what_is_not_http_is_400(self, gateway, worker) -> None:
+        said = talk(gateway, b"\x16\x03\x01\x02\x00 tls?\r\n\r\n")
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_http"
+
+    def test_request_id_is_the_clients_own_or_a_new_one(self, gateway, worker) -> None:
+        body = {"model": "m", "prompt": "x"}
+        own = gateway.ask("POST", "/v1/completions", body, {"X-Request-Id": "abc-1"})
+        assert own.headers["x-request-id"] == "abc-1"
+        odd = gateway.ask("POST", "/v1/completions", body, {"X-Request-Id": "a b\tc" * 50})
+        assert odd.headers["x-request-id"].startswith("req-")
+        assert worker.request_ids == ["abc-1", odd.headers["x-request-id"]]
+
+    def test_the_clients_key_does_not_reach_the_worker(self, gateway, worker, make_route) -> None:
+        """The worker is sent three headers of ours, none of the client's."""
+        key, record = new_key()
+        gateway.publish(make_route(worker.target()), keys=(record,), auth_required=True)
+        body = {"model": "m", "prompt": "x"}
+        assert gateway.ask("POST", "/v1/completions", body, {"Authorization": f"Bearer {key}"}).status == 200
+        assert "authorization" not in worker.header_names[-1]
+
+
+class TestPaths:
+    @pytest.mark.parametrize(
+        ("method", "path", "status"),
+        [
+            ("GET", "/v1/chat/completions", 405),
+            ("DELETE", "/v1/models", 405),
+            ("POST", "/healthz", 405),
+            ("POST", "/metrics", 405),
+            ("GET", "/", 404),
+            ("GET", "/v1", 404),
+            ("GET", "/v1/embeddings", 404),
+            ("GET", "//v1/models", 404),
+            ("GET", "/v1/models/../../metrics", 404),
+            ("GET", "/v1/models/", 404),
+            ("GET", "/v1/models?x=1", 200),
+            ("HEAD", "/healthz", 200),
+        ],
+    )
+    def test_status(self, gateway, worker, method, path, status) -> None:
+        answer = gateway.ask(method, path)
+        assert answer.status == status
+        if status >= 400:
+            assert answer.error["type"] == "invalid_request_error"
+        assert ("allow" in answer.headers) == (status == 405)
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            pytest.param({}, id="none"),
+            pytest.param({"Authorization": "Bearer isk-wrong"}, id="wrong"),
+            pytest.param({"Authorization": "Bearer"}, id="empty"),
+            pytest.param({"Authorization": "Basic KEY"}, id="other-scheme"),
+            pytest.param({"X-Api-Key": "KEY"}, id="other-header"),
+            pytest.param({"Host": "127.0.0.1/healthz?"}, id="odd-host"),
+        ],
+    )
+    def test_closed_by_default(self, gateway, make_route, headers) -> None:
+        key, record = new_key()
+        gateway.publish(make_route(), keys=(record,), auth_required=True)
+        sent = {name: value.replace("KEY", key) for name, value in headers.items()}
+        for path in ("/v1/models", "/v1/models/m", "/metrics", "/", "/v1/chat/completions", "/healthz/"):
+            answer = gateway.ask("GET", path, headers=sent)
+            assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), path
+        assert gateway.ask("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"}).status == 200
+        assert gateway.ask("GET", "/v1/models", headers={"Authorization": f"bearer {key}"}).status == 200
+        assert gateway.ask("GET", "/healthz").status == 200
+        assert gateway.ask("GET", "/readyz").status == 200
+
+
+NESTED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='[]{}"\\a,:'),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='[{"\\'), inner, max_size=4),
+    max_leaves=40,
+)
+
+
+def depth(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth, value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max(map(depth, value), default=0)
+    return 0
+
+
+class TestDepth:
+    @given(value=NESTED, limit=st.integers(0, 6))
+    def test_scan_agrees_with_the_tree(self, value, limit) -> None:
+        assert too_deep(json.dumps(value).encode(), limit) == (depth(value) > limit)
+
+    def test_limit_is_64_levels(self) -> None:
+        def body(levels: int) -> bytes:
+            return b'{"model": "m", "a": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+
+        assert parse_head(body(64)).model == "m"
+        with pytest.raises(ApiError, match="64 levels"):
+            parse_head(body(65))
+
+    def test_brackets_in_text_are_text(self) -> None:
+        text = '[{"a": "\\' * 1000
+        assert parse_head(json.dumps({"model": "m", "prompt": text}).encode()).model == "m"
+
+    @pytest.mark.parametrize("piece", [b"[]", b'""'])
+    def test_too_many_parts_are_refused(self, piece) -> None:
+        pieces = [b"[]"] * 70 + [piece] * 1_100_000  # 70 arrays, so that the scan does not stop at its first look
+        body = b'{"model": "m", "a": [' + b",".join(pieces) + b"]}"
+        with pytest.raises(ApiError, match="too many parts"):
+            parse_head(body)

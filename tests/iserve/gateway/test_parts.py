@@ -1,0 +1,177 @@
+"""The gateway's parts by themselves: frames, the queue, the reading of routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iserve.gateway.dispatch import Deployment
+from iserve.gateway.errors import ApiError
+from iserve.gateway.sse import FrameBuffer, Usage, error_frame, usage_of
+from iserve.routes import Route, WorkerTarget
+
+FRAME = st.text(alphabet="ab {}\"'é:", max_size=8).map(lambda text: b"data: " + text.encode())
+
+
+def cut(data: bytes, at: list[int]) -> list[bytes]:
+    places = [0, *sorted(place % (len(data) + 1) for place in at), len(data)]
+    return [data[a:b] for a, b in pairwise(places)]
+
+
+class TestFrames:
+    @given(
+        frames=st.lists(FRAME, max_size=6),
+        end=st.sampled_from([b"\n\n", b"\r\n\r\n"]),
+        rest=FRAME,
+        at=st.lists(st.integers(0, 200), max_size=8),
+    )
+    def test_whole_frames_pass_in_order_and_a_part_never(self, frames, end, rest, at) -> None:
+        whole = b"".join(frame + end for frame in frames)
+        buffer = FrameBuffer()
+        passed = [buffer.feed(chunk) for chunk in cut(whole + rest, at)]
+        assert b"".join(passed) == whole
+        assert all(piece == b"" or piece.endswith(end) for piece in passed)
+
+    @given(at=st.lists(st.integers(0, 400), max_size=8))
+    def test_the_end_and_the_usage_are_seen_however_it_is_cut(self, at) -> None:
+        usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+        chunks = [{"choices": [{"text": "a"}], "usage": None}, {"choices": [], "usage": usage}]
+        stream = b"".join(b"data: %s\n\n" % json.dumps(chunk).encode() for chunk in chunks) + b"data: [DONE]\n\n"
+        buffer = FrameBuffer()
+        for chunk in cut(stream, at):
+            buffer.feed(chunk)
+        assert buffer.is_done
+        assert not buffer.ended_in_error
+        assert buffer.usage() == Usage(prompt_tokens=3, completion_tokens=4)
+
+    def test_done_inside_a_frame_is_not_the_end(self) -> None:
+        buffer = FrameBuffer()
+        buffer.feed(b'data: {"text": "data: [DONE]"}\n\n')
+        assert not buffer.is_done
+        buffer.feed(b"data: [DONE]")  # without its end: cut
+        assert not buffer.is_done
+
+    def test_a_long_stream_is_not_kept(self) -> None:
+        buffer = FrameBuffer()
+        for _ in range(10_000):
+            buffer.feed(b"data: " + b"x" * 100 + b"\n\n")
+        assert sum(map(len, buffer._tail)) < 20_000
+
+    def test_an_overlong_frame_passes_in_pieces_and_an_error_starts_anew(self) -> None:
+        buffer = FrameBuffer()
+        big = b"data: " + b"x" * 2_000_000
+        assert buffer.feed(big) == big
+        assert buffer.broken_frame
+        assert error_frame("m", code="c", after_broken_frame=True).startswith(b"\n\ndata: {")
+        assert buffer.feed(b"\n\n") == b"\n\n"
+        assert not buffer.broken_frame
+
+    @pytest.mark.parametrize(
+        "body", [b"", b"[", b'{"usage": 3}', b"\xff", b"[" * 5000, b'{"usage": {"prompt_tokens": "x"}}']
+    )
+    def test_usage_of_nonsense_is_none(self, body) -> None:
+        assert usage_of(body) is None
+
+
+def deployment(*limits: int, max_queue: int = 100) -> Deployment:
+    workers = tuple(
+        WorkerTarget(worker_id=f"w{i}", url=f"http://127.0.0.1:{i + 1}", ready=True, max_outstanding=limit)
+        for i, limit in enumerate(limits)
+    )
+    route = Route(name="m", model="m", created=0, max_context_tokens=1, workers=workers)
+    return Deployment(route, max_queue, max_wait_s=60.0)
+
+
+class TestQueue:
+    @given(
+        limits=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+        events=st.lists(st.tuples(st.sampled_from(["arrive", "finish", "leave"]), st.integers(0, 9)), max_size=40),
+    )
+    def test_laws(self, limits, events) -> None:
+        """No worker is over its limit, none has room while someone waits, and turns come in order of arrival."""
+
+        async def run() -> None:
+            line = deployment(*limits)
+            waiting: dict[int, asyncio.Task] = {}
+            running: dict[int, WorkerTarget] = {}
+            begun: list[int] = []
+            for ticket, (event, which) in enumerate(events):
+                if event == "arrive":
+                    waiting[ticket] = asyncio.create_task(line.acquire(ticket))
+                elif event == "finish" and running:
+                    line.release(running.pop(sorted(running)[which % len(running)]))
+                elif event == "leave" and waiting:
+                    waiting.pop(sorted(waiting)[which % len(waiting)]).cancel()
+                for _ in range(4):
+                    await asyncio.sleep(0)
+                for number in [n for n, task in waiting.items() if task.done()]:
+                    running[number] = waiting.pop(number).result()
+                    begun.append(number)
+                per_worker = Counter(target.worker_id for target in running.values())
+                assert all(per_worker[f"w{i}"] <= limit for i, limit in enumerate(limits))
+                assert line.num_outstanding == len(running)
+                assert line.num_waiting == len(waiting)
+                assert not waiting or len(running) == sum(limits)
+            assert begun == sorted(begun)
+            for task in waiting.values():
+                task.cancel()
+            await asyncio.gather(*waiting.values(), return_exceptions=True)
+            assert line.num_waiting == 0
+
+        asyncio.run(run())
+
+    def test_a_turn_given_in_the_moment_of_leaving_is_given_on(self) -> None:
+        async def run() -> None:
+            line = deployment(1)
+            first = await line.acquire(0)
+            second = asyncio.create_task(line.acquire(1))
+            await asyncio.sleep(0)
+            line.release(first)  # the turn is the second's now
+            second.cancel()  # which leaves before it learns of it
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            assert line.num_outstanding == 0
+            assert (await line.acquire(2)).worker_id == "w0"
+
+        asyncio.run(run())
+
+    def test_a_retry_keeps_its_place_before_later_arrivals(self) -> None:
+        async def run() -> None:
+            line = deployment(1)
+            held = await line.acquire(5)
+            later = asyncio.create_task(line.acquire(7))
+            await asyncio.sleep(0)
+            again = asyncio.create_task(line.acquire(3))  # came before 7, failed elsewhere, is back
+            await asyncio.sleep(0)
+            line.release(held)
+            await asyncio.sleep(0.01)
+            assert again.done()
+            assert not later.done()
+            later.cancel()
+
+        asyncio.run(run())
+
+    def test_avoided_worker_is_the_last_choice_not_none(self) -> None:
+        async def run() -> None:
+            line = deployment(2, 1)
+            avoid = line.route.workers[0].url
+            assert (await line.acquire(0, avoid)).worker_id == "w1"
+            assert (await line.acquire(1, avoid)).worker_id == "w0"
+
+        asyncio.run(run())
+
+    def test_a_full_queue_refuses(self) -> None:
+        async def run() -> None:
+            line = deployment(1, max_queue=0)
+            await line.acquire(0)
+            with pytest.raises(ApiError) as caught:
+                await line.acquire(1)
+            assert caught.value.status == 429
+
+        asyncio.run(run())
