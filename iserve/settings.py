@@ -32,7 +32,7 @@ class Settings:
     host: str = "127.0.0.1"  # of the gateway and the REST API; beyond loopback, API keys are required
     port: int = 8080  # of the gateway: the OpenAI API
     api_port: int = 8081  # of the controller: the REST API
-    cpu_devices: int = 2  # logical devices a machine without a GPU offers
+    cpu_devices: int | None = None  # None: the GPUs, or two shares of the CPU where there is none
     policy: str = "hybrid"
     load_threshold: float = 0.5  # L of the hybrid policy
     profile_seconds: float = 60.0  # budget of a profile that a deploy takes
@@ -45,7 +45,7 @@ class Settings:
                 raise ConfigError(f"{name} must be in 0..65535, got {getattr(self, name)}")
         if self.port == self.api_port != 0:
             raise ConfigError(f"port and api_port are both {self.port}; give them different ports")
-        if not 1 <= self.cpu_devices <= 1024:
+        if self.cpu_devices is not None and not 1 <= self.cpu_devices <= 1024:
             raise ConfigError(f"cpu_devices must be in 1..1024, got {self.cpu_devices}")
         if not 0 <= self.load_threshold <= 1:
             raise ConfigError(f"load_threshold must be in 0..1, got {self.load_threshold}")
@@ -108,4 +108,4 @@ def _read(kind: str, text: str) -> object:
         return text.lower() in {"1", "true", "yes"}
     if kind.startswith("Path"):
         return Path(text).expanduser()
-    return {"int": int, "float": float, "str": str}[kind](text)
+    return {"int": int, "float": float, "str": str}[kind.partition(" ")[0]](text)

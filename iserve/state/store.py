@@ -282,7 +282,7 @@ class Store:
                 )
             )
 
-    def keys(self) -> tuple[KeyRow, ...]:
+    def api_keys(self) -> tuple[KeyRow, ...]:
         with self._read() as connection:
             return tuple(KeyRow(**row) for row in connection.execute(sa.select(api_keys)).mappings())
 

@@ -1,0 +1,12 @@
+#!/bin/sh
+# What `make demo` runs: deploy the bundled model by intent, ask its endpoint something, take it all down again.
+set -eu
+ISERVE_HOME="$(mktemp -d "${TMPDIR:-/tmp}/iserve-demo.XXXXXX")"
+export ISERVE_HOME ISERVE_PORT="${ISERVE_PORT:-0}" ISERVE_API_PORT="${ISERVE_API_PORT:-0}"
+trap 'iserve down >/dev/null 2>&1 || true; rm -rf "$ISERVE_HOME"' EXIT INT TERM
+
+iserve deploy --intent min-cost
+for question in '123+456=' 'sort 9 3 44 2' 'What is a fingerprint?'; do
+  printf '> %s\n' "$question"
+  iserve chat iserve-demo "$question"
+done

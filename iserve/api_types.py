@@ -1,0 +1,220 @@
+"""Bodies of the REST API: what comes in (pydantic, unknown fields refused) and what goes out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from daemon.status import DeviceStatus
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import ConfigError
+from iserve.planning import PlanOptions
+from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
+
+__all__ = [
+    "DeployBody",
+    "DeploymentDocument",
+    "EventDocument",
+    "KeyBody",
+    "KeyDocument",
+    "ModelBody",
+    "ModelDocument",
+    "NewKeyDocument",
+    "NodeDocument",
+    "PlanBody",
+    "ProfileBody",
+    "ProfileJobDocument",
+    "ProgressDocument",
+    "check_name",
+]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+def check_name(name: str) -> str:
+    """``name`` if it can name a deployment or a model.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"the name {name[:80]!r} must be 1 to 63 letters, digits, '.', '_' or '-', the first a letter or digit"
+        )
+    return name
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SloBody(_Body):
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+
+class _Wish(_Body):
+    intent: IntentKind = IntentKind.MIN_COST
+    cost: CostModel = CostModel.MEMORY_LATENCY
+    slo: SloBody | None = None
+    percentile: float = Intent().percentile
+    rate_per_s: float | None = None
+    quality: Quality = Quality.NEAR
+    budget: float | None = None
+    input_tokens: int = Workload().input_tokens
+    output_tokens: int = Workload().output_tokens
+    batch: int = Workload().batch
+    engine: str = "auto"
+    policy: str | None = None  # None: the installation's
+
+    def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
+        """The core's types.
+
+        Raises:
+            ConfigError: a value out of its range.
+        """
+        slo = self.slo
+        return PlanOptions(
+            intent=Intent(
+                kind=self.intent,
+                cost_model=self.cost,
+                slo=None if slo is None else Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s),
+                percentile=self.percentile,
+                rate_per_s=self.rate_per_s,
+                quality=self.quality,
+                budget=self.budget,
+            ),
+            workload=Workload(batch=self.batch, input_tokens=self.input_tokens, output_tokens=self.output_tokens),
+            policy=self.policy or default_policy,
+            load_threshold=load_threshold,
+        )
+
+
+class PlanBody(_Wish):
+    """``POST /api/v1/plans``: choose, start nothing."""
+
+    model: _Text | None = None  # None: the bundled demo model
+    gpus: _Text | None = None  # "a6000:8"; None: the devices that are free here
+
+
+class DeployBody(_Wish):
+    """``POST /api/v1/deployments``."""
+
+    model: _Text | None = None
+    name: _Text | None = None  # what clients put in ``model``; None: the model's own name
+
+
+class ProfileBody(_Body):
+    """``POST /api/v1/profiles``."""
+
+    model: _Text | None = None
+    engine: str = "auto"
+    max_seconds: float = Field(default=60.0, gt=0, le=86_400)
+
+
+class ModelBody(_Body):
+    """``POST /api/v1/models``: give a checkpoint folder a name."""
+
+    name: _Text
+    directory: _Text
+
+
+class KeyBody(_Body):
+    """``POST /api/v1/keys``."""
+
+    label: _Text = "unnamed"
+    scope: Annotated[str, StringConstraints(pattern="^(admin|inference)$")] = "inference"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgressDocument:
+    """How far a running step is; ``done`` of ``total`` pieces."""
+
+    step: str
+    done: int
+    total: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentDocument:
+    """One deployment as it is now.
+
+    ``status``: ``accepted``, ``resolving``, ``profiling``, ``planning``, ``launching`` (the steps of a deploy);
+    ``ready``, ``restarting``, ``unreachable`` (observed of its worker); ``refused`` (nothing is feasible),
+    ``failed`` (``error`` says why), ``removing``.
+    """
+
+    name: str
+    model: str
+    intent: str
+    status: str
+    error: str | None
+    base_url: str | None  # of the OpenAI API, once there is a gateway
+    config: DeploymentConfig | None
+    layers_per_stage: tuple[int, ...]
+    device_ids: tuple[str, ...]
+    worker_url: str | None
+    restarts: int
+    created_at: float
+    progress: ProgressDocument | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileJobDocument:
+    """A profile that is being taken, or was."""
+
+    job_id: str
+    model: str
+    status: str  # "running" | "done" | "failed"
+    error: str | None
+    progress: ProgressDocument | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeDocument:
+    node_id: str
+    reachable: bool
+    observed_at: float
+    devices: tuple[DeviceStatus, ...]
+    num_workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDocument:
+    name: str
+    directory: str
+    family: str
+    num_layers: int
+    num_params: int
+    has_weights: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventDocument:
+    id: int
+    at: float
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyDocument:
+    key_id: str
+    label: str
+    scope: str
+    created_at: float
+    revoked: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewKeyDocument:
+    """Returned once; the key itself is never stored."""
+
+    key_id: str
+    key: str

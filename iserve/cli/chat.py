@@ -1,0 +1,85 @@
+"""One conversation with a deployment, streamed from the OpenAI API with the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import TextIO
+from urllib.parse import urlsplit
+
+from fingerprint.errors import BadInputError, NotFoundError, UnavailableError
+
+__all__ = ["ChatLine"]
+
+_MAX_LINE_BYTES = 1 << 20
+
+
+class ChatLine:
+    """Messages go to ``name`` at ``url``; each is a conversation of its own."""
+
+    def __init__(
+        self, url: str, name: str, *, key: str | None, max_tokens: int | None, temperature: float
+    ) -> None:
+        self._url, self._name, self._key = urlsplit(url), name, key
+        self._max_tokens, self._temperature = max_tokens, temperature
+
+    def say(self, message: str, out: TextIO) -> None:
+        """Print the answer as it comes.
+
+        Raises:
+            NotFoundError, BadInputError, UnavailableError: what the endpoint said.
+        """
+        for piece in self._answer(message):
+            out.write(piece)
+            out.flush()
+        out.write("\n")
+
+    def _answer(self, message: str) -> Iterator[str]:
+        body: dict[str, object] = {
+            "model": self._name,
+            "messages": [{"role": "user", "content": message}],
+            "stream": True,
+            "temperature": self._temperature,
+        }
+        if self._max_tokens is not None:
+            body["max_tokens"] = self._max_tokens
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        connection = http.client.HTTPConnection(self._url.hostname or "", self._url.port or 80, timeout=600)
+        try:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _failure(response.status, response.read(_MAX_LINE_BYTES))
+            yield from _pieces(response)
+        except (OSError, http.client.HTTPException) as error:
+            raise UnavailableError(f"the gateway at {self._url.geturl()} does not answer: {error}") from error
+        finally:
+            connection.close()
+
+
+def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
+    while line := response.readline(_MAX_LINE_BYTES):
+        if not line.startswith(b"data: "):
+            continue
+        data = line[6:].strip()
+        if data == b"[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise UnavailableError(f"the answer was cut: {chunk['error'].get('message', 'unknown error')}")
+        for choice in chunk.get("choices", ()):
+            yield choice.get("delta", {}).get("content") or ""
+    raise UnavailableError("the answer was cut without a word")
+
+
+def _failure(status: int, answer: bytes) -> BadInputError | UnavailableError:
+    try:
+        message = str(json.loads(answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"the gateway answered {status}"
+    if status == 404:
+        return NotFoundError(message)
+    return UnavailableError(message) if status >= 500 or status == 429 else BadInputError(message)

@@ -1,0 +1,140 @@
+"""Looking at and ending the processes of one home, with or without a controller to ask."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from daemon.client import DaemonClient
+from daemon.process import group_members, is_alive, kill_group, read_record
+from daemon.status import WorkerState
+from fingerprint.errors import NotFoundError, UnavailableError
+from iserve.client import controller_record
+from iserve.controller.processes import daemon_companion, gateway_companion
+from iserve.settings import Settings
+
+__all__ = ["Finding", "ProcessState", "examine", "process_states", "take_down"]
+
+_LOW_DISK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    name: str
+    pid: int | None
+    url: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    ok: bool
+    text: str
+
+
+def process_states(settings: Settings) -> tuple[ProcessState, ...]:
+    """Controller, gateway, daemon and workers, as their records and the kernel say."""
+    states = []
+    for name in ("controller", "gateway", "daemon"):
+        record = read_record(settings.run_folder / f"{name}.json")
+        alive = record is not None and is_alive(record)
+        states.append(
+            ProcessState(name, record.pid, record.url) if record and alive else ProcessState(name, None, None)
+        )
+    daemon = _daemon(settings)
+    if daemon is not None:
+        with contextlib.suppress(UnavailableError):
+            states += [
+                ProcessState(f"worker {w.spec.worker_id} ({w.state})", w.pid, w.url) for w in daemon.workers()
+            ]
+    return tuple(states)
+
+
+def _daemon(settings: Settings) -> DaemonClient | None:
+    record = daemon_companion(settings).record()
+    return None if record is None else DaemonClient(record.url, record.token)
+
+
+def take_down(settings: Settings) -> Iterator[str]:
+    """End controller, gateway, workers and daemon, in that order, and say what was ended.
+
+    Raises:
+        UnavailableError: something would not end.
+    """
+    controller = controller_record(settings)
+    if controller is not None:
+        if not kill_group(controller.pid, grace_s=30):
+            raise UnavailableError(f"the controller (pid {controller.pid}) does not end")
+        (settings.run_folder / "controller.json").unlink(missing_ok=True)
+        yield "controller ended"
+    gateway = gateway_companion(settings)
+    if gateway.record() is not None:
+        if not gateway.stop():
+            raise UnavailableError("the gateway does not end")
+        yield "gateway ended"
+    companion = daemon_companion(settings)
+    if companion.record() is None and any((settings.home / "workers").glob("*/lease.json")):
+        companion.ensure()  # it adopts what was left, so that it can be ended properly
+    daemon = _daemon(settings)
+    if daemon is None:
+        yield "nothing else runs"
+        return
+    for worker in daemon.workers():
+        if worker.state is not WorkerState.STOPPED:
+            with contextlib.suppress(NotFoundError):
+                daemon.stop(worker.spec.worker_id)
+            yield f"worker {worker.spec.worker_id} ended"
+    if not companion.stop():
+        raise UnavailableError("the daemon does not end")
+    yield "daemon ended"
+
+
+def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
+    """What is right and wrong with this installation."""
+    findings = [_home(settings.home)]
+    for state in process_states(settings)[:3]:
+        ok = state.pid is not None
+        findings.append(
+            Finding(ok, f"{state.name}: {f'pid {state.pid}, {state.url}' if ok else 'not running; `iserve up`'}")
+        )
+    findings += _leftovers(settings, fix=fix)
+    return tuple(findings)
+
+
+def _home(home: Path) -> Finding:
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        free = shutil.disk_usage(home).free
+    except OSError as error:
+        return Finding(False, f"home {home} cannot be used: {error.strerror}")
+    return Finding(free > _LOW_DISK_BYTES, f"home {home}: {free / 2**30:.1f} GiB of disk free")
+
+
+def _leftovers(settings: Settings, *, fix: bool) -> Iterator[Finding]:
+    """Workers that live although no daemon watches them."""
+    from daemon.lease import LEASE_FILE, Lease, LeaseFileError, read_file
+
+    if _daemon(settings) is not None:
+        yield Finding(True, "workers: watched by the daemon")
+        return
+    found = False
+    for path in sorted((settings.home / "workers").glob("*/lease.json")):
+        try:
+            lease = read_file(path.parent / LEASE_FILE, Lease)
+        except (LeaseFileError, OSError):
+            continue
+        if not group_members(lease.pid):
+            continue
+        found = True
+        if fix:
+            kill_group(lease.pid, grace_s=10)
+            time.sleep(0.1)
+        gone = not group_members(lease.pid)
+        yield Finding(
+            gone, f"worker {path.parent.name} (pid {lease.pid}): {'ended' if gone else 'unwatched; --fix ends it'}"
+        )
+    if not found:
+        yield Finding(True, "workers: none left over")

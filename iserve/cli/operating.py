@@ -1,0 +1,209 @@
+"""The installation: ``up``, ``down``, ``status``, ``nodes``, ``doctor``, ``register``, ``profile``, ``keys``."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from iserve.cli import options as o
+
+__all__ = ["register"]
+
+_POLL_S = 0.2
+
+
+def register(app: typer.Typer) -> None:
+    app.command("up", epilog="Example: ISERVE_PORT=9000 iserve up")(up)
+    app.command("down", epilog="Example: iserve down")(down)
+    app.command("status", epilog="Example: iserve status --json")(status)
+    app.command("nodes", epilog="Example: iserve nodes --json")(nodes)
+    app.command("doctor", epilog="Example: iserve doctor")(doctor)
+    app.command("register", epilog="Example: iserve register my-llama ./checkpoints/llama")(register_model)
+    app.command("profile", epilog="Example: iserve profile my-llama --max-seconds 120")(profile)
+    keys = typer.Typer(help="API keys for clients and administrators.", no_args_is_help=True)
+    keys.command("create", epilog="Example: iserve keys create --label laptop")(keys_create)
+    keys.command("ls", epilog="Example: iserve keys ls")(keys_list)
+    keys.command("revoke", epilog="Example: iserve keys revoke key-1a2b3c")(keys_revoke)
+    app.add_typer(keys, name="keys")
+
+
+def up() -> None:
+    """Start controller, daemon and gateway of this home, and bring its deployments back."""
+    from iserve.cli.live import client, gateway_url
+
+    client()
+    typer.echo(f"OpenAI API: {gateway_url()}/v1")
+
+
+def down() -> None:
+    """End every process of this home, workers too. Its deployments come back with `iserve up`."""
+    from iserve.cli.operate import take_down
+    from iserve.settings import load_settings
+
+    for line in take_down(load_settings()):
+        typer.echo(line)
+
+
+def status(as_json: o.JsonOption = False) -> None:
+    """Show which processes of this home live, and how its deployments are."""
+    from fingerprint.codec import to_json
+    from iserve.cli.operate import process_states
+    from iserve.cli.render import print_rows
+    from iserve.settings import load_settings
+
+    states = process_states(load_settings())
+    if as_json:
+        typer.echo(to_json(states, indent=2).decode())
+    else:
+        print_rows(
+            ("process", "pid", "url"),
+            [(s.name, "not running" if s.pid is None else str(s.pid), s.url or "") for s in states],
+        )
+
+
+def nodes(as_json: o.JsonOption = False) -> None:
+    """List nodes and devices with their free memory and load."""
+    from fingerprint.codec import to_json
+    from iserve.api_types import NodeDocument
+    from iserve.cli.live import client
+    from iserve.cli.render import gib, print_rows
+
+    documents = client(start=False).get("/api/v1/nodes", tuple[NodeDocument, ...])
+    if as_json:
+        typer.echo(to_json(documents, indent=2).decode())
+        return
+    print_rows(
+        ("node", "device", "name", "free", "total", "load", "power"),
+        [
+            (
+                node.node_id if node.reachable else f"{node.node_id} (unreachable)",
+                device.device_id,
+                device.name,
+                gib(device.free_bytes),
+                gib(device.total_bytes),
+                f"{device.load_fraction:.0%}",
+                "" if device.power_w is None else f"{device.power_w:.0f} W",
+            )
+            for node in documents
+            for device in node.devices
+        ],
+    )
+
+
+def doctor(fix: Annotated[bool, typer.Option("--fix", help="End what is left over.")] = False) -> None:
+    """Look for what is wrong with this installation. Exit code 1 if anything is."""
+    from iserve.cli.operate import examine
+    from iserve.settings import load_settings
+
+    findings = examine(load_settings(), fix=fix)
+    for finding in findings:
+        typer.echo(f"{'ok' if finding.ok else 'PROBLEM'}: {finding.text}")
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+def register_model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name to give it.")],
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="Its checkpoint folder.")],
+    as_json: o.JsonOption = False,
+) -> None:
+    """Give a checkpoint folder a name that every other command understands."""
+    from fingerprint.codec import to_json
+    from iserve.api_types import ModelDocument
+    from iserve.cli.live import client, model_argument
+
+    body = {"name": name, "directory": model_argument(directory)}
+    document = client().post("/api/v1/models", body, ModelDocument)
+    if as_json:
+        typer.echo(to_json(document, indent=2).decode())
+    else:
+        typer.echo(
+            f"{document.name}: {document.family}, {document.num_layers} layers, "
+            f"{document.num_params:,} parameters, {'with weights' if document.has_weights else 'config only'}"
+        )
+
+
+def profile(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As for deploy; else the demo.")] = None,
+    engine: o.EngineOption = "auto",
+    max_seconds: Annotated[float, typer.Option("--max-seconds", help="Budget, launches included.")] = 60.0,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Measure MODEL's fingerprints (one and two of its layers) on the devices that are free now."""
+    from fingerprint.codec import to_json
+    from fingerprint.errors import EngineError
+    from fingerprint.measurements import Profile
+    from iserve.api_types import ProfileJobDocument
+    from iserve.cli.live import client, model_argument
+    from iserve.cli.progress import StepDisplay
+
+    if not 0 < max_seconds <= 86_400:
+        raise typer.BadParameter("must be above 0 and at most 86400", param_hint="'--max-seconds'")
+    controller = client()
+    body = {
+        "model": None if model is None else model_argument(model),
+        "engine": engine,
+        "max_seconds": max_seconds,
+    }
+    job = controller.post("/api/v1/profiles", body, ProfileJobDocument)
+    with StepDisplay(quiet=as_json) as display:
+        while job.status == "running":
+            display.show("profiling", job.progress)
+            time.sleep(_POLL_S)
+            job = controller.get(f"/api/v1/profiles/jobs/{job.job_id}", ProfileJobDocument)
+    if job.status == "failed":
+        raise EngineError(job.error or "the profile failed")
+    measured = next(p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if p.model == job.model)
+    if as_json:
+        typer.echo(to_json(measured, indent=2).decode())
+        return
+    runs = sum(len(point.runs) for point in measured.timing)
+    typer.echo(
+        f"{measured.model}: {runs} runs of {len(measured.timing)} points in {measured.spent_s:.1f} s "
+        f"({'all intervals tight' if measured.complete else 'the budget ended first'})"
+    )
+    for note in measured.notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"see it: iserve report {measured.model} -o report.html")
+
+
+def keys_create(
+    label: Annotated[str, typer.Option("--label", help="To recognise it by.")] = "unnamed",
+    scope: Annotated[str, typer.Option("--scope", help="inference or admin.")] = "inference",
+) -> None:
+    """Make an API key. It is shown once."""
+    from iserve.api_types import NewKeyDocument
+    from iserve.cli.live import client
+
+    if scope not in {"inference", "admin"}:
+        raise typer.BadParameter("must be inference or admin", param_hint="'--scope'")
+    made = client().post("/api/v1/keys", {"label": label, "scope": scope}, NewKeyDocument)
+    typer.echo(made.key)
+    typer.echo(f"id {made.key_id}, scope {scope}; this is the only time the key is shown", err=True)
+
+
+def keys_list(as_json: o.JsonOption = False) -> None:
+    """List the API keys, never the keys themselves."""
+    from fingerprint.codec import to_json
+    from iserve.api_types import KeyDocument
+    from iserve.cli.live import client
+    from iserve.cli.render import print_rows
+
+    documents = client(start=False).get("/api/v1/keys", tuple[KeyDocument, ...])
+    if as_json:
+        typer.echo(to_json(documents, indent=2).decode())
+    else:
+        print_rows(
+            ("id", "label", "scope", "state"),
+            [(d.key_id, d.label, d.scope, "revoked" if d.revoked else "valid") for d in documents],
+        )
+
+
+def keys_revoke(key_id: Annotated[str, typer.Argument(metavar="ID", help="From `iserve keys ls`.")]) -> None:
+    """Revoke an API key; the gateway refuses it within a second."""
+    from iserve.cli.live import client
+
+    client(start=False).delete(f"/api/v1/keys/{key_id}")
+    typer.echo(f"{key_id} is revoked")

@@ -1,0 +1,210 @@
+"""``deploy`` and what one does with deployments: ``ps``, ``logs``, ``rm``, ``chat``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from iserve.cli import options as o
+
+if TYPE_CHECKING:
+    from iserve.api_types import DeploymentDocument
+    from iserve.client import ControllerClient
+
+__all__ = ["register"]
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The deployment's name.")]
+_POLL_S = 0.15
+
+
+def register(app: typer.Typer) -> None:
+    app.command("deploy", epilog="Example: iserve deploy ./my-model --intent latency-slo --slo tpot=0.05")(deploy)
+    app.command("ps", epilog="Example: iserve ps --json")(ps)
+    app.command("logs", epilog="Example: iserve logs iserve-demo --lines 50")(logs)
+    app.command("rm", epilog="Example: iserve rm iserve-demo")(rm)
+    app.command("chat", epilog="Example: iserve chat iserve-demo '123+456='")(chat)
+
+
+def deploy(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A checkpoint folder, a hub id or a registered name; else the demo."
+        ),
+    ] = None,
+    intent: o.IntentOption = o.DEFAULT_INTENT.kind,
+    cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
+    slo: o.SloOption = None,
+    percentile: o.Percentile = o.DEFAULT_INTENT.percentile,
+    rate: o.Rate = None,
+    quality: o.QualityOption = o.DEFAULT_INTENT.quality,
+    budget: o.Budget = None,
+    input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
+    output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
+    batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
+    engine: o.EngineOption = "auto",
+    policy: Annotated[str | None, typer.Option("--policy", help="hybrid, packing or least-loaded.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Serve MODEL on the configuration that fits the intent best, and print its OpenAI-compatible endpoint.
+
+    Starts the embedded controller if none runs. The first deployment of a model on a machine measures it.
+    """
+    from iserve.api_types import DeployBody, DeploymentDocument, SloBody
+    from iserve.cli.live import client, model_argument
+    from iserve.settings import load_settings
+
+    settings = load_settings()
+    wish = o.plan_options(
+        intent=intent,
+        cost=cost,
+        slo=slo,
+        percentile=percentile,
+        rate=rate,
+        quality=quality,
+        budget=budget,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        batch=batch,
+        policy=policy or settings.policy,
+    )
+    limits = wish.intent.slo
+    body = DeployBody(
+        model=None if model is None else model_argument(model),
+        name=name,
+        intent=intent,
+        cost=cost,
+        slo=None if limits is None else SloBody(ttft_s=limits.ttft_s, tpot_s=limits.tpot_s, e2e_s=limits.e2e_s),
+        percentile=percentile,
+        rate_per_s=rate,
+        quality=quality,
+        budget=budget,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        batch=batch,
+        engine=engine,
+        policy=policy,
+    )
+    controller = client(settings)
+    accepted = controller.post("/api/v1/deployments", body.model_dump(mode="json"), DeploymentDocument)
+    _follow(controller, accepted, as_json=as_json)
+
+
+def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_json: bool) -> None:
+    """Show the steps until the deployment serves or is refused."""
+    from fingerprint.codec import to_json
+    from fingerprint.errors import EngineError, InfeasibleError
+    from iserve.api_types import DeploymentDocument
+    from iserve.cli.progress import StepDisplay
+    from iserve.cli.render import console, print_plan
+    from iserve.plan_document import PlanDocument
+
+    path = f"/api/v1/deployments/{accepted.name}"
+    with StepDisplay(quiet=as_json) as display:
+        document = accepted
+        while document.status not in {"ready", "refused", "failed"}:
+            display.show(document.status, document.progress)
+            time.sleep(_POLL_S)
+            document = controller.get(path, DeploymentDocument)
+    if document.status != "ready":
+        # A deploy that was refused leaves nothing behind, its name included.
+        controller.delete(path)
+        kind = InfeasibleError if document.status == "refused" else EngineError
+        raise kind(document.error or f"the deployment {document.name} {document.status}")
+    if as_json:
+        typer.echo(to_json(document, indent=2).decode())
+        return
+    print_plan(controller.get(f"{path}/plan", PlanDocument))
+    out = console()
+    out.print(
+        f"[bold]{document.name}[/] is ready at [bold]{document.base_url}[/] (OpenAI API, model {document.name})"
+    )
+    out.print(f"try it: iserve chat {document.name} 'What is a fingerprint?'", highlight=False)
+
+
+def ps(as_json: o.JsonOption = False) -> None:
+    """List the deployments and how they are now."""
+    from fingerprint.codec import to_json
+    from iserve.api_types import DeploymentDocument
+    from iserve.cli.live import client
+    from iserve.cli.render import print_rows
+
+    documents = client(start=False).get("/api/v1/deployments", tuple[DeploymentDocument, ...])
+    if as_json:
+        typer.echo(to_json(documents, indent=2).decode())
+        return
+    print_rows(
+        ("name", "model", "intent", "status", "configuration", "devices", "restarts", "error"),
+        [
+            (
+                d.name,
+                d.model,
+                d.intent,
+                d.status,
+                "" if d.config is None else str(d.config),
+                " ".join(d.device_ids),
+                str(d.restarts),
+                d.error or "",
+            )
+            for d in documents
+        ],
+    )
+
+
+def logs(
+    name: NameArgument, lines: Annotated[int, typer.Option("--lines", min=1, max=10_000, help="How many.")] = 100
+) -> None:
+    """Print the end of a deployment's worker log."""
+    from iserve.cli.live import client
+
+    typer.echo(client(start=False).text(f"/api/v1/deployments/{name}/log", lines=lines), nl=False)
+
+
+def rm(name: NameArgument) -> None:
+    """End a deployment and give its memory back."""
+    from fingerprint.errors import NotFoundError
+    from iserve.api_types import DeploymentDocument
+    from iserve.cli.live import client
+
+    controller = client(start=False)
+    controller.delete(f"/api/v1/deployments/{name}")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            controller.get(f"/api/v1/deployments/{name}", DeploymentDocument)
+        except NotFoundError:
+            typer.echo(f"{name} is removed")
+            return
+        time.sleep(_POLL_S)
+    typer.echo(f"{name} is still being removed; `iserve ps` tells", err=True)
+    raise typer.Exit(1)
+
+
+def chat(
+    name: NameArgument,
+    message: Annotated[
+        str | None, typer.Argument(help="One message; else lines are read from standard input.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Longest answer.")] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0)] = 0.0,
+    key: Annotated[
+        str | None, typer.Option("--key", envvar="OPENAI_API_KEY", help="An API key, if needed.")
+    ] = None,
+) -> None:
+    """Talk to a deployment through its OpenAI endpoint, streaming."""
+    from iserve.cli.chat import ChatLine
+    from iserve.cli.live import gateway_url
+
+    line = ChatLine(gateway_url(), name, key=key, max_tokens=max_tokens, temperature=temperature)
+    if message is not None:
+        line.say(message, sys.stdout)
+        return
+    if sys.stdin.isatty():
+        typer.echo("one line per message; end with Ctrl-D", err=True)
+    for text in sys.stdin:
+        if text.strip():
+            line.say(text.rstrip("\n"), sys.stdout)

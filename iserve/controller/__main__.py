@@ -1,0 +1,130 @@
+"""``python -m iserve.controller``: run the controller of this home until it is told to stop.
+
+Settings come from ``ISERVE_*``. One controller per home: a second one is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from daemon.process import own_record, read_record, write_record
+from fingerprint.errors import ConflictError, IserveError
+from iserve.controller.app import create_app
+from iserve.controller.reconcile import Reconciler
+from iserve.controller.service import Controller
+from iserve.settings import Settings, load_settings
+from iserve.state.store import Store
+
+log = logging.getLogger("iserve.controller")
+
+
+@contextmanager
+def _only_one(settings: Settings) -> Iterator[None]:
+    """Hold the home's lock.
+
+    Raises:
+        ConflictError: another controller holds it.
+    """
+    settings.run_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle = os.open(settings.run_folder / "controller.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = read_record(settings.run_folder / "controller.json")
+            who = "" if holder is None else f" (pid {holder.pid}, {holder.url})"
+            raise ConflictError(
+                f"another controller{who} runs on {settings.home}; use it, or set ISERVE_HOME to another folder"
+            ) from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """Bound before anything is started, so that a port in use costs nothing.
+
+    Raises:
+        ConflictError: the port is in use.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.api_port))
+    except OSError as error:
+        listener.close()
+        raise ConflictError(
+            f"the REST API cannot listen on {settings.host}:{settings.api_port}: {error.strerror}; "
+            "set ISERVE_API_PORT to a free port"
+        ) from error
+    return listener
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM. The daemon, the gateway and the workers go on without it."""
+    with _only_one(settings):
+        listener = _listen(settings)
+        host, port = listener.getsockname()[:2]
+        store = Store.open(settings.home / "state.db")
+        controller = Controller(settings, store)
+        reconciler = Reconciler(controller)
+        token = secrets.token_urlsafe(32)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(controller, token),
+                http="h11",
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=30,
+                h11_max_incomplete_event_size=65_536,
+            )
+        )
+        try:
+            controller.daemon_process.ensure()
+            reconciler.publish(store.deployments(), controller.observe())
+            controller.gateway_process.ensure()
+            reconciler.start()
+            url_host = f"[{host}]" if ":" in host else host
+            write_record(
+                settings.run_folder / "controller.json", own_record(url=f"http://{url_host}:{port}", token=token)
+            )
+            log.info("controller on %s:%d, home %s", host, port, settings.home)
+            server.run(sockets=[listener])
+        finally:
+            reconciler.stop()
+            controller.close()
+            store.close()
+
+
+def _terminate(_signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def main() -> int:
+    """0 after a signal, 1 refused with one line on stderr."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, _terminate)  # until uvicorn takes over
+    try:
+        run(load_settings())
+    except IserveError as error:
+        print(f"iserve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""One deployment from its intent to a running worker, step by step, each step recorded before it is taken.
+
+A controller that is killed anywhere in between finds the record and goes on: a worker that was launched is found
+at the daemon by its id, so none is ever launched twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from daemon.client import DaemonClient
+from daemon.engines.base import Engine, StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.registry import capabilities_for, get_engine
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import Workload
+from fingerprint.errors import ConflictError, InfeasibleError, IserveError, NotFoundError
+from fingerprint.estimators.fingerprinted import FingerprintedEstimator
+from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
+from fingerprint.measurements import Profile
+from fingerprint.profile import ProfileProgress
+from iserve.api_types import DeployBody
+from iserve.controller.node import hardware_of
+from iserve.controller.profiling import Profiler, wait_until_ready
+from iserve.model_source import ModelSource
+from iserve.plan_document import PlanDocument, plan_document
+from iserve.planning import PlanOptions, make_plan
+from iserve.settings import Settings
+from iserve.state.store import DeploymentRow, Store
+from placement.types import Placement
+from planner.plan import Plan, Ranked
+
+__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "estimator_for", "worker_spec"]
+
+log = logging.getLogger(__name__)
+
+_MEMORY_HEADROOM = 1.02  # a worker's limit over the placed upper bound: page and allocator rounding
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDeployment:
+    """A plan for this node, with where its best candidate goes."""
+
+    plan: Plan
+    document: PlanDocument
+    best: Ranked | None
+
+
+def deployable_engine(name: str) -> Engine:
+    """The engine of that name, or for ``auto`` the first that can start workers.
+
+    Raises:
+        ConfigError: no such engine.
+        InfeasibleError: its adapter is not there yet.
+    """
+    tables = capabilities_for(name)
+    able = [table.engine for table in tables if table.deployable]
+    if not able:
+        raise InfeasibleError(
+            f"the {name} engine can be planned for, but its adapter is not there yet; deploy with --engine torch"
+        )
+    return get_engine(able[0])
+
+
+def estimator_for(profile: Profile) -> FingerprintedEstimator:
+    """What was measured, and the roofline of the same device to scale it by."""
+    return FingerprintedEstimator(profile, RooflineEstimator(profile.spec, profile.machine.device))
+
+
+def worker_spec(
+    name: str, source: ModelSource, worker_id: str, best: Ranked, workload: Workload, lease_ttl_s: float = 600.0
+) -> WorkerSpec:
+    """The launch that enforces what ``best`` was estimated and placed with."""
+    placement = best.layout
+    assert isinstance(placement, Placement), "a feasible candidate of make_plan carries its placement"
+    context = min(workload.context_tokens, source.spec.max_context_tokens)
+    most_bytes = max(stage.bytes_per_gpu for stage in placement.stages)
+    return WorkerSpec(
+        worker_id=worker_id,
+        served_model=name,
+        checkpoint=str(source.directory),
+        config=best.config,
+        stages=tuple(
+            StageAssignment(device_ids=stage.device_ids, num_layers=stage.num_layers) for stage in placement.stages
+        ),
+        limits=WorkerLimits(
+            max_batch=workload.batch,
+            max_batched_tokens=min(
+                DEFAULT_MAX_BATCHED_TOKENS, max(workload.batch * workload.input_tokens, context)
+            ),
+            max_context_tokens=context,
+            kv_tokens=workload.batch * context,
+            memory_bytes_per_device=int(most_bytes * _MEMORY_HEADROOM),
+        ),
+        lease_ttl_s=lease_ttl_s,
+    )
+
+
+class Deployer:
+    """Takes accepted deployments to where they run, or says why not."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        profiler: Profiler,
+        daemon: Callable[[], DaemonClient],
+        resolve: Callable[[str | None], ModelSource],
+        report_progress: Callable[[str, ProfileProgress | None], None],
+    ) -> None:
+        self._settings, self._store, self._profiler = settings, store, profiler
+        self._daemon, self._resolve, self._report_progress = daemon, resolve, report_progress
+
+    def options(self, body: DeployBody) -> PlanOptions:
+        return body.options(default_policy=self._settings.policy, load_threshold=self._settings.load_threshold)
+
+    def run(self, row: DeploymentRow) -> None:
+        """Carry ``row`` through; every expected failure ends in its record, not in an exception."""
+        try:
+            self._run(row)
+        except IserveError as error:
+            phase = "refused" if isinstance(error, InfeasibleError) else "failed"
+            self._move(row, phase, error=str(error))
+        except Exception as error:
+            log.exception("deploying %s", row.name)
+            self._move(row, "failed", error=f"internal error: {type(error).__name__}: {error}")
+        finally:
+            self._report_progress(row.name, None)
+
+    def _run(self, row: DeploymentRow) -> None:
+        body = DeployBody.model_validate_json(row.request)
+        if row.worker is not None:
+            self._launch(row, from_json(row.worker, WorkerSpec, what="the recorded worker"))
+            return
+        self._move(row, "resolving")
+        source = self._resolve(body.model)
+        if not source.has_weights:
+            raise InfeasibleError(f"{source.directory} holds no weights to deploy; plan and estimate need none")
+        engine = deployable_engine(body.engine)
+        options = self.options(body)
+        profile = self._profile(row, source, engine, options)
+        self._move(row, "planning")
+        planned = self.plan(source, engine, profile, options)
+        self._store.update_deployment(row.id, plan=to_json(planned.document))
+        if planned.best is None:
+            raise InfeasibleError(_why_nothing(planned.document))
+        worker_id = f"{_slug(row.name)}-{row.id}"
+        spec = worker_spec(row.name, source, worker_id, planned.best, options.workload)
+        self._store.update_deployment(row.id, worker=to_json(spec))
+        self._launch(row, spec)
+
+    def _profile(self, row: DeploymentRow, source: ModelSource, engine: Engine, options: PlanOptions) -> Profile:
+        daemon = self._daemon()
+        stored = self._profiler.stored(source, engine, daemon.node())
+        if stored is not None:
+            return stored
+        self._move(row, "profiling")
+        return self._profiler.take(
+            source,
+            engine,
+            daemon,
+            workload=options.workload,
+            max_seconds=self._settings.profile_seconds,
+            progress=lambda progress: self._report_progress(row.name, progress),
+        )
+
+    def plan(
+        self, source: ModelSource, engine: Engine, profile: Profile, options: PlanOptions
+    ) -> PlannedDeployment:
+        """Rank everything on the devices that are free now."""
+        hardware = hardware_of(self._daemon().node(), profile.machine.device)
+        plan = make_plan(source.spec, hardware, estimator_for(profile), [engine.capabilities()], options)
+        document = plan_document(plan, model=source.name, hardware=hardware.label, workload=options.workload)
+        return PlannedDeployment(plan, document, plan.best)
+
+    def _launch(self, row: DeploymentRow, spec: WorkerSpec) -> None:
+        self._move(row, "launching")
+        daemon = self._daemon()
+        try:
+            daemon.worker(spec.worker_id)  # launched before this controller was killed
+        except NotFoundError:
+            try:
+                daemon.launch(spec)
+            except ConflictError:
+                log.info("worker %s is there already", spec.worker_id)
+        status = wait_until_ready(self._daemon, spec.worker_id, self._settings.start_timeout_s)
+        self._store.update_deployment(row.id, worker=to_json(status.spec))
+        self._move(row, "ready")
+
+    def _move(self, row: DeploymentRow, phase: str, *, error: str | None = None) -> None:
+        self._store.update_deployment(row.id, phase=phase, error=error)
+        self._store.add_event(row.id, phase, error or f"{row.name}: {phase}")
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name.lower())[:40] or "worker"
+
+
+def _why_nothing(document: PlanDocument) -> str:
+    why = document.why_not
+    parts = ["no configuration is feasible"]
+    if why.nearest is not None:
+        parts.append(why.nearest.text)
+    parts += [relaxation.text for relaxation in why.relax[:3]]
+    return "; ".join(parts)

@@ -1,0 +1,36 @@
+"""The node as a plan sees it: the daemon's observations turned into a placement snapshot."""
+
+from __future__ import annotations
+
+from daemon.status import NodeStatus
+from fingerprint.errors import InfeasibleError
+from fingerprint.gpu_spec import GpuSpec
+from iserve.planning import Hardware
+from placement.types import ClusterSnapshot, GpuState
+
+__all__ = ["hardware_of"]
+
+
+def hardware_of(node: NodeStatus, gpu: GpuSpec) -> Hardware:
+    """The devices of ``node``, with what is free on them and their load now.
+
+    Args:
+        gpu: what one device can do, as the profile recorded it or the datasheet says.
+
+    Raises:
+        InfeasibleError: the node offers no device.
+    """
+    if not node.devices:
+        raise InfeasibleError(f"node {node.node_id} offers no device")
+    gpus = tuple(
+        GpuState(
+            device_id=device.device_id,
+            node_id=node.node_id,
+            gpu_index=device.index,
+            total_bytes=device.total_bytes,
+            free_bytes=min(device.free_bytes, device.total_bytes),
+            load_fraction=min(1.0, max(0.0, device.load_fraction)),
+        )
+        for device in node.devices
+    )
+    return Hardware(label=f"{len(gpus)} x {gpu.name} ({node.node_id})", gpu=gpu, snapshot=ClusterSnapshot(gpus))

@@ -1,0 +1,210 @@
+"""Takes profiles: cuts the fingerprints, launches profiling workers through the daemon, keeps what was measured.
+
+One profile at a time per controller: two would measure each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from daemon.client import DaemonClient
+from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
+from daemon.profile_client import WorkerHandle, WorkerProfileTarget
+from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
+from fingerprint.capability import EngineCapabilities
+from fingerprint.codec import to_json
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.errors import EngineError, InfeasibleError, NotFoundError, UnavailableError, UnsupportedModelError
+from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
+from fingerprint.generate import generate, generate_dummy
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.measurements import Profile
+from fingerprint.model_spec import ModelSpec
+from fingerprint.profile import ProfileProgress, profile
+from fingerprint.profile_plan import ProfilePlan, default_plan
+from iserve.model_source import ModelSource
+from iserve.state.store import Store
+from planner.space import shape_refusal
+
+__all__ = ["Profiler", "machine_key", "wait_until_ready"]
+
+_ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
+
+
+def machine_key(node: NodeStatus, engine: Engine) -> str:
+    """Equal while a profile stays valid: the same devices and engine versions.
+
+    Memory is counted in whole GiB, because a CPU share's changes a little from boot to boot.
+    """
+    devices = sorted((d.kind, d.name, d.total_bytes >> 30, len(d.cores)) for d in node.devices)
+    return hashlib.sha256(to_json((devices, engine.versions()))).hexdigest()[:16]
+
+
+def wait_until_ready(daemon: Callable[[], DaemonClient], worker_id: str, timeout_s: float) -> WorkerStatus:
+    """The worker's status once it serves; a daemon that is away for a while is waited for.
+
+    Raises:
+        EngineError: the worker gave up, was stopped, or is not ready in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    last = "unknown"
+    while time.monotonic() < deadline:
+        try:
+            status = daemon().worker(worker_id)
+        except UnavailableError:
+            time.sleep(0.2)
+            continue
+        if status.state is WorkerState.READY:
+            return status
+        if status.state in _ENDED:
+            raise EngineError(status.error or f"the worker {worker_id} is {status.state}")
+        last = status.state
+        time.sleep(0.1)
+    raise EngineError(f"the worker {worker_id} is {last}, not ready, after {timeout_s:.0f} s")
+
+
+class _DaemonWorker:
+    """A worker that the daemon runs, as the profiling client wants it."""
+
+    def __init__(self, daemon: DaemonClient, status: WorkerStatus) -> None:
+        self._daemon, self._worker_id = daemon, status.spec.worker_id
+        self.url = status.url
+
+    def failure(self) -> str | None:
+        status = self._daemon.worker(self._worker_id)
+        if status.state in _ENDED or status.restarts:
+            return status.error or f"the profiling worker is {status.state}"
+        return None
+
+    def stop(self) -> None:
+        try:
+            self._daemon.stop(self._worker_id)
+        except NotFoundError:
+            return
+
+
+class Profiler:
+    """Profiles by model shape, engine and machine; taken once, then read from the store."""
+
+    def __init__(self, store: Store, fingerprint_folder: Path, *, start_timeout_s: float) -> None:
+        self._store = store
+        self._folder = fingerprint_folder
+        self._start_timeout_s = start_timeout_s
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a profile is being taken, so that its workers are not orphans."""
+        return self._one_at_a_time.locked()
+
+    def stored(self, source: ModelSource, engine: Engine, node: NodeStatus) -> Profile | None:
+        return self._store.profile(source.spec.shape_hash, engine.name, machine_key(node, engine))
+
+    def take(
+        self,
+        source: ModelSource,
+        engine: Engine,
+        daemon: DaemonClient,
+        *,
+        workload: Workload,
+        max_seconds: float,
+        progress: Callable[[ProfileProgress], None],
+    ) -> Profile:
+        """Measure the model's fingerprints on devices that are free now, and keep the result.
+
+        Raises:
+            InfeasibleError: there is no device.
+            EngineError: the profiling worker failed.
+        """
+        with self._one_at_a_time:
+            node = daemon.node()
+            folder = self._folder / uuid.uuid4().hex
+            try:
+                with _target(source, engine, daemon, node, self._start_timeout_s) as target:
+                    plan = _plan(
+                        source.spec, engine.capabilities(), target.machine().device, node, workload, max_seconds
+                    )
+                    measured = profile(
+                        source.name, source.spec, target, _Fingerprints(source, folder), plan, progress=progress
+                    )
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            self._store.put_profile(measured, machine_key(node, engine))
+            return measured
+
+
+def _target(
+    source: ModelSource, engine: Engine, daemon: DaemonClient, node: NodeStatus, start_timeout_s: float
+) -> WorkerProfileTarget:
+    devices = _quietest(node)
+
+    def launch(spec: WorkerSpec) -> WorkerHandle:
+        return _DaemonWorker(daemon, daemon.launch(spec))
+
+    return WorkerProfileTarget(
+        launch,
+        checkpoint=source.directory,
+        device_ids=[device.device_id for device in devices],
+        limits=WorkerLimits(
+            max_batch=1,
+            max_batched_tokens=DEFAULT_MAX_BATCHED_TOKENS,
+            max_context_tokens=source.spec.max_context_tokens,
+            kv_tokens=source.spec.max_context_tokens,
+            memory_bytes_per_device=min(device.free_bytes for device in devices[:2]),
+        ),
+        engine=engine.name,
+        start_timeout_s=start_timeout_s,
+    )
+
+
+def _quietest(node: NodeStatus) -> list[DeviceStatus]:
+    """All devices, the least loaded and emptiest first, so that profiling harvests what others leave."""
+    if not node.devices:
+        raise InfeasibleError(f"node {node.node_id} offers no device to profile on")
+    return sorted(node.devices, key=lambda d: (d.load_fraction, -d.free_bytes, d.index))
+
+
+def _plan(
+    spec: ModelSpec,
+    engine: EngineCapabilities,
+    gpu: GpuSpec,
+    node: NodeStatus,
+    workload: Workload,
+    max_seconds: float,
+) -> ProfilePlan:
+    def runs(config: DeploymentConfig) -> bool:
+        shape = shape_refusal(spec, config, len(node.devices))
+        return shape is None and engine.refusal(spec, config, gpu) is None
+
+    name = engine.engine
+    weights = tuple(w for w in WeightFormat if runs(DeploymentConfig(weights=w, engine=name)))
+    degrees = tuple(
+        (tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2)) if runs(DeploymentConfig(tp=tp, pp=pp, engine=name))
+    )
+    if not weights or not degrees:
+        reason = engine.refusal(spec, DeploymentConfig(engine=name), gpu)
+        raise UnsupportedModelError(f"{name} cannot run this model here: {reason}")
+    return default_plan(spec, workload, weights=weights, degrees=degrees, budget_s=max_seconds)
+
+
+class _Fingerprints:
+    """Cuts each fingerprint when it is first asked for."""
+
+    def __init__(self, source: ModelSource, folder: Path) -> None:
+        self._source, self._folder = source, folder
+
+    def __call__(self, num_layers: int) -> Path:
+        target = self._folder / f"{num_layers}-layers"
+        if not target.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._source.has_weights:
+                generate(self._source.directory, target, range(num_layers))
+            else:
+                generate_dummy(self._source.directory, target, num_layers, seed=0)
+        return target

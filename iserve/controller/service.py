@@ -1,0 +1,337 @@
+"""What the REST API can ask of the controller: the state joined with what the daemon observes now."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from daemon.client import DaemonClient
+from daemon.engines.base import WorkerSpec
+from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from fingerprint.codec import from_json
+from fingerprint.errors import (
+    ConflictError,
+    IserveError,
+    NotFoundError,
+    NotMeasuredError,
+    UnavailableError,
+)
+from fingerprint.gpus import parse_gpus
+from fingerprint.measurements import Profile
+from fingerprint.profile import ProfileProgress
+from iserve.api_types import (
+    DeployBody,
+    DeploymentDocument,
+    KeyDocument,
+    ModelDocument,
+    NewKeyDocument,
+    NodeDocument,
+    PlanBody,
+    ProfileBody,
+    ProfileJobDocument,
+    ProgressDocument,
+    check_name,
+)
+from iserve.controller.deployer import Deployer, deployable_engine
+from iserve.controller.processes import Companion, daemon_companion, gateway_companion
+from iserve.controller.profiling import Profiler
+from iserve.demo import DEMO_MODEL_NAME, demo_model_path
+from iserve.keys import new_key
+from iserve.model_source import ModelSource, resolve
+from iserve.plan_document import PlanDocument
+from iserve.plan_service import plan_for_gpus
+from iserve.settings import Settings
+from iserve.state.store import DeploymentRow, EventRow, Store
+
+__all__ = ["Controller"]
+
+log = logging.getLogger(__name__)
+
+_ENDED = frozenset({"ready", "refused", "failed"})
+_JOBS_KEPT = 50
+_MAX_DEPLOYMENTS = 200
+
+
+class Controller:
+    """The controller's verbs. Thread-safe; every method raises only :class:`IserveError`."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self.settings, self.store = settings, store
+        self.daemon_process: Companion = daemon_companion(settings)
+        self.gateway_process: Companion = gateway_companion(settings)
+        self.profiler = Profiler(store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s)
+        self._deployer = Deployer(settings, store, self.profiler, self.daemon, self.resolve, self._on_progress)
+        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="deploy")
+        self._lock = threading.Lock()
+        self._progress: dict[str, ProfileProgress] = {}
+        self._active: set[int] = set()  # deployments with a job under way
+        self._jobs: dict[str, ProfileJobDocument] = {}
+
+    # the running world
+
+    def daemon(self) -> DaemonClient:
+        """The daemon of this node, or UnavailableError while it is away."""
+        record = self.daemon_process.record()
+        if record is None:
+            raise UnavailableError("this node's daemon is away; it is being started again")
+        return DaemonClient(record.url, record.token)
+
+    def observe(self) -> NodeStatus | None:
+        """The node now; None while the daemon is away."""
+        try:
+            return self.daemon().node()
+        except UnavailableError:
+            return None
+
+    def nodes(self) -> tuple[NodeDocument, ...]:
+        node = self.observe()
+        if node is None:
+            return (NodeDocument(node_id="local", reachable=False, observed_at=0.0, devices=(), num_workers=0),)
+        return (
+            NodeDocument(
+                node_id=node.node_id,
+                reachable=True,
+                observed_at=node.observed_at,
+                devices=node.devices,
+                num_workers=len(node.workers),
+            ),
+        )
+
+    # models
+
+    def registered(self) -> dict[str, Path]:
+        """Registered names and their folders, the bundled demo model among them."""
+        return {DEMO_MODEL_NAME: demo_model_path()} | {m.name: Path(m.directory) for m in self.store.models()}
+
+    def resolve(self, model: str | None) -> ModelSource:
+        return resolve(model or DEMO_MODEL_NAME, self.registered())
+
+    def register(self, name: str, directory: str) -> ModelDocument:
+        source = resolve(directory, {})
+        self.store.put_model(check_name(name), str(source.directory.resolve()))
+        return _model_document(name, source)
+
+    def models(self) -> tuple[ModelDocument, ...]:
+        documents = []
+        for name, directory in self.registered().items():
+            try:
+                documents.append(_model_document(name, resolve(str(directory), {})))
+            except IserveError as error:
+                log.warning("registered model %s: %s", name, error)
+        return tuple(documents)
+
+    # plans and profiles
+
+    def plan(self, body: PlanBody) -> PlanDocument:
+        options = body.options(default_policy=self.settings.policy, load_threshold=self.settings.load_threshold)
+        if body.gpus is not None:
+            gpu, count = parse_gpus(body.gpus)
+            return plan_for_gpus(
+                body.model or DEMO_MODEL_NAME, gpu, count, options, body.engine, registered=self.registered()
+            )
+        source = self.resolve(body.model)
+        engine = deployable_engine(body.engine)
+        profile = self.profiler.stored(source, engine, self.daemon().node())
+        if profile is None:
+            raise NotMeasuredError(
+                f"{source.name} has no profile on this machine; run `iserve profile {source.name}` first, "
+                "or plan for datasheet GPUs with --gpus NAME:COUNT"
+            )
+        return self._deployer.plan(source, engine, profile, options).document
+
+    def profiles(self) -> tuple[Profile, ...]:
+        return self.store.profiles()
+
+    def start_profile(self, body: ProfileBody) -> ProfileJobDocument:
+        """Begin a profile in the background; ask for it by its job id."""
+        source = self.resolve(body.model)
+        engine = deployable_engine(body.engine)
+        options = PlanBody().options(default_policy=self.settings.policy, load_threshold=0.5)
+        job = ProfileJobDocument(
+            job_id=uuid.uuid4().hex, model=source.name, status="running", error=None, progress=None
+        )
+
+        def work() -> None:
+            try:
+                self.profiler.take(
+                    source,
+                    engine,
+                    self.daemon(),
+                    workload=options.workload,
+                    max_seconds=body.max_seconds,
+                    progress=lambda p: self._put_job(replace(job, progress=_progress_document(p))),
+                )
+            except IserveError as error:
+                self._put_job(replace(job, status="failed", error=str(error)))
+            except Exception as error:
+                log.exception("profiling %s", source.name)
+                self._put_job(replace(job, status="failed", error=f"internal error: {type(error).__name__}"))
+            else:
+                self._put_job(replace(job, status="done"))
+
+        self._put_job(job)
+        self._pool.submit(work)
+        return job
+
+    def profile_job(self, job_id: str) -> ProfileJobDocument:
+        with self._lock:
+            job = self._jobs.get(job_id)
+        if job is None:
+            raise NotFoundError(f"no profile job has the id {job_id[:80]!r}")
+        return job
+
+    def _put_job(self, job: ProfileJobDocument) -> None:
+        with self._lock:
+            self._jobs.pop(job.job_id, None)
+            self._jobs[job.job_id] = job
+            while len(self._jobs) > _JOBS_KEPT:
+                self._jobs.pop(next(iter(self._jobs)))
+
+    # deployments
+
+    def deploy(self, body: DeployBody) -> DeploymentDocument:
+        """Accept an intent: checked, recorded, then carried out in the background."""
+        self._deployer.options(body)
+        deployable_engine(body.engine)
+        source = self.resolve(body.model)
+        if len(self.store.deployments()) >= _MAX_DEPLOYMENTS:
+            raise ConflictError(f"there are {_MAX_DEPLOYMENTS} deployments already; remove one first")
+        name = check_name(body.name or source.name)
+        row = self.store.add_deployment(name, body.model_dump_json().encode())
+        self.store.add_event(row.id, "accepted", f"{name}: {body.intent} of {source.name}")
+        self.work_on(row)
+        return self.deployment(name)
+
+    def work_on(self, row: DeploymentRow) -> None:
+        """Carry ``row`` out in the background unless that is under way."""
+        with self._lock:
+            if row.id in self._active:
+                return
+            self._active.add(row.id)
+
+        def work() -> None:
+            try:
+                self._deployer.run(row)
+            finally:
+                with self._lock:
+                    self._active.discard(row.id)
+
+        self._pool.submit(work)
+
+    def is_active(self, row: DeploymentRow) -> bool:
+        with self._lock:
+            return row.id in self._active
+
+    def remove(self, name: str) -> DeploymentDocument:
+        """Ask for a deployment's end; its worker is stopped in the background."""
+        row = self.store.deployment(name)
+        self.store.update_deployment(row.id, desired="removed")
+        self.store.add_event(row.id, "removing", f"{name}: removal asked for")
+        return self.deployment(name)
+
+    def deployments(self) -> tuple[DeploymentDocument, ...]:
+        node = self.observe()
+        return tuple(self._document(row, node) for row in self.store.deployments())
+
+    def deployment(self, name: str) -> DeploymentDocument:
+        return self._document(self.store.deployment(name), self.observe())
+
+    def deployment_plan(self, name: str) -> PlanDocument:
+        row = self.store.deployment(name)
+        if row.plan is None:
+            raise NotFoundError(f"the deployment {name!r} has no plan yet (it is {row.phase})")
+        return from_json(row.plan, PlanDocument, what="the stored plan")
+
+    def logs(self, name: str, lines: int) -> str:
+        row = self.store.deployment(name)
+        if row.worker is None:
+            raise NotFoundError(f"the deployment {name!r} has no worker yet (it is {row.phase})")
+        return self.daemon().log(from_json(row.worker, WorkerSpec).worker_id, lines)
+
+    def events(self, *, after: int, name: str | None, limit: int) -> tuple[EventRow, ...]:
+        deployment_id = None if name is None else self.store.deployment(name).id
+        return self.store.events(after=after, deployment_id=deployment_id, limit=limit)
+
+    def _on_progress(self, name: str, progress: ProfileProgress | None) -> None:
+        with self._lock:
+            if progress is None:
+                self._progress.pop(name, None)
+            else:
+                self._progress[name] = progress
+
+    def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
+        body = DeployBody.model_validate_json(row.request)
+        spec = None if row.worker is None else from_json(row.worker, WorkerSpec)
+        seen = None if node is None or spec is None else _worker(node, spec.worker_id)
+        with self._lock:
+            progress = self._progress.get(row.name)
+        gateway = self.gateway_process.record()
+        return DeploymentDocument(
+            name=row.name,
+            model=body.model or DEMO_MODEL_NAME,
+            intent=str(body.intent),
+            status=_status(row, node, seen),
+            error=row.error or (None if seen is None else seen.error),
+            base_url=None if gateway is None else f"{gateway.url}/v1",
+            config=None if spec is None else spec.config,
+            layers_per_stage=() if spec is None else tuple(stage.num_layers for stage in spec.stages),
+            device_ids=() if spec is None else tuple(d for stage in spec.stages for d in stage.device_ids),
+            worker_url=None if seen is None else seen.url,
+            restarts=0 if seen is None else seen.restarts,
+            created_at=row.created_at,
+            progress=None if progress is None else _progress_document(progress),
+        )
+
+    # keys
+
+    def create_key(self, label: str, scope: str) -> NewKeyDocument:
+        key, record = new_key(scope)
+        self.store.add_key(record, label)
+        return NewKeyDocument(key_id=record.key_id, key=key)
+
+    def keys(self) -> tuple[KeyDocument, ...]:
+        return tuple(
+            KeyDocument(key_id=k.key_id, label=k.label, scope=k.scope, created_at=k.created_at, revoked=k.revoked)
+            for k in self.store.api_keys()
+        )
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _worker(node: NodeStatus, worker_id: str) -> WorkerStatus | None:
+    return next((w for w in node.workers if w.spec.worker_id == worker_id), None)
+
+
+def _status(row: DeploymentRow, node: NodeStatus | None, seen: WorkerStatus | None) -> str:
+    """What is so now; the recorded phase only where nothing can be observed yet."""
+    if row.desired == "removed":
+        return "removing"
+    if row.phase != "ready":
+        return row.phase
+    if node is None:
+        return "unreachable"
+    if seen is None:
+        return "restarting"
+    return "ready" if seen.state is WorkerState.READY else str(seen.state)
+
+
+def _progress_document(progress: ProfileProgress) -> ProgressDocument:
+    return ProgressDocument(
+        step=progress.running, done=progress.done, total=progress.total, elapsed_s=progress.elapsed_s
+    )
+
+
+def _model_document(name: str, source: ModelSource) -> ModelDocument:
+    return ModelDocument(
+        name=name,
+        directory=str(source.directory),
+        family=source.spec.family,
+        num_layers=source.spec.num_layers,
+        num_params=source.spec.num_params,
+        has_weights=source.has_weights,
+    )

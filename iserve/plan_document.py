@@ -1,0 +1,154 @@
+"""The plan as it leaves iServe: the JSON of ``iserve plan --json`` and of the REST API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fingerprint.config import DeploymentConfig, Workload, even_split
+from fingerprint.estimates import Estimate, Quantity
+from planner.costs import total_bytes
+from planner.plan import Plan, Ranked
+
+__all__ = [
+    "BetterDocument",
+    "CandidateDocument",
+    "EstimateDocument",
+    "NearestDocument",
+    "PlanDocument",
+    "RelaxationDocument",
+    "WhyNotDocument",
+    "estimate_document",
+    "plan_document",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimateDocument:
+    memory_bytes_per_gpu: int  # of the fullest GPU
+    memory_bytes_total: int
+    cost: float | None  # per request, in the plan's cost_unit
+    ttft_s: Quantity
+    tpot_s: Quantity
+    e2e_s: Quantity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateDocument:
+    config: DeploymentConfig
+    estimate: EstimateDocument | None
+    objective: float | None  # in the plan's objective_unit
+    feasible: bool
+    reason: str | None  # why it is refused
+    layers_per_stage: tuple[int, ...] | None = None  # where it fits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BetterDocument:
+    config: DeploymentConfig
+    objective: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NearestDocument:
+    config: DeploymentConfig
+    objective: float | None
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelaxationDocument:
+    limit: str
+    allowed: float
+    needed: float
+    config: DeploymentConfig
+    objective: float | None
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhyNotDocument:
+    """``better``: refused candidates that rank above the chosen one; the rest only when nothing is feasible."""
+
+    better: tuple[BetterDocument, ...]
+    nearest: NearestDocument | None
+    relax: tuple[RelaxationDocument, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanDocument:
+    model: str
+    intent: str
+    hardware: str
+    workload: Workload
+    objective_unit: str
+    cost_unit: str
+    queueing: str | None
+    candidates: tuple[CandidateDocument, ...]
+    chosen: int | None
+    why_not: WhyNotDocument
+
+
+def estimate_document(
+    estimate: Estimate, *, cost: float | None, layers_per_stage: tuple[int, ...] | None = None
+) -> EstimateDocument:
+    """``layers_per_stage``: the split of the placement; the even one where there is none."""
+    memory = estimate.memory
+    split = layers_per_stage or even_split(memory.num_layers, memory.pp)
+    return EstimateDocument(
+        memory_bytes_per_gpu=memory.per_gpu_bytes(split),
+        memory_bytes_total=total_bytes(memory),
+        cost=cost,
+        ttft_s=estimate.ttft_s,
+        tpot_s=estimate.tpot_s,
+        e2e_s=estimate.e2e_s,
+    )
+
+
+def _candidate(ranked: Ranked) -> CandidateDocument:
+    split = None if ranked.layout is None else ranked.layout.layers_per_stage
+    return CandidateDocument(
+        config=ranked.config,
+        estimate=None
+        if ranked.estimate is None
+        else estimate_document(ranked.estimate, cost=ranked.cost, layers_per_stage=split),
+        objective=ranked.objective,
+        feasible=ranked.feasible,
+        reason=ranked.reason,
+        layers_per_stage=split,
+    )
+
+
+def plan_document(plan: Plan, *, model: str, hardware: str, workload: Workload) -> PlanDocument:
+    """The document of ``plan``."""
+    why, nearest = plan.why_not, plan.why_not.nearest
+    return PlanDocument(
+        model=model,
+        intent=str(plan.intent.kind),
+        hardware=hardware,
+        workload=workload,
+        objective_unit=plan.objective_unit,
+        cost_unit=plan.cost_unit,
+        queueing=plan.queueing,
+        candidates=tuple(_candidate(ranked) for ranked in plan.candidates),
+        chosen=plan.chosen,
+        why_not=WhyNotDocument(
+            better=tuple(
+                BetterDocument(config=b.config, objective=b.objective, reason=b.reason) for b in why.better
+            ),
+            nearest=None
+            if nearest is None
+            else NearestDocument(config=nearest.config, objective=nearest.objective, text=nearest.text),
+            relax=tuple(
+                RelaxationDocument(
+                    limit=str(r.limit),
+                    allowed=r.allowed,
+                    needed=r.needed,
+                    config=r.config,
+                    objective=r.objective,
+                    text=r.text,
+                )
+                for r in why.relaxations
+            ),
+        ),
+    )

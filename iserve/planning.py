@@ -1,0 +1,160 @@
+"""From a model, hardware and a wish to a plan: joins estimator, capability tables, planner and placement.
+
+Starts nothing and measures nothing. Used by the command line (on GPUs that need not exist) and by the controller
+(on the GPUs that are free now), so that both give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import ConfigError
+from fingerprint.estimates import Estimate, Estimator
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+from placement.fit import Placer, demand
+from placement.policies import make_policy
+from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
+from planner.costs import Prices
+from planner.explain import WhatIf
+from planner.intent import Intent
+from planner.plan import Candidate, NoRoom, Plan
+from planner.rank import rank
+from planner.space import configuration_space, shape_refusal
+
+__all__ = ["Hardware", "PlanOptions", "hypothetical_hardware", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What is wished, and for which requests."""
+
+    intent: Intent = field(default_factory=Intent)
+    workload: Workload = field(default_factory=Workload)
+    policy: str = "hybrid"
+    load_threshold: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """Devices of one kind, free or not."""
+
+    label: str  # "8 x a6000"
+    gpu: GpuSpec
+    snapshot: ClusterSnapshot
+
+
+def hypothetical_hardware(gpu: GpuSpec, count: int) -> Hardware:
+    """``count`` idle GPUs of one node, as in ``--gpus a6000:8``."""
+    gpus = tuple(
+        GpuState(
+            device_id=f"{gpu.name}:{index}",
+            node_id="plan",
+            gpu_index=index,
+            total_bytes=gpu.memory_bytes,
+            free_bytes=gpu.memory_bytes,
+        )
+        for index in range(count)
+    )
+    return Hardware(label=f"{count} x {gpu.name}", gpu=gpu, snapshot=ClusterSnapshot(gpus))
+
+
+def make_plan(
+    spec: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    engines: Sequence[EngineCapabilities],
+    options: PlanOptions,
+) -> Plan:
+    """Rank the whole configuration space of ``spec`` on ``hardware``.
+
+    Args:
+        engines: tables to choose from, in order of preference; a configuration goes to the first that runs it.
+
+    Raises:
+        ConfigError: the workload is longer than the model's context, or there is no engine or device.
+    """
+    workload = options.workload
+    if workload.context_tokens > spec.max_context_tokens:
+        raise ConfigError(
+            f"{workload.input_tokens} input and {workload.output_tokens} output tokens are "
+            f"{workload.context_tokens} together, the model's context is {spec.max_context_tokens}; "
+            "lower --input-tokens or --output-tokens"
+        )
+    if not engines:
+        raise ConfigError("there is no engine to plan for")
+    num_gpus = len(hardware.snapshot.gpus)
+    chooser = _EngineChooser(spec, hardware.gpu, engines)
+    candidates = []
+    for config in configuration_space(spec, hardware.gpu, num_gpus, chooser.name):
+        refusal = shape_refusal(spec, config, num_gpus)
+        estimate = estimator.estimate(config, workload) if refusal is None else None
+        candidates.append(Candidate(config, estimate, refusal or chooser.refusal(config)))
+    return rank(
+        candidates,
+        options.intent,
+        fits=_Fits(hardware, options),
+        prices=Prices(usd_per_gpu_hour=hardware.gpu.price_usd_per_gpu_hour),
+        what_if=[
+            WhatIf("one more idle GPU", _Fits(_with_more(hardware, 1), options)),
+            WhatIf("twice as many GPUs", _Fits(_with_more(hardware, num_gpus), options)),
+        ],
+    )
+
+
+class _EngineChooser:
+    """Which engine runs a configuration, and what every engine says when none does."""
+
+    def __init__(self, spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> None:
+        self._spec, self._gpu, self._engines = spec, gpu, engines
+
+    def name(self, config: DeploymentConfig) -> str:
+        able = (e.engine for e in self._engines if e.refusal(self._spec, config, self._gpu) is None)
+        return next(able, self._engines[0].engine)
+
+    def refusal(self, config: DeploymentConfig) -> str | None:
+        reasons = [engine.refusal(self._spec, config, self._gpu) for engine in self._engines]
+        if any(reason is None for reason in reasons):
+            return None
+        return "; ".join(dict.fromkeys(str(reason) for reason in reasons))
+
+
+class _Fits:
+    """The planner's question "does it fit?", answered by placement on one snapshot."""
+
+    def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
+        threshold = options.load_threshold if options.policy == "hybrid" else None
+        self._num_gpus = len(hardware.snapshot.gpus)
+        self._placer = Placer(
+            hardware.snapshot,
+            make_policy(options.policy, threshold=threshold),
+            link_group_size=hardware.gpu.link_group_size,
+        )
+
+    def __call__(self, estimate: Estimate) -> Placement | NoRoom:
+        answer = self._placer.fit(demand(estimate.memory))
+        if isinstance(answer, Refusal):
+            missing = max(0, estimate.config.num_gpus - self._num_gpus)
+            return NoRoom(answer.reason, answer.shortfall_bytes, missing)
+        return answer
+
+
+def _with_more(hardware: Hardware, count: int) -> Hardware:
+    """The same hardware and ``count`` more idle devices of the largest size there is, on the first node."""
+    gpus = hardware.snapshot.gpus
+    largest = max(gpus, key=lambda gpu: gpu.total_bytes)
+    last = max(gpu.gpu_index for gpu in gpus)
+    more = tuple(
+        GpuState(
+            device_id=f"what-if:{i}",
+            node_id=largest.node_id,
+            gpu_index=last + 1 + i,
+            total_bytes=largest.total_bytes,
+            free_bytes=largest.total_bytes,
+        )
+        for i in range(count)
+    )
+    return Hardware(label=hardware.label, gpu=hardware.gpu, snapshot=ClusterSnapshot(gpus + more))
