@@ -29,8 +29,8 @@ def measure_device(*, memory_bytes: int, price_usd_per_gpu_hour: float | None = 
         memory_bytes: what a worker may use of it (a CPU share has no driver to ask).
 
     Returns:
-        On a CPU ``name`` is "cpu"; the link between two shares is a copy through memory, which reads and writes, so
-        its bandwidth is taken as half the memory's (not measured over gloo, whose latency is larger).
+        On a CPU ``name`` is "cpu"; the link between two shares is a copy through memory, which reads and
+        writes, so its bandwidth is taken as half the memory's (not measured over gloo, whose latency is larger).
     """
     if torch.cuda.is_available():
         known = match_device(torch.cuda.get_device_name())

@@ -152,6 +152,10 @@ class RankGroup:
             RuntimeError,
             MemoryError,
         ) as error:  # torch's out-of-memory and torch.distributed's are among them
+            for child in self._children:  # a dead peer shows here first, as a broken connection
+                with suppress(subprocess.TimeoutExpired):
+                    child.process.wait(0.2)
+                    raise self._lost(child, error) from error
             self._end(ordered=False)
             raise EngineError(f"a step failed on rank 0: {error}") from error
         timings = [timing]
@@ -166,6 +170,10 @@ class RankGroup:
         self._tell(Order(Verb.MEMORY))
         others = [answer.memory for answer, _ in self._collect()]
         return (stage.memory(), *(memory for memory in others if memory is not None))
+
+    @property
+    def usable(self) -> bool:
+        return not self._closed
 
     def unload(self) -> None:
         """Drop what is loaded on the other ranks."""
@@ -220,7 +228,7 @@ class RankGroup:
         code = child.process.poll()
         self._end(ordered=False)
         how = "is not answering" if code is None else f"ended with exit code {code}"
-        return EngineError(f"rank {child.rank} (pid {child.process.pid}) {how} ({error}); see the worker's log")
+        return EngineError(f"rank {child.rank} (pid {child.process.pid}) {how}; see the worker's log: {error}")
 
     def _end(self, *, ordered: bool) -> None:
         self._closed = True

@@ -52,9 +52,14 @@ class LocalRunner:
     ) -> None:
         """As the protocol says; also raises UnsupportedModelError for a family this engine does not run."""
         _check_config(config)
-        self._unload()
         device_ids = tuple(itertools.chain.from_iterable(stage.device_ids for stage in stages))
-        if self._group is not None and self._group.serves != (config.tp, config.pp, device_ids):
+        if (
+            self._group is not None
+            and self._group.usable
+            and self._group.serves == (config.tp, config.pp, device_ids)
+        ):
+            self._unload()
+        else:
             self.close()
         self._place = RankPlace(0, config.tp, config.pp)
         if self._group is None:
@@ -85,17 +90,17 @@ class LocalRunner:
         return self._group.memory(self._stage)
 
     def _unload(self) -> None:
-        self._stage = None
-        if self._group is not None:
+        if self._stage is not None and self._group is not None:
+            self._stage = None
             self._group.unload()
-        release_memory()
+            release_memory()
 
     def close(self) -> None:
-        self._stage = None
         if self._group is not None:
+            self._stage = None
             self._group.close()
             self._group = None
-        release_memory()
+            release_memory()
 
 
 def _check_config(config: DeploymentConfig) -> None:

@@ -2,8 +2,8 @@
 
 Decides which part of each parameter a rank reads and where the group must add up or gather. The plan names a
 style per module: ``colwise`` (each rank computes some outputs), ``rowwise`` (each rank some inputs; the group
-adds up), ``embedding_rowwise`` (each rank some tokens of the vocabulary; the group adds up), ``packed_colwise`` and ``moe_tp_experts`` (the same for joined expert tensors). Any other style that
-would change a tensor is refused by name.
+adds up), ``embedding_rowwise`` (each rank some tokens of the vocabulary; the group adds up), ``packed_colwise``
+and ``moe_tp_experts`` (colwise and the sum for joined expert tensors). Any other style is refused by name.
 """
 
 from __future__ import annotations

@@ -1,0 +1,116 @@
+"""What happens to the ranks of a model when one of them, or rank 0, goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from daemon.torch_engine.runner import LocalRunner
+from daemon.torch_engine.steps import StepItem, StepPlan
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import CheckpointError, EngineError
+
+FIRST = StepPlan((StepItem(1, 0, (3, 80, 0, 41, 17, 5, 66)), StepItem(3, 0, (50, 1, 88))))
+SECOND = StepPlan((StepItem(1, 7, (9, 90, 12)), StepItem(3, 3, (23,)), StepItem(0, 0, (61,))))
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "daemon.torch_engine.ranks" in child.cmdline()]
+
+
+@pytest.fixture(scope="module")
+def start(tiny_checkpoint, tiny_stages, tiny_limits):
+    """``start(tp=2)``: a runner that has done a step; the one before is closed. Starting ranks takes seconds."""
+    runners: dict[tuple[int, int], LocalRunner] = {}
+
+    def make(*, tp: int = 1, pp: int = 1) -> LocalRunner:
+        if (tp, pp) not in runners:
+            close()
+            runner = runners[tp, pp] = LocalRunner(dtype=torch.float32)
+            stages = tiny_stages(4, tp=tp, pp=pp)
+            runner.load(tiny_checkpoint("llama"), DeploymentConfig(tp=tp, pp=pp), stages, tiny_limits)
+            runner.step(FIRST)
+        return runners[tp, pp]
+
+    def close() -> None:
+        while runners:
+            runners.popitem()[1].close()
+
+    yield make
+    close()
+
+
+def test_a_load_that_is_refused_leaves_the_ranks_fit(
+    start, tiny_checkpoint, tiny_stages, tiny_limits, tmp_path
+) -> None:
+    runner = start(tp=2)
+    [before] = children()
+    config = DeploymentConfig(tp=2)
+    (tmp_path / "config.json").write_bytes((tiny_checkpoint("llama") / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match="neither"):
+        runner.load(tmp_path, config, tiny_stages(4, tp=2), tiny_limits)
+    runner.load(tiny_checkpoint("qwen3"), config, tiny_stages(3, tp=2), tiny_limits)
+    runner.step(FIRST)
+    assert children() == [before]
+
+
+def test_a_second_group_in_one_process_is_refused(start, tiny_checkpoint, tiny_stages, tiny_limits) -> None:
+    start(tp=2)
+    with pytest.raises(EngineError, match="close that one first"):
+        LocalRunner().load(tiny_checkpoint("llama"), DeploymentConfig(tp=2), tiny_stages(4, tp=2), tiny_limits)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_a_killed_rank_is_an_error_and_nothing_is_left(
+    tp: int, pp: int, start, tiny_checkpoint, tiny_stages, tiny_limits
+) -> None:
+    runner = start(tp=tp, pp=pp)
+    [child] = children()
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"rank 1 \(pid {child.pid}\) ended with exit code -9"):
+        runner.step(SECOND)
+    assert not children()
+    with pytest.raises(EngineError, match="load it again"):
+        runner.step(SECOND)
+    runner.load(tiny_checkpoint("llama"), DeploymentConfig(), tiny_stages(4), tiny_limits)
+    runner.step(FIRST)
+
+
+def test_ranks_end_with_a_killed_rank_0(tiny_checkpoint, until) -> None:
+    """Whichever way it goes: here with -9, from a thread that is long gone."""
+    script = textwrap.dedent("""
+        import sys, threading, time
+        from pathlib import Path
+        from daemon.engines.base import StageAssignment, WorkerLimits
+        from daemon.torch_engine.runner import LocalRunner
+        from fingerprint.config import DeploymentConfig
+        stages = (StageAssignment(device_ids=("cpu:0", "cpu:1"), num_layers=4),)
+        limits = WorkerLimits(max_batch=1, max_batched_tokens=8, max_context_tokens=8, kv_tokens=8,
+                              memory_bytes_per_device=2**30)
+        runner = LocalRunner()
+        args = (Path(sys.argv[1]), DeploymentConfig(tp=2), stages, limits)
+        thread = threading.Thread(target=runner.load, args=args)
+        thread.start(); thread.join()
+        print("loaded", flush=True)
+        time.sleep(60)
+    """)
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tiny_checkpoint("llama"))],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"loaded\n"
+        [rank] = psutil.Process(process.pid).children()
+        assert os.getpgid(rank.pid) == os.getpgid(process.pid)
+        process.kill()
+    until(lambda: not rank.is_running(), "the rank outlived rank 0")
