@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
 from planner.explain import WhatIf, explain
@@ -55,10 +56,9 @@ def rank(
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
     predicted = [c for c in candidates if c.estimate is not None]
-    judged = _judge(predicted, intent, objective, cost, prices)
-    settled = [_settle(ranked, fits) for ranked in judged]
-    feasible = [ranked for ranked in settled if ranked.feasible]
-    refused = [ranked for ranked in settled if not ranked.feasible]
+    judged = _judge(predicted, intent, objective, cost, prices, fits)
+    feasible = [ranked for ranked in judged if ranked.feasible]
+    refused = [ranked for ranked in judged if not ranked.feasible]
     blank = [
         Ranked(c.config, None, None, None, False, c.refusal or "nothing is predicted of this configuration")
         for c in candidates
@@ -81,9 +81,9 @@ def rank(
 
 
 def _judge(
-    predicted: Sequence[Candidate], intent: Intent, objective: Objective, cost: Cost, prices: Prices
+    predicted: Sequence[Candidate], intent: Intent, objective: Objective, cost: Cost, prices: Prices, fits: Fits
 ) -> list[Ranked]:
-    """All but memory: every candidate with its figures, refusal and violations, best objective first."""
+    """Every candidate that has an estimate, with its figures and its verdict, best objective first."""
     seen = figures([c.estimate for c in predicted if c.estimate is not None])
     with np.errstate(all="ignore"):  # rows that cannot be used are refused here
         costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
@@ -97,15 +97,19 @@ def _judge(
         spent = None if paid[row] != paid[row] else paid[row]
         if refusal is None and (value is None or (spent is None and intent.budget is not None)):
             refusal = (objective.unknown if value is None else cost.unknown) if usable[row] else _NOT_USABLE
-        judged.append(Ranked(config, estimate, value, spent, False, refusal, () if refusal else violations[row]))
+        if refusal is None and value is not None and estimate is not None and not violations[row]:
+            judged.append(_placed(config, estimate, value, spent, fits))
+        else:
+            judged.append(
+                Ranked(config, estimate, value, spent, False, refusal, () if refusal else violations[row])
+            )
     return judged
 
 
-def _settle(ranked: Ranked, fits: Fits) -> Ranked:
-    """``ranked`` with the last verdict, memory, where nothing else refuses it."""
-    config, estimate, objective, cost, _, refusal, violations, *_ = ranked
-    if refusal is not None or violations or estimate is None:
-        return ranked
+def _placed(
+    config: DeploymentConfig, estimate: Estimate, objective: float, cost: float | None, fits: Fits
+) -> Ranked:
+    """The last verdict, memory, on a candidate that nothing else refuses."""
     answer = fits(estimate)
     if isinstance(answer, NoRoom):
         short = Violation(LimitKind.MEMORY, 0.0, float(answer.shortfall_bytes), answer.reason)
@@ -161,8 +165,12 @@ def _violations(checks: Sequence[_Check], num_rows: int) -> list[tuple[Violation
     found: list[tuple[Violation, ...]] = [()] * num_rows
     for limit, allowed, actual, missed, note in checks:
         rows = np.flatnonzero(missed)
+        shared: dict[float, tuple[Violation]] = {}  # thousands miss the quality in one and the same way
         for row, value in zip(rows.tolist(), actual[rows].tolist(), strict=True):
-            found[row] = (*found[row], Violation(limit, allowed, value, note))
+            one = shared.get(value)
+            if one is None:
+                one = shared[value] = (Violation(limit, allowed, value, note),)
+            found[row] = found[row] + one if found[row] else one
     return found
 
 

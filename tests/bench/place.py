@@ -1,0 +1,121 @@
+"""How long a placement on 1,000 GPUs takes. Run: ``python -m tests.bench.place [--json FILE]``.
+
+``fit`` is a whole decision from a snapshot: check, sort, place. ``again`` is one more demand on one ``Placer``.
+Each case is timed over several random clusters of 125 nodes with 8 GPUs; the first is warm-up. Times are CPU time
+of the process, which has one thread: on a shared machine wall-clock time says more about the neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fingerprint.codec import to_json
+from placement.fit import Placer, fit
+from placement.policies import POLICIES, make_policy
+from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement
+from tests.bench.rank import machine
+
+GIB = 2**30
+NUM_GPUS, GPUS_PER_NODE, CLUSTERS = 1000, 8, 21
+DEGREES = ((1, 1), (2, 4), (8, 1), (1, 8), (4, 2), (8, 8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    case: str
+    policy: str
+    placed: int  # of the clusters
+    clusters: int
+    fit_median_s: float
+    fit_p90_s: float
+    again_median_s: float
+    machine: str
+
+
+def cluster(rng: random.Random, kind: str) -> ClusterSnapshot:
+    """``idle``: all free. ``mixed``: free memory and load differ on every GPU."""
+    gpus = []
+    for index in range(NUM_GPUS):
+        mixed = kind == "mixed"
+        gpus.append(
+            GpuState(
+                device_id=f"GPU-{index:04d}",
+                node_id=f"node-{index // GPUS_PER_NODE:03d}",
+                gpu_index=index % GPUS_PER_NODE,
+                total_bytes=48 * GIB,
+                free_bytes=rng.randrange(48 * GIB) if mixed else 47 * GIB,
+                load_fraction=rng.random() if mixed else 0.0,
+            )
+        )
+    rng.shuffle(gpus)
+    return ClusterSnapshot(tuple(gpus))
+
+
+def model(tp: int, pp: int) -> BlockDemand:
+    """80 layers that take 24 GiB of each GPU at any tp and pp."""
+    return BlockDemand(
+        tp=tp,
+        pp=pp,
+        num_layers=80,
+        layer_bytes=22 * GIB * pp // 80,
+        first_stage_bytes=GIB // 2,
+        last_stage_bytes=GIB // 2,
+        fixed_bytes=GIB,
+    )
+
+
+def measure(kind: str, tp: int, pp: int, policy: str) -> BenchResult:
+    rng = random.Random(20261121)
+    demand, chosen = model(tp, pp), make_policy(policy)
+    fit_s, again_s, placed = [], [], 0
+    for _ in range(CLUSTERS + 1):
+        snapshot = cluster(rng, kind)
+        start = time.process_time()
+        answer = fit(demand, snapshot, chosen, link_group_size=2)
+        fit_s.append(time.process_time() - start)
+        placer = Placer(snapshot, chosen, link_group_size=2)
+        start = time.process_time()
+        again = placer.fit(demand)
+        again_s.append(time.process_time() - start)
+        assert again == answer
+        if isinstance(answer, Placement):
+            placed += 1
+            assert sum(answer.layers_per_stage) == demand.num_layers
+    fit_s, again_s = sorted(fit_s[1:]), sorted(again_s[1:])
+    return BenchResult(
+        case=f"{kind} tp={tp},pp={pp}",
+        policy=policy,
+        placed=placed,
+        clusters=CLUSTERS + 1,
+        fit_median_s=statistics.median(fit_s),
+        fit_p90_s=fit_s[int(0.9 * len(fit_s))],
+        again_median_s=statistics.median(again_s),
+        machine=machine(),
+    )
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    options = parser.parse_args(arguments)
+    results = [
+        measure(kind, tp, pp, policy) for kind in ("idle", "mixed") for tp, pp in DEGREES for policy in POLICIES
+    ]
+    print(results[0].machine)
+    for r in results:
+        print(
+            f"{r.case:20s} {r.policy:13s} placed {r.placed:2d}/{r.clusters}: fit {r.fit_median_s * 1e3:5.1f} ms "
+            f"(p90 {r.fit_p90_s * 1e3:5.1f}), again {r.again_median_s * 1e3:5.1f} ms"
+        )
+    if options.json:
+        options.json.write_bytes(to_json(results, indent=2))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

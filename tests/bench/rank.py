@@ -1,0 +1,153 @@
+"""How long ranking 10,000 configurations takes. Run: ``python -m tests.bench.rank [--json FILE]``.
+
+The candidates are made beforehand and ``fits`` answers at once: the time is that of ``planner.rank`` alone. The
+answer is checked before the time is taken; the first runs are warm-up and not counted. Times are CPU time of the
+process, which has one thread: on a shared machine wall-clock time says more about the neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+
+import numpy as np
+
+from fingerprint.codec import to_json
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
+from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
+from planner.intent import Intent, IntentKind, Quality, Slo
+from planner.plan import Candidate, Layout
+from planner.rank import rank
+
+NUM_CANDIDATES = 10_000
+WARM_UP, REPEATS = 3, 25
+CASES = {
+    "min-cost": Intent(),
+    "min-cost, any quality": Intent(quality=Quality.ANY),
+    "latency-slo with a rate, some feasible": Intent(
+        kind=IntentKind.LATENCY_SLO, slo=Slo(ttft_s=0.9, e2e_s=4.0), rate_per_s=0.2, quality=Quality.ANY
+    ),
+    "latency-slo with a rate, none feasible": Intent(
+        kind=IntentKind.LATENCY_SLO, slo=Slo(ttft_s=0.01, tpot_s=0.001), rate_per_s=0.2, quality=Quality.ANY
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    case: str
+    num_candidates: int
+    num_feasible: int
+    median_s: float
+    p90_s: float
+    best_s: float
+    repeats: int
+    machine: str
+
+
+@dataclass(frozen=True)
+class Anywhere:
+    layers_per_stage: tuple[int, ...] = (32,)
+
+
+def candidates(count: int, seed: int = 20261121) -> list[Candidate]:
+    """Distinct configurations with random figures, in random order."""
+    rng = random.Random(seed)
+    space = product(
+        (1, 2, 4, 8), range(1, 9), WeightFormat, KvFormat, Pruning, ("torch", "vllm", "tensorrt-llm", "other")
+    )
+    found = []
+    for tp, pp, weights, kv, pruning, engine in islice(space, count):
+        config = DeploymentConfig(tp, pp, weights, kv, pruning, engine)
+        found.append(Candidate(config, _estimate(config, rng)))
+    rng.shuffle(found)
+    return found
+
+
+def _estimate(config: DeploymentConfig, rng: random.Random) -> Estimate:
+    memory = MemoryEstimate(
+        tp=config.tp,
+        pp=config.pp,
+        num_layers=32,
+        layer_weight_bytes=rng.randrange(2**27, 2**29),
+        layer_kv_bytes=2**24,
+        first_stage_bytes=2**28,
+        last_stage_bytes=2**28,
+        activation_bytes=2**28,
+        pp_buffer_bytes=2**20,
+        runtime_bytes=2**29,
+        relative_error=0.05,
+        source=Source.ROOFLINE,
+    )
+    ttft_s, tpot_s = rng.uniform(0.05, 1.0), rng.uniform(0.005, 0.05)
+    return Estimate(
+        config=config,
+        workload=Workload(),
+        memory=memory,
+        ttft_s=Quantity(ttft_s, 0.9 * ttft_s, 1.1 * ttft_s, Source.ROOFLINE),
+        tpot_s=Quantity(tpot_s, 0.9 * tpot_s, 1.1 * tpot_s, Source.ROOFLINE),
+    )
+
+
+def measure(case: str, intent: Intent, found: list[Candidate]) -> BenchResult:
+    somewhere = Anywhere()
+
+    def fits(seen: Estimate) -> Layout:
+        return somewhere
+
+    plan = rank(found, intent, fits=fits)
+    assert len(plan.candidates) == len(found)
+    values = [r.objective for r in plan.candidates if r.feasible and r.objective is not None]
+    assert values == sorted(values)
+    times_s = []
+    for _ in range(WARM_UP + REPEATS):
+        start = time.process_time()
+        rank(found, intent, fits=fits)
+        times_s.append(time.process_time() - start)
+    times_s = sorted(times_s[WARM_UP:])
+    return BenchResult(
+        case=case,
+        num_candidates=len(found),
+        num_feasible=len(values),
+        median_s=statistics.median(times_s),
+        p90_s=times_s[int(0.9 * len(times_s))],
+        best_s=times_s[0],
+        repeats=REPEATS,
+        machine=machine(),
+    )
+
+
+def machine() -> str:
+    model = "unknown CPU"
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{model}, Python {platform.python_version()}, numpy {np.__version__}, one core"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    options = parser.parse_args(arguments)
+    found = candidates(NUM_CANDIDATES)
+    results = [measure(case, intent, found) for case, intent in CASES.items()]
+    print(results[0].machine)
+    for r in results:
+        print(
+            f"{r.case:40s} {r.num_feasible:6d} of {r.num_candidates} feasible: median {r.median_s * 1e3:6.1f} ms, "
+            f"p90 {r.p90_s * 1e3:6.1f} ms, best {r.best_s * 1e3:6.1f} ms ({r.repeats} runs)"
+        )
+    if options.json:
+        options.json.write_bytes(to_json(results, indent=2))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
