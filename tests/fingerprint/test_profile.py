@@ -172,6 +172,25 @@ class TestBudget:
         result = profile("m", machine.spec, machine, machine.fingerprint, PLAN, clock=machine.clock)
         assert len(result.timing) == NUM_POINTS
 
+    def test_asking_the_machine_counts_where_it_launches_a_worker(self):
+        """As with a real engine: its (1, 1) worker is then already up, the others are not."""
+        machine = SyntheticMachine(noise=0.2)
+        plain_machine, plain_open = machine.machine, machine.open
+
+        def machine_():
+            machine.clock.now += 5.0
+            return plain_machine()
+
+        def open_(*, tp, pp):
+            machine.launch_s = 0.0 if (tp, pp) == (1, 1) else 5.0
+            return plain_open(tp=tp, pp=pp)
+
+        machine.machine, machine.open = machine_, open_
+        result = take_profile(machine, replace(PLAN, budget_s=40.0, max_repeats=100))
+        assert 39.0 <= result.spent_s <= 41.0
+        assert min(len(point.runs) for point in result.timing) >= 5
+        assert len(result.timing) == NUM_POINTS
+
 
 class RecordingClock:
     """A fake clock that notes how long each step forward was."""
