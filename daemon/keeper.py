@@ -58,8 +58,12 @@ class RotatingLog:
                 self._open()
             if self._size and self._size + len(data) > self._max_bytes:
                 self._rotate()
-            assert self._handle is not None
-            self._size += os.write(self._handle, data[: self._max_bytes])
+            while data:
+                if self._size >= self._max_bytes:
+                    self._rotate()
+                assert self._handle is not None
+                written = os.write(self._handle, data[: self._max_bytes - self._size])
+                self._size, data = self._size + written, data[written:]
 
     def _open(self) -> None:
         self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -317,9 +317,11 @@ class Supervisor:
         await asyncio.to_thread(process.withdraw)
         phase = process.look()
         deadline_s = time.monotonic() + 5.0
-        while phase is Phase.STARTING and time.monotonic() < deadline_s:
+        lease_file = folder / LEASE_FILE  # written in one step: one that is there and unreadable stays so
+        while phase is Phase.STARTING and not lease_file.exists() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.1)  # the old daemon died while this keeper was starting its engine
             phase = process.look()
+        phase = process.look()
         lease = process.lease
         if phase in (Phase.ENDED, Phase.ENDING):
             await asyncio.to_thread(process.end, grace_s=0.0)
@@ -327,7 +329,7 @@ class Supervisor:
             log.info("worker %s had ended; its log stays in %s", folder.name, folder)
             return
         if lease is None:
-            log.warning("%s cannot be read; its worker is left to the end of its lease", folder / LEASE_FILE)
+            log.warning("%s cannot be read; its worker is left to the end of its lease", lease_file)
             return
         try:
             spec = read_spec(folder)

@@ -156,6 +156,17 @@ def node(tmp_path: Path) -> Iterator[Node]:
         node.clear()
 
 
+@pytest.fixture(scope="module")
+def calm_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A started daemon for tests that change nothing."""
+    node = Node(tmp_path_factory.mktemp("calm") / "home")
+    try:
+        node.start()
+        yield node
+    finally:
+        node.clear()
+
+
 @pytest.fixture
 def alive() -> Callable[[int], bool]:
     """Whether a process runs (a zombie does not)."""
@@ -169,12 +180,13 @@ def until() -> Callable[..., object]:
 
 
 @pytest.fixture
-def fake_nvml() -> ModuleType:
+def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A fresh copy of the strict fake, two idle GPUs."""
     spec = importlib.util.spec_from_file_location("fake_nvml", HERE / "fake_nvml.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "fake_nvml", module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

@@ -1,0 +1,38 @@
+"""The real daemon with the stdlib worker in the embedded engine's place: ``fake_daemon.py HOME SETTINGS_JSON``."""
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+
+from daemon.backoff import RestartPolicy
+from daemon.engines.base import Command, WorkerSpec
+from daemon.engines.registry import get_engine
+from daemon.engines.torch import TorchEngine
+from daemon.server import serve
+from daemon.settings import DaemonSettings
+from fingerprint.errors import IserveError
+
+
+class FakeEngine(TorchEngine):
+    def command(self, spec: WorkerSpec, folder: Path) -> Command:
+        worker = Path(__file__).with_name("fake_worker.py")
+        return Command(argv=(sys.executable, "-S", str(worker), str(folder / "spec.json")))
+
+
+def main() -> int:
+    values = json.loads(sys.argv[2])
+    restart = RestartPolicy(**values.pop("restart"))
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    settings = DaemonSettings(home=Path(sys.argv[1]), restart=restart, **values)
+    fake = FakeEngine()
+    try:
+        asyncio.run(serve(settings, lambda name: fake if name == "torch" else get_engine(name)))
+    except IserveError as error:
+        print(f"daemon: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+sys.exit(main())

@@ -1,0 +1,128 @@
+"""A strict NVML of two GPUs: it knows what pynvml knows, and raises where the real library would.
+
+Every name here exists in nvidia-ml-py with the same arguments (a test compares the signatures); calls before
+``nvmlInit``, after ``nvmlShutdown`` or with a handle it never gave out fail. Tests set ``GPUS`` and ``FAILING``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+NVML_CLOCK_SM = 1
+NVML_ERROR_UNINITIALIZED = 1
+NVML_ERROR_INVALID_ARGUMENT = 2
+NVML_ERROR_NOT_SUPPORTED = 3
+NVML_ERROR_LIBRARY_NOT_FOUND = 12
+NVML_ERROR_GPU_IS_LOST = 15
+
+GIB = 2**30
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.value = value
+
+    def __str__(self) -> str:
+        return f"NVML error {self.value}"
+
+
+@dataclass
+class Gpu:
+    uuid: str
+    total: int = 48 * GIB
+    used: int = 0
+    gpu_percent: int = 0
+    power_mw: int = 25_000
+    sm_mhz: int = 210
+    processes: dict[int, int | None] = field(default_factory=dict)
+
+
+class _Handle:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+
+GPUS = [Gpu("GPU-aaaa"), Gpu("GPU-bbbb")]
+FAILING: dict[tuple[str, str], int] = {}  # (function, uuid or "") -> error
+CALLS: list[str] = []
+_state = {"inits": 0}
+_handles: set[int] = set()
+
+
+def _called(name: str, uuid: str = "") -> None:
+    CALLS.append(name)
+    if (name, uuid) in FAILING:
+        raise NVMLError(FAILING[name, uuid])
+    if name != "nvmlInit" and not _state["inits"]:
+        raise NVMLError(NVML_ERROR_UNINITIALIZED)
+
+
+def _gpu(name: str, handle: object) -> Gpu:
+    if not isinstance(handle, _Handle) or id(handle) not in _handles:
+        raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
+    _called(name, handle.gpu.uuid)
+    return handle.gpu
+
+
+def nvmlInit():
+    _called("nvmlInit")
+    _state["inits"] += 1
+
+
+def nvmlShutdown():
+    _called("nvmlShutdown")
+    _state["inits"] -= 1
+
+
+def nvmlDeviceGetCount():
+    _called("nvmlDeviceGetCount")
+    return len(GPUS)
+
+
+_kept: list[_Handle] = []
+
+
+def nvmlDeviceGetHandleByIndex(index):
+    _called("nvmlDeviceGetHandleByIndex")
+    if not 0 <= index < len(GPUS):
+        raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
+    handle = _Handle(GPUS[index])
+    _kept.append(handle)
+    _handles.add(id(handle))
+    return handle
+
+
+def nvmlDeviceGetUUID(handle):
+    return _gpu("nvmlDeviceGetUUID", handle).uuid
+
+
+def nvmlDeviceGetName(handle):
+    _gpu("nvmlDeviceGetName", handle)
+    return "NVIDIA RTX A6000"
+
+
+def nvmlDeviceGetMemoryInfo(handle, version=None):
+    gpu = _gpu("nvmlDeviceGetMemoryInfo", handle)
+    return SimpleNamespace(total=gpu.total, used=gpu.used, free=gpu.total - gpu.used)
+
+
+def nvmlDeviceGetUtilizationRates(handle):
+    return SimpleNamespace(gpu=_gpu("nvmlDeviceGetUtilizationRates", handle).gpu_percent, memory=0)
+
+
+def nvmlDeviceGetPowerUsage(handle):
+    return _gpu("nvmlDeviceGetPowerUsage", handle).power_mw
+
+
+def nvmlDeviceGetClockInfo(handle, type):  # noqa: A002
+    gpu = _gpu("nvmlDeviceGetClockInfo", handle)
+    if type != NVML_CLOCK_SM:
+        raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
+    return gpu.sm_mhz
+
+
+def nvmlDeviceGetComputeRunningProcesses(handle):
+    gpu = _gpu("nvmlDeviceGetComputeRunningProcesses", handle)
+    return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes.items()]

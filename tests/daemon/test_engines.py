@@ -1,0 +1,254 @@
+"""What each engine says it runs, and how the one that is there is started."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.registry import ENGINES, capabilities_for, get_engine
+from fingerprint.capability import EngineCapabilities, Exclusion
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, parse_config
+from fingerprint.errors import ConfigError, EngineError
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+
+GIB = 2**30
+
+
+def gpu(capability: tuple[int, int] | None) -> GpuSpec:
+    return GpuSpec(
+        name="test",
+        memory_bytes=48 * GIB,
+        memory_bytes_per_s=7e11,
+        flops_16bit_per_s=1e14,
+        flops_8bit_per_s=None,
+        flops_fp8_per_s=None,
+        compute_capability=capability,
+        link_bytes_per_s=1e10,
+        link_group_size=1,
+        pcie_bytes_per_s=1e10,
+    )
+
+
+A6000, H200, CPU = gpu((8, 6)), gpu((9, 0)), gpu(None)
+
+
+def model(family: str) -> ModelSpec:
+    return ModelSpec(
+        family=family,
+        architecture="",
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        vocab_size=32000,
+        max_context_tokens=4096,
+        tied_embeddings=False,
+        layer_params=1,
+        layer_linear_params=1,
+        embedding_params=1,
+        head_params=1,
+        final_norm_params=1,
+    )
+
+
+def worker(engine: str) -> WorkerSpec:
+    return WorkerSpec(
+        worker_id="w1",
+        served_model="m",
+        checkpoint="/models/m",
+        config=DeploymentConfig(engine=engine),
+        stages=(StageAssignment(device_ids=("cpu:0",), num_layers=2),),
+        limits=WorkerLimits(
+            max_batch=1, max_batched_tokens=1, max_context_tokens=1, kv_tokens=1, memory_bytes_per_device=1
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "device", "config", "refusal"),
+    [
+        ("torch", "llama", CPU, "tp=2,pp=2,weights=int8", None),
+        ("torch", "qwen3", H200, "", None),
+        ("torch", "mixtral", CPU, "", None),
+        ("torch", "mixtral", CPU, "weights=int8", "experts"),
+        ("torch", "falcon", CPU, "", "attention interface"),
+        ("torch", "gptj", CPU, "", "attention interface"),
+        ("torch", "llama", CPU, "tp=4", "not run there yet"),
+        ("torch", "llama", CPU, "pp=3", "not run there yet"),
+        ("torch", "llama", CPU, "weights=gptq4", "no weights=gptq4"),
+        ("torch", "llama", CPU, "kv=int8", "no kv=int8"),
+        ("torch", "llama", CPU, "pruning=wanda", "no pruning=wanda"),
+        ("vllm", "llama", CPU, "", "needs an NVIDIA GPU"),
+        ("vllm", "falcon", A6000, "", None),
+        ("vllm", "gptj", A6000, "weights=gptq4", None),
+        ("vllm", "llama", A6000, "weights=int8", "experts of MoE models only"),
+        ("vllm", "llama", A6000, "kv=int8", None),
+        ("vllm", "llama", A6000, "kv=fp8", "without fp8"),
+        ("vllm", "llama", H200, "kv=fp8", None),
+        ("vllm", "llama", H200, "pruning=wanda-2:4", "2:4 sparsity was removed"),
+        ("vllm", "llama", H200, "pruning=sparsegpt", None),
+        ("tensorrt-llm", "falcon", A6000, "weights=int8,kv=int8", None),
+        ("tensorrt-llm", "gptj", A6000, "weights=gptq4", "GPTQ"),
+        ("tensorrt-llm", "llama", A6000, "weights=gptq4,kv=int8", None),
+        ("tensorrt-llm", "llama", A6000, "pruning=wanda-2:4", None),
+        ("tensorrt-llm", "llama", A6000, "weights=fp8", "8.9"),
+        ("tensorrt-llm", "llama", H200, "weights=fp8,kv=fp8", None),
+        ("tensorrt-llm", "qwen3", H200, "kv=int8", "engine flow"),
+        ("tensorrt-llm", "qwen3", H200, "", None),
+        ("tensorrt-llm", "bloom", H200, "", "does not run the bloom family"),
+    ],
+)
+def test_what_runs_and_why_not(engine, family, device, config, refusal):
+    (table,) = capabilities_for(engine)
+    said = table.refusal(model(family), parse_config(config, engine=engine), device)
+    if refusal is None:
+        assert said is None
+    else:
+        assert said.startswith(engine)
+        assert refusal in said
+
+
+def test_auto_is_every_engine_with_the_deployable_first():
+    tables = capabilities_for("auto")
+    assert [table.engine for table in tables] == ["torch", "vllm", "tensorrt-llm"]
+    assert [table.deployable for table in tables] == [True, False, False]
+    assert [table.verified for table in tables] == [True, False, False]
+
+
+@pytest.mark.parametrize("ask", [get_engine, capabilities_for])
+def test_an_unknown_engine_is_named_with_the_known(ask):
+    with pytest.raises(ConfigError, match="'abacus'; there are torch, vllm, tensorrt-llm"):
+        ask("abacus")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+class TestEveryEngine:
+    """What the engine protocol asks of each; a new engine is tested by being registered."""
+
+    def test_it_is_called_what_its_table_is(self, name):
+        assert get_engine(name).name == get_engine(name).capabilities().engine == name
+
+    def test_its_table_speaks_of_every_format(self, name):
+        table = get_engine(name).capabilities()
+        assert set(table.weights) == set(WeightFormat)
+        assert set(table.kv) == set(KvFormat)
+        assert set(table.pruning) == set(Pruning)
+        assert table.tp_families <= table.families
+        assert table.weights[WeightFormat.BITS16] is table.kv[KvFormat.BITS16] is None
+
+    def test_it_starts_or_says_that_it_cannot(self, name, tmp_path):
+        engine = get_engine(name)
+        if engine.capabilities().deployable:
+            command = engine.command(worker(name), tmp_path)
+            assert all(isinstance(word, str) for word in command.argv)
+        else:
+            with pytest.raises(EngineError, match=f"{name} adapter is not there yet"):
+                engine.command(worker(name), tmp_path)
+
+    def test_a_failure_is_an_engine_error_that_names_the_worker(self, name):
+        error = get_engine(name).explain_failure(worker(name), 3, "")
+        assert isinstance(error, EngineError)
+        assert "w1" in str(error)
+
+
+def test_the_embedded_engine_is_a_process_of_this_interpreter(tmp_path):
+    command = get_engine("torch").command(worker("torch"), tmp_path)
+    assert command.argv == (sys.executable, "-m", "daemon.torch_engine", "--spec", str(tmp_path / "spec.json"))
+    assert ("HF_HUB_OFFLINE", "1") in command.env
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "log_tail", "expected"),
+    [
+        pytest.param(98, "", "port is in use", id="port"),
+        pytest.param(97, "x\n", "out of memory", id="memory"),
+        pytest.param(
+            96, 'noise\n{"error": "CheckpointError", "message": "no shard 2"}\n', "no shard 2", id="checkpoint"
+        ),
+        pytest.param(95, '{"error": "EngineError"}\n{"error"\nlast line\n', "last line", id="no-message"),
+        pytest.param(3, "", "exit code 3", id="unknown"),
+    ],
+)
+def test_exit_codes_and_last_words_become_a_reason(exit_code, log_tail, expected):
+    assert expected in str(get_engine("torch").explain_failure(worker("torch"), exit_code, log_tail))
+
+
+def test_versions_are_those_installed():
+    versions = dict(get_engine("torch").versions())
+    assert versions["torch"] == importlib.metadata.version("torch")
+    assert versions["transformers"] == importlib.metadata.version("transformers")
+
+
+def test_reading_the_tables_loads_no_engine():
+    code = "import sys, daemon.engines.registry; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, env=env)
+    assert out.stdout.split() == ["False", "False"]
+
+
+# --- the value itself ------------------------------------------------------------------------------------------
+
+
+INT8_WEIGHTS = frozenset({WeightFormat.INT8})
+
+
+def table(**changes: object) -> EngineCapabilities:
+    values = {
+        "engine": "e",
+        "families": frozenset({"llama", "gptj"}),
+        "tp_families": frozenset({"llama"}),
+        "weights": dict.fromkeys(WeightFormat),
+        "kv": dict.fromkeys(KvFormat),
+        "pruning": {Pruning.NONE: None},
+        "max_tp": 2,
+        "max_pp": 2,
+    }
+    return EngineCapabilities(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("exclusion", "expected"),
+    [
+        pytest.param({}, True, id="everything"),
+        pytest.param({"families": frozenset({"llama"})}, True, id="its-family"),
+        pytest.param({"families": frozenset({"gptj"})}, False, id="another-family"),
+        pytest.param(
+            {"weights": frozenset({WeightFormat.INT8}), "kv": frozenset({KvFormat.FP8})}, True, id="both"
+        ),
+        pytest.param(
+            {"weights": frozenset({WeightFormat.INT8}), "kv": frozenset({KvFormat.INT8})}, False, id="one"
+        ),
+        pytest.param({"below_compute_capability": (8, 9)}, True, id="older"),
+        pytest.param({"below_compute_capability": (8, 6)}, False, id="as-old"),
+    ],
+)
+def test_an_exclusion_holds_where_all_it_names_do(exclusion, expected):
+    config = DeploymentConfig(weights=WeightFormat.INT8, kv=KvFormat.FP8)
+    rule = Exclusion(reason="because", **exclusion)
+    assert rule.applies(model("llama"), config, A6000) is expected
+    said = table(exclusions=(rule,)).refusal(model("llama"), config, A6000)
+    assert said == ("e: because" if expected else None)
+
+
+def test_an_exclusion_by_age_is_about_nvidia_gpus():
+    rule = Exclusion(reason="old", below_compute_capability=(9, 0))
+    assert not rule.applies(model("llama"), DeploymentConfig(), CPU)
+
+
+def test_degrees_and_families_are_refused_with_their_reason():
+    said = table(degree_reason="no more were tried").refusal(model("llama"), DeploymentConfig(tp=4), A6000)
+    assert said == "e runs tp up to 2: no more were tried"
+    assert table().refusal(model("llama"), DeploymentConfig(pp=4), A6000) == "e runs pp up to 2"
+    assert "does not split the gptj family" in table().refusal(model("gptj"), DeploymentConfig(tp=2), A6000)
+    reasons = {"bloom": "ALiBi"}
+    said = table(family_reasons=reasons).refusal(model("bloom"), DeploymentConfig(), A6000)
+    assert said == "e does not run the bloom family: ALiBi"

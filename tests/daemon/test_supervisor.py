@@ -1,0 +1,360 @@
+"""Workers under a real daemon process: launched, adopted, restarted, ended. Every process here is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import urllib.request
+
+import pytest
+
+from daemon.engines.base import StageAssignment, WorkerLimits
+from daemon.process import group_members
+from daemon.status import WorkerState
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import (
+    CheckpointError,
+    ConfigError,
+    ConflictError,
+    EngineError,
+    InfeasibleError,
+    NotFoundError,
+    UnavailableError,
+)
+
+
+def test_a_worker_gets_exactly_its_devices(node):
+    """The environment names the CPU shares and their cores, hides every GPU, and the group is pinned."""
+    node.start()
+    stages = (StageAssignment(device_ids=("cpu:1",), num_layers=2),)
+    status = node.ready(stages=stages)
+    cores = next(device.cores for device in node.client.node().devices if device.device_id == "cpu:1")
+    with urllib.request.urlopen(f"{status.url}/env") as answer:
+        told = json.load(answer)
+    assert told["env"] == {
+        "CUDA_VISIBLE_DEVICES": "",
+        "ISERVE_DEVICE_CORES": "cpu:1=" + ",".join(map(str, cores)),
+    }
+    assert tuple(told["cores"]) == cores
+
+
+def test_a_slow_worker_is_starting_until_it_is_healthy(node):
+    node.start()
+    node.behave(slow_start_s=1.0)
+    launched = node.client.launch(node.spec())
+    assert launched.state is WorkerState.STARTING
+    assert launched.spec.port > 0
+    node.client.launch(node.spec("quick-to-launch"))  # is not held up by the slow one
+    assert node.client.worker("w1").state is WorkerState.STARTING
+    assert node.wait("w1", WorkerState.READY).restarts == 0
+
+
+def test_killing_the_daemon_leaves_the_worker_to_the_next_one(node, alive):
+    node.start()
+    before = node.ready()
+    node.signal_daemon(signal.SIGKILL)
+    assert alive(before.pid)
+    node.start()
+    after = node.client.worker("w1")
+    assert (after.state, after.pid, after.spec, after.restarts) == (WorkerState.READY, before.pid, before.spec, 0)
+
+
+def test_sigterm_ends_the_daemon_and_not_the_worker(node, alive):
+    node.start()
+    before = node.ready()
+    node.signal_daemon(signal.SIGTERM)
+    assert node.process.returncode == 0
+    assert alive(before.pid)
+    node.start()
+    assert node.client.stop("w1").state is WorkerState.STOPPED
+    assert not alive(before.pid)
+
+
+def test_a_daemon_killed_during_a_start_adopts_what_came_of_it(node):
+    node.start()
+    node.behave(slow_start_s=1.0)
+    node.client.launch(node.spec())
+    node.signal_daemon(signal.SIGKILL)
+    node.start()
+    assert node.wait("w1", WorkerState.READY).restarts == 0
+
+
+def test_a_worker_that_died_with_its_daemon_is_not_listed(node, until, alive):
+    node.start()
+    before = node.ready()
+    keeper_pid = node.lease().keeper_pid
+    node.signal_daemon(signal.SIGKILL)
+    os.kill(before.pid, signal.SIGKILL)
+    until(lambda: not alive(keeper_pid))
+    node.start()
+    assert node.client.workers() == ()
+    with pytest.raises(NotFoundError, match="w1"):
+        node.client.worker("w1")
+    assert node.ready("w1").pid != before.pid  # and its id is free again
+
+
+def test_a_killed_worker_is_started_again(node, alive):
+    node.start()
+    before = node.ready()
+    os.kill(before.pid, signal.SIGKILL)
+    after = node.wait("w1", WorkerState.READY, but_not_pid=before.pid)
+    assert after.restarts == 1
+    assert not alive(before.pid)
+
+
+def test_a_worker_in_its_backoff_is_restarting_and_says_why(node):
+    node.start(restart={"max_starts": 3, "window_s": 600.0, "first_delay_s": 30.0, "max_delay_s": 30.0})
+    before = node.ready()
+    os.kill(before.pid, signal.SIGKILL)
+    status = node.wait("w1", WorkerState.RESTARTING)
+    assert status.pid is None
+    while status.error is None:
+        status = node.client.worker("w1")
+    assert "SIGKILL" in status.error
+    assert node.client.stop("w1").state is WorkerState.STOPPED
+
+
+def test_too_many_ends_in_a_short_time_are_a_failure(node):
+    node.start()
+    node.behave(exit_code=7, last_words="the sky fell")
+    node.client.launch(node.spec())
+    status = node.wait("w1", WorkerState.FAILED)
+    assert status.restarts == 2  # three starts are allowed here
+    assert "exit code 7" in status.error
+    assert "the sky fell" in status.error
+    assert "the sky fell" in node.client.log("w1")
+    with pytest.raises(ConflictError, match="w1"):
+        node.client.launch(node.spec())
+    assert node.client.stop("w1").state is WorkerState.STOPPED
+    node.behave()
+    assert node.ready().restarts == 0
+
+
+def test_a_bad_checkpoint_is_not_tried_again(node):
+    node.start()
+    node.behave(exit_code=96, last_words='{"error": "CheckpointError", "message": "layer 3 is missing"}')
+    node.client.launch(node.spec())
+    status = node.wait("w1", WorkerState.FAILED)
+    assert status.restarts == 0
+    assert "layer 3 is missing" in status.error
+
+
+def test_a_killed_keeper_takes_the_worker_along_and_it_is_started_again(node, alive, until):
+    node.start()
+    node.behave(grandchildren=True)
+    before = node.ready()
+    os.kill(node.lease().keeper_pid, signal.SIGKILL)
+    after = node.wait("w1", WorkerState.READY, but_not_pid=before.pid)
+    assert not alive(before.pid)
+    assert group_members(before.pid) == ()
+    assert after.restarts == 1
+
+
+def test_an_orphan_ends_when_its_lease_runs_out(node, alive, until):
+    """One test of three facts: renewed it outlives its lease's length; not renewed it ends; so does its keeper."""
+    node.start()
+    before = node.ready(lease_ttl_s=1.0)
+    lease = node.lease()
+    renewed = os.stat(node.home / "workers" / "w1" / "lease.json").st_mtime
+    until(lambda: os.stat(node.home / "workers" / "w1" / "lease.json").st_mtime > renewed + 2.0)
+    assert alive(before.pid)
+    node.signal_daemon(signal.SIGKILL)
+    until(lambda: not alive(before.pid))
+    until(lambda: not alive(lease.keeper_pid))
+    assert json.loads((node.home / "workers" / "w1" / "exit.json").read_text())["reason"] == "lease expired"
+
+
+def test_stopping_ends_a_deaf_worker_and_all_its_descendants(node, alive):
+    node.start()
+    node.behave(ignore_sigterm=True, grandchildren=True)
+    before = node.ready()
+    grandchildren = [int(line) for line in (node.checkpoint / "grandchildren").read_text().split()]
+    assert all(alive(pid) for pid in grandchildren)
+    keeper_pid = node.lease().keeper_pid
+    stopped = node.client.stop("w1")
+    assert (stopped.state, stopped.pid, stopped.error) == (WorkerState.STOPPED, None, None)
+    assert group_members(before.pid) == ()
+    assert not any(alive(pid) for pid in (before.pid, keeper_pid, *grandchildren))
+    assert node.client.stop("w1") == stopped  # idempotent
+    assert node.client.workers() == ()
+
+
+def test_stopping_during_the_start_leaves_nothing(node, until, alive):
+    node.start()
+    node.behave(slow_start_s=60)
+    node.client.launch(node.spec())
+    assert node.client.stop("w1").state is WorkerState.STOPPED
+    assert not (node.home / "workers" / "w1" / "lease.json").exists()
+    assert b"fake_worker" not in b"".join(
+        _cmdline(pid) for pid in os.listdir("/proc") if pid.isdigit() and str(node.home).encode() in _cmdline(pid)
+    )
+
+
+def _cmdline(pid: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def test_a_port_that_was_taken_is_exchanged(node):
+    """Between choosing and binding somebody else may come; that is no restart."""
+    node.start()
+    node.behave(exit_code=98, once=True)
+    first = node.client.launch(node.spec()).spec.port
+    status = node.wait("w1", WorkerState.READY)
+    assert status.spec.port != first
+    assert status.restarts == 0
+
+
+def test_a_fixed_port_that_is_taken_is_a_failure(node):
+    node.start()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        node.client.launch(node.spec(port=port))
+        status = node.wait("w1", WorkerState.FAILED)
+    assert "port is in use" in status.error
+
+
+def test_a_worker_that_says_it_does_not_serve_is_not_ready(node, tmp_path):
+    """The same process is ready again when its health is: nothing is latched."""
+    node.start()
+    node.behave(fail_health_file=str(tmp_path / "unwell"))
+    before = node.ready()
+    (tmp_path / "unwell").touch()
+    assert node.wait("w1", WorkerState.STARTING).pid == before.pid
+    (tmp_path / "unwell").unlink()
+    assert node.wait("w1", WorkerState.READY).pid == before.pid
+
+
+def test_a_worker_that_never_gets_healthy_is_ended(node, alive):
+    node.start(start_timeout_s=0.5, restart={"max_starts": 1, "window_s": 600.0})
+    node.behave(slow_start_s=600)
+    node.client.launch(node.spec())
+    status = node.wait("w1", WorkerState.FAILED)
+    assert "not healthy" in status.error
+
+
+def test_damaged_files_of_one_worker_do_not_hinder_the_others(node, alive, until):
+    node.start()
+    good, no_lease, no_spec = (node.ready(name) for name in ("good", "no-lease", "no-spec"))
+    keeper_pid = node.lease("no-lease").keeper_pid
+    workers = node.home / "workers"
+    node.signal_daemon(signal.SIGKILL)
+    (workers / "no-lease" / "lease.json").write_text('{"pid": "many"}')
+    (workers / "no-spec" / "spec.json").write_bytes(b"\x00\xff")
+    (workers / "stray").mkdir()
+    try:
+        node.start()
+        assert [status.pid for status in node.client.workers()] == [good.pid]
+        assert "no-lease/lease.json cannot be read" in node.daemon_log
+        assert "worker no-spec cannot be adopted" in node.daemon_log
+        until(lambda: not alive(no_spec.pid))
+        assert alive(no_lease.pid)  # nobody knows it; its lease bounds its life
+        with pytest.raises(ConflictError, match="no-lease"):
+            node.client.launch(node.spec("no-lease"))
+    finally:
+        os.kill(keeper_pid, signal.SIGKILL)
+
+
+def test_promises_are_taken_off_what_is_free(node):
+    node.start()
+    before = {device.device_id: device.free_bytes for device in node.client.node().devices}
+    limits = WorkerLimits(
+        max_batch=1,
+        max_batched_tokens=64,
+        max_context_tokens=64,
+        kv_tokens=64,
+        memory_bytes_per_device=before["cpu:0"] * 3 // 4,
+    )
+    node.ready(limits=limits)
+    after = {device.device_id: device.free_bytes for device in node.client.node().devices}
+    assert after["cpu:0"] < before["cpu:0"] // 2
+    assert after["cpu:1"] > before["cpu:1"] // 2
+    with pytest.raises(InfeasibleError, match=r"needs .* GiB on cpu:0, .* GiB are free"):
+        node.client.launch(node.spec("w2", limits=limits))
+    other_share = (StageAssignment(device_ids=("cpu:1",), num_layers=2),)
+    node.ready("w3", limits=limits, stages=other_share)
+    node.client.stop("w1")
+    node.ready("w2", limits=limits)
+
+
+def test_busy_seconds_become_the_load_of_their_device_only(node, until):
+    node.start(load_window_s=1.0)
+    node.behave(busy_fraction=0.6)
+    node.ready()
+
+    def loads() -> dict[str, float]:
+        return {device.device_id: device.load_fraction for device in node.client.node().devices}
+
+    until(lambda: abs(loads()["cpu:0"] - 0.6) < 0.05)
+    assert loads()["cpu:1"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        pytest.param(
+            {"stages": (StageAssignment(device_ids=("cpu:7",), num_layers=2),)},
+            NotFoundError,
+            "cpu:7",
+            id="device",
+        ),
+        pytest.param({"checkpoint": "/nowhere"}, CheckpointError, "/nowhere", id="checkpoint"),
+        pytest.param({"config": DeploymentConfig(engine="vllm")}, EngineError, "vllm adapter", id="not-there-yet"),
+        pytest.param({"config": DeploymentConfig(engine="abacus")}, ConfigError, "abacus", id="unknown-engine"),
+        pytest.param({"host": "0.0.0.0"}, ConfigError, "loopback", id="exposed"),
+        pytest.param({"port": 70000}, ConfigError, "70000", id="port"),
+        pytest.param({"worker_id": "x" * 65}, ConfigError, "worker_id", id="long-id"),
+        pytest.param({"lease_ttl_s": 0.0}, ConfigError, "lease_ttl_s", id="lease"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused_and_leaves_nothing(calm_node, changes, error, message):
+    with pytest.raises(error, match=message) as caught:
+        calm_node.client.launch(calm_node.spec(**changes))
+    assert type(caught.value) is error
+    assert calm_node.client.workers() == ()
+    assert not list((calm_node.home / "workers").glob("*"))
+
+
+def test_one_id_is_one_worker(node):
+    node.start()
+    node.ready()
+    with pytest.raises(ConflictError, match="w1 is there already"):
+        node.client.launch(node.spec())
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_refusal(node):
+    node.start()
+    (node.home / "workers").write_text("a file where the folder should be")
+    with pytest.raises(UnavailableError, match=r"cannot write .*/workers/w1"):
+        node.client.launch(node.spec())
+    assert node.client.workers() == ()
+    (node.home / "workers").unlink()
+    node.ready()
+
+
+def test_a_chatty_worker_keeps_its_log_bounded_and_its_last_lines(node, until):
+    node.start(log_max_bytes=20_000, log_files=2)
+    node.behave(print_lines=2000)  # 200 kB
+    node.ready()
+    until(lambda: node.client.log("w1", 1).startswith("line 1999 "))
+    logs = sorted(path.name for path in (node.home / "workers" / "w1").glob("worker.log*"))
+    assert logs == ["worker.log", "worker.log.1", "worker.log.2"]
+    assert all((node.home / "workers" / "w1" / name).stat().st_size <= 20_000 for name in logs)
+    assert len(node.client.log("w1", 150).splitlines()) == 150
+
+
+def test_secrets_and_logs_are_their_owners_only(node):
+    node.start()
+    node.ready()
+    folder = node.home / "workers" / "w1"
+    assert (node.home / "run" / "daemon.json").stat().st_mode & 0o777 == 0o600
+    assert {path.name: oct(path.stat().st_mode & 0o077) for path in folder.iterdir()} == {
+        path.name: "0o0" for path in folder.iterdir()
+    }
