@@ -12,8 +12,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	@if ! command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install --quiet "$(TORCH_CPU)"; fi
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	@if ! command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -qq "$(TORCH_CPU)"; fi
+	$(BIN)/pip install -qq --editable '.[dev]'
 	@touch $(STAMP)
 
 demo: setup

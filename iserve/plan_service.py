@@ -49,7 +49,7 @@ def plan_for_gpus(
     registered: Mapping[str, Path] | None = None,
 ) -> PlanDocument:
     """A plan on ``count`` idle ``gpu``, by the roofline."""
-    source = resolve(model, registered or {})
+    source = resolve(model, registered or {}, need_weights=False)
     hardware = hypothetical_hardware(gpu, count)
     estimator = RooflineEstimator(source.spec, gpu)
     plan = make_plan(source.spec, hardware, estimator, capabilities_for(engine), options)
@@ -64,7 +64,7 @@ def estimate_for_gpu(
     Raises:
         ConfigError: the model cannot be cut that way.
     """
-    source = resolve(model, {})
+    source = resolve(model, {}, need_weights=False)
     engines = capabilities_for(config.engine)
     able = [e.engine for e in engines if e.refusal(source.spec, config, gpu) is None]
     settled = replace(config, engine=able[0] if able else engines[0].engine)

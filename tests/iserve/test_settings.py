@@ -1,0 +1,58 @@
+"""Settings: every fault is named at once, and a child process reads what its parent had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fingerprint.errors import ConfigError
+from iserve.settings import Settings, load_settings
+
+
+def test_defaults_without_any_variable() -> None:
+    settings = load_settings({})
+    assert (settings.host, settings.port, settings.api_port) == ("127.0.0.1", 8080, 8081)
+    assert not settings.keys_required
+
+
+def test_values_are_read() -> None:
+    settings = load_settings({"ISERVE_HOME": "/srv/iserve", "ISERVE_PORT": "9000", "ISERVE_CPU_DEVICES": "3"})
+    assert (settings.home, settings.port, settings.cpu_devices) == (Path("/srv/iserve"), 9000, 3)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::"])
+def test_keys_are_required_beyond_loopback(host: str) -> None:
+    assert load_settings({"ISERVE_HOST": host}).keys_required
+    assert not load_settings({"ISERVE_HOST": host, "ISERVE_REQUIRE_KEYS": "no"}).keys_required
+
+
+def test_all_faults_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings({"ISERVE_PROT": "1", "ISERVE_PORT": "many", "ISERVE_REQUIRE_KEYS": "perhaps"})
+    for name in ("ISERVE_PROT", "ISERVE_PORT='many'", "ISERVE_REQUIRE_KEYS='perhaps'"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PORT", "70000"),
+        ("CPU_DEVICES", "0"),
+        ("LOAD_THRESHOLD", "1.5"),
+        ("PROFILE_SECONDS", "-1"),
+        ("API_PORT", "8080"),
+    ],
+)
+def test_values_out_of_range_are_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError):
+        load_settings({f"ISERVE_{name}": value})
+
+
+def test_a_child_reads_the_same_settings(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, port=1234, api_port=1235, cpu_devices=2, require_keys=True)
+    assert load_settings(settings.environment()) == settings
+
+
+def test_both_ports_may_be_left_to_the_system() -> None:
+    assert load_settings({"ISERVE_PORT": "0", "ISERVE_API_PORT": "0"}).port == 0

@@ -1,0 +1,132 @@
+"""The controller's state: what is written is there after a restart, and two writers never lose a row."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine
+
+from fingerprint.errors import ConflictError, NotFoundError, UnavailableError
+from iserve.routes import ApiKeyRecord
+from iserve.state.schema import metadata
+from iserve.state.store import Store
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state.db"
+
+
+def test_migrations_build_exactly_the_schema(path: Path) -> None:
+    Store.open(path).close()
+    with create_engine(f"sqlite:///{path}").connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_file_is_private(path: Path) -> None:
+    Store.open(path).close()
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_deployment_survives_reopening(path: Path) -> None:
+    store = Store.open(path)
+    row = store.add_deployment("a", b'{"model": null}')
+    store.update_deployment(row.id, phase="failed", error="why")
+    store.close()
+    found = Store.open(path).deployment("a")
+    assert (found.request, found.phase, found.error, found.desired) == (
+        '{"model": null}',
+        "failed",
+        "why",
+        "running",
+    )
+
+
+def test_a_new_phase_clears_the_error(path: Path) -> None:
+    store = Store.open(path)
+    row = store.add_deployment("a", b"{}")
+    store.update_deployment(row.id, phase="failed", error="why")
+    store.update_deployment(row.id, phase="launching")
+    assert store.deployment("a").error is None
+
+
+def test_a_name_is_taken_once(path: Path) -> None:
+    store = Store.open(path)
+    store.add_deployment("a", b"{}")
+    with pytest.raises(ConflictError, match="'a' exists already"):
+        store.add_deployment("a", b"{}")
+    store.delete_deployment(store.deployment("a").id)
+    store.add_deployment("a", b"{}")
+
+
+def test_two_threads_asking_for_one_name_get_it_once(path: Path) -> None:
+    store = Store.open(path)
+    outcomes: list[str] = []
+    barrier = threading.Barrier(8)
+
+    def ask() -> None:
+        barrier.wait()
+        try:
+            store.add_deployment("same", b"{}")
+            outcomes.append("taken")
+        except ConflictError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["refused"] * 7 + ["taken"]
+
+
+def test_events_go_with_their_deployment_and_stay_in_order(path: Path) -> None:
+    store = Store.open(path)
+    row = store.add_deployment("a", b"{}")
+    for number in range(5):
+        store.add_event(row.id, "step", str(number))
+    store.add_event(None, "other", "kept")
+    assert [e.message for e in store.events(deployment_id=row.id)] == ["0", "1", "2", "3", "4"]
+    assert [e.message for e in store.events(after=3, deployment_id=row.id)] == ["3", "4"]
+    store.delete_deployment(row.id)
+    assert [e.message for e in store.events()] == ["kept"]
+
+
+def test_keys_are_hashes_and_can_be_revoked(path: Path) -> None:
+    store = Store.open(path)
+    store.add_key(ApiKeyRecord(key_id="key-1", sha256="ab" * 32, scope="admin"), "laptop")
+    assert [(k.key_id, k.label, k.revoked) for k in store.api_keys()] == [("key-1", "laptop", False)]
+    store.revoke_key("key-1")
+    assert store.api_keys()[0].revoked
+    with pytest.raises(NotFoundError):
+        store.revoke_key("key-2")
+
+
+def test_route_versions_only_rise(path: Path) -> None:
+    store = Store.open(path)
+    first = [store.next_route_version() for _ in range(3)]
+    store.close()
+    assert [*first, Store.open(path).next_route_version()] == [1, 2, 3, 4]
+
+
+def test_a_damaged_database_is_one_clear_error(path: Path) -> None:
+    path.write_bytes(b"this is no database" * 100)
+    with pytest.raises(UnavailableError, match="not a database"):
+        Store.open(path)
+
+
+def test_a_write_that_fails_changes_nothing(path: Path) -> None:
+    store = Store.open(path)
+    row = store.add_deployment("a", b"{}")
+    blocker = sqlite3.connect(path)
+    blocker.execute("PRAGMA query_only = 0")
+    blocker.execute("CREATE TRIGGER no_update BEFORE UPDATE ON deployments BEGIN SELECT RAISE(ABORT, 'full'); END")
+    blocker.commit()
+    with pytest.raises(Exception, match="full"):
+        store.update_deployment(row.id, phase="ready")
+    assert store.deployment("a").phase == "accepted"
