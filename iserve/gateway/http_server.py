@@ -1,4 +1,4 @@
-"""Uvicorn's h11 protocol with the bounds it lacks: half-sent headers, clients that stop reading, JSON refusals.
+"""Uvicorn's h11 protocol with the bounds it lacks, on half-sent headers and clients that stop reading.
 
 Uvicorn alone holds a connection with a half-sent header for ever, and one whose client stops reading for as long
 as the client likes.
@@ -21,6 +21,35 @@ HEADER_TIMEOUT_S = 10.0
 STALLED_CLIENT_S = 60.0  # a client that reads nothing for so long while an answer waits for it
 
 
+class _HeadWithBody:
+    """A transport that sends an answer's head together with the first bytes of its body.
+
+    Uvicorn writes them apart; the system call saved is a third of those that a short answer takes. What is held
+    leaves with the next write, an empty one too, or with the close: uvicorn ends every answer with a write.
+    """
+
+    __slots__ = ("_held", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held = b""
+
+    def write(self, data: bytes) -> None:
+        if self._held:
+            data, self._held = self._held + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
+            self._held = data
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self.write(b"")
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class GatewayProtocol(H11Protocol):
     """One connection."""
 
@@ -28,7 +57,7 @@ class GatewayProtocol(H11Protocol):
     _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(_HeadWithBody(transport))  # type: ignore[arg-type]
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_slow_header)
 
     def data_received(self, data: bytes) -> None:

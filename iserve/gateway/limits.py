@@ -167,9 +167,7 @@ def too_deep(body: bytes, max_depth: int) -> bool:
         return True
     for _ in range(max_depth):
         brackets = brackets.replace(b"[]", b"")
-        if not brackets:
-            return False
-    return True
+    return bool(brackets)
 
 
 def _too_large(num_bytes: int, max_body_bytes: int) -> ApiError:

@@ -1,0 +1,350 @@
+"""What the gateway costs: added latency, requests/s, and the rhythm of many streams. Under a minute.
+
+    python tests/bench/gateway.py [--json out.json] [--streams 200 1000] [--rounds 3]
+
+Gateway (keys, usage counts and metrics on), stand-in worker and load generator are three processes of one machine,
+so they share its cores: the figures compare, they do not promise. "direct" is the same load without the gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+from daemon.process import read_record, write_file_atomically
+from fingerprint.codec import to_json
+from iserve.keys import new_key
+from iserve.routes import GatewayLimits, Route, RouteTable, WorkerTarget
+
+WORDS = "the quick brown fox jumps over the lazy dog again and " * 27  # about 300 words
+CHUNKS_PER_STREAM = 60
+CHUNK_INTERVAL_S = 0.05
+HEAD = b'{"id":"x","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":"word "}]'
+CHUNK = b"data: " + HEAD + b"}\n\n"
+USAGE = b'{"prompt_tokens":300,"completion_tokens":60,"total_tokens":360}'
+LAST = b'data: {"id":"x","choices":[],"usage":' + USAGE + b"}\n\ndata: [DONE]\n\n"
+WHOLE = HEAD + b',"usage":' + USAGE + b"}"
+
+
+class StandInWorker(asyncio.Protocol):
+    """Just enough HTTP/1.1 to be cheap beside what is measured."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self.data = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+        head, end, body = self.data.partition(b"\r\n\r\n")
+        if not end:
+            return
+        size = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+        if len(body) < size:
+            return
+        self.data = body[size:]
+        if b'"stream":true' in body[:100]:
+            self.transport.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            )
+            self.due_s = asyncio.get_running_loop().time()
+            self._next(0)
+        else:
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(WHOLE)
+            self.transport.write(head + WHOLE)
+
+    def _next(self, sent: int) -> None:
+        if self.transport.is_closing():
+            return
+        if sent == CHUNKS_PER_STREAM:
+            self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(LAST), LAST))
+            return
+        self.transport.write(b"%x\r\n%b\r\n" % (len(CHUNK), CHUNK))
+        self.due_s += CHUNK_INTERVAL_S
+        asyncio.get_running_loop().call_at(self.due_s, self._next, sent + 1)
+
+
+async def serve_stand_in() -> None:
+    server = await asyncio.get_running_loop().create_server(StandInWorker, "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+class Client(asyncio.Protocol):
+    """One connection; one request at a time; notes when pieces of the answer came."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    async def ask(self, request: bytes) -> None:
+        self.arrivals: list[float] = []
+        self.answer = b""
+        self.sent_s = time.perf_counter()
+        self.done = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        await self.done
+
+    def data_received(self, data: bytes) -> None:
+        self.arrivals.append(time.perf_counter())
+        self.answer += data
+        head, _, body = self.answer.partition(b"\r\n\r\n")
+        if b"content-length" in head:
+            finished = len(body) >= int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        else:
+            finished = self.answer.endswith(b"0\r\n\r\n")
+        if finished and self.done is not None and not self.done.done():
+            self.done.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.done is not None and not self.done.done():
+            self.done.set_exception(ConnectionError(f"connection lost: {exc}"))
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """One case; times in milliseconds because that is how they are read."""
+
+    case: str
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Rig:
+    gateway_port: int
+    worker_port: int
+    key: str
+    gateway: psutil.Process
+
+    def request(self, *, stream: bool, prompt: str = WORDS) -> bytes:
+        fields = {"model": "m", "stream": stream, "prompt": prompt}
+        if stream:
+            fields["stream_options"] = {"include_usage": True}
+        body = json.dumps(fields, separators=(",", ":")).encode()
+        return (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b" % (self.key.encode(), len(body), body)
+        )
+
+    def cpu_s(self) -> float:
+        times = self.gateway.cpu_times()
+        return times.user + times.system
+
+
+async def connect(port: int, count: int) -> list[Client]:
+    loop = asyncio.get_running_loop()
+    clients = []
+    for _ in range(count):
+        _, client = await loop.create_connection(Client, "127.0.0.1", port)
+        clients.append(client)
+    return clients
+
+
+def percentile(values: list[float], percent: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+async def latency(rig: Rig, case: str, request: bytes, per_s: float, seconds: float) -> BenchResult:
+    """Open loop; direct and gateway take turns, so that both see the same machine."""
+    times: dict[int, list[float]] = {rig.worker_port: [], rig.gateway_port: []}
+    idle = {port: await connect(port, 4) for port in times}
+
+    async def one(port: int) -> None:
+        client = idle[port].pop() if idle[port] else (await connect(port, 1))[0]
+        await client.ask(request)
+        assert client.answer.startswith(b"HTTP/1.1 200"), client.answer[:300]
+        times[port].append((client.arrivals[0] - client.sent_s) * 1e3)
+        idle[port].append(client)
+
+    loop = asyncio.get_running_loop()
+    start, tasks = loop.time(), []
+    for number in range(int(per_s * seconds)):
+        for half, port in enumerate(times):
+            await asyncio.sleep(max(0.0, start + (number + half / 2) / per_s - loop.time()))
+            tasks.append(asyncio.create_task(one(port)))
+    await asyncio.gather(*tasks)
+    for client in (client for clients in idle.values() for client in clients):
+        client.transport.close()
+    direct, ours = times[rig.worker_port], times[rig.gateway_port]
+    figures = {"requests": float(len(ours))}
+    for percent in (50, 99):
+        low, high = percentile(direct, percent), percentile(ours, percent)
+        figures |= {
+            f"direct_p{percent}_ms": low,
+            f"gateway_p{percent}_ms": high,
+            f"added_p{percent}_ms": high - low,
+        }
+    return BenchResult(case, figures)
+
+
+async def throughput(rig: Rig, concurrency: int, seconds: float, rounds: int) -> BenchResult:
+    """Closed loop of short answers that are not streamed."""
+    request = rig.request(stream=False)
+    rates, cpu_us = [], []
+    for _ in range(rounds):
+        clients = await connect(rig.gateway_port, concurrency)
+        count, cpu_before, start = 0, rig.cpu_s(), time.perf_counter()
+
+        async def loop_one(client: Client, until_s: float) -> None:
+            nonlocal count
+            while time.perf_counter() < until_s:
+                await client.ask(request)
+                count += 1
+
+        await asyncio.gather(*(loop_one(client, start + seconds) for client in clients))
+        rates.append(count / (time.perf_counter() - start))
+        cpu_us.append((rig.cpu_s() - cpu_before) / count * 1e6)
+        for client in clients:
+            client.transport.close()
+    return BenchResult(
+        f"not streamed, {concurrency} at once",
+        {
+            "requests_per_s_median": statistics.median(rates),
+            "requests_per_s_min": min(rates),
+            "requests_per_s_max": max(rates),
+            "gateway_cpu_us_per_request": statistics.median(cpu_us),
+        },
+    )
+
+
+async def streams(rig: Rig, port: int, name: str, count: int) -> BenchResult:
+    """All begin within a second; each is 60 chunks at 20 per second, so the ideal gap is 50 ms."""
+    request = rig.request(stream=True)
+    clients = await connect(port, count)
+    rss, cpu = rig.gateway.memory_info().rss, rig.cpu_s()
+    peak = rss
+
+    async def one(client: Client, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        await client.ask(request)
+
+    tasks = [asyncio.create_task(one(client, i / count)) for i, client in enumerate(clients)]
+    pending = set(tasks)
+    while pending:
+        _, pending = await asyncio.wait(pending, timeout=0.5)
+        peak = max(peak, rig.gateway.memory_info().rss)
+    failed = sum(1 for task in tasks if task.exception()) + sum(
+        client.answer.count(CHUNK[:30]) < CHUNKS_PER_STREAM or b"[DONE]" not in client.answer for client in clients
+    )
+    ttft = [(client.arrivals[0] - client.sent_s) * 1e3 for client in clients if client.arrivals]
+    gaps = [
+        (b - a) * 1e3 for client in clients for a, b in zip(client.arrivals, client.arrivals[1:], strict=False)
+    ]
+    for client in clients:
+        client.transport.close()
+    figures = {
+        "failed": float(failed),
+        "ttft_p50_ms": percentile(ttft, 50),
+        "ttft_p99_ms": percentile(ttft, 99),
+        "gap_p50_ms": percentile(gaps, 50),
+        "gap_p99_ms": percentile(gaps, 99),
+        "gap_max_ms": max(gaps),
+    }
+    if port == rig.gateway_port:
+        figures["gateway_cpu_us_per_chunk"] = (rig.cpu_s() - cpu) / (count * CHUNKS_PER_STREAM) * 1e6
+        figures["gateway_rss_kb_per_stream"] = (peak - rss) / count / 1024
+        figures["gateway_peak_rss_mb"] = peak / 2**20
+    return BenchResult(f"{count} streams at 20 chunks/s, {name}", figures)
+
+
+async def measure(rig: Rig, stream_counts: list[int], rounds: int) -> list[BenchResult]:
+    await throughput(rig, 8, 1.0, 1)  # warm-up, not reported
+    results = [await latency(rig, "not streamed, 50 requests/s", rig.request(stream=False), 50, 8)]
+    large = rig.request(stream=False, prompt=WORDS * (2**20 // len(WORDS)))
+    results.append(await latency(rig, "1 MiB prompt, 10 requests/s", large, 10, 5))
+    results.append(await throughput(rig, 32, 3.0, rounds))
+    for count in stream_counts:
+        results.append(await streams(rig, rig.worker_port, "direct", count))
+        results.append(await streams(rig, rig.gateway_port, "gateway", count))
+    return results
+
+
+def start_rig(home: Path) -> tuple[Rig, list[subprocess.Popen]]:
+    worker = subprocess.Popen([sys.executable, __file__, "--stand-in"], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    worker_port = int(worker.stdout.readline())
+    key, record = new_key()
+    target = WorkerTarget(
+        worker_id="w", url=f"http://127.0.0.1:{worker_port}", ready=True, max_outstanding=100_000
+    )
+    route = Route(name="m", model="m", created=0, max_context_tokens=4096, workers=(target,))
+    table = RouteTable(version=1, auth_required=True, routes=(route,), keys=(record,), limits=GatewayLimits())
+    (home / "run").mkdir()
+    write_file_atomically(home / "run" / "routes.json", to_json(table))
+    gateway = subprocess.Popen([sys.executable, "-m", "iserve.gateway", "--home", str(home), "--port", "0"])
+    deadline = time.monotonic() + 20
+    while (found := read_record(home / "run" / "gateway.json")) is None:
+        if time.monotonic() > deadline or gateway.poll() is not None:
+            gateway.kill()
+            worker.kill()
+            raise SystemExit("the gateway did not start")
+        time.sleep(0.02)
+    rig = Rig(int(found.url.rpartition(":")[2]), worker_port, key, psutil.Process(gateway.pid))
+    return rig, [gateway, worker]
+
+
+def machine() -> dict[str, str]:
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "?",
+    )
+    packages = {name: version(name) for name in ("uvicorn", "h11", "aiohttp", "msgspec")}
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return {
+        "cpu": f"{cpu}, {os.cpu_count()} cores",
+        "load_before": load,
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--streams", type=int, nargs="*", default=[200, 1000])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stand-in", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.stand_in:
+        asyncio.run(serve_stand_in())
+        return
+    facts = machine()
+    with tempfile.TemporaryDirectory() as home:
+        rig, processes = start_rig(Path(home))
+        try:
+            results = asyncio.run(measure(rig, args.streams, args.rounds))
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    for result in results:
+        print(result.case)
+        for name, value in result.figures.items():
+            print(f"    {name:<28} {value:10.2f}")
+    if args.json:
+        args.json.write_text(json.dumps({"machine": facts, "results": [asdict(r) for r in results]}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
