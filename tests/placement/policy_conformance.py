@@ -15,7 +15,7 @@ from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement, P
 from tests.placement.clusters import brute_force_fits, check_placement, demands, permuted, snapshots
 
 # One law, several subclasses: they differ in ``policy`` alone, which is a constant.
-law = settings(suppress_health_check=[HealthCheck.differing_executors])
+law = settings(suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
 
 
 class PolicyConformance:

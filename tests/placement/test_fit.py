@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -162,6 +163,14 @@ def test_stages_of_one_node_are_neighbours_in_the_pipeline() -> None:
             blocks(8, pp=2), cluster(gpu(0, 30), gpu(1, 31)), ("6 of 8 layers", "2 GPUs"), 10, 0, id="two-stages"
         ),
         pytest.param(
+            blocks(4, pp=3, first=50, last=50),
+            cluster(gpu(0, 100), gpu(1, 59), gpu(2, 59)),
+            ("of 4 layers", "3 GPUs"),
+            1,  # 60 bytes hold an end and a layer; there are two ends and one GPU that holds either
+            0,
+            id="no-room-for-both-ends",
+        ),
+        pytest.param(
             blocks(8, tp=2), cluster(gpu(0, 90)), ("needs 2 GPUs", "there are 0"), 80, 2, id="too-few-gpus"
         ),
         pytest.param(blocks(2, pp=3), cluster(gpu(0, 90)), ("3 layers", "has 2"), 0, 0, id="too-few-layers"),
@@ -205,6 +214,23 @@ def test_the_longest_stage_is_as_short_as_any_placement_allows(
     answer = fit(wanted, snapshot, Packing())
     if isinstance(answer, Placement):
         assert not brute_force_fits(wanted, snapshot, longest=max(answer.layers_per_stage) - 1)
+
+
+@given(wanted=demands(), snapshot=snapshots())
+def test_no_other_choice_of_gpus_is_preferred(wanted: BlockDemand, snapshot: ClusterSnapshot) -> None:
+    """Among all GPUs that do with stages as short: the worst-ranked one is ranked best, then the second worst."""
+    policy = Packing()
+    answer = fit(wanted, snapshot, policy)
+    if not isinstance(answer, Placement):
+        return
+    rank = {one.device_id: position for position, one in enumerate(policy.tiers(snapshot.gpus)[0])}
+    longest = max(answer.layers_per_stage)
+    choices = [
+        sorted((rank[one.device_id] for one in choice), reverse=True)
+        for choice in combinations(snapshot.gpus, wanted.tp * wanted.pp)
+        if brute_force_fits(wanted, ClusterSnapshot(choice), longest)
+    ]
+    assert sorted((rank[device_id] for device_id in answer.device_ids), reverse=True) == min(choices)
 
 
 @given(capacities=st.lists(st.integers(0, 12), min_size=1, max_size=6), num_layers=st.integers(1, 40))
