@@ -240,6 +240,20 @@ def test_an_all_reduce_waits_for_the_slowest_link() -> None:
     assert slow.tpot_s(config, workload) - without.tpot_s(config, workload) == pytest.approx(expected)
 
 
+def test_launches_host_and_activations_come_on_top() -> None:
+    constants = replace(
+        IDEAL, launch_per_layer_s=1e-5, host_per_step_s=1e-3, host_per_sequence_s=1e-4, activation_passes=1.0
+    )
+    config, workload = DeploymentConfig(pp=4), Workload(4, 512, 128)
+    with_them, without = (
+        RooflineEstimator(LLAMA_2_7B, A6000, constants=each).tpot_s(config, workload)
+        for each in (constants, IDEAL)
+    )
+    # 32 layers; the host once, not once a stage; hidden state, Q, K, V, gate and up of 4 tokens through memory
+    activations = 32 * 4 * (4096 + 3 * 4096 + 2 * 11008) * 2 / 768e9
+    assert with_them - without == pytest.approx(32e-5 + 1e-3 + 4e-4 + activations)
+
+
 def test_few_tokens_read_few_experts() -> None:
     estimator = RooflineEstimator(MIXTRAL, H200, constants=IDEAL)
     layer, experts = MIXTRAL.layer_params, MIXTRAL.layer_expert_params
