@@ -275,10 +275,13 @@ class Engine:
     # Called in the engine's thread only.
 
     def _run(self) -> None:
+        error: BaseException | None = None
         try:
             self._loop()
-        finally:  # by an error too; it then travels on, so that a bug keeps its traceback
-            error = sys.exception()
+        except IserveError as known:
+            error = known
+        finally:  # a bug travels on and keeps its traceback, after everybody was told
+            error = error or sys.exception()
             try:
                 self._end(error)
             finally:

@@ -246,6 +246,8 @@ async def _read_body(request: web.Request) -> bytes:
             None,
             "unsupported_media_type",
         )
+    if (request.content_length or 0) > MAX_BODY_BYTES:  # known before a byte of it is read
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             return await request.read()

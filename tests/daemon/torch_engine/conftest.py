@@ -288,3 +288,13 @@ def http_exchange() -> Callable[..., tuple[int, bytes]]:
 @pytest.fixture
 def stats_until() -> Callable[..., dict[str, Any]]:
     return until
+
+
+@pytest.fixture
+def scripted_runner() -> type[ScriptedRunner]:
+    return ScriptedRunner
+
+
+@pytest.fixture(scope="session")
+def module_spec() -> Callable[..., WorkerSpec]:
+    return make_spec

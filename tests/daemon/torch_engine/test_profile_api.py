@@ -1,0 +1,190 @@
+"""Profiling a real worker process from a plain thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from daemon.profile_client import WorkerProfileTarget
+from daemon.torch_engine.profile_messages import ProfileRun
+from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.errors import (
+    BadInputError,
+    ConfigError,
+    EngineError,
+    InfeasibleError,
+    NotFoundError,
+    UnavailableError,
+)
+
+FORMATS = {"weights": WeightFormat.BITS16, "kv": KvFormat.BITS16}
+
+
+@pytest.fixture(scope="module")
+def target(launch, module_spec, demo_checkpoint: Path) -> Iterator[WorkerProfileTarget]:
+    with WorkerProfileTarget(
+        launch, checkpoint=demo_checkpoint, device_ids=("cpu:0", "cpu:1"), limits=module_spec().limits
+    ) as target:
+        yield target
+
+
+@pytest.fixture(scope="module")
+def session(target: WorkerProfileTarget) -> Iterator:
+    target.machine()
+    session = target.open(tp=1, pp=1)
+    yield session
+    session.close()
+
+
+@pytest.fixture
+def loaded(session, demo_checkpoint: Path):
+    session.load(demo_checkpoint, **FORMATS, layers_per_stage=(8,), max_batch=4, max_context_tokens=96)
+    return session
+
+
+def test_the_machine(target: WorkerProfileTarget) -> None:
+    machine = target.machine()
+    assert machine.num_devices == 2
+    assert machine.cores_per_device >= 1
+    assert machine.cpu_model
+    assert {"engine", "torch", "transformers", "python"} <= dict(machine.versions).keys()
+    assert machine.device.memory_bytes_per_s > 0
+
+
+def test_nothing_runs_before_a_load(launch, module_spec, session) -> None:
+    with pytest.raises(UnavailableError, match="nothing is loaded"):
+        session.run(batch=1, input_tokens=1, output_tokens=1)
+
+
+def test_a_reading_adds_up(loaded) -> None:
+    """Ten steps of decoding and three of prefill (4 x 24 tokens, 32 a step)."""
+    short = loaded.run(batch=4, input_tokens=24, output_tokens=1)
+    long = loaded.run(batch=4, input_tokens=24, output_tokens=11)
+    for reading in (short, long):
+        assert 0 < reading.device_s < reading.e2e_s
+        assert reading.host_s == pytest.approx(reading.e2e_s - reading.device_s)
+        assert reading.handover_s == 0
+    assert long.device_s > short.device_s
+
+
+def test_memory_is_itemised(loaded) -> None:
+    loaded.run(batch=4, input_tokens=24, output_tokens=1)
+    (rank,) = loaded.memory()
+    # 8 layers x 2 (K, V) x 2 KV heads x 32 x 2 bytes x 4 slots of 96 tokens
+    assert rank.kv_bytes == 8 * 2 * 2 * 32 * 2 * 4 * 96
+    assert rank.weights_bytes > 3_000_000
+    assert rank.activation_peak_bytes > 0
+    assert rank.runtime_bytes > 0
+
+
+def test_a_load_replaces_the_one_before(loaded, demo_checkpoint: Path) -> None:
+    before = loaded.memory()[0].kv_bytes
+    loaded.load(demo_checkpoint, **FORMATS, layers_per_stage=(8,), max_batch=2, max_context_tokens=96)
+    assert loaded.memory()[0].kv_bytes == before // 2
+    with pytest.raises(ConfigError, match="loaded with max_batch=2"):
+        loaded.run(batch=3, input_tokens=1, output_tokens=1)
+
+
+def test_refusals_keep_their_class_and_the_worker(loaded, demo_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exceed the 96"):
+        loaded.run(batch=1, input_tokens=96, output_tokens=1)
+    with pytest.raises(ConfigError, match="batch must be at least 1"):
+        loaded.run(batch=0, input_tokens=96, output_tokens=1)
+    with pytest.raises(ConfigError, match="layers for 2 stages"):
+        loaded.load(demo_checkpoint, **FORMATS, layers_per_stage=(4, 4), max_batch=1, max_context_tokens=8)
+    with pytest.raises(NotFoundError, match="there is no file"):
+        loaded.load(tmp_path / "none", **FORMATS, layers_per_stage=(8,), max_batch=1, max_context_tokens=8)
+    loaded.load(demo_checkpoint, **FORMATS, layers_per_stage=(8,), max_batch=1, max_context_tokens=8)
+    assert loaded.run(batch=1, input_tokens=7, output_tokens=1).e2e_s > 0
+
+
+def test_a_pipeline_of_two_with_uneven_layers(target: WorkerProfileTarget, demo_checkpoint: Path) -> None:
+    found = []
+
+    def measure() -> None:  # from a plain thread
+        session = target.open(tp=1, pp=2)
+        try:
+            session.load(demo_checkpoint, **FORMATS, layers_per_stage=(5, 3), max_batch=2, max_context_tokens=64)
+            found.append((session.run(batch=2, input_tokens=16, output_tokens=4), session.memory()))
+        finally:
+            session.close()
+            session.close()
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    thread.join()
+    ((reading, memory),) = found
+    assert 0 < reading.handover_s < reading.device_s < reading.e2e_s
+    assert [rank.stage for rank in memory] == [0, 1]
+    assert memory[0].kv_bytes * 3 == memory[1].kv_bytes * 5
+
+
+def test_more_devices_than_there_are(target: WorkerProfileTarget) -> None:
+    with pytest.raises(InfeasibleError, match="needs 4 devices, 2 may be used"):
+        target.open(tp=2, pp=2)
+
+
+def test_a_worker_that_dies_is_an_engine_error(launch, module_spec, demo_checkpoint: Path) -> None:
+    handles = []
+
+    def launch_and_keep(spec):
+        handles.append(launch(spec))
+        return handles[-1]
+
+    target = WorkerProfileTarget(
+        launch_and_keep, checkpoint=demo_checkpoint, device_ids=("cpu:0",), limits=module_spec().limits
+    )
+    session = target.open(tp=1, pp=1)
+    handles[0].process.kill()
+    handles[0].process.wait()
+    with pytest.raises(EngineError, match="exit code -9"):
+        session.memory()
+    session.close()
+
+
+def test_a_worker_that_never_comes_up_is_ended(module_spec, demo_checkpoint: Path) -> None:
+    class Silent:
+        url = "http://127.0.0.1:9"
+        stopped = 0
+
+        def failure(self) -> str | None:
+            return None
+
+        def stop(self) -> None:
+            self.stopped += 1
+
+    handle = Silent()
+    target = WorkerProfileTarget(
+        lambda spec: handle,
+        checkpoint=demo_checkpoint,
+        device_ids=("cpu:0",),
+        limits=module_spec().limits,
+        start_timeout_s=0.1,
+    )
+    with pytest.raises(EngineError, match="was not ready after"):
+        target.open(tp=1, pp=1)
+    assert handle.stopped == 1
+
+
+def test_dummy_requests_are_reproducible_and_in_range() -> None:
+    from daemon.torch_engine.profile_api import dummy_requests
+
+    run = ProfileRun(batch=3, input_tokens=50, output_tokens=2)
+    first, again = dummy_requests(run, 11), dummy_requests(run, 11)
+    assert first == again
+    assert len({request.prompt for request in first}) == 3
+    assert {token for request in first for token in request.prompt} == set(range(11))
+    assert all(request.end_ids == frozenset() for request in first)
+
+
+def test_bodies_that_are_none(session, http_exchange) -> None:
+    url = session._handle.url
+    for path, body in (("/profile/run", b"{"), ("/profile/load", {}), ("/profile/run", {"batch": "x"})):
+        status, answer = http_exchange(url, "POST", path, body)
+        assert status == 400
+        assert BadInputError.__name__.encode() in answer
+    status, answer = http_exchange(url, "POST", "/v1/completions", {"prompt": [1]})
+    assert status == 503

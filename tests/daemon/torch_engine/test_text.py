@@ -1,0 +1,199 @@
+"""Text of tokens as they come, stop strings, tokenizers and chat templates."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemon.torch_engine.text import (
+    ChatMessage,
+    Detokenizer,
+    StopMatcher,
+    end_token_ids,
+    load_text_codec,
+)
+from fingerprint.errors import BadInputError, CheckpointError
+
+SPECIAL = frozenset({300})
+
+
+def byte_decode(tokens: Sequence[int]) -> str:
+    """One token a byte, as byte-level tokenizers decode."""
+    return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+def byte_run_decode(tokens: Sequence[int]) -> str:
+    """As tokenizers with byte fallback decode: a run of bytes that is no text is one U+FFFD a byte."""
+    raw = bytes(token for token in tokens if token < 256)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "\ufffd" * len(raw)
+
+
+def pieces(tokens: Sequence[int], prompt: Sequence[int] = (), decode=byte_decode) -> list[str]:
+    detokenizer = Detokenizer(decode, SPECIAL, prompt)
+    return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
+
+
+@settings(max_examples=200)
+@given(text=st.text(max_size=30), prompt=st.binary(max_size=8))
+@pytest.mark.parametrize("decode", [byte_decode, byte_run_decode])
+def test_whole_characters_only_and_nothing_lost(decode, text: str, prompt: bytes) -> None:
+    """Each piece is whole: joined they are the text, and no byte waits once its character is complete."""
+    clean = text.replace("\ufffd", "?")
+    given_out = ""
+    detokenizer = Detokenizer(decode, SPECIAL, b"Q: ")
+    for at, token in enumerate(clean.encode(), 1):
+        given_out += detokenizer.push(token)
+        assert given_out == clean.encode()[:at].decode("utf-8", errors="ignore")
+    assert detokenizer.flush() == ""
+    assert "".join(pieces(clean.encode(), prompt)).endswith(clean[1:])
+
+
+@settings(max_examples=300)
+@given(raw=st.binary(max_size=40))
+def test_any_bytes_come_out_as_one_decoding_would_give(raw: bytes) -> None:
+    assert "".join(pieces(raw)) == raw.decode("utf-8", errors="replace")
+
+
+def test_garbage_is_not_held_back_for_ever() -> None:
+    assert len("".join(pieces([0x80] * 40)[:-1])) >= 36
+
+
+def test_an_unfinished_character_is_marked_at_the_end() -> None:
+    assert pieces("a€".encode()[:-1]) == ["a", "", "", "\ufffd"]
+
+
+def test_special_tokens_are_no_text() -> None:
+    assert pieces([300, 97, 300, 98, 300]) == ["", "a", "", "b", "", ""]
+
+
+def test_the_first_token_is_read_in_the_prompts_context() -> None:
+    """A tokenizer that marks words drops the space of a text's first word; an answer's first word keeps it."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+    assert pieces([7, 8], prompt=[1, 2], decode=decode) == [" w7", " w8", ""]
+    assert pieces([7, 8], prompt=[], decode=decode) == ["w7", " w8", ""]
+
+
+def stopped(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, bool]:
+    matcher = StopMatcher(stops)
+    out = ""
+    for part in parts:
+        text, met = matcher.push(part)
+        out += text
+        if met:
+            return out, True
+    return out + matcher.flush(), False
+
+
+ALPHABET = st.text("ab", max_size=14)
+
+
+@settings(max_examples=500)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=4),
+    text=ALPHABET,
+    cuts=st.sets(st.integers(0, 14)),
+)
+def test_where_the_pieces_are_divided_never_matters(stops: list[str], text: str, cuts: set[int]) -> None:
+    """The text up to the stop string that is complete first, by hand: try every end, then every stop."""
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    parts = [text[a:b] for a, b in itertools.pairwise(bounds)]
+    expected = (text, False)
+    for end in range(len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            expected = (text[: min(starts)], True)
+            break
+    assert stopped(stops, parts) == expected
+    assert stopped(stops, list(text)) == expected
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    matcher = StopMatcher(["END"])
+    assert [matcher.push(part) for part in ("xE", "N", "e", "EN", "D.")] == [
+        ("x", False),
+        ("", False),
+        ("ENe", False),
+        ("", False),
+        ("", True),
+    ]
+
+
+def test_the_demo_tokenizer_and_its_template(demo_checkpoint: Path) -> None:
+    codec = load_text_codec(demo_checkpoint)
+    assert codec is not None
+    assert codec.decode(codec.encode("héllo €")) == "héllo €"
+    turn = codec.encode_chat([ChatMessage("user", "hi")])
+    assert codec.decode(turn) == "Q: hi\nA: "
+    assert end_token_ids(demo_checkpoint, codec) == {1}
+    assert codec.decode([*codec.encode("a"), 999_999]) == "a"
+
+
+def without_template(source: Path, target: Path, template: str | None = None) -> Path:
+    shutil.copytree(source, target)
+    (target / "chat_template.jinja").unlink()
+    if template is not None:
+        (target / "chat_template.jinja").write_text(template)
+    return target
+
+
+def test_without_a_template_a_conversation_is_plain_text(demo_checkpoint: Path, tmp_path: Path) -> None:
+    codec = load_text_codec(without_template(demo_checkpoint, tmp_path / "m"))
+    assert codec is not None
+    assert not codec.has_chat_template
+    turn = codec.encode_chat([ChatMessage("system", "Be brief."), ChatMessage("user", "hi")])
+    assert codec.decode(turn) == "System: Be brief.\nUser: hi\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('no system turns') }}", "{{ messages[9].content }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}"],
+)
+def test_a_template_that_refuses(demo_checkpoint: Path, tmp_path: Path, template: str) -> None:
+    codec = load_text_codec(without_template(demo_checkpoint, tmp_path / "m", template))
+    assert codec is not None
+    with pytest.raises(BadInputError, match="chat template refuses"):
+        codec.encode_chat([ChatMessage("system", "x")])
+
+
+def test_no_tokenizer_and_a_broken_one(tmp_path: Path) -> None:
+    assert load_text_codec(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load_text_codec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (None, {}, set()),
+        (None, {"eos_token_id": 2}, {2}),
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 2}, {5, 6}),
+        ({"eos_token_id": None}, {"eos_token_id": 2}, {2}),
+        ({"eos_token_id": -1}, {}, set()),
+    ],
+)
+def test_end_tokens(tmp_path: Path, generation: dict | None, config: dict, expected: set[int]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert end_token_ids(tmp_path, None) == expected
+
+
+def test_a_broken_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="generation_config"):
+        end_token_ids(tmp_path, None)

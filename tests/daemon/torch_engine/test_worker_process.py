@@ -1,0 +1,168 @@
+"""The worker as a process: the real engine's answers over HTTP, how it ends, and what its exit code says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from daemon.torch_engine import exit_codes
+
+PROMPTS = [[5, 9, 33], [7], list(range(20, 60)), [90, 2, 2, 2, 41, 17, 8], [64, 3]]
+OUTPUT = 12
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def tiny_worker(launch, tiny_checkpoint, tiny_stages, tiny_limits, module_spec):
+    """``tiny_worker(family, **degrees)``: a running worker with a random model, computing in float32."""
+    running: dict[tuple, Any] = {}
+
+    def start(family: str, num_layers: int):
+        if family not in running:
+            worker = launch(
+                module_spec(
+                    served_model=family,
+                    checkpoint=str(tiny_checkpoint(family)),
+                    stages=tiny_stages(num_layers),
+                    limits=tiny_limits,
+                ),
+                float32=True,
+            )
+            worker.wait_ready()
+            running[family] = worker
+        return running[family]
+
+    return start
+
+
+def complete(worker, **body: Any) -> list[list[int]]:
+    """Token ids of each choice."""
+    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=60)
+    extra = {"return_token_ids": True}
+    model = api.models.list().data[0].id
+    done = api.completions.create(model=model, max_tokens=OUTPUT, extra_body=extra, **body)
+    return [choice.token_ids for choice in done.choices]
+
+
+def generate(checkpoint: Path, prompt: list[int]) -> list[int]:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("family", "num_layers"), [("llama", 4), ("qwen3", 3), ("mistral", 3)])
+def test_greedy_equals_transformers_generate(tiny_worker, tiny_checkpoint, family: str, num_layers: int) -> None:
+    """Alone, as one batch of prompts of all lengths, and from clients of their own."""
+    worker = tiny_worker(family, num_layers)
+    expected = [generate(tiny_checkpoint(family), prompt) for prompt in PROMPTS]
+    assert [complete(worker, prompt=prompt, temperature=0)[0] for prompt in PROMPTS] == expected
+    assert complete(worker, prompt=PROMPTS, temperature=0) == expected
+    with ThreadPoolExecutor(5) as pool:
+        assert [
+            done[0] for done in pool.map(lambda p: complete(worker, prompt=p, temperature=0), PROMPTS)
+        ] == expected
+
+
+def test_a_seed_gives_the_same_alone_and_in_a_batch(tiny_worker) -> None:
+    worker = tiny_worker("llama", 4)
+    sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
+    alone = [complete(worker, prompt=prompt, **sampling)[0] for prompt in PROMPTS]
+    assert complete(worker, prompt=PROMPTS, **sampling) == alone
+    assert complete(worker, prompt=PROMPTS[0], **sampling | {"seed": 8})[0] != alone[0]
+
+
+def test_the_demo_answers_a_chat(launch, spec) -> None:
+    worker = launch(spec())
+    worker.wait_ready()
+    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=60)
+    messages = [{"role": "user", "content": "sort: 3 1 2"}]
+    done = api.chat.completions.create(model="demo", messages=messages, temperature=0)
+    assert done.choices[0].message.content == "1 2 3"
+    assert done.choices[0].finish_reason == "stop"
+    stats = json.loads(worker_stats(worker))
+    assert stats["memory"][0]["weights_bytes"] > 3_000_000
+    assert stats["busy"][0]["busy_s"] > 0
+
+
+def worker_stats(worker) -> bytes:
+    import urllib.request
+
+    with urllib.request.urlopen(f"{worker.url}/stats", timeout=60) as answer:
+        return answer.read()
+
+
+def test_a_signal_drains_and_ends_with_0(launch, spec, stats_until: Callable) -> None:
+    worker = launch(spec())
+    worker.wait_ready()
+    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=60)
+    extra = {"ignore_eos": True}
+    stream = api.completions.create(model="demo", prompt="a", max_tokens=120, stream=True, extra_body=extra)
+    first = next(stream)
+    worker.process.send_signal(signal.SIGTERM)
+    finishes = [first.choices[0].finish_reason, *(chunk.choices[0].finish_reason for chunk in stream)]
+    assert finishes[-1] == "length", "what runs is finished"
+    assert worker.process.wait(PATIENCE_S) == 0
+    assert not (worker.folder / exit_codes.STARTUP_ERROR_FILE).exists()
+
+
+def test_a_lease_nobody_renews_ends_it(launch, spec, tmp_path: Path) -> None:
+    lease = tmp_path / "lease.json"
+    lease.write_text("{}")
+    worker = launch(spec(lease_ttl_s=2.0), lease=lease)
+    for _ in range(8):  # four seconds: twice the time to live
+        os.utime(lease)
+        time.sleep(0.5)
+        assert worker.process.poll() is None
+    assert worker.process.wait(PATIENCE_S) == 0
+    assert "lease has run out" in worker.log()
+
+
+def failed(worker) -> tuple[int, dict[str, str]]:
+    code = worker.process.wait(PATIENCE_S)
+    return code, json.loads((worker.folder / exit_codes.STARTUP_ERROR_FILE).read_text())
+
+
+def test_a_port_in_use(launch, spec) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, said = failed(launch(spec(port=port)))
+    assert (code, said["error"]) == (exit_codes.PORT_IN_USE, "ConflictError")
+    assert f"127.0.0.1:{port}" in said["message"]
+
+
+def test_checkpoints_that_cannot_be_served(launch, spec, tmp_path: Path) -> None:
+    (tmp_path / "pickle").mkdir()
+    (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"\x80")
+    workers = [launch(spec(checkpoint=str(tmp_path / name))) for name in ("missing", "pickle")]
+    for worker in workers:
+        code, said = failed(worker)
+        assert code == exit_codes.BAD_CHECKPOINT, worker.log()
+        assert str(tmp_path) in said["message"]
+        assert "Traceback" not in worker.log()
+
+
+def test_a_spec_that_is_none(launch, spec) -> None:
+    good = spec(port=1)
+    worker = launch(replace(good, limits=replace(good.limits, max_batch="many")))
+    code, said = failed(worker)
+    assert (code, said["error"]) == (exit_codes.BAD_CHECKPOINT, "BadInputError")
