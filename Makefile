@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 TORCH_CPU ?= torch==2.13.0
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-long lint types setup clean
+.PHONY: demo test test-long lint types docs setup clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,9 @@ test: lint types
 
 test-long: setup
 	$(BIN)/pytest -m "long" --durations=25
+
+docs: setup
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

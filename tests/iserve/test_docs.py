@@ -1,0 +1,47 @@
+"""The reference pages are what the code says, every command has a help text with an example."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from iserve.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    children = getattr(command, "commands", {})
+    if not children:
+        yield " ".join(path), command
+    for name, child in children.items():
+        yield from commands(child, (*path, name))
+
+
+@pytest.mark.parametrize(("name", "command"), commands(get_command(app)))
+def test_every_command_has_help_and_an_example(name: str, command: Any) -> None:
+    assert command.help
+    assert command.epilog.startswith("Example: ")
+    assert f"iserve {name}" in command.epilog
+
+
+def test_reference_pages_are_current() -> None:
+    check = subprocess.run(
+        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert check.returncode == 0, check.stderr
+
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    import re
+
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
