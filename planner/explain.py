@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from planner.costs import figures
 from planner.intent import Intent
@@ -27,6 +28,7 @@ from planner.plan import (
     NoRoom,
     Ranked,
     Relaxation,
+    Violation,
     WhyNot,
 )
 from planner.queueing import MODEL_NAME, md1_largest_utilisation
@@ -35,6 +37,7 @@ __all__ = ["WhatIf", "explain"]
 
 _MOST_BETTER = 5
 _NUMERIC = (LimitKind.TTFT, LimitKind.TPOT, LimitKind.E2E, LimitKind.BUDGET)
+_MARGIN = 1 - 1e-6  # for rates found by bisection
 _WAITING = frozenset({LimitKind.TTFT, LimitKind.E2E, LimitKind.RATE})
 
 
@@ -72,7 +75,9 @@ def explain(
         _memory(alone[LimitKind.MEMORY]),
         *(_elsewhere(alone[LimitKind.MEMORY], other) for other in what_if),
     ]
-    return WhyNot(better, _nearest(able, room), tuple(r for r in relaxations if r is not None))
+    return WhyNot(
+        better, _nearest(_with_rates(able, intent), room), tuple(r for r in relaxations if r is not None)
+    )
 
 
 class _Room:
@@ -80,16 +85,15 @@ class _Room:
 
     def __init__(self, fits: Callable[[Estimate], Layout | NoRoom]) -> None:
         self._fits = fits
-        self._answers: dict[int, bool] = {}
+        self._answers: dict[DeploymentConfig, bool] = {}
 
     def has(self, ranked: Ranked) -> bool:
         if ranked.no_room is not None:
             return False
-        key = id(ranked)
-        if key not in self._answers:
+        if ranked.config not in self._answers:
             assert ranked.estimate is not None, "only candidates with an estimate are asked about"
-            self._answers[key] = not isinstance(self._fits(ranked.estimate), NoRoom)
-        return self._answers[key]
+            self._answers[ranked.config] = not isinstance(self._fits(ranked.estimate), NoRoom)
+        return self._answers[ranked.config]
 
     def first(self, candidates: Sequence[Ranked]) -> Ranked | None:
         return next((ranked for ranked in candidates if self.has(ranked)), None)
@@ -136,27 +140,54 @@ def _numeric(limit: LimitKind, alone: Sequence[Ranked], room: _Room, cost_unit: 
     return Relaxation(limit, allowed, needed, best.config, best.objective, text)
 
 
+def _rates(able: Sequence[Ranked], intent: Intent) -> tuple[list[float], list[bool]]:
+    """Per candidate, the highest rate whose wait leaves it within TTFT and E2E, and whether it is within them when
+    nobody waits. A limit that it misses even then is told without any wait, so it leaves no time for one."""
+    seen = figures([ranked.estimate for ranked in able if ranked.estimate is not None])
+    slack_s, meets = np.full_like(seen.e2e_s, np.inf), np.ones(len(able), dtype=np.bool_)
+    slo = intent.slo
+    for allowed_s, high_s in (
+        (None if slo is None else slo.ttft_s, seen.ttft_high_s),
+        (None if slo is None else slo.e2e_s, seen.e2e_high_s),
+    ):
+        if allowed_s is not None:
+            left_s = allowed_s - high_s
+            meets &= left_s >= 0
+            slack_s = np.minimum(slack_s, np.maximum(left_s, 0.0))
+    rates: list[float] = (
+        md1_largest_utilisation(slack_s / seen.service_s, intent.percentile) / seen.service_s
+    ).tolist()
+    return rates, meets.tolist()
+
+
 def _rate(able: Sequence[Ranked], intent: Intent, room: _Room) -> Relaxation | None:
     """The highest rate at which some candidate, refused for its queue alone, meets everything."""
-    if intent.rate_per_s is None:
-        return None
+    allowed = intent.rate_per_s
     queued = [r for r in able if r.violations and all(v.limit in _WAITING for v in r.violations)]
-    seen = figures([ranked.estimate for ranked in queued if ranked.estimate is not None])
-    slack_s = np.full_like(seen.e2e_s, np.inf)
-    if intent.slo is not None and intent.slo.ttft_s is not None:
-        slack_s = np.minimum(slack_s, intent.slo.ttft_s - seen.ttft_high_s)
-    if intent.slo is not None and intent.slo.e2e_s is not None:
-        slack_s = np.minimum(slack_s, intent.slo.e2e_s - seen.e2e_high_s)
-    utilisations = md1_largest_utilisation(slack_s / seen.service_s, intent.percentile)  # 0 without slack
-    rates: list[float] = (utilisations / seen.service_s).tolist()
-    best_first = sorted(range(len(queued)), key=lambda i: -rates[i])
-    for index in best_first:
-        needed = _down(rates[index] * (1 - 1e-6)) if rates[index] > 0 else 0.0
-        if 0 < needed < intent.rate_per_s and room.has(queued[index]):
-            best = queued[index]
-            text = f"rate={intent.rate_per_s:g} -> {needed:g} requests/s would admit {best.config} ({MODEL_NAME})"
-            return Relaxation(LimitKind.RATE, intent.rate_per_s, needed, best.config, best.objective, text)
+    if allowed is None or not queued:
+        return None
+    rates, meets = _rates(queued, intent)
+    for index in sorted(range(len(queued)), key=lambda i: -rates[i]):
+        best, needed = queued[index], _down(rates[index] * _MARGIN)
+        if meets[index] and needed < allowed and room.has(best):
+            text = f"rate={allowed:g} -> {needed:g} requests/s would admit {best.config} ({MODEL_NAME})"
+            return Relaxation(LimitKind.RATE, allowed, needed, best.config, best.objective, text)
     return None
+
+
+def _with_rates(able: Sequence[Ranked], intent: Intent) -> list[Ranked]:
+    """The same candidates; where the queue has no end, the rate that would do is told with the SLO in view."""
+    rows = [i for i, r in enumerate(able) if any(v.limit is LimitKind.RATE for v in r.violations)]
+    refined = list(able)
+    rates, _ = _rates([able[i] for i in rows], intent)
+    note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
+    for i, rate in zip(rows, rates, strict=True):
+        violations = tuple(
+            Violation(v.limit, v.allowed, rate * _MARGIN, note) if v.limit is LimitKind.RATE else v
+            for v in able[i].violations
+        )
+        refined[i] = able[i]._replace(violations=violations)
+    return refined
 
 
 def _quality(alone: Sequence[Ranked], room: _Room) -> Relaxation | None:

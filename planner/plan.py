@@ -84,6 +84,9 @@ class Violation(NamedTuple):
                 return "changes the model's answers; quality not measured"
             case LimitKind.MEMORY:
                 return self.note
+            case LimitKind.RATE if self.note:
+                served = f"serves at most {self.actual:.4g} requests/s {self.note}"
+                return f"{served}, rate={self.allowed:g} ({MODEL_NAME})"
             case LimitKind.RATE:
                 return (
                     f"serves at most {self.actual:.4g} requests/s at the upper end of its interval, "

@@ -137,3 +137,23 @@ def test_what_cannot_run_is_never_the_nearest() -> None:
     only_refused = rank([candidate(ONE, refusal="torch does not run it")], Intent(), fits=everything_fits)
     assert only_refused.why_not.nearest is None
     assert [b.reason for b in only_refused.why_not.better] == ["torch does not run it"]
+
+
+def test_the_nearest_rate_has_the_slo_in_view() -> None:
+    """At 0.5 requests/s both are saturated: the one that serves more has no time to let anybody wait.
+
+    ONE: TTFT 0.499 s of 0.5 s, e2e 2.1 s: at most 0.001 s to wait, so 95% must find it idle, 0.05 / 2.1 requests/s.
+    TWO: TTFT 0.1 s, e2e 2.3 s, which leaves 0.4 s to wait.
+    """
+    plan = rank(
+        [candidate(ONE, ttft_s=0.499, tpot_s=0.01601), candidate(TWO, ttft_s=0.1, tpot_s=0.022)],
+        Intent(slo=Slo(ttft_s=0.5), rate_per_s=0.5),
+        fits=everything_fits,
+    )
+    nearest = plan.why_not.nearest
+    assert nearest is not None
+    assert nearest.config == TWO
+    (only,) = nearest.violations
+    assert only.limit is LimitKind.RATE
+    assert 0.05 / 2.3 < only.actual < 0.1
+    assert "within the SLO at p95" in nearest.text

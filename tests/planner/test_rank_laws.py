@@ -206,11 +206,12 @@ def test_the_nearest_point_is_admitted_once_all_it_misses_is_granted(
     candidates: list[Candidate], intent: Intent, free: float
 ) -> None:
     nearest = plan_of(candidates, intent, free).why_not.nearest
-    if nearest is None or any(v.limit in {LimitKind.MEMORY, LimitKind.RATE} for v in nearest.violations):
+    if nearest is None or any(v.limit is LimitKind.MEMORY for v in nearest.violations):
         return
     granted = intent
     for violation in nearest.violations:
-        needed = violation.actual if violation.limit is LimitKind.QUALITY else violation.actual * (1 + 1e-9)
+        slightly = {LimitKind.QUALITY: 1.0, LimitKind.RATE: 1 - 1e-9}.get(violation.limit, 1 + 1e-9)
+        needed = violation.actual * slightly
         advice = Relaxation(violation.limit, violation.allowed, needed, nearest.config, None, "")
         granted = follow(granted, advice)
     after = plan_of(candidates, granted, free)
