@@ -67,6 +67,9 @@ class _Shape:
         return self.batch * (self.input_tokens + self.output_tokens)
 
 
+_FEWEST_RUNS = 2  # of a point, to have an interval at all; below the plan's minimum, when the budget is short
+
+
 class _OutOfTimeError(Exception):
     """The next action would end after its deadline."""
 
@@ -86,6 +89,11 @@ class _Budget:
     @property
     def elapsed_s(self) -> float:
         return self.clock() - self.started
+
+    @property
+    def launch_s(self) -> float:
+        """What a launch took; on an engine that is a process the first one is hidden in asking for the machine."""
+        return max(self.seen_s.get(("launch",), 0.0), self.seen_s.get(("machine",), 0.0))
 
     def loads(self, degree: tuple[int, int] | None = None) -> list[float]:
         """Times of the loads so far."""
@@ -239,7 +247,8 @@ class _Driver:
             launch = _Launch(self, session, tp, pp)
             for number in range(2 * self.plan.max_repeats):
                 deadline = self._deadline(launch, number, fair_end, later)
-                if not launch.pass_over(visits if number % 2 == 0 else visits[::-1], deadline):
+                soft = fair_end if number == 0 else deadline
+                if not launch.pass_over(visits if number % 2 == 0 else visits[::-1], deadline, soft):
                     return
         finally:
             session.close()
@@ -300,14 +309,16 @@ class _Launch:
         self.loaded: _Visit | None = None
         self._kv_tokens = 0
 
-    def pass_over(self, visits: list[_Visit], deadline: float) -> bool:
-        """Run every point that needs it, at least once; False when none does."""
+    def pass_over(self, visits: list[_Visit], deadline: float, soft: float) -> bool:
+        """Run every point that needs it, once after ``soft`` and maybe more before; False when none does."""
         wanted = [(visit, shapes) for visit in visits if (shapes := self._open_shapes(visit))]
         for visit, shapes in wanted:
             if self.loaded != visit:
                 self._load(visit, deadline)
                 shapes = [s for s in shapes if s in self.driver.shapes]  # warming up may have dropped some
-            for _ in range(self._repeats_of(visit, shapes)):
+            for repeat in range(self._repeats_of(visit, shapes)):
+                if repeat and self.driver.budget.clock() >= soft:
+                    break
                 for shape in shapes:
                     reading = self._run(visit, shape, deadline)
                     self.driver.runs.setdefault((self.tp, self.pp, visit, shape), []).append(reading)
@@ -372,24 +383,30 @@ class _Launch:
         self._read_memory(visit, tokens)
 
     def _too_dear(self, visit: _Visit, shape: _Shape, smaller: _Shape, deadline: float) -> bool:
-        """Drop a point whose minimum of runs would take more than all the time left, as its neighbour tells."""
+        """Drop a point that leaves no time for two runs of everything; its smaller neighbour tells its time."""
         driver, budget = self.driver, self.driver.budget
         if driver.runs or len(budget.loads()) > 1:
             return False  # decided once, on the first fingerprint, so that all have the same points
-        visits = sum(len(v) for v in driver.sessions.values())
-        times = shape.cost / smaller.cost * (driver.plan.min_repeats + 1) * visits
         key = (self.tp, self.pp, visit, smaller)
-        if budget.seen_s[key] * times <= budget.end - budget.clock():
+
+        def need_s() -> float:
+            warm = sum(budget.seen_s.get((self.tp, self.pp, visit, known), 0.0) for known in driver.shapes)
+            once = warm + budget.seen_s[key] * shape.cost / smaller.cost
+            visits = sum(len(v) for v in driver.sessions.values())
+            launches = (len(driver.sessions) - 1) * budget.launch_s
+            return launches + visits * (budget.loads()[0] + (1 + _FEWEST_RUNS) * once)
+
+        if need_s() <= budget.end - budget.clock():
             return False
         self._run(visit, smaller, deadline)  # once more: its first run may have been a compilation
         left_s = budget.end - budget.clock()
-        if (need_s := budget.seen_s[key] * times) <= left_s:
+        if need_s() <= left_s:
             return False
         driver.shapes.remove(shape)
         driver.dropped = True
         driver.notes.append(
-            f"batch {shape.batch}, {shape.input_tokens} in, {shape.output_tokens} out left out: its minimum of "
-            f"runs would take about {need_s:.1f} s of the {left_s:.1f} s left"
+            f"batch {shape.batch}, {shape.input_tokens} in, {shape.output_tokens} out left out: with it two runs "
+            f"of every point would take about {need_s():.1f} s, {left_s:.1f} s are left"
         )
         return True
 
@@ -430,8 +447,7 @@ class _Launch:
         visit_s = once * (repeats + 1) + load * math.ceil(
             repeats / _repeats_per_visit(self.driver.plan, load, once)
         )
-        launch = max(seen.get(("launch",), 0.0), seen.get(("machine",), 0.0))
-        return sum(launch + len(visits) * visit_s for visits in later)
+        return sum(self.driver.budget.launch_s + len(visits) * visit_s for visits in later)
 
 
 def _repeats_per_visit(plan: ProfilePlan, load_s: float, once_s: float) -> int:

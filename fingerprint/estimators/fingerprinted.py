@@ -35,8 +35,8 @@ def distance(a: DeploymentConfig, b: DeploymentConfig) -> float:
         8.0 * (a.weights != b.weights)
         + 4.0 * (a.kv != b.kv)
         + 2.0 * (a.pruning != b.pruning)
-        + abs(math.log2(a.tp / b.tp))
-        + abs(math.log2(a.pp / b.pp))
+        + abs(math.log2(a.tp) - math.log2(b.tp))
+        + abs(math.log2(a.pp) - math.log2(b.pp))
     )
 
 

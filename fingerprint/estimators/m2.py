@@ -30,7 +30,6 @@ __all__ = ["M2", "KvCheck", "MemoryTerms"]
 KV_TOLERANCE = 0.02  # above it the engine's own bytes per token replace the spec's, and a warning says so
 # Never narrower than this: counted bytes leave out allocator rounding (design, section 9: weights within 0.5%).
 ACCOUNTING_ERROR = 0.005
-_DEPTH_TOLERANCE = 0.01  # an activation peak that grows by less per layer is taken not to depend on depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,14 @@ class _Line:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """Bytes and how far they may be off."""
+
+    value: float
+    error: float
+
+
 class _Degree:
     """The memory points of one weight format at one (tp, pp)."""
 
@@ -110,46 +117,40 @@ class _Degree:
             )
         return _Line(slope, max(0.0, held[high] - high * slope))
 
-    def peak(self, bytes_of: Callable[[RankMemory], int], tokens: int, layers: float) -> tuple[float, float]:
-        """Largest over the ranks, for a step of ``tokens`` and ``layers`` on a stage, and how far it may be off.
+    def peak(self, bytes_of: Callable[[RankMemory], int], tokens: int, stage: int | None = None) -> _Peak:
+        """Largest over the ranks (of one stage) for a step of ``tokens``, at the deepest fingerprint.
 
         Linear in tokens between and beyond the measured steps (a single step: proportional); half of what lies
-        beyond the measured range counts as error.
+        beyond the measured range counts as error, and so does the growth from the depth before. It is not
+        extrapolated in layers as the paper does with the whole: inference frees a layer's activations, so the
+        peak stops growing once two layers overlap (measured on the embedded engine: 6.57 MB with one layer, 7.09
+        MB with two and with eight; linear growth would have said 10.24 MB).
         """
         by_depth: dict[int, dict[int, float]] = {}
         for point in self.points:
-            steps = by_depth.setdefault(point.num_layers // self.pp, {})
-            held = max(bytes_of(rank) for rank in point.ranks)
+            steps = by_depth.setdefault(point.num_layers, {})
+            held = max(bytes_of(rank) for rank in point.ranks if stage is None or rank.stage == stage)
             steps[point.max_batched_tokens] = max(steps.get(point.max_batched_tokens, 0.0), held)
-        at_depth = {depth: _along_tokens(steps, tokens) for depth, steps in by_depth.items()}
-        shallow, deep = min(at_depth), max(at_depth)
-        value, error = at_depth[deep]
-        if deep == shallow:
-            return value, error
-        per_layer = (value - at_depth[shallow][0]) / (deep - shallow)
-        if per_layer <= _DEPTH_TOLERANCE * value:
-            return value, error + abs(per_layer)
-        return value + per_layer * max(0.0, layers - deep), error
+        at_depth = [_along_tokens(steps, tokens) for _, steps in sorted(by_depth.items())]
+        value, error = at_depth[-1]
+        growth = abs(value - at_depth[-2][0]) if len(at_depth) > 1 else 0.0
+        return _Peak(value, error + growth)
 
     @property
     def runtime_bytes(self) -> list[int]:
         return [rank.runtime_bytes for point in self.points for rank in point.ranks]
 
     def total(self, num_layers: int) -> float:
-        """All ranks, largest step, runtime and KV taken off, extrapolated linearly to ``num_layers``."""
+        """All ranks of the full model at the largest step, runtime and KV taken off."""
         most = max(point.max_batched_tokens for point in self.points)
-        held = {
-            point.num_layers: float(
-                sum(r.weights_bytes + r.activation_peak_bytes + r.pp_buffer_bytes for r in point.ranks)
-            )
-            for point in self.points
-            if point.max_batched_tokens == most
-        }
-        low, high = min(held), max(held)
+        at_most = sorted((p for p in self.points if p.max_batched_tokens == most), key=lambda p: p.num_layers)
+        weights = {p.num_layers: float(sum(rank.weights_bytes for rank in p.ranks)) for p in at_most}
+        low, high = min(weights), max(weights)
         if high == low and high != num_layers:
             raise NotMeasuredError(f"tp={self.tp} pp={self.pp} was measured at one depth, two are needed")
-        slope = (held[high] - held[low]) / (high - low) if high > low else 0.0
-        return held[high] + slope * (num_layers - high)
+        slope = (weights[high] - weights[low]) / (high - low) if high > low else 0.0
+        rest = sum(rank.activation_peak_bytes + rank.pp_buffer_bytes for rank in at_most[-1].ranks)
+        return weights[high] + slope * (num_layers - high) + rest
 
 
 def _along_tokens(steps: dict[int, float], tokens: int) -> tuple[float, float]:
@@ -224,14 +225,14 @@ class M2:
         if config.pp > 1 and self._staged(config.weights) is None:
             raise NotMeasuredError(f"pp={config.pp}: no fingerprint was loaded at pp above 1")
         tokens = min(workload.batch * workload.input_tokens, self._max_batched_tokens)
-        activation, activation_error = self._activation(config, tokens)
-        buffer, buffer_error = self._pp_buffer(config, tokens)
-        runtime, runtime_error = self._runtime(config)
+        activation, buffer = self._activation(config, tokens), self._pp_buffer(config, tokens)
+        runtime = self._runtime(config)
         first, last = model.ends(config.tp, config.pp)
         layer, kv = model.layer_at(config.tp), self.layer_kv_bytes(config, workload)
         layers = even_split(self._spec.num_layers, config.pp)[0]
-        errors = activation_error + buffer_error + runtime_error + model.error(config.tp, config.pp, layers)
-        total = layers * (layer + kv) + max(first, last) + activation + buffer + runtime
+        error = model.error(config.tp, config.pp, layers) + sum(p.error for p in (activation, buffer, runtime))
+        rest = activation.value + buffer.value + runtime.value
+        total = layers * (layer + kv) + max(first, last) + rest
         return MemoryEstimate(
             tp=config.tp,
             pp=config.pp,
@@ -240,10 +241,10 @@ class M2:
             layer_kv_bytes=_whole(kv),
             first_stage_bytes=_whole(first),
             last_stage_bytes=_whole(last),
-            activation_bytes=_whole(activation),
-            pp_buffer_bytes=_whole(buffer),
-            runtime_bytes=_whole(runtime),
-            relative_error=ACCOUNTING_ERROR + errors / max(total, 1.0),
+            activation_bytes=_whole(activation.value),
+            pp_buffer_bytes=_whole(buffer.value),
+            runtime_bytes=_whole(runtime.value),
+            relative_error=ACCOUNTING_ERROR + error / max(total, 1.0),
             source=Source.EXTRAPOLATED,
         )
 
@@ -271,34 +272,34 @@ class M2:
             None if base is None else _WeightsModel(self._spec, base, self._wider(weights), self._staged(weights))
         )
 
-    def _activation(self, config: DeploymentConfig, tokens: int) -> tuple[float, float]:
-        def peak(degree: _Degree) -> tuple[float, float]:
-            return degree.peak(lambda rank: rank.activation_peak_bytes, tokens, self._spec.num_layers / config.pp)
+    def _activation(self, config: DeploymentConfig, tokens: int) -> _Peak:
+        def peak(degree: _Degree) -> _Peak:
+            return degree.peak(lambda rank: rank.activation_peak_bytes, tokens)
 
-        base, wider = self._degrees[config.weights, 1, 1], self._wider(config.weights)
-        own, staged = self._degree(config.weights, config.tp, config.pp), self._staged(config.weights)
+        own = self._degree(config.weights, config.tp, config.pp)
         if own is not None:
             return peak(own)
-        value, error = peak(base)
+        base, wider = peak(self._degrees[config.weights, 1, 1]), self._wider(config.weights)
+        value, error, staged = base.value, base.error, self._staged(config.weights)
         if config.tp > 1 and wider is not None:
-            at_wider, wider_error = peak(wider)
-            value, error = _separate(value, at_wider, wider.tp).at(config.tp), max(error, wider_error)
-        if config.pp > 1 and staged is not None:
-            alone, at_stage = peak(base)[0], peak(staged)[0]
-            scale = at_stage / alone if alone > 0 else 1.0  # a stage's peak over that of the whole
+            at_wider = peak(wider)
+            value, error = _separate(value, at_wider.value, wider.tp).at(config.tp), max(error, at_wider.error)
+        if config.pp > 1 and staged is not None and base.value > 0:
+            scale = peak(staged).value / base.value  # a stage's peak over that of the whole
             value, error = value * scale, error * scale
-        return value, error
+        return _Peak(value, error)
 
-    def _pp_buffer(self, config: DeploymentConfig, tokens: int) -> tuple[float, float]:
-        """Whole on every TP rank. A stage between two others sends and receives: twice the bytes of an end."""
-        staged = self._degree(config.weights, config.tp, config.pp) or self._staged(config.weights)
-        if config.pp == 1 or staged is None:
-            return 0.0, 0.0
-        value, error = staged.peak(lambda rank: rank.pp_buffer_bytes, tokens, self._spec.num_layers / config.pp)
-        sides = 2 if config.pp > 2 and staged.pp == 2 else 1
-        return value * sides, error * sides
+    def _pp_buffer(self, config: DeploymentConfig, tokens: int) -> _Peak:
+        """Whole on every TP rank. A stage between two others holds what the first and what the last one holds."""
+        measured = self._degree(config.weights, config.tp, config.pp) or self._staged(config.weights)
+        if config.pp == 1 or measured is None:
+            return _Peak(0.0, 0.0)
+        ends = [measured.peak(lambda rank: rank.pp_buffer_bytes, tokens, stage) for stage in (0, measured.pp - 1)]
+        if config.pp > measured.pp == 2:
+            return _Peak(sum(end.value for end in ends), sum(end.error for end in ends))
+        return measured.peak(lambda rank: rank.pp_buffer_bytes, tokens)
 
-    def _runtime(self, config: DeploymentConfig) -> tuple[float, float]:
+    def _runtime(self, config: DeploymentConfig) -> _Peak:
         """The largest of this (tp, pp), else of any with as many as one, or more, GPUs."""
         own = self._degree(config.weights, config.tp, config.pp)
         alike = [
@@ -307,7 +308,7 @@ class M2:
             if w == config.weights and (tp * pp > 1) == (config.num_gpus > 1)
         ]
         seen = [bytes_ for degree in ([own] if own is not None else alike) for bytes_ in degree.runtime_bytes]
-        return float(max(seen)), (max(seen) - min(seen)) / 2
+        return _Peak(float(max(seen)), (max(seen) - min(seen)) / 2)
 
     def layer_kv_bytes(self, config: DeploymentConfig, workload: Workload) -> float:
         """One layer's KV on one GPU for the whole batch at its end; no weights need to have been measured."""

@@ -15,6 +15,7 @@ from tests.fingerprint.synthetic_machine import SyntheticMachine, Truth, llama, 
 
 INT8, BITS16 = WeightFormat.INT8, WeightFormat.BITS16
 PLAN = ProfilePlan(budget_s=1e6, max_repeats=5, weights=(BITS16, INT8))
+LARGEST = Workload(4, 512, 17)
 DEGREES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (4, 2)]
 
 
@@ -155,6 +156,36 @@ class TestReach:
         assert memory.stage(0, 1).weights_bytes == pytest.approx(
             truth.weights_bytes(1, tp=1, first=True, last=True), abs=3
         )
+
+
+class TestPeaks:
+    """Recorded from the embedded engine: what grows once, or lies on one side only."""
+
+    def test_an_activation_peak_that_grew_from_one_layer_to_two_is_not_multiplied_by_the_depth(self):
+        """The demo model at 2,048 tokens: 6,569,984 bytes with one layer, 7,094,272 with two and with all eight."""
+        profile = take_profile(SyntheticMachine(spec=llama(8)), PLAN)
+
+        def recorded(point):
+            peak = 6_569_984 if point.num_layers == 1 else 7_094_272
+            return replace(point, ranks=tuple(replace(r, activation_peak_bytes=peak) for r in point.ranks))
+
+        memory = M2(replace(profile, memory=tuple(recorded(p) for p in profile.memory))).memory(
+            DeploymentConfig(), LARGEST
+        )
+        assert memory.activation_bytes == 7_094_272
+        quiet = M2(profile).memory(DeploymentConfig(), LARGEST)
+        assert memory.relative_error > quiet.relative_error + 500_000 / quiet.per_gpu_bytes((8,))
+
+    @pytest.mark.parametrize(("pp", "expected"), [(2, 2_000_000), (3, 2_000_000), (8, 2_000_000)])
+    def test_a_buffer_that_only_the_receiver_holds_is_counted_once_per_stage(self, pp, expected):
+        profile = take_profile(SyntheticMachine(), PLAN)
+
+        def received(point):
+            ranks = tuple(replace(r, pp_buffer_bytes=2_000_000 * (r.stage > 0)) for r in point.ranks)
+            return replace(point, ranks=ranks)
+
+        m2 = M2(replace(profile, memory=tuple(received(point) for point in profile.memory)))
+        assert m2.memory(DeploymentConfig(pp=pp), LARGEST).pp_buffer_bytes == expected
 
 
 class TestInterval:

@@ -161,9 +161,17 @@ class TestBudget:
         for p in result.timing:
             shapes.setdefault((p.tp, p.pp, p.num_layers), set()).add((p.batch, p.input_tokens, p.output_tokens))
         assert not result.complete
-        assert any("left out: its minimum of runs would take about" in note for note in result.notes)
+        assert any("left out: with it two runs of every point would take about" in note for note in result.notes)
         assert 1 <= len(shapes[1, 1, 1]) < 8
         assert shapes[1, 1, 1] == shapes[1, 1, 2]
+
+    def test_a_short_budget_gives_every_launch_its_runs_before_any_gets_the_minimum(self):
+        """Launches take 30 s of 60, and the minimum of runs more than the rest: few runs, but of everything."""
+        machine = SyntheticMachine(launch_s=10.0, load_s=0.6, run_cost=3.5)
+        result = take_profile(machine, replace(PLAN, budget_s=60.0))
+        assert not result.complete
+        assert {(p.tp, p.pp) for p in result.timing} == {(1, 1), (2, 1), (1, 2)}
+        assert len(result.timing) == NUM_POINTS
 
     def test_a_slow_first_run_drops_nothing(self):
         """The first run of a process may compile for seconds."""
