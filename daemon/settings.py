@@ -31,7 +31,7 @@ class DaemonSettings:
     unresponsive_s: float = 120.0  # a worker that was ready and is silent for so long is ended and started again
     resident_period_s: float = 5.0  # between two looks at the memory of CPU workers
     restart: RestartPolicy = field(default_factory=RestartPolicy)
-    stop_grace_s: float = 10.0  # between SIGTERM and SIGKILL
+    stop_grace_s: float = 35.0  # between SIGTERM and SIGKILL; the embedded engine drains for 30 at most
     memory_free_timeout_s: float = 15.0  # for a GPU to show a stopped worker's memory free
     log_max_bytes: int = 8 * 2**20
     log_files: int = 3

@@ -36,6 +36,7 @@ __all__ = ["SupervisedWorker", "free_port"]
 log = logging.getLogger(__name__)
 
 _PORT_TRIES = 5
+_SOON_S = 0.2
 _ENDING_LIMIT_S = 20.0  # a keeper that has not finished by then is ended
 
 
@@ -66,7 +67,7 @@ class SupervisedWorker:
         process: WorkerProcess,
         settings: DaemonSettings,
         devices: Mapping[str, Device],
-        wake: Callable[[], None],
+        wake: Callable[[SupervisedWorker], None],
         *,
         fixed_port: bool,
     ) -> None:
@@ -81,6 +82,8 @@ class SupervisedWorker:
         self._ending_since_s: float | None = None
         self._port_tries = 0
         self._exit_watch: int | None = None  # pidfd
+        self._timer: asyncio.TimerHandle | None = None
+        self._put_off = False  # a pass was asked for while another was under way
         self._resident_bytes: int | None = None
         self._resident_at_s = float("-inf")
         self.restarts = 0
@@ -161,11 +164,17 @@ class SupervisedWorker:
     # --- one pass ----------------------------------------------------------------------------------------------
 
     async def tick(self, prober: Prober) -> None:
-        """Renew, probe, and act on what is seen. Skipped while a start or a stop is under way."""
-        if self._lock.locked() or self.stopping or self.stopped or self.gave_up:
+        """Renew, probe, and act on what is seen; put off while an earlier pass or a start is under way."""
+        if self.stopping or self.stopped or self.gave_up:
+            return
+        if self._lock.locked():
+            self._put_off = True
             return
         async with self._lock:
             await self._tick(prober)
+        if self._put_off:
+            self._put_off = False
+            self._wake_soon()
 
     async def _tick(self, prober: Prober) -> None:
         now_s = time.monotonic()
@@ -192,8 +201,14 @@ class SupervisedWorker:
         else:
             self._wake_soon()
 
-    def _wake_soon(self) -> None:
-        asyncio.get_running_loop().call_later(min(0.1, self._settings.tick_s), self._wake)
+    def _wake_soon(self, in_s: float = _SOON_S) -> None:
+        """Ask for one pass of its own, sooner than the next tick's; there is never more than one asked for."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if not self._timer.cancelled() and loop.time() <= self._timer.when() <= loop.time() + in_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(in_s, self._wake, self)
 
     async def _probe(self, prober: Prober) -> None:
         sight = self._sight
@@ -248,7 +263,7 @@ class SupervisedWorker:
 
     def _on_exit_event(self) -> None:
         self._unwatch_exit()
-        self._wake()
+        self._wake(self)
 
     def let_go(self) -> None:
         """Stop looking; the worker itself runs on."""
@@ -282,7 +297,7 @@ class SupervisedWorker:
         self._ending_since_s = self._ended_because = None
         self._history.note_start(time.monotonic())
         await asyncio.to_thread(self.process.start, self.spec, command, tuple(cores), self._settings)
-        self._wake()
+        self._wake_soon()
 
     def _own_devices(self) -> list[Device]:
         return [self._devices[d] for stage in self.spec.stages for d in stage.device_ids]
@@ -313,7 +328,7 @@ class SupervisedWorker:
             return
         log.warning("worker %s ended: %s; next start in %.1f s", self.worker_id, self.error, delay_s)
         self._restart_at_s = time.monotonic() + delay_s
-        asyncio.get_running_loop().call_later(delay_s, self._wake)
+        self._wake_soon(delay_s)
 
     def _move_port(self) -> bool:
         """Choose another port, if it was ours to choose and this is not the fifth time in a row."""

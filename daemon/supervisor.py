@@ -6,6 +6,7 @@ Workers do not depend on it: when the daemon dies they serve on until their leas
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -48,7 +49,7 @@ class Supervisor:
     def __init__(self, settings: DaemonSettings, monitor: Monitor, engines: Callable[[str], Engine]) -> None:
         self._settings, self._monitor, self._engines = settings, monitor, engines
         self._workers: dict[str, SupervisedWorker] = {}
-        self._wake_event = asyncio.Event()
+        self._passes: set[asyncio.Task[None]] = set()
         self._prober = Prober(timeout_s=settings.probe_timeout_s)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device-reader")
         self._reading: asyncio.Future[None] | None = None
@@ -62,42 +63,49 @@ class Supervisor:
         await self._adopt()
 
     async def run(self, *, until: asyncio.Event) -> None:
-        """A pass each ``tick_s``, sooner for a worker that ends or starts, until told to leave."""
+        """A pass each ``tick_s`` until told to leave."""
         while not until.is_set():
             next_s = time.monotonic() + self._settings.tick_s
             await self.tick()
-            await self._pause(until, next_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(until.wait(), max(0.0, next_s - time.monotonic()))
 
     async def close(self) -> None:
         """Let go of everything; the workers run on."""
         for worker in self._workers.values():
             worker.let_go()
+        for task in self._passes:
+            task.cancel()
         await self._prober.__aexit__(None, None, None)
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    async def _pause(self, until: asyncio.Event, next_s: float) -> None:
-        """Wait for the next full pass, looking after woken workers meanwhile."""
-        while not until.is_set() and (left_s := next_s - time.monotonic()) > 0:
-            waits = [asyncio.ensure_future(event.wait()) for event in (until, self._wake_event)]
-            await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
-            if self._wake_event.is_set():
-                self._wake_event.clear()
-                await self._tick_workers()
-
     async def tick(self) -> None:
-        """One pass: look at the devices, renew and probe every worker, add to the loads."""
+        """One pass: look at the devices, renew and probe every worker, add to the loads.
+
+        A worker that takes its time (one that is being ended, say) is not waited for.
+        """
         await self._read_devices()
-        await self._tick_workers()
+        passes = [self._begin_pass(worker) for worker in self._workers.values()]
+        if passes:
+            await asyncio.wait(passes, timeout=self._settings.tick_s)
         self._monitor.observe(self._uses())
 
-    async def _tick_workers(self) -> None:
-        workers = list(self._workers.values())
-        results = await asyncio.gather(*(worker.tick(self._prober) for worker in workers), return_exceptions=True)
-        for worker, result in zip(workers, results, strict=True):
-            if isinstance(result, BaseException):  # a bug in one worker's care must not end the care of the others
-                log.error("worker %s: its pass failed", worker.worker_id, exc_info=result)
+    def _begin_pass(self, worker: SupervisedWorker) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(worker.tick(self._prober), name=worker.worker_id)
+        self._passes.add(task)
+        task.add_done_callback(self._end_pass)
+        return task
+
+    def _end_pass(self, task: asyncio.Task[None]) -> None:
+        """A bug in one worker's care must not end the care of the others."""
+        self._passes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("worker %s: its pass failed", task.get_name(), exc_info=error)
+
+    def _wake(self, worker: SupervisedWorker) -> None:
+        """Look after one worker now; it has ended, or is about to be ready."""
+        if self._workers.get(worker.worker_id) is worker:
+            self._begin_pass(worker)
 
     async def _read_devices(self) -> None:
         """Start a look if none is under way; wait a moment for it, not for ever: a driver call can block."""
@@ -188,7 +196,7 @@ class Supervisor:
             process,
             self._settings,
             self._monitor.devices,
-            self._wake_event.set,
+            self._wake,
             fixed_port=fixed_port,
         )
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 import urllib.request
 
 import pytest
@@ -49,6 +50,17 @@ def test_a_slow_worker_is_starting_until_it_is_healthy(node):
     node.client.launch(node.spec("quick-to-launch"))  # is not held up by the slow one
     assert node.client.worker("w1").state is WorkerState.STARTING
     assert node.wait("w1", WorkerState.READY).restarts == 0
+
+
+def test_a_start_is_watched_closely_but_not_ever_more_closely(node):
+    """Ten passes and five looks a second at most here, however long the start takes."""
+    node.start()
+    node.behave(slow_start_s=2.0)
+    status = node.ready()
+    with urllib.request.urlopen(f"{status.url}/env") as answer:
+        asked = json.load(answer)["asked"]["health"]
+    lasted_s = time.time() - node.lease().started_at
+    assert asked <= 15 * lasted_s + 5
 
 
 def test_killing_the_daemon_leaves_the_worker_to_the_next_one(node, alive):
