@@ -34,7 +34,10 @@ def cores_of(device_id: str, text: str | None = None) -> tuple[int, ...]:
         else:
             pairs = (part.split("=", 1) for part in text.split(";") if part.strip())
             table = {key.strip(): value.split(",") for key, value in pairs}
-        return tuple(int(core) for core in table.get(device_id, ()))
+        cores = tuple(int(core) for core in table.get(device_id, ()))
+        if any(core < 0 for core in cores):
+            raise ValueError("a core is negative")
+        return cores
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{CORES_VARIABLE}={text!r} is not like 'cpu:0=0,1;cpu:1=2'") from error
 
