@@ -162,7 +162,7 @@ class TestPeaks:
     """Recorded from the embedded engine: what grows once, or lies on one side only."""
 
     def test_an_activation_peak_that_grew_from_one_layer_to_two_is_not_multiplied_by_the_depth(self):
-        """The demo model at 2,048 tokens: 6,569,984 bytes with one layer, 7,094,272 with two and with all eight."""
+        """The demo model at 2,048 tokens: 6,569,984 bytes with one layer, 7,094,272 with two and with eight."""
         profile = take_profile(SyntheticMachine(spec=llama(8)), PLAN)
 
         def recorded(point):
