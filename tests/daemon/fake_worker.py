@@ -45,8 +45,6 @@ def main() -> None:
 def serve(spec: dict, behaviour: dict) -> None:
     devices = [device for stage in spec["stages"] for device in stage["device_ids"]]
 
-    asked = {"health": 0}
-
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -56,7 +54,6 @@ def serve(spec: dict, behaviour: dict) -> None:
             if behaviour.get("fail_health_file") and Path(behaviour["fail_health_file"]).exists():
                 ready = False
             if self.path == "/health":
-                asked["health"] += 1
                 self.answer(200 if ready else 503, {"status": "ok" if ready else "loading"})
             elif self.path == "/stats":
                 busy_s = alive_s * behaviour.get("busy_fraction", 0.0)
@@ -87,7 +84,6 @@ def serve(spec: dict, behaviour: dict) -> None:
                     {
                         "env": {name: os.environ.get(name) for name in names},
                         "cores": sorted(os.sched_getaffinity(0)),
-                        "asked": asked,
                     },
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,8 +13,13 @@ import urllib.request
 import pytest
 
 from daemon.engines.base import StageAssignment, WorkerLimits
+from daemon.engines.torch import TorchEngine
+from daemon.probe import Prober
 from daemon.process import group_members
+from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
+from daemon.supervised import SupervisedWorker
+from daemon.worker_process import WorkerProcess
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import (
     CheckpointError,
@@ -52,15 +58,27 @@ def test_a_slow_worker_is_starting_until_it_is_healthy(node):
     assert node.wait("w1", WorkerState.READY).restarts == 0
 
 
-def test_a_start_is_watched_closely_but_not_ever_more_closely(node):
-    """Ten passes and five looks a second at most here, however long the start takes."""
-    node.start()
-    node.behave(slow_start_s=2.0)
-    status = node.ready()
-    with urllib.request.urlopen(f"{status.url}/env") as answer:
-        asked = json.load(answer)["asked"]["health"]
-    lasted_s = time.time() - node.lease().started_at
-    assert asked <= 15 * lasted_s + 5
+def test_a_start_asks_for_one_extra_look_at_a_time(node, tmp_path):
+    """However often it is looked at: else the looks of a long start would multiply."""
+    process = WorkerProcess(tmp_path, None, time.monotonic())
+    (tmp_path / "command.json").touch()  # as just handed to a keeper that has not begun yet
+    extra_looks = []
+
+    async def look_ten_times() -> None:
+        settings = DaemonSettings(home=tmp_path)
+        worker = SupervisedWorker(
+            node.spec(), TorchEngine(), process, settings, {}, extra_looks.append, fixed_port=False
+        )
+        async with Prober(timeout_s=1.0) as prober:
+            for _ in range(10):
+                await worker.tick(prober)
+        assert worker.state() is WorkerState.STARTING
+        while not extra_looks:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(look_ten_times())
+    assert len(extra_looks) == 1
 
 
 def test_killing_the_daemon_leaves_the_worker_to_the_next_one(node, alive):
