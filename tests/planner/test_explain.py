@@ -142,7 +142,7 @@ def test_what_cannot_run_is_never_the_nearest() -> None:
 def test_the_nearest_rate_has_the_slo_in_view() -> None:
     """At 0.5 requests/s both are saturated: the one that serves more has no time to let anybody wait.
 
-    ONE: TTFT 0.499 s of 0.5 s, e2e 2.1 s: at most 0.001 s to wait, so 95% must find it idle, 0.05 / 2.1 requests/s.
+    ONE: TTFT 0.499 s of 0.5 s, e2e 2.1 s: 0.001 s to wait, so 95% must find it idle, 0.05 / 2.1 requests/s.
     TWO: TTFT 0.1 s, e2e 2.3 s, which leaves 0.4 s to wait.
     """
     plan = rank(
