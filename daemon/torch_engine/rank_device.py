@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from fingerprint.errors import ConfigError
+from fingerprint.errors import ConfigError, EngineError
 
 __all__ = ["CORES_VARIABLE", "RankDevice", "cores_of", "release_memory"]
 
@@ -43,14 +43,22 @@ def cores_of(device_id: str, text: str | None = None) -> tuple[int, ...]:
 
 
 class RankDevice:
-    """CUDA where torch has it and the device is not named as a CPU share; else a share of the CPU.
+    """A share of the CPU if it is named so (``cpu:0``), else a GPU.
 
     Args:
         threads: of torch, on a CPU device of which no cores are given; None leaves torch's setting.
+
+    Raises:
+        EngineError: the device is a GPU and torch sees none.
     """
 
     def __init__(self, device_id: str, rank: int, threads: int | None) -> None:
-        self.is_cuda = torch.cuda.is_available() and not device_id.startswith("cpu")
+        self.is_cuda = not device_id.startswith("cpu")
+        visible = torch.cuda.device_count() if self.is_cuda else 0
+        if self.is_cuda and visible <= rank:
+            raise EngineError(
+                f"rank {rank} is to run on {device_id}, torch {torch.__version__} sees {visible} GPUs"
+            )
         # The launcher lists a worker's GPUs in CUDA_VISIBLE_DEVICES in the order of its ranks.
         self.torch_device = torch.device("cuda", rank) if self.is_cuda else torch.device("cpu")
         if self.is_cuda:
@@ -91,6 +99,12 @@ class RankDevice:
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Let torch's allocator take no more than the plan's bytes (CUDA only; a CPU's allocator has no limit)."""
+        if self.is_cuda:
+            total = torch.cuda.get_device_properties(self.torch_device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.torch_device)
 
     def reset_peak(self) -> None:
         if self.is_cuda:

@@ -126,17 +126,22 @@ class RankGroup:
     def load(self, order: LoadOrder) -> Stage:
         """Every rank loads its part. A load that is refused leaves the ranks alive for the next one."""
         self._tell(Order(Verb.LOAD, load=order))
-        stage, failed = None, None
+        stage: Stage | None = None
+        failed: IserveError | None = None
         try:
             stage = Stage(order, self._place, self._groups, self._device)
         except IserveError as error:
             failed = error
-        answers = self._collect(raise_errors=False)
-        for child, (answer, _) in zip(self._children, answers, strict=True):
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            failed = EngineError(f"rank 0 has no memory for {order.checkpoint}: {error}")
+        except BaseException:  # a bug: the others' answers are never read, so they cannot be used again
+            self._end(ordered=False)
+            raise
+        for child, (answer, _) in zip(self._children, self._collect(raise_errors=False), strict=True):
             failed = failed or answer.exception(child.rank)
-        if failed is not None or stage is None:
-            assert failed is not None
+        if failed is not None:
             raise failed
+        assert stage is not None
         return stage
 
     def step(self, stage: Stage, plan: StepPlan) -> tuple[torch.Tensor, tuple[RankTiming, ...]]:
@@ -158,6 +163,9 @@ class RankGroup:
                     raise self._lost(child, error) from error
             self._end(ordered=False)
             raise EngineError(f"a step failed on rank 0: {error}") from error
+        except BaseException:  # a bug: as in ``load``
+            self._end(ordered=False)
+            raise
         timings = [timing]
         for answer, theirs in self._collect():
             assert answer.timing is not None

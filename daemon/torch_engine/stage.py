@@ -62,6 +62,7 @@ class Stage:
         self._peak_bytes = 0
         self._metered = (0, 0)
         self._check_room(order)
+        device.limit_memory(order.limits.memory_bytes_per_device)
         self.model.load(device.torch_device)
         self._cache = KvCache(**self._cache_sizes(), dtype=self._dtype, device=device.torch_device)
         self._inbox = self._make_inbox()
@@ -135,7 +136,7 @@ class Stage:
     def _gather_logits(self, output: torch.Tensor) -> torch.Tensor | None:
         leads = self._place.tp_index == 0
         if not self.model.head_is_split:
-            return output.float().cpu() if leads else None
+            return output.to("cpu", torch.float32, copy=True) if leads else None
         output = output.contiguous()
         parts = [torch.empty_like(output) for _ in range(self.model.parallel.tp)] if leads else None
         dist.gather(output, parts, dst=self._groups.leader_rank, group=self._groups.tensor)

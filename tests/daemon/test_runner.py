@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 import transformers
 
+from daemon.engines.base import StageAssignment
 from daemon.torch_engine import attention, support
 from daemon.torch_engine.formats import FORMATS
 from daemon.torch_engine.runner import LocalRunner
+from daemon.torch_engine.stage_model import StageModel
 from daemon.torch_engine.steps import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
@@ -162,7 +165,7 @@ def _live_tensor_bytes() -> int:
     gc.collect()
     storages = {}
     for found in gc.get_objects():
-        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
+        if issubclass(type(found), torch.Tensor) and found.device.type == "cpu":
             storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
     return sum(storages.values())
 
@@ -258,6 +261,49 @@ def test_more_than_the_limit_is_refused_before_anything_is_read(
         load(tmp_path / "cut", tiny_stages, small)
     with pytest.raises(CheckpointError, match="cut short"):
         load(tmp_path / "cut", tiny_stages, tiny_limits)
+
+
+def edited(checkpoint: Path, folder: Path, **changes: object) -> Path:
+    """A copy of the checkpoint with another config.json."""
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused(
+    tiny_checkpoint, tiny_stages, tiny_limits, tmp_path
+) -> None:
+    """The others of a batch would change with it."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    checkpoint = edited(tiny_checkpoint("llama"), tmp_path / "dynamic", rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match="rope type 'dynamic'"):
+        load(checkpoint, tiny_stages, tiny_limits)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float16 stays float16 on a GPU")
+def test_float16_is_held_as_bfloat16_on_a_cpu(tiny_checkpoint, tiny_stages, tiny_limits, tmp_path, loaded) -> None:
+    checkpoint = edited(tiny_checkpoint("llama"), tmp_path / "half", dtype="float16")
+    runner = load(checkpoint, tiny_stages, tiny_limits, dtype=None)
+    same = loaded("llama", dtype=None)
+    assert torch.equal(runner.step(plan((0, 0, PROMPT))).logits, same.step(plan((0, 0, PROMPT))).logits)
+    runner.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_torch_does_not_see_is_refused(tiny_checkpoint, tiny_limits) -> None:
+    stages = (StageAssignment(device_ids=("GPU-1234",), num_layers=4),)
+    with pytest.raises(EngineError, match=r"GPU-1234, torch .* sees 0 GPUs"):
+        LocalRunner().load(tiny_checkpoint("llama"), DeploymentConfig(), stages, tiny_limits)
+
+
+def test_a_bug_in_a_step_ends_the_runner_and_keeps_its_traceback(loaded, monkeypatch) -> None:
+    runner = loaded("llama")
+    monkeypatch.setattr(StageModel, "forward", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.step(plan((0, 0, PROMPT)))
+    with pytest.raises(EngineError, match="load it again"):
+        runner.step(plan((0, 0, PROMPT)))
 
 
 def test_a_failed_load_leaves_the_runner_fit_for_the_next(
