@@ -11,6 +11,7 @@ import argparse
 import datetime
 import gc
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -55,7 +56,9 @@ def join(place: RankPlace, device: RankDevice, store_path: Path) -> None:
 def main(argv: list[str]) -> int:
     arguments = _parse(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
-    threading.Thread(target=_end_with_parent, args=(arguments.lifeline_fd,), daemon=True).start()
+    threading.Thread(
+        target=_end_with_parent, args=(arguments.lifeline_fd, arguments.store.parent), daemon=True
+    ).start()
     gc.collect()
     gc.freeze()  # what the imports made stays: looking through it again costs a third of a second each time
     place = RankPlace(arguments.rank, arguments.tp, arguments.pp)
@@ -65,7 +68,8 @@ def main(argv: list[str]) -> int:
             send_answer(control, Answer())  # imports are done: rank 0 may now wait in the rendezvous
             join(place, device, arguments.store)
             _serve(control, place, device)
-        except EOFError:
+        except EOFError:  # rank 0 is gone, and may have had no time to remove the rendezvous' folder
+            shutil.rmtree(arguments.store.parent, ignore_errors=True)
             return 0
         except Exception as error:
             send_answer(control, failure(error))
@@ -114,9 +118,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _end_with_parent(lifeline_fd: int) -> None:
+def _end_with_parent(lifeline_fd: int, folder: Path) -> None:
     os.read(lifeline_fd, 1)  # returns when the last writing end is closed; nothing is ever written
     time.sleep(0.2)  # a close that was ordered is done by now
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

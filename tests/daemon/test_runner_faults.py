@@ -84,7 +84,7 @@ def test_a_killed_rank_is_an_error_and_nothing_is_left(
     runner.step(FIRST)
 
 
-def test_ranks_end_with_a_killed_rank_0(tiny_checkpoint, until) -> None:
+def test_ranks_end_with_a_killed_rank_0(tiny_checkpoint, until, tmp_path) -> None:
     """Whichever way it goes: here with -9, from a thread that is long gone."""
     script = textwrap.dedent("""
         import sys, threading, time
@@ -106,11 +106,13 @@ def test_ranks_end_with_a_killed_rank_0(tiny_checkpoint, until) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tiny_checkpoint("llama"))],
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        env=os.environ | {"PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"loaded\n"
         [rank] = psutil.Process(process.pid).children()
         assert os.getpgid(rank.pid) == os.getpgid(process.pid)
+        assert list(tmp_path.iterdir()) != []
         process.kill()
     until(lambda: not rank.is_running(), "the rank outlived rank 0")
+    assert list(tmp_path.iterdir()) == []
