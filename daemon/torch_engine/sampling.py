@@ -54,23 +54,27 @@ class Sampler:
     def choose(self, logits_V: np.ndarray) -> int:
         """A token drawn from one row of logits, at least one of them finite, none NaN."""
         params = self.params
-        scaled = (logits_V.astype(np.float64) - float(logits_V.max())) / params.temperature
-        weights = np.exp(scaled)
+        weights = np.exp((logits_V - logits_V.max()) * np.float32(1 / params.temperature))
         if params.top_k and params.top_k < len(weights):
             weights[weights < np.partition(weights, -params.top_k)[-params.top_k]] = 0.0
         if params.top_p < 1:
             weights = _nucleus(weights, params.top_p)
         # In order of token ids, not of probability: rounding then moves a boundary, never swaps two tokens.
-        cumulative = np.cumsum(weights)
+        cumulative = np.cumsum(weights, dtype=np.float64)
         drawn = self._random.random() * cumulative[-1]
-        return int(min(np.searchsorted(cumulative, drawn, side="right"), np.flatnonzero(weights)[-1]))
+        if drawn >= cumulative[-1]:  # rounding; the last token that can be drawn is the first to reach the whole
+            return int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+        return int(np.searchsorted(cumulative, drawn, side="right"))
 
 
 def _nucleus(weights_V: np.ndarray, top_p: float) -> np.ndarray:
     """The weights with all but the likeliest tokens set to 0: those needed to reach ``top_p`` of the whole."""
-    order = np.argsort(-weights_V, kind="stable")
-    cumulative = np.cumsum(weights_V[order])
-    keep = int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left")) + 1
+    # All tokens below (1 - top_p) / V of the whole weigh less than 1 - top_p together: none of them is needed.
+    total = float(weights_V.sum(dtype=np.float64))
+    candidates = np.flatnonzero(weights_V >= (1 - top_p) / len(weights_V) * total)
+    order = candidates[np.argsort(-weights_V[candidates], kind="stable")]
+    cumulative = np.cumsum(weights_V[order], dtype=np.float64)
+    keep = int(np.searchsorted(cumulative, top_p * total, side="left")) + 1
     kept = np.zeros_like(weights_V)
     kept[order[:keep]] = weights_V[order[:keep]]
     return kept

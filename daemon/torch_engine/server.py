@@ -169,8 +169,8 @@ class _Answer:
         self.id = ("chatcmpl-" if generation.chat else "cmpl-") + uuid.uuid4().hex
         self.created = int(time.time())
         self.start_s = time.perf_counter()
-        self.stream = worker.open(requests)
         self.choices = [Choice(request, worker.codec, generation.stops) for request in requests]
+        self.stream = worker.open(requests)  # last: from here on somebody must close it
         self._index = {sequence_id: index for index, sequence_id in enumerate(self.stream.ids)}
 
     def push(self, event: TokenEvent) -> tuple[int, str]:

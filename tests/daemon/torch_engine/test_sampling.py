@@ -86,6 +86,22 @@ def test_impossible_tokens_are_never_drawn() -> None:
     assert set(draw(SamplingParams(seed=0), [float("-inf"), 0.0, float("-inf")], 50)) == {1}
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40),
+    top_p=st.floats(0.01, 1.0),
+    temperature=st.floats(0.05, 5.0),
+    seed=st.integers(0, 99),
+)
+def test_what_is_drawn_is_in_the_nucleus(logits: list[float], top_p: float, temperature: float, seed: int) -> None:
+    """By hand in float64: the tokens that are likelier than the one drawn do not reach ``top_p`` yet."""
+    params = SamplingParams(top_p=top_p, temperature=temperature, seed=seed)
+    weights = np.exp((np.array(logits) - max(logits)) / temperature)
+    for token in draw(params, logits, 5):
+        likelier = weights[weights > weights[token] * (1 + 1e-4)].sum() / weights.sum()
+        assert likelier < top_p + 1e-4
+
+
 def test_an_empty_batch() -> None:
     assert sample(np.zeros((0, 4), dtype=np.float32), [], []) == []
 

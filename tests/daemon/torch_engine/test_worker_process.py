@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +68,14 @@ def generate(checkpoint: Path, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(("family", "num_layers"), [("llama", 4), ("qwen3", 3), ("mistral", 3)])
+@pytest.mark.parametrize(
+    ("family", "num_layers"),
+    [
+        ("llama", 4),
+        pytest.param("qwen3", 3, marks=pytest.mark.long),
+        pytest.param("mistral", 3, marks=pytest.mark.long),
+    ],
+)
 def test_greedy_equals_transformers_generate(tiny_worker, tiny_checkpoint, family: str, num_layers: int) -> None:
     """Alone, as one batch of prompts of all lengths, and from clients of their own."""
     worker = tiny_worker(family, num_layers)
@@ -89,30 +96,17 @@ def test_a_seed_gives_the_same_alone_and_in_a_batch(tiny_worker) -> None:
     assert complete(worker, prompt=PROMPTS[0], **sampling | {"seed": 8})[0] != alone[0]
 
 
-def test_the_demo_answers_a_chat(launch, spec) -> None:
+def test_the_demo_answers_a_chat_and_drains_on_a_signal(launch, spec) -> None:
     worker = launch(spec())
     worker.wait_ready()
     api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=60)
     messages = [{"role": "user", "content": "sort: 3 1 2"}]
     done = api.chat.completions.create(model="demo", messages=messages, temperature=0)
-    assert done.choices[0].message.content == "1 2 3"
-    assert done.choices[0].finish_reason == "stop"
-    stats = json.loads(worker_stats(worker))
+    assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("1 2 3", "stop")
+    with urllib.request.urlopen(f"{worker.url}/stats", timeout=60) as answer:
+        stats = json.load(answer)
     assert stats["memory"][0]["weights_bytes"] > 3_000_000
     assert stats["busy"][0]["busy_s"] > 0
-
-
-def worker_stats(worker) -> bytes:
-    import urllib.request
-
-    with urllib.request.urlopen(f"{worker.url}/stats", timeout=60) as answer:
-        return answer.read()
-
-
-def test_a_signal_drains_and_ends_with_0(launch, spec, stats_until: Callable) -> None:
-    worker = launch(spec())
-    worker.wait_ready()
-    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=60)
     extra = {"ignore_eos": True}
     stream = api.completions.create(model="demo", prompt="a", max_tokens=120, stream=True, extra_body=extra)
     first = next(stream)
