@@ -37,9 +37,9 @@ def _root(
 
 
 def _register() -> None:
-    from iserve.cli import operating, planning, serving
+    from iserve.cli import operating, planning, reporting, serving
 
-    for module in (serving, planning, operating):
+    for module in (serving, planning, reporting, operating):
         module.register(app)
 
 

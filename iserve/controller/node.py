@@ -5,13 +5,14 @@ from __future__ import annotations
 from daemon.status import NodeStatus
 from fingerprint.errors import InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
+from iserve.api_types import NodeDocument
 from iserve.planning import Hardware
 from placement.types import ClusterSnapshot, GpuState
 
 __all__ = ["hardware_of"]
 
 
-def hardware_of(node: NodeStatus, gpu: GpuSpec) -> Hardware:
+def hardware_of(node: NodeStatus | NodeDocument, gpu: GpuSpec) -> Hardware:
     """The devices of ``node``, with what is free on them and their load now.
 
     Args:

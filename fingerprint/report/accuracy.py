@@ -1,0 +1,61 @@
+"""Predictions beside what the full model then took. Values only; ``tests/bench`` measures them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Quantity
+from fingerprint.measurements import MachineInfo
+
+__all__ = ["AccuracyRecord", "AccuracyRow"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccuracyRow:
+    """One quantity of one full model: predicted from fingerprints, and measured.
+
+    ``quantity`` is named with its unit last: ``ttft_s``, ``tpot_s``; ``memory_bytes_per_gpu``, all of the fullest GPU;
+    ``engine_bytes_per_gpu``, of it what the engine counts (weights, KV, activations and pipeline buffers), to which
+    the estimate's relative error is applied as if it were the whole.
+    """
+
+    model: str
+    shape_hash: str  # of the ModelSpec, so that a report finds the rows of its own model
+    num_layers: int
+    config: DeploymentConfig
+    workload: Workload
+    quantity: str
+    predicted: Quantity
+    measured: float
+    measured_low: float  # 90% interval of the measurement itself
+    measured_high: float
+    repeats: int
+    below_resolution: bool = False  # the fingerprints could not tell one layer's time from zero
+
+    @property
+    def is_time(self) -> bool:
+        return self.quantity.endswith("_s")
+
+    @property
+    def relative_error(self) -> float:
+        """Of the prediction; positive when it is too high."""
+        return self.predicted.value / self.measured - 1 if self.measured else float("inf")
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured value lies in the predicted 90% interval."""
+        return self.predicted.low <= self.measured <= self.predicted.high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccuracyRecord:
+    """A whole comparison, with what is needed to judge it."""
+
+    created_at: str  # ISO 8601, UTC
+    command: str
+    machine: MachineInfo
+    load_average_before: float  # over one minute; above 0 other programs ran too
+    load_average_after: float
+    rows: tuple[AccuracyRow, ...]
+    notes: tuple[str, ...] = ()

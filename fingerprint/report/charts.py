@@ -1,0 +1,283 @@
+"""Charts as SVG, from values to markup; no plotting library.
+
+Colours are classes (``c-16bit``, ``m-weights``) that the page's style sheet gives a light and a dark value. Every
+mark carries a ``<title>``, every chart a name; the numbers behind each stand in a table beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fingerprint.estimates import StageMemory
+from fingerprint.estimators.linear import Interval
+from fingerprint.report.axes import Scale, linear, spread
+from fingerprint.report.markup import Child, Markup, el
+from fingerprint.report.text import gib, seconds, tick_label, time_unit
+from fingerprint.report.times import MeasuredTime, TimePanel, TimeSeries
+
+__all__ = [
+    "MEMORY_PARTS",
+    "ParetoPoint",
+    "memory_bar",
+    "pareto_chart",
+    "pareto_front",
+    "time_chart",
+    "whisker",
+]
+
+MEMORY_PARTS = (
+    ("weights", "weights"),
+    ("kv", "KV cache"),
+    ("activation", "activations"),
+    ("pp_buffer", "pipeline buffers"),
+    ("runtime", "runtime"),
+)
+
+
+def _svg(width: float, height: float, name: str, *children: Child, class_: str = "chart") -> Markup:
+    box = f"0 0 {width:g} {height:g}"
+    return el("svg", el("title", name), *children, viewBox=box, role="img", class_=class_, aria_label=name)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", class_: str = "tick") -> Markup:
+    return el("text", text, x=float(x), y=float(y), text_anchor=anchor, class_=class_)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    return el("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
+
+
+def _points(pairs: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.2f},{y:.2f}" for x, y in pairs)
+
+
+# Time against layers
+
+
+def time_chart(
+    panel: TimePanel,
+    *,
+    num_layers: int,
+    most_s: float,
+    truths: Sequence[tuple[str, float, float]] = (),
+    width: float = 330,
+    height: float = 210,
+) -> Markup:
+    """Measured depths with their spread, the fitted lines on to the whole model, their 90% bands.
+
+    Args:
+        most_s: top of the time axis, so that neighbouring panels can share it.
+        truths: (weight format, seconds, layers) measured on the full model, drawn as diamonds.
+    """
+    scale, unit = time_unit(most_s)
+    x = linear(0, num_layers * 1.04, 44, width - 8)
+    y = linear(0, most_s, height - 34, 12)
+    axes: list[Child] = []
+    for tick in y.ticks(4):
+        axes.append(_line(x.start, y(tick), x.end, y(tick), "grid"))
+        axes.append(_text(x.start - 5, y(tick) + 3.5, tick_label(tick / scale), "end"))
+    for layers in _layer_ticks(num_layers):
+        axes.append(_text(x(layers), y.start + 15, str(layers)))
+    axes.append(_line(x.start, y.start, x.end, y.start, "axis"))
+    axes.append(_text((x.start + x.end) / 2, height - 4, f"layers (vertical axis: {unit})", class_="name"))
+    marks = [_time_series(series, x, y, index) for index, series in enumerate(panel.series)]
+    diamonds = [
+        _diamond(x(at), y(value), f"full model measured, {w}: {seconds(value)}") for w, value, at in truths
+    ]
+    name = f"{panel.quantity.removesuffix('_s').upper()} against layers at tp={panel.tp} pp={panel.pp}"
+    return _svg(width, height, name, axes, marks, diamonds)
+
+
+def _time_series(series: TimeSeries, x: Scale, y: Scale, index: int) -> Markup:
+    color = f"c-{series.weights}"
+    parts: list[Child] = []
+    if series.line:
+        upper = [(x(p.num_layers), y(p.high_s)) for p in series.line]
+        lower = [(x(p.num_layers), y(p.low_s)) for p in reversed(series.line)]
+        parts.append(el("polygon", points=_points(upper + lower), class_="band"))
+        deepest = series.points[-1].num_layers
+        for class_, part in (
+            ("fit", [p for p in series.line if p.num_layers <= deepest]),
+            ("fit beyond", [p for p in series.line if p.num_layers >= deepest]),
+        ):
+            parts.append(
+                el("polyline", points=_points([(x(p.num_layers), y(p.value_s)) for p in part]), class_=class_)
+            )
+        end = series.line[-1]
+        parts.append(_mark(x(end.num_layers), y(end.value_s), "end", _said(series, end, "predicted")))
+    shift = 3.0 * index  # two formats at one depth would hide each other
+    for point in series.points:
+        at = x(point.num_layers) + shift
+        parts.append(_line(at, y(point.low_s), at, y(point.high_s), "whisker"))
+        parts.append(_mark(at, y(point.value_s), "dot", _said(series, point, f"measured, {point.num_runs} runs")))
+    return el("g", parts, class_=color)
+
+
+def _said(series: TimeSeries, time: MeasuredTime, how: str) -> str:
+    return (
+        f"{series.weights} weights, {time.num_layers:g} layers: {seconds(time.value_s)} "
+        f"({seconds(time.low_s)} to {seconds(time.high_s)}), {how}"
+    )
+
+
+def _mark(x: float, y: float, class_: str, title: str) -> Markup:
+    return el("circle", el("title", title), cx=float(x), cy=float(y), r=3.2, class_=class_)
+
+
+def _diamond(x: float, y: float, title: str) -> Markup:
+    corners = [(x, y - 6), (x + 6, y), (x, y + 6), (x - 6, y)]
+    return el("polygon", el("title", title), points=_points(corners), class_="truth")
+
+
+def _layer_ticks(num_layers: int) -> list[int]:
+    """Round numbers of layers, and the whole model's."""
+    scale = linear(0, num_layers, 0, 1)
+    rounds = {round(tick) for tick in scale.ticks(6) if tick >= 1 and abs(tick - round(tick)) < 1e-9}
+    return sorted({tick for tick in rounds if num_layers - tick > num_layers / 12} | {1, num_layers})
+
+
+# One layer's time
+
+
+def whisker(interval: Interval, most: float, least: float, title: str) -> Markup:
+    """A value with its interval on a line that shows where zero is; stretches to its table cell."""
+    x = linear(min(least, 0.0), most, 1, 199)
+    reaches_zero = interval.low <= 0
+    return el(
+        "svg",
+        el("title", title),
+        _line(x(0), 0, x(0), 16, "zero"),
+        el(
+            "g",
+            _line(x(interval.low), 8, x(interval.high), 8, "span"),
+            el("rect", x=x(interval.value) - 1.5, y=3, width=3, height=10),
+            class_="unresolved" if reaches_zero else "resolved",
+        ),
+        viewBox="0 0 200 16",
+        preserveAspectRatio="none",
+        role="img",
+        class_="whiskers",
+        aria_label=title,
+    )
+
+
+# Memory
+
+
+def memory_bar(stage: StageMemory, most_bytes: int, name: str, *, with_runtime: bool = True) -> Markup:
+    """One configuration's bytes on its fullest GPU as a stacked bar, ``most_bytes`` long at most."""
+    x, parts = 0.0, []
+    for part, said in MEMORY_PARTS if with_runtime else MEMORY_PARTS[:-1]:
+        size = int(getattr(stage, f"{part}_bytes"))
+        width = 1000 * size / max(most_bytes, 1)
+        if size:
+            parts.append(
+                el(
+                    "rect",
+                    el("title", f"{said}: {gib(size)}"),
+                    x=x,
+                    y=0,
+                    width=width,
+                    height=14,
+                    class_=f"m-{part}",
+                )
+            )
+        x += width
+    total = stage.total_bytes - (0 if with_runtime else stage.runtime_bytes)
+    title = f"{name}: {gib(total)} on the fullest GPU{'' if with_runtime else ' without the runtime'}"
+    return el(
+        "svg",
+        el("title", title),
+        parts,
+        viewBox="0 0 1000 14",
+        preserveAspectRatio="none",
+        role="img",
+        class_="bar" if with_runtime else "bar counted",
+        aria_label=title,
+    )
+
+
+# Latency against cost
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoPoint:
+    """One configuration in the plane of cost and latency. ``number``: on the front, counted from the cheapest."""
+
+    cost: float
+    e2e_s: float
+    e2e_low_s: float
+    e2e_high_s: float
+    weights: str
+    feasible: bool
+    title: str
+    number: int | None = None
+
+
+def pareto_front(values: Sequence[tuple[float, float]]) -> list[int]:
+    """Indexes of the (cost, latency) that no other is at most as large in both and smaller in one, cheapest first.
+
+    Of equal points the first stands for all.
+    """
+    front: list[int] = []
+    best = float("inf")
+    for index in sorted(range(len(values)), key=lambda i: (*values[i], i)):
+        if values[index][1] < best:
+            front.append(index)
+            best = values[index][1]
+    return front
+
+
+def pareto_chart(points: Sequence[ParetoPoint], *, cost_unit: str, width: float, height: float) -> Markup:
+    """E2E latency against cost: feasible ones as discs, refused ones as crosses, the front as a stepped line."""
+    x = spread([p.cost for p in points], 54, width - 14)
+    y = spread([p.e2e_s for p in points], height - 42, 12)
+    scale, unit = time_unit(y.high)
+    parts: list[Child] = []
+    for tick in x.ticks(max(3, int(width / 110))):
+        parts.append(_line(x(tick), y.start, x(tick), y.end, "grid"))
+        parts.append(_text(x(tick), y.start + 16, tick_label(tick)))
+    for tick in y.ticks(6):
+        parts.append(_line(x.start, y(tick), x.end, y(tick), "grid"))
+        parts.append(_text(x.start - 6, y(tick) + 3.5, tick_label(tick / scale), "end"))
+    parts.append(_line(x.start, y.start, x.end, y.start, "axis"))
+    parts.append(_line(x.start, y.start, x.start, y.end, "axis"))
+    scales = " and ".join(s for s, log in (("cost", x.logarithmic), ("latency", y.logarithmic)) if log)
+    name = f"cost per request ({cost_unit}) →; ↑ E2E latency ({unit})" + (
+        f"; {scales} logarithmic" if scales else ""
+    )
+    parts.append(_text((x.start + x.end) / 2, height - 6, name, class_="name"))
+    front = sorted((p for p in points if p.number is not None), key=lambda p: p.cost)
+    if front:
+        parts.append(el("polyline", points=_points(_steps(front, x, y)), class_="front"))
+    for point in sorted(points, key=lambda p: (p.number is not None, p.feasible)):  # the front on top
+        parts.append(_pareto_mark(point, x, y))
+    return _svg(width, height, "E2E latency against cost of every configuration", parts)
+
+
+def _steps(front: Sequence[ParetoPoint], x: Scale, y: Scale) -> list[tuple[float, float]]:
+    """Above and right of this line everything is worse than some point of the front."""
+    corners = [(x(front[0].cost), y.end)]
+    for here, after in zip(front, [*front[1:], None], strict=True):
+        corners.append((x(here.cost), y(here.e2e_s)))
+        corners.append((x(after.cost) if after else x.end, y(here.e2e_s)))
+    return corners
+
+
+def _pareto_mark(point: ParetoPoint, x: Scale, y: Scale) -> Markup:
+    at, up = x(point.cost), y(point.e2e_s)
+    title = el("title", point.title)
+    if not point.feasible:
+        cross = f"M{at - 3.5:.2f} {up - 3.5:.2f}l7 7m0 -7l-7 7"
+        return el("g", title, el("path", d=cross), class_=f"refused c-{point.weights}")
+    if point.number is None:
+        return el("g", title, el("circle", cx=at, cy=up, r=4), class_=f"feasible c-{point.weights}")
+    return el(
+        "g",
+        title,
+        _line(at, y(point.e2e_low_s), at, y(point.e2e_high_s), "whisker"),
+        el("circle", cx=at, cy=up, r=8.5),
+        _text(at, up + 3.8, str(point.number), class_="number"),
+        class_=f"best c-{point.weights}",
+    )

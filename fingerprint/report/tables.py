@@ -1,0 +1,66 @@
+"""Tables, legends and lists: small pieces that several sections share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fingerprint.estimates import Quantity
+from fingerprint.report.markup import Child, Markup, el
+from fingerprint.report.text import range_of, seconds
+
+__all__ = ["bullets", "facts", "fold", "legend", "quantity", "table", "time_cell"]
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Markup], *, caption: str | None = None, left: Sequence[int] = (0,)
+) -> Markup:
+    """Column names over ``rows`` (made of ``tr``); scrolls by itself where it is wider than the page."""
+    names = [el("th", name, scope="col", class_="l" if i in left else None) for i, name in enumerate(head)]
+    said = None if caption is None else el("caption", caption)
+    return el("div", el("table", said, el("thead", el("tr", names)), el("tbody", list(rows))), class_="scroll")
+
+
+def quantity(found: Quantity | None) -> Markup:
+    """A time with its interval and source, as a cell."""
+    if found is None:
+        return el("td", "not predicted", class_="n")
+    return el("td", seconds(found.value), el("small", range_of(found)), el("small", str(found.source)), class_="n")
+
+
+def time_cell(value_s: float, low_s: float, high_s: float) -> Markup:
+    return el("td", seconds(value_s), el("small", f"{seconds(low_s)} to {seconds(high_s)}"), class_="n")
+
+
+def facts(pairs: Iterable[tuple[str, Child]]) -> Markup:
+    """Names and values."""
+    return el("dl", [[el("dt", name), el("dd", value)] for name, value in pairs])
+
+
+def legend(items: Iterable[tuple[str, str, str]]) -> Markup:
+    """(colour class, shape class, words); a cross is a letter."""
+    return el(
+        "ul",
+        [
+            el(
+                "li",
+                el(
+                    "span",
+                    "×" if "cross" in shape else "",
+                    class_=f"key {shape} {color}".strip(),
+                    aria_hidden="true",
+                ),
+                el("span", words, class_="words"),
+            )
+            for color, shape, words in items
+        ],
+        class_="legend",
+    )
+
+
+def bullets(lines: Iterable[str]) -> Markup:
+    return el("ul", [el("li", line) for line in lines])
+
+
+def fold(summary: Child, *children: Child, is_open: bool = False, class_: str | None = None) -> Markup:
+    """Something to open; works without any script."""
+    return el("details", el("summary", summary), *children, open="open" if is_open else None, class_=class_)

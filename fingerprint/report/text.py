@@ -1,0 +1,82 @@
+"""Numbers for people. Units appear here and nowhere before."""
+
+from __future__ import annotations
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Quantity
+
+__all__ = [
+    "gib",
+    "label",
+    "number",
+    "percent",
+    "range_of",
+    "seconds",
+    "tick_label",
+    "time_unit",
+    "workload_text",
+]
+
+NO_BREAK = "\u00a0"
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (0.0, "µs"))
+_SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (0, "KiB"))
+
+
+def number(value: float) -> str:
+    """Three significant digits, never with an exponent below a million."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e6 or abs(value) < 1e-4:
+        return f"{value:.3g}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{digits}f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+def tick_label(value: float) -> str:
+    """A round number on an axis."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.6g}"
+
+
+def time_unit(largest_s: float) -> tuple[float, str]:
+    """(seconds per unit, unit) for an axis or an interval whose largest value is ``largest_s``."""
+    name = next(name for limit, name in _TIME_UNITS if abs(largest_s) >= limit)
+    return {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[name], name
+
+
+def seconds(value_s: float) -> str:
+    """A time in the unit that suits it."""
+    scale, unit = time_unit(value_s)
+    return f"{number(value_s / scale)} {unit}"
+
+
+def range_of(quantity: Quantity) -> str:
+    """The interval of a time: ``3.1 to 3.9 ms``."""
+    scale, unit = time_unit(quantity.value)
+    return f"{number(quantity.low / scale)} to {number(quantity.high / scale)} {unit}"
+
+
+def gib(size_bytes: float) -> str:
+    """A size in the unit that suits it."""
+    if size_bytes == 0:
+        return "0"
+    limit, unit = next((limit, unit) for limit, unit in _SIZE_UNITS if size_bytes >= limit)
+    return f"{number(size_bytes / (limit or 1024))} {unit}"
+
+
+def percent(fraction: float) -> str:
+    """A signed relative error."""
+    return f"{fraction:+.1%}"
+
+
+def label(config: DeploymentConfig) -> str:
+    """A configuration in one line, broken between its parts only; pruning only where there is some."""
+    parts = [f"tp={config.tp} pp={config.pp}", f"{config.weights} weights", f"{config.kv} KV"]
+    if config.pruning != "none":
+        parts.append(str(config.pruning))
+    return ", ".join(part.replace(" ", NO_BREAK) for part in parts)
+
+
+def workload_text(workload: Workload) -> str:
+    return f"batch {workload.batch}, {workload.input_tokens} tokens in, {workload.output_tokens} out"

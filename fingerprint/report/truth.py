@@ -1,0 +1,94 @@
+"""The section that sets predictions beside what whole models were measured to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fingerprint.report.accuracy import AccuracyRecord, AccuracyRow
+from fingerprint.report.markup import Child, Markup, el, join
+from fingerprint.report.tables import bullets, quantity, table, time_cell
+from fingerprint.report.text import gib, label, percent
+from fingerprint.report.values import Report
+
+__all__ = ["errors"]
+
+
+def errors(report: Report) -> Markup:
+    """Predicted against measured, when a record of full models was given."""
+    record = report.accuracy
+    if record is None or not record.rows:
+        return el(
+            "p",
+            "No full model was measured for this report. A record of one fills this section (option --truth); "
+            "intervals say how far an estimate may be off until then.",
+        )
+    own = [row for row in record.rows if row.shape_hash == report.spec.shape_hash]
+    others = [row for row in record.rows if row.shape_hash != report.spec.shape_hash]
+    parts: list[Child] = [el("p", _summary(record))]
+    for title, rows in (("This model", own), ("Other models, same machine", others)):
+        for model in dict.fromkeys(row.model for row in rows):
+            parts.append(el("h3", f"{title}: {model}"))
+            parts.append(_error_table([row for row in rows if row.model == model]))
+    parts.append(bullets(record.notes) if record.notes else None)
+    return join(parts)
+
+
+def _summary(record: AccuracyRecord) -> str:
+    told = []
+    for name, rows in (
+        ("times", [r for r in record.rows if r.is_time]),
+        ("memory figures", [r for r in record.rows if not r.is_time]),
+    ):
+        if rows:
+            absolute = sorted(abs(r.relative_error) for r in rows)
+            inside = sum(r.inside for r in rows)
+            told.append(
+                f"{len(rows)} {name}: {inside} inside the predicted 90% interval, median error "
+                f"{absolute[len(absolute) // 2]:.1%}, largest {absolute[-1]:.1%}"
+            )
+    return (
+        f"Fingerprints against the whole model, measured on {record.created_at} on {record.machine.cpu_model} "
+        f"(load average {record.load_average_before:.2f} before, {record.load_average_after:.2f} after). "
+        f"{'; '.join(told)}."
+    )
+
+
+def _error_table(rows: Sequence[AccuracyRow]) -> Markup:
+    made = []
+    for row in rows:
+        if row.is_time:
+            predicted = quantity(row.predicted)
+            measured = time_cell(row.measured, row.measured_low, row.measured_high)
+        else:
+            within = f"{gib(row.predicted.low)} to {gib(row.predicted.high)}, {row.predicted.source}"
+            predicted = el("td", gib(row.predicted.value), el("small", within), class_="n")
+            measured = el("td", gib(row.measured), class_="n")
+        verdict = el("span", "inside", class_="good") if row.inside else el("span", "outside", class_="bad")
+        made.append(
+            el(
+                "tr",
+                el("td", label(row.config), class_="l"),
+                el("td", str(row.workload.batch)),
+                el("td", f"{row.workload.input_tokens}, {row.workload.output_tokens}", class_="n"),
+                el(
+                    "td",
+                    row.quantity.removesuffix("_s").removesuffix("_bytes_per_gpu").replace("_", " "),
+                    class_="l",
+                ),
+                predicted,
+                measured,
+                el("td", percent(row.relative_error)),
+                el("td", verdict, el("small", "below resolution") if row.below_resolution else None),
+            )
+        )
+    names = (
+        "configuration",
+        "batch",
+        "tokens in, out",
+        "quantity",
+        "predicted",
+        "measured",
+        "error",
+        "90% interval",
+    )
+    return table(names, made, left=(0, 3))

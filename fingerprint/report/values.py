@@ -1,0 +1,79 @@
+"""What a report shows, as one value. The planner's words arrive as text, so that nothing here imports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fingerprint.config import DeploymentConfig, Workload, even_split
+from fingerprint.estimates import Estimate, StageMemory
+from fingerprint.estimators.l2 import LayerEffect
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.measurements import Profile
+from fingerprint.model_spec import ModelSpec
+from fingerprint.report.accuracy import AccuracyRecord
+from fingerprint.report.times import TimePanel
+
+__all__ = ["Configuration", "RankedRow", "Ranking", "Report"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """One point of the space, once for all rankings. ``feasible`` and ``reason``: with no limit but quality."""
+
+    config: DeploymentConfig
+    estimate: Estimate | None  # None: nothing is predicted of it
+    layers_per_stage: tuple[int, ...] | None  # where it fits
+    cost: float | None  # per request, in the report's ``cost_unit``
+    feasible: bool
+    reason: str | None
+
+    @property
+    def fullest_stage(self) -> StageMemory | None:
+        """Bytes on the fullest GPU: of its placement, else of the even split."""
+        if self.estimate is None:
+            return None
+        memory = self.estimate.memory
+        split = self.layers_per_stage or even_split(memory.num_layers, memory.pp)
+        return max(memory.stages(split), key=lambda stage: stage.total_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankedRow:
+    """A configuration's verdict under one intent."""
+
+    configuration: int  # index into ``Report.configurations``
+    objective: float | None
+    feasible: bool
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranking:
+    """All configurations under one intent, best first within the feasible ones."""
+
+    intent: str
+    limit: str | None  # an example limit that the intent cannot do without, and where it came from
+    objective: str  # "output tokens/s, more is better"
+    rows: tuple[RankedRow, ...]
+    remarks: tuple[str, ...] = ()  # why better ones were refused, or the nearest feasible point
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Everything on the page. Without a ``profile`` the estimates are the roofline's."""
+
+    model: str
+    spec: ModelSpec
+    created_at: str  # ISO 8601
+    hardware: str  # "8 x a6000"
+    device: GpuSpec
+    workload: Workload
+    cost_model: str
+    cost_unit: str
+    configurations: tuple[Configuration, ...]
+    rankings: tuple[Ranking, ...]
+    profile: Profile | None = None
+    panels: tuple[TimePanel, ...] = ()
+    layer_effects: tuple[LayerEffect, ...] = ()
+    warnings: tuple[str, ...] = ()  # of the estimator, beside the profile's notes
+    accuracy: AccuracyRecord | None = None

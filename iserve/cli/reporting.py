@@ -1,0 +1,154 @@
+"""``report``: one page about a model, to keep or to send."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fingerprint.errors import ConfigError, NotFoundError, UnavailableError
+from iserve.cli import options as o
+from iserve.cli.planning import ModelArgument
+
+if TYPE_CHECKING:
+    from fingerprint.report import AccuracyRecord, Report
+    from iserve.report_service import ReportOptions
+
+__all__ = ["register", "write_page"]
+
+DEFAULT_OUTPUT = "report.html"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report", epilog="Example: iserve report my-llama -o report.html")(report)
+
+
+def report(
+    model: ModelArgument,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page's file; one that is there is replaced.")
+    ] = Path(DEFAULT_OUTPUT),
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", help="Report on these instead, such as a6000:8. Needs no profile.")
+    ] = None,
+    truth: Annotated[
+        Path | None,
+        typer.Option("--truth", help="Measured whole models, as tests/bench/full_model_accuracy.py writes."),
+    ] = None,
+    cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
+    quality: o.QualityOption = o.DEFAULT_INTENT.quality,
+    input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
+    output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
+    batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
+    engine: o.EngineOption = "auto",
+    as_json: o.JsonOption = False,
+) -> None:
+    """Write one self-contained HTML page: what was measured of MODEL, and what every intent would choose.
+
+    Uses the profile that `iserve profile MODEL` took and the devices that are free now.
+    """
+    from fingerprint.codec import to_json
+    from fingerprint.config import Workload
+    from fingerprint.report import render_report
+    from iserve.report_service import ReportOptions, read_accuracy
+
+    with o.usage_errors("--batch, --input-tokens, --output-tokens"):
+        workload = Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
+    options = ReportOptions(workload=workload, cost_model=cost, quality=quality)
+    if not as_json:
+        with o.usage_errors("--output"):
+            _check_target(output)
+    accuracy = None if truth is None else read_accuracy(truth)
+    if gpus is None:
+        found = _live(model, engine, options, accuracy)
+    else:
+        found = _hypothetical(model, gpus, engine, options, accuracy)
+    if as_json:
+        typer.echo(to_json(found, indent=2).decode())
+        return
+    write_page(output, render_report(found))
+    typer.echo(f"{output}: {found.model} on {found.hardware}, {len(found.configurations)} configurations")
+
+
+def _hypothetical(
+    model: str, gpus: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None
+) -> Report:
+    from daemon.engines.registry import capabilities_for
+    from fingerprint.estimators.roofline import RooflineEstimator
+    from fingerprint.gpus import parse_gpus
+    from iserve.model_source import resolve
+    from iserve.planning import hypothetical_hardware
+    from iserve.report_service import build_report
+
+    with o.usage_errors("--gpus"):
+        gpu, count = parse_gpus(gpus)
+    source = resolve(model, need_weights=False)
+    hardware = hypothetical_hardware(gpu, count)
+    estimator = RooflineEstimator(source.spec, gpu)
+    engines = capabilities_for(engine)
+    return build_report(source.name, source.spec, hardware, estimator, engines, options, accuracy=accuracy)
+
+
+def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None) -> Report:
+    """By the stored profile, on the devices of this home's node."""
+    from daemon.engines.registry import get_engine
+    from fingerprint.measurements import Profile
+    from iserve.api_types import ModelDocument, NodeDocument
+    from iserve.cli.live import client
+    from iserve.controller.deployer import deployable_engine, estimator_for
+    from iserve.controller.node import hardware_of
+    from iserve.model_source import resolve
+    from iserve.report_service import build_report, find_profile
+
+    wanted = deployable_engine(engine).name
+    controller = client()
+    profiles = [p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if p.engine == wanted]
+    registered = {m.name: Path(m.directory) for m in controller.get("/api/v1/models", tuple[ModelDocument, ...])}
+    try:
+        source = resolve(model, registered, need_weights=False)
+    except (NotFoundError, UnavailableError):
+        if all(p.model != model for p in profiles):
+            raise
+        profile = find_profile(profiles, model, None)  # its files are gone, what was measured is not
+    else:
+        profile = find_profile(profiles, source.name, source.spec.shape_hash)
+    nodes = [node for node in controller.get("/api/v1/nodes", tuple[NodeDocument, ...]) if node.reachable]
+    if not nodes:
+        raise UnavailableError("this node's daemon is away; `iserve status` looks, try again in a moment")
+    hardware = hardware_of(nodes[0], profile.machine.device)
+    engines = [get_engine(wanted).capabilities()]
+    return build_report(
+        profile.model, profile.spec, hardware, estimator_for(profile), engines, options, accuracy=accuracy
+    )
+
+
+def _check_target(target: Path) -> None:
+    """Before anything slow: whether a file can be put there.
+
+    Raises:
+        ConfigError: it is a directory, or its directory is not there.
+    """
+    if target.is_dir():
+        raise ConfigError(f"{target} is a directory; name a file in it, such as {target / DEFAULT_OUTPUT}")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"the directory {target.parent} is not there; create it first")
+
+
+def write_page(target: Path, page: str) -> None:
+    """Put ``page`` there whole or not at all.
+
+    Raises:
+        NotFoundError: the directory cannot be written to.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.absolute().parent, prefix=".report-", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            file.write(page)
+        temporary.chmod(0o644)
+        temporary.replace(target)
+    except OSError as error:
+        raise NotFoundError(f"cannot write {target}: {error.strerror}") from error
