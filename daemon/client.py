@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import http.client
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from typing import TypeVar
+from urllib.parse import quote
 
-import fingerprint.errors
 from daemon.engines.base import WorkerSpec
+from daemon.json_http import JsonHttp
 from daemon.process import read_record
 from daemon.status import NodeStatus, WorkerStatus
-from fingerprint.codec import from_json, to_json
-from fingerprint.errors import BadInputError, ConflictError, IserveError, NotFoundError, UnavailableError
+from fingerprint.codec import to_json
+from fingerprint.errors import IserveError, UnavailableError
 
 __all__ = ["DaemonClient"]
 
 T = TypeVar("T")
-
-_MAX_ANSWER_BYTES = 64 << 20
 
 
 class DaemonClient:
@@ -28,12 +25,8 @@ class DaemonClient:
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 10.0, stop_timeout_s: float = 90.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or not parts.port:
-            raise BadInputError(f"a daemon's URL is http://HOST:PORT, got {url!r}")
+        self._http = JsonHttp(url, token, who="the daemon")
         self.url = url
-        self._host, self._port = parts.hostname, parts.port
-        self._token = token
         self._timeout_s, self._stop_timeout_s = timeout_s, stop_timeout_s
 
     @classmethod
@@ -72,12 +65,12 @@ class DaemonClient:
     def log(self, worker_id: str, lines: int = 200) -> str:
         """The end of the worker's output. Raises NotFoundError."""
         path = f"/v1/workers/{quote(worker_id, safe='')}/log?lines={lines}"
-        return self._request("GET", path, b"", self._timeout_s).decode("utf-8", errors="replace")
+        return self._http.request("GET", path, timeout_s=self._timeout_s).decode("utf-8", errors="replace")
 
     def is_healthy(self) -> bool:
         """Whether a daemon answers there at all."""
         try:
-            self._request("GET", "/healthz", b"", self._timeout_s)
+            self._http.request("GET", "/healthz", timeout_s=self._timeout_s)
         except IserveError:
             return False
         return True
@@ -85,37 +78,4 @@ class DaemonClient:
     def _ask(
         self, method: str, path: str, kind: type[T], *, body: bytes = b"", timeout_s: float | None = None
     ) -> T:
-        answer = self._request(method, path, body, timeout_s or self._timeout_s)
-        try:
-            return from_json(answer, kind, what=f"the daemon's answer to {method} {path}")
-        except BadInputError as error:  # the fault is the daemon's, not the request's
-            raise UnavailableError(str(error)) from error
-
-    def _request(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
-        try:
-            connection.request(method, path, body=body or None, headers=headers)
-            response = connection.getresponse()
-            answer = response.read(_MAX_ANSWER_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            raise UnavailableError(
-                f"the daemon at {self.url} does not answer {method} {path}: {error!r}"
-            ) from error
-        finally:
-            connection.close()
-        if response.status >= 400:
-            raise _error(response.status, answer)
-        return answer
-
-
-def _error(status: int, answer: bytes) -> IserveError:
-    """The project's error that the daemon named, or the one nearest to the HTTP status."""
-    nearest = {400: BadInputError, 404: NotFoundError, 409: ConflictError}.get(status, UnavailableError)
-    try:
-        body = from_json(answer, dict[str, Any], what="the daemon's error")
-    except BadInputError:
-        return nearest(f"the daemon answered {status}: {answer[:200]!r}")
-    named = getattr(fingerprint.errors, str(body.get("error")), None)
-    kind = named if isinstance(named, type) and issubclass(named, IserveError) else nearest
-    return kind(str(body.get("message", f"the daemon answered {status}")))
+        return self._http.ask(method, path, kind, body=body, timeout_s=timeout_s or self._timeout_s)

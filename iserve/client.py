@@ -11,24 +11,16 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
-import msgspec
-
+from daemon.json_http import JsonHttp
 from daemon.process import ProcessRecord, is_alive, read_record, spawn_detached
-from fingerprint import errors
-from fingerprint.codec import from_json, to_json
-from fingerprint.errors import BadInputError, ConflictError, IserveError, UnavailableError
+from daemon.procfs import start_time_ticks
+from fingerprint.codec import to_json
+from fingerprint.errors import UnavailableError
 from iserve.settings import Settings
 
-__all__ = ["ControllerClient", "connect", "controller_record", "start_controller"]
+__all__ = ["ControllerClient", "connect", "controller_record"]
 
 T = TypeVar("T")
-
-_MAX_ANSWER_BYTES = 64 << 20
-
-
-class _Problem(msgspec.Struct):
-    error: str = "IserveError"
-    message: str = ""
 
 
 class ControllerClient:
@@ -38,54 +30,26 @@ class ControllerClient:
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 60.0) -> None:
-        parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "", parts.port or 0
-        self._token, self._timeout_s = token, timeout_s
+        hint = "; `iserve status` looks, `iserve up` starts it"
+        self._http = JsonHttp(url, token, who="the controller", hint=hint)
+        self._timeout_s = timeout_s
 
     def get(self, path: str, kind: type[T], **query: object) -> T:
-        text = self._request("GET", path, None, query)
-        return from_json(text, kind, what=f"the answer to GET {path}")
+        return self._http.ask("GET", _target(path, query), kind, timeout_s=self._timeout_s)
 
     def text(self, path: str, **query: object) -> str:
-        return self._request("GET", path, None, query).decode(errors="replace")
+        return self._http.request("GET", _target(path, query), timeout_s=self._timeout_s).decode(errors="replace")
 
     def post(self, path: str, body: object, kind: type[T]) -> T:
-        return from_json(self._request("POST", path, to_json(body), {}), kind, what=f"the answer to POST {path}")
+        return self._http.ask("POST", _target(path, {}), kind, body=to_json(body), timeout_s=self._timeout_s)
 
-    def delete(self, path: str) -> bytes:
-        return self._request("DELETE", path, None, {})
-
-    def _request(self, method: str, path: str, body: bytes | None, query: dict[str, object]) -> bytes:
-        given = {name: value for name, value in query.items() if value is not None}
-        target = quote(path) + (f"?{urlencode(given)}" if given else "")
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        try:
-            connection.request(method, target, body=body, headers=headers)
-            response = connection.getresponse()
-            answer = response.read(_MAX_ANSWER_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            raise UnavailableError(
-                f"the controller at {self._host}:{self._port} does not answer ({error}); "
-                "`iserve status` looks, `iserve up` starts it"
-            ) from error
-        finally:
-            connection.close()
-        if response.status >= 400:
-            raise _problem(response.status, answer)
-        return answer
+    def delete(self, path: str) -> None:
+        self._http.request("DELETE", _target(path, {}), timeout_s=self._timeout_s)
 
 
-def _problem(status: int, answer: bytes) -> IserveError:
-    try:
-        problem = msgspec.json.decode(answer, type=_Problem)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        problem = _Problem(message=f"the controller answered {status}")
-    kind = getattr(errors, problem.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, IserveError)):
-        kind = BadInputError if status < 500 else UnavailableError
-    found: IserveError = kind(problem.message)
-    return found
+def _target(path: str, query: dict[str, object]) -> str:
+    given = {name: value for name, value in query.items() if value is not None}
+    return quote(path) + (f"?{urlencode(given)}" if given else "")
 
 
 def controller_record(settings: Settings) -> ProcessRecord | None:
@@ -94,46 +58,49 @@ def controller_record(settings: Settings) -> ProcessRecord | None:
     return record if is_alive(record) else None
 
 
-def start_controller(settings: Settings, *, timeout_s: float = 60.0) -> ProcessRecord:
-    """Start the embedded controller, detached, and wait until it is ready.
+def connect(settings: Settings, *, start: bool = True, timeout_s: float = 60.0) -> ControllerClient:
+    """A client of this home's controller, which is started, detached, when there is none.
+
+    One that is just starting, for another command say, is waited for.
 
     Raises:
-        UnavailableError: it did not come up; the reason from its log is quoted.
+        UnavailableError: there is none and ``start`` is False, or it does not come up (the reason from its log is
+            quoted).
     """
-    settings.log_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not start and controller_record(settings) is None:
+        raise UnavailableError(f"no controller runs on {settings.home}; `iserve up` starts one")
     log_path = settings.log_folder / "controller.log"
-    start = log_path.stat().st_size if log_path.exists() else 0
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
-    pid = spawn_detached(
-        [sys.executable, "-m", "iserve.controller"], log_path, environment | settings.environment()
-    )
+    pid, log_start = 0, 0
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
+        started = pid == 0 or _runs(pid)  # looked at before the record, which is there before it ends
         record = controller_record(settings)
         if record is not None and _is_ready(record):
-            return record
-        if record is None and not Path(f"/proc/{pid}").exists():
-            break
+            return ControllerClient(record.url, record.token)
+        if record is None and pid == 0:
+            pid, log_start = _spawn_controller(settings, log_path)
+        elif record is None and not started:
+            raise UnavailableError(_reason(log_path, log_start))
         time.sleep(0.05)
-    raise (
-        ConflictError(_reason(log_path, start))
-        if not controller_record(settings)
-        else UnavailableError(f"the controller is not ready after {timeout_s:.0f} s (log: {log_path})")
-    )
+    raise UnavailableError(f"the controller is not ready after {timeout_s:.0f} s (log: {log_path})")
 
 
-def connect(settings: Settings, *, start: bool = True) -> ControllerClient:
-    """A client of this home's controller.
+def _spawn_controller(settings: Settings, log_path: Path) -> tuple[int, int]:
+    """Its process id, and where in the log it begins."""
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        log_start = log_path.stat().st_size if log_path.exists() else 0
+    except OSError as error:
+        raise UnavailableError(
+            f"the home {settings.home} cannot be written ({error.strerror}); mend it or set ISERVE_HOME"
+        ) from error
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
+    command = [sys.executable, "-m", "iserve.controller"]
+    return spawn_detached(command, log_path, environment | settings.environment()), log_start
 
-    Raises:
-        UnavailableError: there is none and ``start`` is False, or it does not come up.
-    """
-    record = controller_record(settings)
-    if record is None or not _is_ready(record):
-        if not start:
-            raise UnavailableError(f"no controller runs on {settings.home}; `iserve up` starts one")
-        record = start_controller(settings)
-    return ControllerClient(record.url, record.token)
+
+def _runs(pid: int) -> bool:
+    return start_time_ticks(pid) is not None
 
 
 def _is_ready(record: ProcessRecord) -> bool:

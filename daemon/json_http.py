@@ -1,0 +1,78 @@
+"""JSON over HTTP to one of iServe's own processes on this machine: one connection per call, the project's errors.
+
+Knows the wire, not the routes: the daemon's and the controller's clients say what is asked for.
+"""
+
+from __future__ import annotations
+
+import http.client
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import fingerprint.errors
+from fingerprint.codec import from_json
+from fingerprint.errors import BadInputError, ConflictError, IserveError, NotFoundError, UnavailableError
+
+__all__ = ["JsonHttp"]
+
+T = TypeVar("T")
+
+_MAX_ANSWER_BYTES = 64 << 20
+
+
+class JsonHttp:
+    """``who`` at ``url``. Safe to share between threads, and nothing to close.
+
+    Args:
+        who: for error messages, such as ``the daemon``.
+        hint: what a person can do when it is away.
+
+    Raises (every method):
+        UnavailableError: it is away, does not answer in time or answers nonsense.
+        IserveError: what it answered with, of the class that it named.
+    """
+
+    def __init__(self, url: str, token: str, *, who: str, hint: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or not parts.port:
+            raise BadInputError(f"the URL of {who} is http://HOST:PORT, got {url!r}")
+        self.url, self._who, self._hint = url, who, hint
+        self._host, self._port, self._token = parts.hostname, parts.port, token
+
+    def ask(self, method: str, path: str, kind: type[T], *, body: bytes = b"", timeout_s: float) -> T:
+        """The answer as a ``kind``."""
+        answer = self.request(method, path, body=body, timeout_s=timeout_s)
+        try:
+            return from_json(answer, kind, what=f"the answer of {self._who} to {method} {path}")
+        except BadInputError as error:  # the fault is the answerer's, not the request's
+            raise UnavailableError(str(error)) from error
+
+    def request(self, method: str, path: str, *, body: bytes = b"", timeout_s: float) -> bytes:
+        """The answer as it came, up to 64 MiB."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        try:
+            connection.request(method, path, body=body or None, headers=headers)
+            response = connection.getresponse()
+            answer = response.read(_MAX_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise UnavailableError(
+                f"{self._who} at {self.url} does not answer {method} {path}: {reason}{self._hint}"
+            ) from error
+        finally:
+            connection.close()
+        if not 200 <= response.status < 300:
+            raise self._error(response.status, answer)
+        return answer
+
+    def _error(self, status: int, answer: bytes) -> IserveError:
+        """The project's error that the answer names, or the one nearest to the HTTP status."""
+        nearest = {400: BadInputError, 404: NotFoundError, 409: ConflictError}.get(status, UnavailableError)
+        try:
+            body = from_json(answer, dict[str, Any], what="the error")
+        except BadInputError:
+            return nearest(f"{self._who} answered {status}: {answer[:200]!r}")
+        named = getattr(fingerprint.errors, str(body.get("error")), None)
+        kind = named if isinstance(named, type) and issubclass(named, IserveError) else nearest
+        return kind(str(body.get("message", f"{self._who} answered {status}")))
