@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Awaitable, Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 
 from fingerprint import errors
 from fingerprint.measurements import Profile
@@ -28,14 +27,12 @@ from iserve.api_types import (
     ProfileBody,
     ProfileJobDocument,
 )
+from iserve.controller.door import Door, problem
+from iserve.controller.metrics import Metrics
 from iserve.controller.service import Controller
-from iserve.keys import find_key
 from iserve.plan_document import PlanDocument
-from iserve.routes import ApiKeyRecord
 
 __all__ = ["create_app"]
-
-MAX_BODY_BYTES = 1 << 20
 
 STATUS: dict[type[errors.IserveError], int] = {
     errors.NotFoundError: 404,
@@ -49,34 +46,16 @@ STATUS: dict[type[errors.IserveError], int] = {
 }
 
 
-class _Unauthorized(Exception):
-    pass
-
-
 def create_app(controller: Controller, token: str) -> FastAPI:
     """The application of one controller.
 
     Args:
         token: of run/controller.json; the command line reads it there. API keys of scope ``admin`` work as well.
     """
-    app = FastAPI(title="iServe", version=__version__, docs_url=None, redoc_url=None)
-    metrics = _Metrics(controller)
+    app = FastAPI(title="iServe", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    metrics = Metrics(controller)
 
-    def authorize(authorization: Annotated[str | None, Header()] = None) -> None:
-        scheme, _, presented = (authorization or "").partition(" ")
-        if scheme.lower() == "bearer" and presented:
-            if hmac.compare_digest(presented.encode(), token.encode()):
-                return
-            records = [
-                ApiKeyRecord(key_id=k.key_id, sha256=k.sha256, scope=k.scope)
-                for k in controller.store.api_keys()
-                if not k.revoked and k.scope == "admin"
-            ]
-            if find_key(presented, records) is not None:
-                return
-        raise _Unauthorized
-
-    api = APIRouter(prefix="/api/v1", dependencies=[Depends(authorize)])
+    api = APIRouter(prefix="/api/v1")
     _model_routes(api, controller)
     _plan_routes(api, controller)
     _deployment_routes(api, controller)
@@ -95,12 +74,12 @@ def create_app(controller: Controller, token: str) -> FastAPI:
             return "starting"
         return "ready"
 
-    @app.get("/metrics", dependencies=[Depends(authorize)])
+    @app.get("/metrics")
     def read_metrics() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     _error_handlers(app)
-    _bound_bodies(app, metrics)
+    app.add_middleware(Door, store=controller.store, token=token, count=metrics.count)
     return app
 
 
@@ -191,71 +170,25 @@ def _operator_routes(api: APIRouter, controller: Controller) -> None:
         controller.store.revoke_key(key_id)
 
 
-def _error_body(name: str, message: str, status: int) -> JSONResponse:
-    headers = {"Retry-After": "1"} if status == 503 else None
-    return JSONResponse({"error": name, "message": message}, status, headers=headers)
-
-
 def _error_handlers(app: FastAPI) -> None:
     @app.exception_handler(errors.IserveError)
     def expected(_request: Request, error: errors.IserveError) -> JSONResponse:
         status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
-        return _error_body(type(error).__name__, str(error), status)
+        return problem(type(error).__name__, str(error), status)
 
     @app.exception_handler(RequestValidationError)
     def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
         faults = "; ".join(
             f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors()[:10]
         )
-        return _error_body("BadInputError", faults, 400)
+        return problem("BadInputError", faults, 400)
 
-    @app.exception_handler(_Unauthorized)
-    def unauthorized(_request: Request, _error: _Unauthorized) -> JSONResponse:
-        body = _error_body("Unauthorized", "give `Authorization: Bearer KEY` with an API key of scope admin", 401)
-        body.headers["WWW-Authenticate"] = "Bearer"
-        return body
+    @app.exception_handler(HTTPException)
+    def not_routed(request: Request, error: HTTPException) -> JSONResponse:
+        name = "NotFoundError" if error.status_code == 404 else "BadInputError"
+        return problem(name, f"{request.method} {request.url.path[:200]}: {error.detail}", error.status_code)
 
-
-def _bound_bodies(app: FastAPI, metrics: _Metrics) -> None:
-    @app.middleware("http")
-    async def bound(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Refuse bodies over 1 MiB by their declared length, and any that declares none."""
-        if request.method in {"POST", "PUT", "PATCH"}:
-            declared = request.headers.get("content-length", "")
-            if not declared.isdigit():
-                return _error_body("BadInputError", "a body needs a Content-Length", 411)
-            if int(declared) > MAX_BODY_BYTES:
-                return _error_body("BadInputError", f"the body is over {MAX_BODY_BYTES} bytes", 413)
-        response = await call_next(request)
-        metrics.requests.labels(request.method, str(response.status_code)).inc()
-        return response
-
-
-class _Metrics:
-    """Counted as it happens, or read from the controller when asked."""
-
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
-        self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "iserve_controller_requests", "REST requests", ["method", "status"], registry=self._registry
-        )
-        self._deployments = Gauge(
-            "iserve_deployments", "Deployments by status now", ["status"], registry=self._registry
-        )
-        self._free = Gauge(
-            "iserve_device_free_bytes", "Free memory of a device", ["device"], registry=self._registry
-        )
-        self._load = Gauge(
-            "iserve_device_load_ratio", "Busy fraction of a device over 120 s", ["device"], registry=self._registry
-        )
-
-    def render(self) -> bytes:
-        self._deployments.clear()
-        for document in self._controller.deployments():
-            self._deployments.labels(document.status).inc()
-        for node in self._controller.nodes():
-            for device in node.devices:
-                self._free.labels(device.device_id).set(device.free_bytes)
-                self._load.labels(device.device_id).set(device.load_fraction)
-        return generate_latest(self._registry)
+    @app.exception_handler(Exception)
+    def bug(_request: Request, error: Exception) -> JSONResponse:
+        """The traceback goes to the log, not to the client."""
+        return problem("IserveError", f"internal error: {type(error).__name__}; the controller's log has it", 500)

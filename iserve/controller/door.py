@@ -1,0 +1,88 @@
+"""What every REST request passes before any of its body is read: who asks, and how much they would send."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fingerprint.errors import UnavailableError
+from iserve.keys import find_key
+from iserve.routes import ApiKeyRecord
+from iserve.state.store import Store
+
+__all__ = ["MAX_BODY_BYTES", "Door", "problem"]
+
+MAX_BODY_BYTES = 1 << 20
+
+_OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+def problem(name: str, message: str, status: int) -> JSONResponse:
+    """The body of every error: the class of ``fingerprint.errors``, and one line."""
+    headers = {"Retry-After": "1"} if status == 503 else None
+    return JSONResponse({"error": name, "message": message}, status, headers=headers)
+
+
+class Door:
+    """ASGI middleware. Everything but the two health checks wants the home's token or an admin API key.
+
+    Args:
+        token: of run/controller.json; the command line reads it there.
+        count: told method and status of every answer.
+    """
+
+    def __init__(self, app: ASGIApp, *, store: Store, token: str, count: Callable[[str, int], None]) -> None:
+        self._app, self._store, self._token, self._count = app, store, token.encode(), count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method = scope["method"] if scope["method"] in _METHODS else "other"  # a label's values are bounded
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(method, message["status"])
+            await send(message)
+
+        headers = Headers(scope=scope)
+        answer: ASGIApp = self._app
+        if scope["path"] not in _OPEN_PATHS:
+            answer = await run_in_threadpool(self._refusal, headers) or answer
+        await answer(scope, receive, counted)
+
+    def _refusal(self, headers: Headers) -> JSONResponse | None:
+        try:
+            if not self._is_known(headers.get("authorization", "")):
+                refusal = problem(
+                    "Unauthorized", "give `Authorization: Bearer KEY` with an API key of scope admin", 401
+                )
+                refusal.headers["WWW-Authenticate"] = "Bearer"
+                return refusal
+        except UnavailableError as error:
+            return problem("UnavailableError", str(error), 503)
+        # A body of undeclared length is not begun; a declared length is kept to by the HTTP server.
+        if "transfer-encoding" in headers:
+            return problem("BadInputError", "a body needs a Content-Length", 411)
+        if int(headers.get("content-length", "0")) > MAX_BODY_BYTES:
+            return problem("BadInputError", f"the body is over {MAX_BODY_BYTES} bytes", 413)
+        return None
+
+    def _is_known(self, authorization: str) -> bool:
+        scheme, _, presented = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not presented:
+            return False
+        if hmac.compare_digest(presented.encode(), self._token):
+            return True
+        records = [
+            ApiKeyRecord(key_id=k.key_id, sha256=k.sha256, scope=k.scope)
+            for k in self._store.api_keys()
+            if not k.revoked and k.scope == "admin"
+        ]
+        return find_key(presented, records) is not None
