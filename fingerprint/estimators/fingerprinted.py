@@ -138,7 +138,8 @@ class FingerprintedEstimator:
     def _usable(self) -> dict[DeploymentConfig, TimingFit]:
         full = self.profile.spec.num_layers
         fits = self.l2.fits.items()
-        return {self._config(key): fit for key, fit in fits if len(fit.depths) > 1 or fit.depths == (full,)}
+        deep = {self._config(key): fit for key, fit in fits if len(fit.depths) > 1 or fit.depths == (full,)}
+        return {config: fit for config, fit in deep.items() if fit.is_determined}
 
     def _anchor(self, config: DeploymentConfig, workload: Workload) -> _Anchor:
         usable = self._usable()

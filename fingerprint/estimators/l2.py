@@ -188,8 +188,18 @@ class TimingFit:
         )
         if self.reaches(near):
             return near
-        batch, prompt = min(((p.batch, p.input_tokens) for p in self.points), key=lambda bn: _distance(bn, near))
-        return Workload(batch, prompt, self._longest_output())
+        return min(self._determined(), key=lambda w: (_distance((w.batch, w.input_tokens), near), w), default=near)
+
+    @property
+    def is_determined(self) -> bool:
+        """Whether the points suffice for a prediction anywhere; a profile that was cut short may have too few."""
+        return bool(self._determined())
+
+    def _determined(self) -> list[Workload]:
+        """The measured batches and lengths at which the points determine both times."""
+        longest = self._longest_output()
+        at_points = {Workload(p.batch, p.input_tokens, longest) for p in self.points}
+        return [workload for workload in at_points if self.reaches(workload)]
 
     def latency(self, workload: Workload) -> Latency:
         """Of the full model; ``measured`` when it was one of the fingerprints and ran exactly this.
