@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import capabilities_for, get_engine
+from daemon.status import WorkerState
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import Workload
 from fingerprint.errors import ConflictError, InfeasibleError, IserveError, NotFoundError
-from fingerprint.estimators.fingerprinted import FingerprintedEstimator
-from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
+from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
 from iserve.controller.node import hardware_of
-from iserve.controller.profiling import Profiler, wait_until_ready
+from iserve.controller.profiling import Profiler, estimator_for, wait_for_daemon, wait_until_ready
 from iserve.model_source import ModelSource
 from iserve.plan_document import PlanDocument, plan_document
 from iserve.planning import PlanOptions, make_plan
@@ -31,7 +31,7 @@ from iserve.state.store import DeploymentRow, Store
 from placement.types import Placement
 from planner.plan import Plan, Ranked
 
-__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "estimator_for", "worker_spec"]
+__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "worker_spec"]
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +61,6 @@ def deployable_engine(name: str) -> Engine:
             f"the {name} engine can be planned for, but its adapter is not there yet; deploy with --engine torch"
         )
     return get_engine(able[0])
-
-
-def estimator_for(profile: Profile) -> FingerprintedEstimator:
-    """What was measured, and the roofline of the same device to scale it by."""
-    return FingerprintedEstimator(profile, RooflineEstimator(profile.spec, profile.machine.device))
 
 
 def worker_spec(
@@ -119,12 +114,14 @@ class Deployer:
         """Carry ``row`` through; every expected failure ends in its record, not in an exception."""
         try:
             self._run(row)
+        except _NoLongerWantedError:
+            log.info("%s: given up, it is to be removed", row.name)
         except IserveError as error:
             phase = "refused" if isinstance(error, InfeasibleError) else "failed"
-            self._move(row, phase, error=str(error))
+            self._record(row, phase, error=str(error))
         except Exception as error:
             log.exception("deploying %s", row.name)
-            self._move(row, "failed", error=f"internal error: {type(error).__name__}: {error}")
+            self._record(row, "failed", error=f"internal error: {type(error).__name__}: {error}")
         finally:
             self._report_progress(row.name, None)
 
@@ -151,46 +148,78 @@ class Deployer:
         self._launch(row, spec)
 
     def _profile(self, row: DeploymentRow, source: ModelSource, engine: Engine, options: PlanOptions) -> Profile:
-        daemon = self._daemon()
-        stored = self._profiler.stored(source, engine, daemon.node())
+        def find() -> Profile | None:
+            return self._profiler.stored(source, engine, wait_for_daemon(self._daemon).node())
+
+        def report(progress: ProfileProgress) -> None:
+            self._check_wanted(row)
+            self._report_progress(row.name, progress)
+
+        stored = find()
         if stored is not None:
             return stored
         self._move(row, "profiling")
         return self._profiler.take(
             source,
             engine,
-            daemon,
+            self._daemon,
             workload=options.workload,
             max_seconds=self._settings.profile_seconds,
-            progress=lambda progress: self._report_progress(row.name, progress),
+            progress=report,
+            unless=find,
         )
 
     def plan(
         self, source: ModelSource, engine: Engine, profile: Profile, options: PlanOptions
     ) -> PlannedDeployment:
         """Rank everything on the devices that are free now."""
-        hardware = hardware_of(self._daemon().node(), profile.machine.device)
+        hardware = hardware_of(wait_for_daemon(self._daemon).node(), profile.machine.device)
         plan = make_plan(source.spec, hardware, estimator_for(profile), [engine.capabilities()], options)
         document = plan_document(plan, model=source.name, hardware=hardware.label, workload=options.workload)
         return PlannedDeployment(plan, document, plan.best)
 
     def _launch(self, row: DeploymentRow, spec: WorkerSpec) -> None:
         self._move(row, "launching")
-        daemon = self._daemon()
-        try:
-            daemon.worker(spec.worker_id)  # launched before this controller was killed
-        except NotFoundError:
+        daemon = wait_for_daemon(self._daemon)
+        if not _is_there(daemon, spec.worker_id):  # it is, if it was launched before this controller was killed
             try:
-                daemon.launch(spec)
+                daemon.launch(replace(spec, port=0))  # any free one: the one it had may be another's by now
             except ConflictError:
                 log.info("worker %s is there already", spec.worker_id)
-        status = wait_until_ready(self._daemon, spec.worker_id, self._settings.start_timeout_s)
+        status = wait_until_ready(
+            self._daemon,
+            spec.worker_id,
+            self._settings.start_timeout_s,
+            go_on=lambda: self._check_wanted(row),
+        )
         self._store.update_deployment(row.id, worker=to_json(status.spec))
         self._move(row, "ready")
 
-    def _move(self, row: DeploymentRow, phase: str, *, error: str | None = None) -> None:
+    def _move(self, row: DeploymentRow, phase: str) -> None:
+        """The next step, if it is still to be taken."""
+        self._check_wanted(row)
+        self._record(row, phase, error=None)
+
+    def _check_wanted(self, row: DeploymentRow) -> None:
+        now = self._store.deployment_by_id(row.id)
+        if now is None or now.desired == "removed":
+            raise _NoLongerWantedError
+
+    def _record(self, row: DeploymentRow, phase: str, *, error: str | None) -> None:
         self._store.update_deployment(row.id, phase=phase, error=error)
         self._store.add_event(row.id, phase, error or f"{row.name}: {phase}")
+
+
+class _NoLongerWantedError(Exception):
+    """The deployment is to be removed: what is under way for it ends here."""
+
+
+def _is_there(daemon: DaemonClient, worker_id: str) -> bool:
+    """Whether the daemon has such a worker, a stopped one not counted."""
+    try:
+        return daemon.worker(worker_id).state is not WorkerState.STOPPED
+    except NotFoundError:
+        return False
 
 
 def _slug(name: str) -> str:

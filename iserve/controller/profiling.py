@@ -5,6 +5,7 @@ One profile at a time per controller: two would measure each other.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import threading
@@ -20,8 +21,16 @@ from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
-from fingerprint.errors import EngineError, InfeasibleError, NotFoundError, UnavailableError, UnsupportedModelError
-from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
+from fingerprint.errors import (
+    EngineError,
+    InfeasibleError,
+    NotFoundError,
+    NotMeasuredError,
+    UnavailableError,
+    UnsupportedModelError,
+)
+from fingerprint.estimators.fingerprinted import FingerprintedEstimator
+from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
 from fingerprint.generate import generate, generate_dummy
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
@@ -32,7 +41,7 @@ from iserve.model_source import ModelSource
 from iserve.state.store import Store
 from planner.space import shape_refusal
 
-__all__ = ["Profiler", "machine_key", "wait_until_ready"]
+__all__ = ["Profiler", "estimator_for", "machine_key", "wait_for_daemon", "wait_until_ready"]
 
 _ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
 
@@ -46,8 +55,29 @@ def machine_key(node: NodeStatus, engine: Engine) -> str:
     return hashlib.sha256(to_json((devices, engine.versions()))).hexdigest()[:16]
 
 
-def wait_until_ready(daemon: Callable[[], DaemonClient], worker_id: str, timeout_s: float) -> WorkerStatus:
+def wait_for_daemon(daemon: Callable[[], DaemonClient], *, patience_s: float = 30.0) -> DaemonClient:
+    """The daemon; one that was killed is back within a few seconds.
+
+    Raises:
+        UnavailableError: it is not.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return daemon()
+        except UnavailableError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def wait_until_ready(
+    daemon: Callable[[], DaemonClient], worker_id: str, timeout_s: float, *, go_on: Callable[[], None]
+) -> WorkerStatus:
     """The worker's status once it serves; a daemon that is away for a while is waited for.
+
+    Args:
+        go_on: called between looks; what it raises ends the waiting.
 
     Raises:
         EngineError: the worker gave up, was stopped, or is not ready in time.
@@ -55,6 +85,7 @@ def wait_until_ready(daemon: Callable[[], DaemonClient], worker_id: str, timeout
     deadline = time.monotonic() + timeout_s
     last = "unknown"
     while time.monotonic() < deadline:
+        go_on()
         try:
             status = daemon().worker(worker_id)
         except UnavailableError:
@@ -72,19 +103,19 @@ def wait_until_ready(daemon: Callable[[], DaemonClient], worker_id: str, timeout
 class _DaemonWorker:
     """A worker that the daemon runs, as the profiling client wants it."""
 
-    def __init__(self, daemon: DaemonClient, status: WorkerStatus) -> None:
+    def __init__(self, daemon: Callable[[], DaemonClient], status: WorkerStatus) -> None:
         self._daemon, self._worker_id = daemon, status.spec.worker_id
         self.url = status.url
 
     def failure(self) -> str | None:
-        status = self._daemon.worker(self._worker_id)
+        status = wait_for_daemon(self._daemon).worker(self._worker_id)
         if status.state in _ENDED or status.restarts:
             return status.error or f"the profiling worker is {status.state}"
         return None
 
     def stop(self) -> None:
         try:
-            self._daemon.stop(self._worker_id)
+            wait_for_daemon(self._daemon).stop(self._worker_id)
         except NotFoundError:
             return
 
@@ -97,11 +128,12 @@ class Profiler:
         self._folder = fingerprint_folder
         self._start_timeout_s = start_timeout_s
         self._one_at_a_time = threading.Lock()
+        self._workers: frozenset[str] = frozenset()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a profile is being taken, so that its workers are not orphans."""
-        return self._one_at_a_time.locked()
+    def workers(self) -> frozenset[str]:
+        """Ids of the workers of the profile that is being taken; every other profiling worker is an orphan."""
+        return self._workers
 
     def stored(self, source: ModelSource, engine: Engine, node: NodeStatus) -> Profile | None:
         return self._store.profile(source.spec.shape_hash, engine.name, machine_key(node, engine))
@@ -110,57 +142,97 @@ class Profiler:
         self,
         source: ModelSource,
         engine: Engine,
-        daemon: DaemonClient,
+        daemon: Callable[[], DaemonClient],
         *,
         workload: Workload,
         max_seconds: float,
         progress: Callable[[ProfileProgress], None],
+        unless: Callable[[], Profile | None] = lambda: None,
     ) -> Profile:
         """Measure the model's fingerprints on devices that are free now, and keep the result.
+
+        Args:
+            progress: what it raises ends the profile.
+            unless: asked when this profile's turn has come; one that another took meanwhile is returned instead.
 
         Raises:
             InfeasibleError: there is no device.
             EngineError: the profiling worker failed.
+            NotMeasuredError: the budget was too short to estimate anything from; nothing is kept.
         """
         with self._one_at_a_time:
-            node = daemon.node()
+            meanwhile = unless()
+            if meanwhile is not None:
+                return meanwhile
+            node = self._without_leftovers(wait_for_daemon(daemon))
             folder = self._folder / uuid.uuid4().hex
             try:
-                with _target(source, engine, daemon, node, self._start_timeout_s) as target:
+                with self._target(source, engine, daemon, node) as target:
                     plan = _plan(
                         source.spec, engine.capabilities(), target.machine().device, node, workload, max_seconds
                     )
                     measured = profile(
                         source.name, source.spec, target, _Fingerprints(source, folder), plan, progress=progress
                     )
+                _check_usable(measured, workload)
             finally:
+                self._workers = frozenset()
                 shutil.rmtree(folder, ignore_errors=True)
             self._store.put_profile(measured, machine_key(node, engine))
             return measured
 
+    def _without_leftovers(self, daemon: DaemonClient) -> NodeStatus:
+        """The node, after ending the profiling workers of a controller that was killed, and its fingerprints.
 
-def _target(
-    source: ModelSource, engine: Engine, daemon: DaemonClient, node: NodeStatus, start_timeout_s: float
-) -> WorkerProfileTarget:
-    devices = _quietest(node)
+        They would take memory and time from what is measured now.
+        """
+        for worker in daemon.workers():
+            if worker.spec.profiling:
+                with contextlib.suppress(NotFoundError):
+                    daemon.stop(worker.spec.worker_id)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return daemon.node()
 
-    def launch(spec: WorkerSpec) -> WorkerHandle:
-        return _DaemonWorker(daemon, daemon.launch(spec))
+    def _target(
+        self, source: ModelSource, engine: Engine, daemon: Callable[[], DaemonClient], node: NodeStatus
+    ) -> WorkerProfileTarget:
+        devices = _quietest(node)
 
-    return WorkerProfileTarget(
-        launch,
-        checkpoint=source.directory,
-        device_ids=[device.device_id for device in devices],
-        limits=WorkerLimits(
-            max_batch=1,
-            max_batched_tokens=DEFAULT_MAX_BATCHED_TOKENS,
-            max_context_tokens=source.spec.max_context_tokens,
-            kv_tokens=source.spec.max_context_tokens,
-            memory_bytes_per_device=min(device.free_bytes for device in devices[:2]),
-        ),
-        engine=engine.name,
-        start_timeout_s=start_timeout_s,
-    )
+        def launch(spec: WorkerSpec) -> WorkerHandle:
+            self._workers |= {spec.worker_id}
+            return _DaemonWorker(daemon, wait_for_daemon(daemon).launch(spec))
+
+        return WorkerProfileTarget(
+            launch,
+            checkpoint=source.directory,
+            device_ids=[device.device_id for device in devices],
+            limits=WorkerLimits(
+                max_batch=1,
+                max_batched_tokens=DEFAULT_MAX_BATCHED_TOKENS,
+                max_context_tokens=source.spec.max_context_tokens,
+                kv_tokens=source.spec.max_context_tokens,
+                memory_bytes_per_device=min(device.free_bytes for device in devices[:2]),
+            ),
+            engine=engine.name,
+            start_timeout_s=self._start_timeout_s,
+        )
+
+
+def _check_usable(measured: Profile, workload: Workload) -> None:
+    """Raises NotMeasuredError: too little was measured; kept, it would stand in the way of a better one."""
+    try:
+        estimator_for(measured).estimate(DeploymentConfig(engine=measured.engine), workload)
+    except NotMeasuredError as error:
+        raise NotMeasuredError(
+            f"the profile of {measured.model} took {measured.spent_s:.1f} s of the {measured.budget_s:g} s it may "
+            f"take, which was too short to estimate from ({sum(len(p.runs) for p in measured.timing)} runs); give "
+            "it more: `iserve profile --max-seconds`, or ISERVE_PROFILE_SECONDS for a deploy"
+        ) from error
+
+
+def estimator_for(profile: Profile) -> FingerprintedEstimator:
+    """What was measured, and the roofline of the same device to scale it by."""
+    return FingerprintedEstimator(profile, RooflineEstimator(profile.spec, profile.machine.device))
 
 
 def _quietest(node: NodeStatus) -> list[DeviceStatus]:

@@ -14,7 +14,7 @@ from daemon.engines.base import WorkerSpec
 from daemon.process import write_file_atomically
 from daemon.status import NodeStatus, WorkerState
 from fingerprint.codec import from_json, to_json
-from fingerprint.errors import IserveError, NotFoundError, UnavailableError
+from fingerprint.errors import IserveError, UnavailableError
 from iserve.controller.service import Controller
 from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from iserve.state.store import DeploymentRow
@@ -24,6 +24,7 @@ __all__ = ["Reconciler"]
 log = logging.getLogger(__name__)
 
 _UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching"})
+_ROUTED = frozenset({"launching", "ready"})  # a worker is there, or about to be: its clients wait a little
 _ORPHAN_GRACE_S = 5.0  # a worker may be launched a moment before its record is read
 
 
@@ -43,7 +44,8 @@ class Reconciler:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join(timeout=30)
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
@@ -63,48 +65,29 @@ class Reconciler:
                 companion.ensure()
             except UnavailableError as error:
                 log.warning("%s", error)
+        rows = controller.store.deployments()  # before the node: what is recorded as ready is then seen there
         node = controller.observe()
-        rows = controller.store.deployments()
+        self.publish(rows, node)  # first, so that no request is sent to a worker that is about to be stopped
         for row in rows:
             self._settle(row, node)
         if node is not None:
             self._end_orphans(rows, node)
-        self.publish(controller.store.deployments(), node)
 
     def _settle(self, row: DeploymentRow, node: NodeStatus | None) -> None:
-        controller = self._controller
-        if controller.is_active(row):
-            return
-        if row.desired == "removed":
-            self._remove(row)
-        elif row.phase in _UNFINISHED or (row.phase == "ready" and node is not None and _is_lost(row, node)):
-            controller.work_on(row)
-
-    def _remove(self, row: DeploymentRow) -> None:
-        if row.worker is not None:
-            worker_id = from_json(row.worker, WorkerSpec).worker_id
-            try:
-                self._controller.daemon().stop(worker_id)
-            except NotFoundError:
-                pass
-            except UnavailableError as error:
-                log.warning("removing %s: %s", row.name, error)
-                return
-        self._controller.store.delete_deployment(row.id)
-        self._controller.store.add_event(None, "removed", f"{row.name}: removed")
+        lost = row.phase == "ready" and node is not None and _is_lost(row, node)
+        if row.desired == "removed" or row.phase in _UNFINISHED or lost:
+            self._controller.work_on(row)
 
     def _end_orphans(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
         """Stop workers that no deployment owns, such as those of a profile whose controller was killed."""
         owned = {from_json(row.worker, WorkerSpec).worker_id for row in rows if row.worker is not None}
         present = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
-        if self._controller.profiler.is_busy:
-            present = {worker_id for worker_id in present if not worker_id.startswith("profile-")}
         now = time.monotonic()
-        self._orphans = {w: self._orphans.get(w, now) for w in present - owned}
+        orphans = present - owned - self._controller.profiler.workers
+        self._orphans = {w: self._orphans.get(w, now) for w in orphans}
         for worker_id, since in self._orphans.items():
             if now - since >= _ORPHAN_GRACE_S:
-                log.warning("ending worker %s: no deployment owns it", worker_id)
-                self._controller.daemon().stop(worker_id)
+                self._controller.end_worker(worker_id)
 
     def publish(self, rows: tuple[DeploymentRow, ...], node: NodeStatus | None) -> None:
         """Write routes.json when its content changes. With the daemon away the last routes stay in force."""
@@ -148,7 +131,7 @@ def _is_lost(row: DeploymentRow, node: NodeStatus) -> bool:
 
 
 def _route(row: DeploymentRow, node: NodeStatus | None) -> Route | None:
-    if row.worker is None or row.phase != "ready":
+    if row.worker is None or row.phase not in _ROUTED:
         return None
     spec = from_json(row.worker, WorkerSpec)
     seen = next((w for w in node.workers if w.spec.worker_id == spec.worker_id), None) if node else None

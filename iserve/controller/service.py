@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import uuid
@@ -65,10 +66,11 @@ class Controller:
         self.gateway_process: Companion = gateway_companion(settings)
         self.profiler = Profiler(store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s)
         self._deployer = Deployer(settings, store, self.profiler, self.daemon, self.resolve, self._on_progress)
-        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="deploy")
+        self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="deploy")
         self._lock = threading.Lock()
         self._progress: dict[str, ProfileProgress] = {}
         self._active: set[int] = set()  # deployments with a job under way
+        self._ending: set[str] = set()  # orphaned workers that are being stopped
         self._jobs: dict[str, ProfileJobDocument] = {}
 
     # the running world
@@ -107,8 +109,8 @@ class Controller:
         """Registered names and their folders, the bundled demo model among them."""
         return {DEMO_MODEL_NAME: demo_model_path()} | {m.name: Path(m.directory) for m in self.store.models()}
 
-    def resolve(self, model: str | None) -> ModelSource:
-        return resolve(model or DEMO_MODEL_NAME, self.registered())
+    def resolve(self, model: str | None, *, need_weights: bool = True) -> ModelSource:
+        return resolve(model or DEMO_MODEL_NAME, self.registered(), need_weights=need_weights)
 
     def register(self, name: str, directory: str) -> ModelDocument:
         source = resolve(directory, {})
@@ -133,7 +135,7 @@ class Controller:
             return plan_for_gpus(
                 body.model or DEMO_MODEL_NAME, gpu, count, options, body.engine, registered=self.registered()
             )
-        source = self.resolve(body.model)
+        source = self.resolve(body.model, need_weights=False)
         engine = deployable_engine(body.engine)
         profile = self.profiler.stored(source, engine, self.daemon().node())
         if profile is None:
@@ -148,7 +150,7 @@ class Controller:
 
     def start_profile(self, body: ProfileBody) -> ProfileJobDocument:
         """Begin a profile in the background; ask for it by its job id."""
-        source = self.resolve(body.model)
+        source = self.resolve(body.model, need_weights=False)
         engine = deployable_engine(body.engine)
         options = PlanBody().options(default_policy=self.settings.policy, load_threshold=0.5)
         job = ProfileJobDocument(
@@ -160,7 +162,7 @@ class Controller:
                 self.profiler.take(
                     source,
                     engine,
-                    self.daemon(),
+                    self.daemon,
                     workload=options.workload,
                     max_seconds=body.max_seconds,
                     progress=lambda p: self._put_job(replace(job, progress=_progress_document(p))),
@@ -197,7 +199,7 @@ class Controller:
         """Accept an intent: checked, recorded, then carried out in the background."""
         self._deployer.options(body)
         deployable_engine(body.engine)
-        source = self.resolve(body.model)
+        source = self.resolve(body.model, need_weights=False)  # those are fetched in the background
         if len(self.store.deployments()) >= _MAX_DEPLOYMENTS:
             raise ConflictError(f"there are {_MAX_DEPLOYMENTS} deployments already; remove one first")
         name = check_name(body.name or source.name)
@@ -215,16 +217,45 @@ class Controller:
 
         def work() -> None:
             try:
-                self._deployer.run(row)
+                # What was seen may be old by now: then the next look decides.
+                if self.store.deployment_by_id(row.id) == row:
+                    work_of = self._remove if row.desired == "removed" else self._deployer.run
+                    work_of(row)
+            except IserveError as error:
+                log.warning("%s: %s", row.name, error)
+            except Exception:
+                log.exception("working on %s", row.name)
             finally:
                 with self._lock:
                     self._active.discard(row.id)
 
         self._pool.submit(work)
 
-    def is_active(self, row: DeploymentRow) -> bool:
+    def _remove(self, row: DeploymentRow) -> None:
+        if row.worker is not None:
+            with contextlib.suppress(NotFoundError):
+                self.daemon().stop(from_json(row.worker, WorkerSpec).worker_id)
+        self.store.delete_deployment(row.id)
+        self.store.add_event(None, "removed", f"{row.name}: removed")
+
+    def end_worker(self, worker_id: str) -> None:
+        """Stop, in the background, a worker that no deployment owns."""
         with self._lock:
-            return row.id in self._active
+            if worker_id in self._ending:
+                return
+            self._ending.add(worker_id)
+
+        def work() -> None:
+            log.warning("ending worker %s: no deployment owns it", worker_id)
+            try:
+                self.daemon().stop(worker_id)
+            except IserveError as error:
+                log.warning("ending worker %s: %s", worker_id, error)
+            finally:
+                with self._lock:
+                    self._ending.discard(worker_id)
+
+        self._pool.submit(work)
 
     def remove(self, name: str) -> DeploymentDocument:
         """Ask for a deployment's end; its worker is stopped in the background."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from alembic import command
@@ -83,9 +84,9 @@ class Store:
         UnavailableError: the database cannot be read or written (disk full, locked, damaged).
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
         self._engine = sa.create_engine(url)
-        if self._engine.dialect.name == "sqlite":
+        if self._engine.dialect.name == "sqlite" and not read_only:
             sa.event.listen(self._engine, "connect", _on_connect)
         self._lock = threading.Lock()
 
@@ -97,6 +98,11 @@ class Store:
         store.migrate()
         path.chmod(0o600)
         return store
+
+    @classmethod
+    def read_only(cls, path: Path) -> Store:
+        """The store at ``path`` beside the controller that owns it."""
+        return cls(f"sqlite:///file:{quote(str(path))}?mode=ro&uri=true", read_only=True)
 
     def migrate(self) -> None:
         config = Config()
@@ -217,6 +223,13 @@ class Store:
         if row is None:
             raise NotFoundError(f"no deployment is named {name!r}")
         return DeploymentRow(**row)
+
+    def deployment_by_id(self, deployment_id: int) -> DeploymentRow | None:
+        """None when it has been deleted."""
+        with self._read() as connection:
+            query = sa.select(deployments).where(deployments.c.id == deployment_id)
+            row = connection.execute(query).mappings().first()
+        return None if row is None else DeploymentRow(**row)
 
     def update_deployment(
         self,
