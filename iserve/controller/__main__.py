@@ -71,6 +71,23 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
+def _start_companions(controller: Controller, reconciler: Reconciler) -> None:
+    """Find or start daemon and gateway; when one does not come up, end what was started here.
+
+    Raises:
+        UnavailableError: one does not come up (the gateway's port is in use, say).
+    """
+    absent = [c for c in (controller.daemon_process, controller.gateway_process) if c.record() is None]
+    try:
+        controller.daemon_process.ensure()
+        reconciler.publish(controller.store.deployments(), controller.observe())
+        controller.gateway_process.ensure()
+    except BaseException:
+        for companion in absent:
+            companion.stop()
+        raise
+
+
 def run(settings: Settings) -> None:
     """Serve until SIGTERM. The daemon, the gateway and the workers go on without it."""
     with _only_one(settings):
@@ -90,21 +107,20 @@ def run(settings: Settings) -> None:
                 h11_max_incomplete_event_size=65_536,
             )
         )
+        url_host = f"[{host}]" if ":" in host else host
+        record = own_record(url=f"http://{url_host}:{port}", token=token)
+        # Before the companions: `iserve down`, and a second start, must find a controller that is still starting.
+        write_record(settings.run_folder / "controller.json", record)
         try:
-            controller.daemon_process.ensure()
-            reconciler.publish(store.deployments(), controller.observe())
-            controller.gateway_process.ensure()
+            _start_companions(controller, reconciler)
             reconciler.start()
-            url_host = f"[{host}]" if ":" in host else host
-            write_record(
-                settings.run_folder / "controller.json", own_record(url=f"http://{url_host}:{port}", token=token)
-            )
             log.info("controller on %s:%d, home %s", host, port, settings.home)
             server.run(sockets=[listener])
         finally:
             reconciler.stop()
             controller.close()
             store.close()
+            (settings.run_folder / "controller.json").unlink(missing_ok=True)
 
 
 def _terminate(_signum: int, _frame: FrameType | None) -> None:
@@ -121,10 +137,14 @@ def main() -> int:
     try:
         run(load_settings())
     except IserveError as error:
-        print(f"iserve: {error}", file=sys.stderr)
+        print(f"iserve: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # A deploy under way would hold the interpreter's end up for as long as a profile takes. It goes on from its
+    # record when the next controller starts, as after a crash.
+    logging.shutdown()
+    os._exit(code)
