@@ -57,14 +57,20 @@ def plan_for_gpus(
 
 
 def estimate_for_gpu(
-    model: str, gpu: GpuSpec, config: DeploymentConfig, workload: Workload, cost: CostModel
+    model: str,
+    gpu: GpuSpec,
+    config: DeploymentConfig,
+    workload: Workload,
+    cost: CostModel,
+    *,
+    registered: Mapping[str, Path] | None = None,
 ) -> OneEstimateDocument:
     """One configuration on as many ``gpu`` as it takes, by the roofline.
 
     Raises:
         ConfigError: the model cannot be cut that way.
     """
-    source = resolve(model, {}, need_weights=False)
+    source = resolve(model, registered or {}, need_weights=False)
     engines = capabilities_for(config.engine)
     able = [e.engine for e in engines if e.refusal(source.spec, config, gpu) is None]
     settled = replace(config, engine=able[0] if able else engines[0].engine)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from iserve.plan_document import PlanDocument
     from iserve.planning import PlanOptions
 
-__all__ = ["client", "gateway_url", "live_plan", "model_argument"]
+__all__ = ["client", "gateway_url", "live_plan", "model_argument", "registered_models"]
 
 
 def client(settings: Settings | None = None, *, start: bool = True) -> ControllerClient:
@@ -28,6 +28,22 @@ def model_argument(model: str) -> str:
     """A folder becomes absolute: the controller has another working directory."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
+
+
+def registered_models(model: str) -> dict[str, Path]:
+    """The registered models and the demo, when ``model`` can be a registered name; no controller is needed."""
+    from iserve.demo import DEMO_MODEL_NAME, demo_model_path
+
+    settings = load_settings()
+    if "/" in model or not (settings.home / "state.db").exists():
+        return {DEMO_MODEL_NAME: demo_model_path()}
+    from iserve.state.store import Store
+
+    store = Store.read_only(settings.home / "state.db")
+    try:
+        return {DEMO_MODEL_NAME: demo_model_path()} | {m.name: Path(m.directory) for m in store.models()}
+    finally:
+        store.close()
 
 
 def gateway_url() -> str:

@@ -94,14 +94,16 @@ def nodes(as_json: o.JsonOption = False) -> None:
 
 def doctor(fix: Annotated[bool, typer.Option("--fix", help="End what is left over.")] = False) -> None:
     """Look for what is wrong with this installation. Exit code 1 if anything is."""
+    from fingerprint.errors import UnavailableError
     from iserve.cli.operate import examine
     from iserve.settings import load_settings
 
     findings = examine(load_settings(), fix=fix)
     for finding in findings:
         typer.echo(f"{'ok' if finding.ok else 'PROBLEM'}: {finding.text}")
-    if not all(finding.ok for finding in findings):
-        raise typer.Exit(1)
+    wrong = sum(not finding.ok for finding in findings)
+    if wrong:
+        raise UnavailableError(f"{wrong} of {len(findings)} checks found a problem; each says what to do")
 
 
 def register_model(

@@ -50,6 +50,7 @@ def plan(
     """
     from fingerprint.codec import to_json
     from fingerprint.gpus import parse_gpus
+    from iserve.cli.live import registered_models
     from iserve.cli.render import print_plan
     from iserve.plan_service import plan_for_gpus
 
@@ -73,7 +74,7 @@ def plan(
     else:
         with o.usage_errors("--gpus"):
             gpu, count = parse_gpus(gpus)
-        document = plan_for_gpus(model, gpu, count, wish, engine)
+        document = plan_for_gpus(model, gpu, count, wish, engine, registered=registered_models(model))
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:
@@ -100,6 +101,7 @@ def estimate(
     from fingerprint.codec import to_json
     from fingerprint.config import Workload, parse_config
     from fingerprint.gpus import gpu_spec
+    from iserve.cli.live import registered_models
     from iserve.cli.render import print_estimate
     from iserve.plan_service import estimate_for_gpu
 
@@ -109,7 +111,7 @@ def estimate(
         wanted = parse_config(config, engine=engine)
     with o.usage_errors("--batch, --input-tokens, --output-tokens"):
         workload = Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
-    document = estimate_for_gpu(model, device, wanted, workload, cost)
+    document = estimate_for_gpu(model, device, wanted, workload, cost, registered=registered_models(model))
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:

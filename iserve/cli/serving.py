@@ -111,8 +111,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
             time.sleep(_POLL_S)
             document = controller.get(path, DeploymentDocument)
     if document.status != "ready":
-        # A deploy that was refused leaves nothing behind, its name included.
-        controller.delete(path)
+        _remove(controller, accepted.name)  # a deploy that was refused leaves nothing behind, its name included
         kind = InfeasibleError if document.status == "refused" else EngineError
         raise kind(document.error or f"the deployment {document.name} {document.status}")
     if as_json:
@@ -166,22 +165,27 @@ def logs(
 
 def rm(name: NameArgument) -> None:
     """End a deployment and give its memory back."""
-    from fingerprint.errors import NotFoundError
-    from iserve.api_types import DeploymentDocument
     from iserve.cli.live import client
 
-    controller = client(start=False)
-    controller.delete(f"/api/v1/deployments/{name}")
-    deadline = time.monotonic() + 120
+    _remove(client(start=False), name)
+    typer.echo(f"{name} is removed")
+
+
+def _remove(controller: ControllerClient, name: str, *, patience_s: float = 120.0) -> None:
+    """Returns when the deployment and its worker are gone."""
+    from fingerprint.errors import NotFoundError, UnavailableError
+    from iserve.api_types import DeploymentDocument
+
+    path = f"/api/v1/deployments/{name}"
+    controller.delete(path)
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
-            controller.get(f"/api/v1/deployments/{name}", DeploymentDocument)
+            controller.get(path, DeploymentDocument)
         except NotFoundError:
-            typer.echo(f"{name} is removed")
             return
         time.sleep(_POLL_S)
-    typer.echo(f"{name} is still being removed; `iserve ps` tells", err=True)
-    raise typer.Exit(1)
+    raise UnavailableError(f"{name} is still being removed after {patience_s:.0f} s; `iserve ps` tells")
 
 
 def chat(
