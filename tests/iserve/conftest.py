@@ -1,0 +1,258 @@
+"""A whole installation in a home of its own: the real command line, controller, daemon, gateway and workers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from daemon.process import ProcessRecord, is_alive, read_record
+from daemon.procfs import start_time_ticks
+from iserve.client import ControllerClient
+
+WAIT_S = 60.0  # far beyond what is needed: only a hang runs into it
+COMMAND = Path(sys.executable).with_name("iserve")
+QUICK = {"ISERVE_PROFILE_SECONDS": "8", "ISERVE_CPU_DEVICES": "2"}
+
+
+def wait_until(condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
+    """The first truthy value of ``condition``."""
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {wait_s} s in vain until {what}")
+
+
+@dataclass
+class Installation:
+    """One home. Every process of it is found by the home's path in its environment or command line."""
+
+    home: Path
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("ISERVE_", "OPENAI_"))}
+        own = {"ISERVE_HOME": str(self.home), "ISERVE_PORT": "0", "ISERVE_API_PORT": "0"}
+        return kept | own | QUICK | {"HF_HUB_OFFLINE": "1"} | self.settings
+
+    def run(self, *arguments: object, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """``iserve ARGUMENTS`` as a person would type it."""
+        done = subprocess.run(
+            [COMMAND, *map(str, arguments)],
+            env=self.environment,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        if check:
+            assert done.returncode == 0, f"iserve {arguments}: {done.stderr}{done.stdout}{self.logs()}"
+        return done
+
+    def json(self, *arguments: object) -> Any:
+        return json.loads(self.run(*arguments, "--json").stdout)
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        """``iserve ARGUMENTS``, not waited for."""
+        command = [COMMAND, *map(str, arguments)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
+
+    def record(self, name: str) -> ProcessRecord:
+        """Of the living ``controller``, ``daemon`` or ``gateway``."""
+
+        def living() -> ProcessRecord | None:
+            record = read_record(self.home / "run" / f"{name}.json")
+            return record if is_alive(record) else None
+
+        found = wait_until(living, f"a {name} lives")
+        assert isinstance(found, ProcessRecord)
+        return found
+
+    def kill(self, name: str) -> int:
+        """Kill -9 of one process, its death seen; returns its id."""
+        pid = self.record(name).pid
+        kill_process(pid)
+        return pid
+
+    def controller(self) -> ControllerClient:
+        record = self.record("controller")
+        return ControllerClient(record.url, record.token)
+
+    def deployment(self, name: str = "iserve-demo") -> dict[str, Any]:
+        found = self.get(f"/api/v1/deployments/{name}")
+        assert isinstance(found, dict)
+        return found
+
+    def get(self, path: str) -> Any:
+        """What the REST API answers the home's token."""
+        return self.controller().get(path, object)
+
+    def worker_pids(self) -> dict[str, int]:
+        """By worker, its process id now."""
+        states = self.json("status")
+        return {s["name"].split()[1]: s["pid"] for s in states if s["name"].startswith("worker ")}
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.record('gateway').url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def processes(self) -> dict[int, str]:
+        """Every living process that belongs to this home."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                command, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(self.home).encode() in command + environment and start_time_ticks(int(entry.name)) is not None:
+                found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+        return found
+
+    def logs(self) -> str:
+        parts = [f"\n--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in self.home.glob("logs/*.log")]
+        return "".join(parts)
+
+    def clear(self) -> None:
+        """End everything as a person would; whatever that leaves is killed, and then the test fails."""
+        done = self.run("down", check=False)
+        # The last of a group may take a moment to be gone after its leader.
+        try:
+            wait_until(lambda: not self.processes(), "every process of the home is gone", 5)
+            left: dict[int, str] = {}
+        except AssertionError:
+            left = self.processes()
+        for pid in left:
+            kill_process(pid)
+        assert not left, f"`iserve down` left {left}: {done.stdout}{done.stderr}{self.logs()}"
+        assert done.returncode == 0, done.stderr
+
+
+def kill_process(pid: int) -> None:
+    started = start_time_ticks(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    wait_until(lambda: start_time_ticks(pid) != started, f"process {pid} is gone")
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: Any
+    headers: dict[str, str]
+
+
+def ask(
+    url: str, method: str, path: str, *, token: str | None = None, body: bytes | None = None, **headers: str
+) -> Answer:
+    """One request over a plain socket, nothing added and nothing checked on this side."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    if token is not None:
+        given["Authorization"] = f"Bearer {token}"
+    try:
+        connection.request(method, path, body, given)
+        response = connection.getresponse()
+        text = response.read()
+    finally:
+        connection.close()
+    try:
+        decoded = json.loads(text) if text else None
+    except ValueError:
+        decoded = text.decode(errors="replace")
+    return Answer(response.status, decoded, {k.lower(): v for k, v in response.getheaders()})
+
+
+@pytest.fixture
+def one_line() -> Callable[..., str]:
+    """The single line on stderr of a command that was refused: exit code 1, nothing on stdout, no traceback."""
+
+    def check(done: subprocess.CompletedProcess[str]) -> str:
+        assert done.returncode == 1, done.stderr + done.stdout
+        assert done.stdout == ""
+        assert done.stderr.endswith("\n")
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stderr.strip()
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., Any]:
+    return wait_until
+
+
+@pytest.fixture(scope="session")
+def kill() -> Callable[[int], None]:
+    """Kill -9 of one process, its death seen."""
+    return kill_process
+
+
+@pytest.fixture(scope="session")
+def request_to() -> Callable[..., Answer]:
+    return ask
+
+
+@pytest.fixture(scope="session")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state of a home where the demo model has been profiled, to begin others with."""
+    installation = Installation(tmp_path_factory.mktemp("profiled") / "home")
+    try:
+        done = installation.run("profile", "--max-seconds", "8", check=False)
+        if "too short" in done.stderr:
+            installation.run("profile", "--max-seconds", "60")
+    finally:
+        installation.clear()
+    return installation.home / "state.db"
+
+
+@pytest.fixture
+def make_installation(tmp_path: Path) -> Iterator[Callable[..., Installation]]:
+    """``make_installation(state, ISERVE_REQUIRE_KEYS="1")``: a home of its own, ended with the test.
+
+    ``state``: a state.db to begin with; else nothing has ever run there.
+    """
+    made: list[Installation] = []
+
+    def make(state: Path | None = None, **settings: str) -> Installation:
+        made.append(Installation(tmp_path / f"home-{len(made)}", settings))
+        if state is not None:
+            made[-1].home.mkdir(mode=0o700)
+            shutil.copy(state, made[-1].home / "state.db")
+        return made[-1]
+
+    yield make
+    for installation in made:
+        installation.clear()
+
+
+@pytest.fixture(scope="module")
+def shared_home(profiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    """One home for the tests of a module, the demo model profiled there; they leave it as they found it."""
+    installation = Installation(tmp_path_factory.mktemp("home") / "home")
+    installation.home.mkdir(mode=0o700)
+    shutil.copy(profiled, installation.home / "state.db")
+    yield installation
+    installation.clear()

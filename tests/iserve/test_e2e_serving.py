@@ -1,0 +1,222 @@
+"""The whole way on the bundled model: deploy by intent, serve OpenAI clients, refuse, remove. Real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+DEMO = "iserve-demo"
+# Long enough for a prompt and an answer of the demo model (one byte is one token).
+WORK = ("--input-tokens", "128", "--output-tokens", "64")
+
+
+@pytest.fixture(scope="module")
+def served(shared_home: Any) -> Any:
+    """The demo model deployed."""
+    shared_home.first = shared_home.json("deploy", "--intent", "min-cost", *WORK)
+    return shared_home
+
+
+@pytest.fixture(scope="module")
+def client(served: Any) -> openai.OpenAI:
+    found = served.openai()
+    assert isinstance(found, openai.OpenAI)
+    return found
+
+
+def phases(served: Any, name: str) -> list[str]:
+    return [e["kind"] for e in served.get("/api/v1/events") if e["message"].startswith(f"{name}:")]
+
+
+def test_a_deploy_plans_and_launches(served: Any) -> None:
+    first = served.first
+    assert (first["name"], first["status"], first["error"]) == (DEMO, "ready", None)
+    assert first["config"]["engine"] == "torch"
+    assert sum(first["layers_per_stage"]) == 8
+    assert first["base_url"] == f"{served.record('gateway').url}/v1"
+    assert phases(served, DEMO) == [
+        "accepted", "resolving", "planning", "launching", "ready",
+    ]  # fmt: skip
+
+
+def test_the_plan_it_followed_rests_on_what_was_measured_here(served: Any) -> None:
+    plan = served.get(f"/api/v1/deployments/{DEMO}/plan")
+    chosen = plan["candidates"][plan["chosen"]]
+    assert plan["chosen"] == 0
+    assert chosen["config"] == served.first["config"]
+    assert chosen["layers_per_stage"] == served.first["layers_per_stage"]
+    assert chosen["estimate"]["tpot_s"]["source"] != "roofline"
+    objectives = [c["objective"] for c in plan["candidates"] if c["feasible"]]
+    assert objectives == sorted(objectives)
+    assert all(c["reason"] for c in plan["candidates"] if not c["feasible"])
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [DEMO]
+    assert client.models.retrieve(DEMO).id == DEMO
+
+
+def test_chat_answers_what_the_model_was_trained_to(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=DEMO, messages=[{"role": "user", "content": "123+456="}], temperature=0
+    )
+    assert answer.choices[0].message.content == "579"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_text_completion_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
+    wish: dict[str, Any] = {"model": DEMO, "prompt": "sort 9 3 44 2", "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**wish)
+    assert whole.usage is not None
+    chunks = list(client.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert [c for c in chunks if c.usage] == chunks[-1:]
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].choices == []
+
+
+def test_a_chat_stream_ends_with_usage_when_asked(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=DEMO,
+            messages=[{"role": "user", "content": "123+456="}],
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "579"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens >= 3
+
+
+def test_openai_errors(client: openai.OpenAI, served: Any, request_to: Callable[..., Any]) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="no-such", prompt="a")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model=DEMO, prompt="a" * 200)  # the plan was for 128 + 64 tokens
+    assert too_long.value.code == "context_length_exceeded"
+    answer = request_to(
+        served.record("gateway").url,
+        "POST",
+        "/v1/completions",
+        body=b'{"model": ',
+        Content_Type="application/json",
+    )
+    assert answer.status == 400
+    assert answer.body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_second_deployment_of_the_model_reuses_its_profile(served: Any, client: openai.OpenAI) -> None:
+    second = served.json("deploy", DEMO, "--name", "second", "--intent", "max-throughput", "--batch", "4", *WORK)
+    try:
+        assert second["status"] == "ready"
+        assert "profiling" not in phases(served, "second")
+        assert sorted(model.id for model in client.models.list()) == [DEMO, "second"]
+        for name in (DEMO, "second"):
+            answer = client.chat.completions.create(
+                model=name, messages=[{"role": "user", "content": "2+2="}], temperature=0
+            )
+            assert answer.model == name
+            assert answer.choices[0].message.content == "4"
+        assert sorted(d["name"] for d in served.json("ps")) == [DEMO, "second"]
+    finally:
+        removed = served.run("rm", "second")
+    assert removed.stdout == "second is removed\n"
+    assert [model.id for model in client.models.list()] == [DEMO]
+    assert list(served.worker_pids()) == [f"{DEMO}-1"]
+
+
+def test_the_name_of_a_removed_deployment_can_be_used_again(served: Any) -> None:
+    """Row ids come again in SQLite, and with them worker ids that the daemon remembers as stopped."""
+    for _ in range(2):
+        assert served.json("deploy", "--name", "again", *WORK)["status"] == "ready"
+        served.run("rm", "again")
+
+
+def test_a_name_in_use_is_refused(served: Any, one_line: Callable[..., str]) -> None:
+    assert "exists already" in one_line(served.run("deploy", "--name", DEMO, *WORK, check=False))
+    assert served.deployment()["status"] == "ready"
+
+
+def test_an_slo_that_nothing_meets_is_refused_with_the_nearest_and_leaves_nothing(
+    served: Any, one_line: Callable[..., str]
+) -> None:
+    before = served.processes()
+    refused = served.run(
+        "deploy", "--name", "hasty", "--intent", "latency-slo", "--slo", "tpot=1e-7", *WORK, check=False
+    )
+    said = one_line(_without_steps(refused))
+    assert "no configuration is feasible" in said
+    assert "nearest" in said
+    assert [d["name"] for d in served.json("ps")] == [DEMO]
+    assert served.processes().keys() == before.keys()
+
+
+def _without_steps(done: Any) -> Any:
+    """A deploy without --json tells its steps on stderr before the reason."""
+    done.stderr = done.stderr.splitlines(keepends=True)[-1]
+    return done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--batch", "100000"), "no configuration is feasible"),
+        (("--input-tokens", "100000"), "context"),
+        (("--engine", "vllm"), "adapter"),
+        (("--name", "not/a/name"), "name"),
+        (("no-such-model",), "no directory"),
+    ],
+)
+def test_what_cannot_be_deployed_is_one_line_and_leaves_nothing(
+    served: Any, one_line: Callable[..., str], arguments: tuple[str, ...], reason: str
+) -> None:
+    name = () if "--name" in arguments else ("--name", "refused")
+    assert reason in one_line(served.run("deploy", *arguments, *name, "--json", check=False))
+    assert [d["name"] for d in served.json("ps")] == [DEMO]
+
+
+def test_a_plan_for_the_devices_here_uses_the_stored_profile(served: Any) -> None:
+    document = served.json("plan", DEMO, *WORK)
+    assert document["chosen"] == 0
+    assert document["candidates"][0]["estimate"]["tpot_s"]["source"] in {"measured", "extrapolated", "scaled"}
+
+
+def test_lists(served: Any) -> None:
+    (node,) = served.json("nodes")
+    assert [device["device_id"] for device in node["devices"]] == ["cpu:0", "cpu:1"]
+    names = [state["name"] for state in served.json("status")]
+    assert names == ["controller", "gateway", "daemon", f"worker {DEMO}-1 (ready)"]
+    for command in ("ps", "nodes", "status"):
+        assert served.run(command).stdout.strip()
+    assert served.run("logs", DEMO, "--lines", "5").stdout.strip()
+    assert served.run("doctor").stdout.count("ok: ") >= 5
+
+
+def test_chat_on_the_command_line(served: Any, one_line: Callable[..., str]) -> None:
+    assert served.run("chat", DEMO, "123+456=").stdout == "579\n"
+    assert served.run("chat", DEMO, stdin="123+456=\n\n2+2=\n").stdout == "579\n4\n"
+    assert "no-such" in one_line(served.run("chat", "no-such", "hello", check=False))
+
+
+def test_unknown_names_are_one_line(served: Any, one_line: Callable[..., str]) -> None:
+    for command in (("logs", "no-such"), ("rm", "no-such"), ("rm", ""), ("keys", "revoke", "no-such")):
+        one_line(served.run(*command, check=False))
+
+
+def test_routes_on_disk_hold_no_secret(served: Any) -> None:
+    made = json.dumps(served.run("keys", "create").stdout.strip())
+    assert made.startswith('"isk-')
+    for path in served.home.rglob("*"):
+        if path.is_file() and path.suffix in {".json", ".log", ".db"}:
+            assert made.strip('"') not in path.read_bytes().decode(errors="replace")
+    assert (served.home / "run").stat().st_mode & 0o077 == 0
+    assert (served.home / "state.db").stat().st_mode & 0o077 == 0
