@@ -15,9 +15,9 @@ __all__ = ["AccuracyRecord", "AccuracyRow"]
 class AccuracyRow:
     """One quantity of one full model: predicted from fingerprints, and measured.
 
-    ``quantity`` is named with its unit last: ``ttft_s``, ``tpot_s``; ``memory_bytes_per_gpu``, all of the fullest GPU;
-    ``engine_bytes_per_gpu``, of it what the engine counts (weights, KV, activations and pipeline buffers), to which
-    the estimate's relative error is applied as if it were the whole.
+    ``quantity`` is named with its unit last: ``ttft_s``, ``tpot_s``; ``memory_bytes_per_gpu``, all of the fullest
+    GPU; ``engine_bytes_per_gpu``, of it what the engine counts (weights, KV, activations and pipeline buffers), to
+    which the estimate's relative error is applied as if it were the whole.
     """
 
     model: str

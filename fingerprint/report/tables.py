@@ -17,7 +17,8 @@ def table(
     """Column names over ``rows`` (made of ``tr``); scrolls by itself where it is wider than the page."""
     names = [el("th", name, scope="col", class_="l" if i in left else None) for i, name in enumerate(head)]
     said = None if caption is None else el("caption", caption)
-    return el("div", el("table", said, el("thead", el("tr", names)), el("tbody", list(rows))), class_="scroll")
+    made = el("table", said, el("thead", el("tr", names)), el("tbody", list(rows)))
+    return el("div", made, class_="scroll", tabindex="0")  # so that the keyboard can scroll it
 
 
 def quantity(found: Quantity | None) -> Markup:

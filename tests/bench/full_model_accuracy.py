@@ -6,8 +6,8 @@ Two models: the bundled demo, and a random-weight Llama of 16 layers of 25 MB, w
 above the noise. Each is profiled by its fingerprints through the real worker, as a deployment would do it; then
 the whole model is loaded into the same worker and timed at every (tp, pp, format, batch). TTFT is the time of one
 token, TPOT the difference of two output lengths over the tokens between. The prediction is for a longer output
-than the fingerprints were run with. Fingerprint and full-model runs do not interleave: a machine that changes its speed
-between them shows as error, so run it when nothing else does; the load average is recorded.
+than the fingerprints were run with. Fingerprint and full-model runs do not interleave: a machine that changes its
+speed between them shows as error, so run it when nothing else does; the load average is recorded.
 
 The JSON is what ``iserve report MODEL --truth FILE`` takes.
 """
@@ -277,7 +277,7 @@ def below_resolution(estimator: FingerprintedEstimator, config: DeploymentConfig
 def cases(folder: Path, which: str) -> Iterable[Case]:
     if which in {"demo", "both"}:
         yield Case(
-            name="iserve-demo", directory=demo_model_path(), has_weights=True, input_tokens=256, output_tokens=33
+            name="iserve-demo", directory=demo_model_path(), has_weights=True, input_tokens=512, output_tokens=33
         )
     if which in {"llama", "both"}:
         config = folder / "llama-16x25MB"

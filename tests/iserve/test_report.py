@@ -1,0 +1,299 @@
+"""``iserve report``: what it gathers, writes and refuses. A real HTTP server stands for the controller."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import iserve.cli.live
+from daemon.engines.registry import capabilities_for
+from daemon.status import DeviceStatus
+from fingerprint.codec import to_json
+from fingerprint.config import WeightFormat
+from fingerprint.errors import BadInputError, NotFoundError, NotMeasuredError
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.families import load_spec
+from fingerprint.gpus import gpu_spec
+from fingerprint.measurements import Profile
+from fingerprint.profile import ProfilePlan
+from fingerprint.report import AccuracyRecord, Report, render_report
+from iserve.api_types import ModelDocument, NodeDocument
+from iserve.cli.app import app
+from iserve.client import ControllerClient
+from iserve.planning import PlanOptions, hypothetical_hardware, make_plan
+from iserve.report_service import ReportOptions, build_report, find_profile, read_accuracy
+from planner.intent import Intent, IntentKind
+from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
+
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "Llama-2-7b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(model: Path) -> Report:
+    spec, gpu = load_spec(model), gpu_spec("a6000")
+    hardware, engines = hypothetical_hardware(gpu, 8), capabilities_for("auto")
+    return build_report("Llama-2-7b", spec, hardware, RooflineEstimator(spec, gpu), engines, ReportOptions())
+
+
+def test_all_eight_intents_rank_every_configuration(report: Report) -> None:
+    assert {ranking.intent for ranking in report.rankings} == {str(kind) for kind in IntentKind}
+    every = set(range(len(report.configurations)))
+    for ranking in report.rankings:
+        assert {row.configuration for row in ranking.rows} == every
+        assert len(ranking.rows) == len(every)
+    assert len({found.config for found in report.configurations}) == len(every)
+
+
+def test_rankings_are_the_planners(report: Report) -> None:
+    gpu = gpu_spec("a6000")
+    estimator = RooflineEstimator(report.spec, gpu)
+    hardware, engines = hypothetical_hardware(gpu, 8), capabilities_for("auto")
+    for kind in (IntentKind.MIN_COST, IntentKind.MAX_THROUGHPUT):
+        plan = make_plan(report.spec, hardware, estimator, engines, PlanOptions(intent=Intent(kind=kind)))
+        (ranking,) = (r for r in report.rankings if r.intent == str(kind))
+        assert [report.configurations[row.configuration].config for row in ranking.rows] == [
+            ranked.config for ranked in plan.candidates
+        ]
+        assert [row.reason for row in ranking.rows] == [ranked.reason for ranked in plan.candidates]
+
+
+def test_example_limits_follow_from_the_best_and_admit_it(report: Report) -> None:
+    by_intent = {ranking.intent: ranking for ranking in report.rankings}
+    for intent, source in (("latency-slo", "min-latency"), ("cost-slo", "min-cost")):
+        ranking = by_intent[intent]
+        assert ranking.limit is not None
+        assert "1.5 times" in ranking.limit
+        best = by_intent[source].rows[0].configuration
+        assert best in {row.configuration for row in ranking.rows if row.feasible}
+        assert any(not row.feasible and "exceeds" in (row.reason or "") for row in ranking.rows)
+    assert all(r.limit is None for r in report.rankings if r.intent not in {"latency-slo", "cost-slo"})
+
+
+# The command
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """Exit code and everything printed; an expected error is told as ``iserve`` tells it."""
+    result = CliRunner().invoke(app, ["report", *arguments], catch_exceptions=True)
+    if isinstance(result.exception, SystemExit) or result.exception is None:
+        return result.exit_code, result.output
+    raise result.exception
+
+
+def test_a_page_for_gpus_that_are_not_here(model: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    code, told = invoke(str(model), "--gpus", "a6000:8", "-o", str(page))
+    assert code == 0, told
+    assert "Llama-2-7b on 8 x a6000" in told
+    text = page.read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert "nothing was measured" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]  # nothing half-made
+
+
+def test_the_page_goes_to_report_html_and_replaces_a_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.html").write_text("old")
+    assert invoke(str(model), "--gpus", "h200:1")[0] == 0
+    assert "Llama-2-7b" in (tmp_path / "report.html").read_text()
+
+
+def test_json_is_the_data_behind_the_page(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, told = invoke(str(model), "--gpus", "a6000:2", "--json")
+    data = json.loads(told)
+    assert code == 0
+    assert data["spec"]["num_layers"] == 32
+    assert {ranking["intent"] for ranking in data["rankings"]} == {str(kind) for kind in IntentKind}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", [".", "missing/page.html"])
+def test_a_directory_is_never_overwritten(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, told = invoke(str(model), "--gpus", "a6000:8", "-o", target)
+    assert code == 2
+    assert "--output" in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--gpus", "nonsense"], ["--gpus", "a6000:8", "--batch", "0"]])
+def test_bad_values_are_usage_errors(model: Path, arguments: list[str]) -> None:
+    assert invoke(str(model), *arguments)[0] == 2
+
+
+def test_a_workload_beyond_the_context_is_one_line(model: Path, tmp_path: Path) -> None:
+    command = [str(model), "--gpus", "a6000:8", "--input-tokens", "5000", "-o", str(tmp_path / "page.html")]
+    run = subprocess.run(
+        [sys.executable, "-c", "from iserve.cli import main; main()", "report", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith("iserve: ")
+    assert run.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b'{"rows": 3}', b"\x00\xff"])
+def test_a_record_that_is_none_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "truth.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(NotFoundError if content is None else BadInputError, match=r"truth\.json"):
+        read_accuracy(path)
+
+
+# By a profile
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    plan = ProfilePlan(budget_s=1e6, max_repeats=5, weights=(WeightFormat.BITS16, WeightFormat.INT8))
+    return take_profile(SyntheticMachine(noise=0.02), plan)
+
+
+def test_the_latest_profile_of_the_shape_is_found(profile: Profile) -> None:
+    older, newer = replace(profile, created_at="2026-01-01"), replace(profile, created_at="2026-02-01")
+    other = replace(profile, model="other", created_at="2026-03-01", spec=replace(profile.spec, num_layers=3))
+    shape = profile.spec.shape_hash
+    assert find_profile([older, other, newer], "synthetic", shape) is newer
+    assert find_profile([older, other, newer], "another name of it", shape) is newer
+    assert find_profile([older, other], "other", None) is other
+    with pytest.raises(NotMeasuredError, match="iserve profile synthetic"):
+        find_profile([other], "synthetic", shape)
+
+
+class Controller:
+    """Answers the three routes that a report reads."""
+
+    def __init__(self, profiles: tuple[Profile, ...], folder: Path) -> None:
+        devices = tuple(
+            DeviceStatus(
+                device_id=f"cpu:{i}",
+                index=i,
+                kind="cpu",
+                name="cpu",
+                total_bytes=8 << 30,
+                free_bytes=8 << 30,
+                load_fraction=0.0,
+            )
+            for i in range(2)
+        )
+        answers: dict[str, object] = {
+            "/api/v1/profiles": profiles,
+            "/api/v1/nodes": (
+                NodeDocument(node_id="here", reachable=True, observed_at=0.0, devices=devices, num_workers=0),
+            ),
+            "/api/v1/models": (
+                ModelDocument(
+                    name="unprofiled",
+                    directory=str(folder),
+                    family="llama",
+                    num_layers=32,
+                    num_params=1,
+                    has_weights=False,
+                ),
+            ),
+        }
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = to_json(answers[self.path])
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def controller(profile: Profile, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
+    running = Controller((profile,), model)
+    url = f"http://127.0.0.1:{running.server.server_port}"
+    monkeypatch.setattr(iserve.cli.live, "client", lambda: ControllerClient(url, "token"))
+    yield running
+    running.close()
+
+
+def test_a_page_from_the_stored_profile_with_its_errors(
+    controller: Controller, profile: Profile, tmp_path: Path
+) -> None:
+    record = AccuracyRecord(
+        created_at="2026-01-01",
+        command="bench",
+        machine=profile.machine,
+        load_average_before=0.0,
+        load_average_after=0.0,
+        rows=(),
+        notes=(),
+    )
+    truth, page = tmp_path / "truth.json", tmp_path / "page.html"
+    truth.write_bytes(to_json(record))
+    code, told = invoke("synthetic", "-o", str(page), "--truth", str(truth), "--output-tokens", "17")
+    assert code == 0, told
+    text = page.read_text()
+    assert "from fingerprints measured on this machine" in text
+    assert 'id="times"' in text
+    assert "extrapolated" in text
+
+
+def test_without_a_profile_it_says_how_to_take_one(controller: Controller, tmp_path: Path) -> None:
+    with pytest.raises(NotMeasuredError, match="iserve profile unprofiled"):
+        invoke("unprofiled", "-o", str(tmp_path / "page.html"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_nowhere_is_told_so(controller: Controller, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no directory"):
+        invoke("./nowhere/at/all", "-o", str(tmp_path / "page.html"))
+
+
+def test_every_configuration_of_the_plan_is_on_the_page(report: Report) -> None:
+    page = render_report(report).replace("\u00a0", " ")
+    for found in report.configurations:
+        config = found.config
+        assert f"tp={config.tp} pp={config.pp}, {config.weights} weights, {config.kv} KV" in page
