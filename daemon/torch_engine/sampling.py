@@ -17,6 +17,7 @@ from fingerprint.errors import ConfigError
 __all__ = ["Sampler", "SamplingParams", "sample"]
 
 _GREEDY_BELOW = 1e-5  # a temperature under this is greedy: the quotient would only overflow
+_BLOCK = 512  # tokens; near the square root of a large vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +60,28 @@ class Sampler:
             weights[weights < np.partition(weights, -params.top_k)[-params.top_k]] = 0.0
         if params.top_p < 1:
             weights = _nucleus(weights, params.top_p)
-        # In order of token ids, not of probability: rounding then moves a boundary, never swaps two tokens.
-        cumulative = np.cumsum(weights, dtype=np.float64)
-        drawn = self._random.random() * cumulative[-1]
-        if drawn >= cumulative[-1]:  # rounding; the last token that can be drawn is the first to reach the whole
-            return int(np.searchsorted(cumulative, cumulative[-1], side="left"))
-        return int(np.searchsorted(cumulative, drawn, side="right"))
+        return _pick(weights, self._random.random())
+
+
+def _pick(weights_V: np.ndarray, fraction: float) -> int:
+    """The token at ``fraction`` (0 to 1, exclusive) of the weights laid end to end.
+
+    In order of token ids, not of probability: rounding then moves a boundary, never swaps two tokens. First among
+    blocks, then within one, as a running sum over a whole vocabulary takes milliseconds.
+    """
+    sums = np.add.reduceat(weights_V, np.arange(0, len(weights_V), _BLOCK), dtype=np.float64)
+    block, rest = _reach(np.cumsum(sums), fraction * float(sums.sum()))
+    first = block * _BLOCK
+    within, _ = _reach(np.cumsum(weights_V[first : first + _BLOCK], dtype=np.float64), rest)
+    return first + within
+
+
+def _reach(cumulative: np.ndarray, target: float) -> tuple[int, float]:
+    """The first entry to exceed ``target``, never one that adds nothing, and how far ``target`` is into it."""
+    index = int(np.searchsorted(cumulative, target, side="right"))
+    if index == len(cumulative):  # by rounding: then the last that adds anything
+        index = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return index, target - (float(cumulative[index - 1]) if index else 0.0)
 
 
 def _nucleus(weights_V: np.ndarray, top_p: float) -> np.ndarray:

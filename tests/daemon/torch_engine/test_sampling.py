@@ -33,6 +33,18 @@ def test_tokens_come_as_often_as_their_probability() -> None:
     assert np.abs(counts - [1000, 2000, 5000]).max() < 175
 
 
+def test_every_part_of_a_large_vocabulary_comes_as_often_as_its_weight() -> None:
+    """Four tokens of 3,000, blocks apart, 1 : 1 : 2 : 4 of 8,000; the rest impossible."""
+    logits = [float("-inf")] * 3000
+    odds = {0: 1, 511: 1, 512: 2, 2999: 4}
+    for token, weight in odds.items():
+        logits[token] = float(np.log(weight))
+    counts = np.bincount(draw(SamplingParams(seed=4), logits, 8000), minlength=3000)
+    assert set(np.flatnonzero(counts)) == set(odds)
+    for token, weight in odds.items():
+        assert abs(counts[token] - 1000 * weight) < 180
+
+
 def test_temperature_sharpens() -> None:
     """At temperature 0.5 the odds 1 : 3 become 1 : 9."""
     counts = np.bincount(draw(SamplingParams(temperature=0.5, seed=2), list(np.log([1, 3])), 5000))
