@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 TORCH_CPU ?= torch==2.13.0
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-long lint types docs setup clean
+.PHONY: demo test test-long accuracy lint types docs setup clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,10 @@ test: lint types
 
 test-long: setup
 	$(BIN)/pytest -m "long" --durations=25
+
+# Predictions against whole models, about ten minutes; on a machine that does nothing else (docs/accuracy.md).
+accuracy: setup
+	$(BIN)/python -m tests.bench.full_model_accuracy --json accuracy.json
 
 docs: setup
 	$(BIN)/python docs/generate.py

@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from fingerprint.report.accuracy import AccuracyRecord, AccuracyRow
 from fingerprint.report.markup import Child, Markup, el, join
 from fingerprint.report.tables import bullets, quantity, table, time_cell
-from fingerprint.report.text import gib, label, percent
+from fingerprint.report.text import gib, label, percent, workload_text
 from fingerprint.report.values import Report
 
 __all__ = ["errors"]
+
+_QUANTITIES = {
+    "ttft_s": "TTFT",
+    "tpot_s": "TPOT",
+    "memory_bytes_per_gpu": "memory of the fullest GPU",
+    "engine_bytes_per_gpu": "of it, counted by the engine",
+}
 
 
 def errors(report: Report) -> Markup:
@@ -60,35 +67,21 @@ def _error_table(rows: Sequence[AccuracyRow]) -> Markup:
             predicted = quantity(row.predicted)
             measured = time_cell(row.measured, row.measured_low, row.measured_high)
         else:
-            within = f"{gib(row.predicted.low)} to {gib(row.predicted.high)}, {row.predicted.source}"
-            predicted = el("td", gib(row.predicted.value), el("small", within), class_="n")
+            within = f"{gib(row.predicted.low)} to {gib(row.predicted.high)}"
+            source = el("small", str(row.predicted.source))
+            predicted = el("td", gib(row.predicted.value), el("small", within), source, class_="n")
             measured = el("td", gib(row.measured), class_="n")
         verdict = el("span", "inside", class_="good") if row.inside else el("span", "outside", class_="bad")
         made.append(
             el(
                 "tr",
-                el("td", label(row.config), class_="l"),
-                el("td", str(row.workload.batch)),
-                el("td", f"{row.workload.input_tokens}, {row.workload.output_tokens}", class_="n"),
-                el(
-                    "td",
-                    row.quantity.removesuffix("_s").removesuffix("_bytes_per_gpu").replace("_", " "),
-                    class_="l",
-                ),
+                el("td", label(row.config), el("small", workload_text(row.workload)), class_="l"),
+                el("td", _QUANTITIES.get(row.quantity, row.quantity), class_="l short"),
                 predicted,
                 measured,
                 el("td", percent(row.relative_error)),
                 el("td", verdict, el("small", "below resolution") if row.below_resolution else None),
             )
         )
-    names = (
-        "configuration",
-        "batch",
-        "tokens in, out",
-        "quantity",
-        "predicted",
-        "measured",
-        "error",
-        "90% interval",
-    )
-    return table(names, made, left=(0, 3))
+    names = ("configuration", "quantity", "predicted", "measured", "error", "90% interval")
+    return table(names, made, left=(0, 1))
