@@ -159,11 +159,11 @@ async def _lease_ended(lease: Path | None, ttl_s: float) -> None:
     if lease is None:
         await asyncio.Event().wait()
         return
-    renewed_s = time.time()
+    renewed_s = started_s = time.time()
     while time.time() - renewed_s <= ttl_s:
         await asyncio.sleep(min(_LEASE_CHECK_S, ttl_s / 4))
         try:
-            renewed_s = max(renewed_s, lease.stat().st_mtime)
+            renewed_s = max(started_s, lease.stat().st_mtime)
         except OSError:
             continue  # being replaced, or gone: then it ages
 
