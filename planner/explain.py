@@ -3,6 +3,7 @@
 Each relaxation is of one limit alone: following its advice makes the plan feasible. ``nearest`` may take several
 at once; among all candidates that can run at all it prefers those that fit the hardware there is, then those that
 keep the quality, then the smallest sum of |ln(needed / allowed)| over the violated limits, then the better rank.
+Where requests wait too long, the limit can give way or the rate can: each candidate is told by the smaller change.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from planner.costs import figures
 from planner.intent import Intent
 from planner.plan import (
     GIB,
+    INTERVAL_NOTE,
     QUALITIES,
     Better,
     Layout,
@@ -167,27 +169,44 @@ def _rate(able: Sequence[Ranked], intent: Intent, room: _Room) -> Relaxation | N
     if allowed is None or not queued:
         return None
     rates, meets = _rates(queued, intent)
-    for index in sorted(range(len(queued)), key=lambda i: -rates[i]):
+    served = [i for i, rate in enumerate(rates) if meets[i] and rate > 0]  # 0: below what the bisection resolves
+    for index in sorted(served, key=lambda i: -rates[i]):
         best, needed = queued[index], _down(rates[index] * _MARGIN)
-        if meets[index] and needed < allowed and room.has(best):
+        if needed < allowed and room.has(best):
             text = f"rate={allowed:g} -> {needed:g} requests/s would admit {best.config} ({MODEL_NAME})"
             return Relaxation(LimitKind.RATE, allowed, needed, best.config, best.objective, text)
     return None
 
 
 def _with_rates(able: Sequence[Ranked], intent: Intent) -> list[Ranked]:
-    """The same candidates; where the queue has no end, the rate that would do is told with the SLO in view."""
-    rows = [i for i, r in enumerate(able) if any(v.limit is LimitKind.RATE for v in r.violations)]
-    refined = list(able)
+    """The same candidates, where the queue is long told by the rate at which the SLO would hold, and by the limits
+    that are missed even then; but by the waits at the asked rate where there are any and that is the smaller change.
+    """
+    rows = [i for i, r in enumerate(able) if any(v.limit in _WAITING for v in r.violations)]
+    told = list(able)
+    if intent.rate_per_s is None or not rows:
+        return told
     rates, _ = _rates([able[i] for i in rows], intent)
-    note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
     for i, rate in zip(rows, rates, strict=True):
-        violations = tuple(
-            Violation(v.limit, v.allowed, rate * _MARGIN, note) if v.limit is LimitKind.RATE else v
-            for v in able[i].violations
-        )
-        refined[i] = able[i]._replace(violations=violations)
-    return refined
+        slower = _at_rate(able[i], intent, intent.rate_per_s, rate * _MARGIN)
+        saturated = any(v.limit is LimitKind.RATE for v in able[i].violations)
+        if saturated or _distance(slower) < _distance(able[i]):
+            told[i] = slower
+    return told
+
+
+def _at_rate(ranked: Ranked, intent: Intent, allowed: float, rate: float) -> Ranked:
+    """``ranked`` with ``rate`` to blame for its waits, and TTFT and E2E as they are when nobody waits."""
+    note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
+    assert ranked.estimate is not None, "only candidates with an estimate wait"
+    idle_s = {LimitKind.TTFT: ranked.estimate.ttft_s.high, LimitKind.E2E: ranked.estimate.e2e_s.high}
+    others = [
+        v._replace(actual=idle_s.get(v.limit, v.actual), note=INTERVAL_NOTE if v.limit in idle_s else v.note)
+        for v in ranked.violations
+        if v.limit is not LimitKind.RATE
+    ]
+    kept = tuple(v for v in others if v.limit not in idle_s or v.actual > v.allowed)
+    return ranked._replace(violations=(Violation(LimitKind.RATE, allowed, rate, note), *kept))
 
 
 def _quality(alone: Sequence[Ranked], room: _Room) -> Relaxation | None:
@@ -231,7 +250,7 @@ def _distance(ranked: Ranked) -> tuple[float, float]:
         if limit is LimitKind.QUALITY:
             steps += actual - allowed
         elif limit is not LimitKind.MEMORY:
-            ratios += abs(math.log(actual / allowed))
+            ratios += abs(math.log(actual / allowed)) if actual > 0 else math.inf
     return steps, ratios
 
 

@@ -27,6 +27,7 @@ __all__ = [
 
 GIB = 2**30
 QUALITIES = tuple(Quality)
+INTERVAL_NOTE = "(upper end of the 90% interval)"
 
 
 class Candidate(NamedTuple):

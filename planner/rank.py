@@ -27,7 +27,7 @@ from fingerprint.estimates import Estimate
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
 from planner.explain import WhatIf, explain
 from planner.intent import Intent, Quality, quality_needed
-from planner.plan import QUALITIES, Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Violation
+from planner.plan import INTERVAL_NOTE, QUALITIES, Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Violation
 from planner.queueing import MODEL_NAME, md1_wait_quantile
 
 __all__ = ["Fits", "rank"]
@@ -36,7 +36,6 @@ Fits = Callable[[Estimate], Layout | NoRoom]
 
 _NO_PRICES = Prices()
 _NOT_USABLE = "its estimate is not a positive, finite number of seconds and bytes"
-_INTERVAL = "(upper end of the 90% interval)"
 
 
 def rank(
@@ -142,7 +141,7 @@ def _checks(
         needed = np.array([steps[quality_needed(c.config)] for c in predicted], dtype=np.float64)
         at_most(LimitKind.QUALITY, steps[intent.quality], needed, "")
     at_most(LimitKind.BUDGET, intent.budget, costs, cost_unit)
-    wait_s, note = np.zeros_like(seen.e2e_s), _INTERVAL
+    wait_s, note = np.zeros_like(seen.e2e_s), INTERVAL_NOTE
     rate = intent.rate_per_s
     if rate is not None:
         saturated = seen.service_s * rate >= 1
@@ -155,7 +154,7 @@ def _checks(
         )
     if intent.slo is not None:
         at_most(LimitKind.TTFT, intent.slo.ttft_s, seen.ttft_high_s + wait_s, note)
-        at_most(LimitKind.TPOT, intent.slo.tpot_s, seen.tpot_high_s, _INTERVAL)
+        at_most(LimitKind.TPOT, intent.slo.tpot_s, seen.tpot_high_s, INTERVAL_NOTE)
         at_most(LimitKind.E2E, intent.slo.e2e_s, seen.e2e_high_s + wait_s, note)
     return checks
 

@@ -157,3 +157,33 @@ def test_the_nearest_rate_has_the_slo_in_view() -> None:
     assert only.limit is LimitKind.RATE
     assert 0.05 / 2.3 < only.actual < 0.1
     assert "within the SLO at p95" in nearest.text
+
+
+def test_the_faster_of_two_is_the_nearer_although_only_the_slower_is_saturated() -> None:
+    """At 0.4 requests/s. ONE: e2e 2.4 s, utilisation 0.96: a long wait, but one that ends. TWO: e2e 2.6 s, 1.04:
+    none that ends, so only a rate can be told of it; ONE must not be the farther for having a wait to tell."""
+    plan = rank(
+        [candidate(ONE), candidate(TWO, ttft_s=0.45, tpot_s=0.0215)],
+        Intent(slo=Slo(ttft_s=0.5), rate_per_s=0.4),
+        fits=everything_fits,
+    )
+    nearest = plan.why_not.nearest
+    assert nearest is not None
+    assert nearest.config == ONE
+    (only,) = nearest.violations
+    assert (only.limit, only.allowed) == (LimitKind.RATE, 0.4)
+    # TTFT leaves ONE 0.1 s, 0.042 of its service time: P(W = 0) = 1 - u, so 95% wait as long at u = 0.052
+    assert only.actual == pytest.approx(0.052 / 2.4, rel=0.01)
+
+
+def test_a_percentile_that_only_an_idle_server_keeps_is_refused_in_words() -> None:
+    """TTFT leaves no time to wait: all but 1e-12 of the requests must find it idle, at no rate worth a number."""
+    plan = rank(
+        [candidate(ONE)],
+        Intent(slo=Slo(ttft_s=0.4), rate_per_s=0.4, percentile=99.9999999999),
+        fits=everything_fits,
+    )
+    assert plan.chosen is None
+    assert [r.limit for r in plan.why_not.relaxations] == [LimitKind.TTFT]
+    assert plan.why_not.nearest is not None
+    assert plan.why_not.nearest.text

@@ -218,6 +218,33 @@ def test_the_nearest_point_is_admitted_once_all_it_misses_is_granted(
     assert nearest.config in {r.config for r in after.candidates if r.feasible}
 
 
+@given(**cases)
+def test_nothing_that_is_better_in_every_way_is_passed_over_for_the_nearest(
+    candidates: list[Candidate], intent: Intent, free: float
+) -> None:
+    """Faster in TTFT and TPOT, cheaper, of the same quality and fitting: such a one is at least as near."""
+    plan = plan_of(candidates, intent, free)
+    nearest = plan.why_not.nearest
+    if nearest is None or any(v.limit is LimitKind.MEMORY for v in nearest.violations):
+        return
+    able = [r for r in plan.candidates if r.refusal is None and r.estimate is not None]
+    told = next(r for r in able if r.config == nearest.config)
+    assert told.estimate is not None
+    for other in able:
+        guess = other.estimate
+        assert guess is not None
+        strictly = (
+            guess.ttft_s.high < told.estimate.ttft_s.high
+            and guess.tpot_s.high < told.estimate.tpot_s.high
+            and guess.workload.batch == told.estimate.workload.batch
+            and quality_needed(other.config) == quality_needed(told.config)
+            and (intent.budget is None or (other.cost or 1e9) <= (told.cost or 0.0))
+            and guess.memory.layer_weight_bytes <= free * 2**30
+        )
+        waits = any(v.limit is LimitKind.RATE for v in nearest.violations)
+        assert not (strictly and waits), f"{other.config} is faster than {told.config} in every way"
+
+
 @dataclass
 class Counting:
     """Counts what is asked of a cluster."""
