@@ -218,31 +218,27 @@ def test_the_nearest_point_is_admitted_once_all_it_misses_is_granted(
     assert nearest.config in {r.config for r in after.candidates if r.feasible}
 
 
-@given(**cases)
-def test_nothing_that_is_better_in_every_way_is_passed_over_for_the_nearest(
-    candidates: list[Candidate], intent: Intent, free: float
+@given(
+    ttft_s=st.floats(0.1, 1.0),
+    tpot_s=st.floats(0.005, 0.05),
+    faster=st.floats(0.5, 0.99),
+    utilisation=st.floats(0.1, 1.5),
+    limit=st.floats(0.3, 3.0),
+    percentile=st.sampled_from([50.0, 95.0, 99.0]),
+)
+def test_what_is_faster_in_every_way_is_nearer(
+    ttft_s: float, tpot_s: float, faster: float, utilisation: float, limit: float, percentile: float
 ) -> None:
-    """Faster in TTFT and TPOT, cheaper, of the same quality and fitting: such a one is at least as near."""
-    plan = plan_of(candidates, intent, free)
-    nearest = plan.why_not.nearest
-    if nearest is None or any(v.limit is LimitKind.MEMORY for v in nearest.violations):
-        return
-    able = [r for r in plan.candidates if r.refusal is None and r.estimate is not None]
-    told = next(r for r in able if r.config == nearest.config)
-    assert told.estimate is not None
-    for other in able:
-        guess = other.estimate
-        assert guess is not None
-        strictly = (
-            guess.ttft_s.high < told.estimate.ttft_s.high
-            and guess.tpot_s.high < told.estimate.tpot_s.high
-            and guess.workload.batch == told.estimate.workload.batch
-            and quality_needed(other.config) == quality_needed(told.config)
-            and (intent.budget is None or (other.cost or 1e9) <= (told.cost or 0.0))
-            and guess.memory.layer_weight_bytes <= free * 2**30
-        )
-        waits = any(v.limit is LimitKind.RATE for v in nearest.violations)
-        assert not (strictly and waits), f"{other.config} is faster than {told.config} in every way"
+    """Also where the slower one alone is saturated, so that only a rate can be told of it."""
+    slow, fast = DeploymentConfig(tp=1), DeploymentConfig(tp=2)
+    candidates = [
+        Candidate(slow, estimate(slow, ttft_s=ttft_s, tpot_s=tpot_s)),
+        Candidate(fast, estimate(fast, ttft_s=ttft_s * faster, tpot_s=tpot_s * faster)),
+    ]
+    rate_per_s = utilisation / (ttft_s + 100 * tpot_s)  # of the slower one
+    slo = Slo(ttft_s=ttft_s * limit)
+    plan = plan_of(candidates, Intent(slo=slo, rate_per_s=rate_per_s, percentile=percentile), 20.0)
+    assert plan.why_not.nearest is None or plan.why_not.nearest.config == fast
 
 
 @dataclass
