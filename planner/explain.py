@@ -179,8 +179,8 @@ def _rate(able: Sequence[Ranked], intent: Intent, room: _Room) -> Relaxation | N
 
 
 def _with_rates(able: Sequence[Ranked], intent: Intent) -> list[Ranked]:
-    """The same candidates. Where the queue is too long they are told by the rate at which the SLO would hold, and the
-    limits missed even then; by the wait at the asked rate where it ends and that is the smaller change.
+    """The same candidates. Where the queue is too long: the rate at which the SLO would hold and the
+    limits missed even then, or the wait at the asked rate where it ends and that is the smaller change.
     """
     rows = [i for i, r in enumerate(able) if any(v.limit in _WAITING for v in r.violations)]
     told = list(able)

@@ -20,6 +20,7 @@ _SERIES_TERMS = 4  # beyond, the tail is exact enough (below) and the alternatin
 _TAIL_STEPS = 50
 _QUANTILE_STEPS = 4
 _BISECTIONS = 30
+_FULL = 1 - 1e-12  # from here on the tail's decay drowns in rounding; the wait is above 1e11 service times
 
 
 def md1_wait_cdf(utilisation: Array, wait: Array) -> Array:
@@ -37,14 +38,14 @@ def md1_wait_cdf(utilisation: Array, wait: Array) -> Array:
 def md1_wait_quantile(utilisation: Array, percentile: float) -> Array:
     """The wait that ``percentile`` % of the requests do not exceed, in units of the service time.
 
-    Inverse of :func:`md1_wait_cdf` to within 0.003 service times; infinite from utilisation 1 on, 0 where that
-    many requests find the server idle.
+    Inverse of :func:`md1_wait_cdf` to within 0.003 service times; infinite from utilisation 1 (less 1e-12) on, 0
+    where that many requests find the server idle.
     """
     share = percentile / 100
     waits = np.zeros_like(utilisation)
-    waits[utilisation >= 1] = np.inf
+    waits[utilisation >= _FULL] = np.inf
     # Up to one service time the distribution is (1 - u) exp(u x).
-    queues = (utilisation < 1) & (utilisation > 1 - share)
+    queues = (utilisation < _FULL) & (utilisation > 1 - share)
     u = utilisation[queues]
     x = np.log(share / (1 - u)) / u
     later = x > 1

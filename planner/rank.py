@@ -144,10 +144,10 @@ def _checks(
     wait_s, note = np.zeros_like(seen.e2e_s), INTERVAL_NOTE
     rate = intent.rate_per_s
     if rate is not None:
-        saturated = seen.service_s * rate >= 1
-        checks.append(_Check(LimitKind.RATE, rate, 1 / seen.service_s, saturated, ""))
         wait_s = seen.service_s * md1_wait_quantile(seen.service_s * rate, intent.percentile)
-        wait_s[~np.isfinite(wait_s)] = 0.0  # the rate is what is wrong then; say it once
+        saturated = ~np.isfinite(wait_s)
+        checks.append(_Check(LimitKind.RATE, rate, 1 / seen.service_s, saturated, ""))
+        wait_s[saturated] = 0.0  # the rate is what is wrong then; say it once
         note = (
             f"(upper end of the 90% interval and p{intent.percentile:g} of the wait in an {MODEL_NAME} queue "
             f"at {rate:g} requests/s)"

@@ -91,9 +91,15 @@ def test_more_load_never_waits_less(percentile: float) -> None:
     assert np.all(np.diff(waits) >= -0.003)
 
 
-@pytest.mark.parametrize("u", [1.0, 1.5, 1e9])
+@pytest.mark.parametrize("u", [math.nextafter(1.0, 0.0), 1.0, 1.5, 1e9])
 def test_a_full_queue_has_no_end(u: float) -> None:
     assert quantile(u, 50.0) == math.inf
+
+
+@pytest.mark.parametrize("below", [1e-3, 1e-6, 1e-9, 1e-11])
+def test_a_nearly_full_queue_waits_as_heavy_traffic_says(below: float) -> None:
+    """Kingman's limit: exponential with mean u / (2 (1 - u)), so ln(20) / (2 (1 - u)) at 95%."""
+    assert quantile(1 - below, 95.0) == pytest.approx(math.log(20) / (2 * below), rel=1e-3)
 
 
 @given(wait=st.floats(0.0, 100.0), percentile=st.floats(50.0, 99.0))
