@@ -30,12 +30,19 @@ __all__ = ["Hardware", "PlanOptions", "hypothetical_hardware", "make_plan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """What is wished, and for which requests."""
+    """What is wished, and for which requests.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
 
     intent: Intent = field(default_factory=Intent)
     workload: Workload = field(default_factory=Workload)
     policy: str = "hybrid"
     load_threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        make_policy(self.policy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

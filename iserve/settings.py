@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from fingerprint.errors import ConfigError
+from placement.policies import make_policy
 
 __all__ = ["Settings", "load_settings"]
 
@@ -47,10 +48,13 @@ class Settings:
             raise ConfigError(f"port and api_port are both {self.port}; give them different ports")
         if self.cpu_devices is not None and not 1 <= self.cpu_devices <= 1024:
             raise ConfigError(f"cpu_devices must be in 1..1024, got {self.cpu_devices}")
+        make_policy(self.policy)
         if not 0 <= self.load_threshold <= 1:
             raise ConfigError(f"load_threshold must be in 0..1, got {self.load_threshold}")
         if not 0 < self.profile_seconds < 1e6:
             raise ConfigError(f"profile_seconds must be above 0, got {self.profile_seconds}")
+        if not 0 < self.start_timeout_s < 1e6:
+            raise ConfigError(f"start_timeout_s must be above 0, got {self.start_timeout_s}")
 
     @property
     def keys_required(self) -> bool:

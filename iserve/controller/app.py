@@ -150,7 +150,7 @@ def _operator_routes(api: APIRouter, controller: Controller) -> None:
 
     @api.get("/events")
     def events(
-        after: Annotated[int, Query(ge=0)] = 0,
+        after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
         deployment: str | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 200,
     ) -> tuple[EventDocument, ...]:

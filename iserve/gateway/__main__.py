@@ -99,7 +99,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _bind_failure(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"error: port {port} on {host} is in use by another program; stop it or choose another with --port"
+        return f"error: port {port} on {host} is in use; stop its program or choose another (ISERVE_PORT, --port)"
     return f"error: cannot listen on {host} port {port}: {error.strerror or error}"
 
 
