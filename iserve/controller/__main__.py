@@ -12,13 +12,14 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
 
-from daemon.process import own_record, read_record, write_record
+from daemon.process import ProcessRecord, is_alive, own_record, read_record, write_record
 from fingerprint.errors import ConflictError, IserveError
 from iserve.controller.app import create_app
 from iserve.controller.reconcile import Reconciler
@@ -42,7 +43,7 @@ def _only_one(settings: Settings) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = read_record(settings.run_folder / "controller.json")
+            holder = _await_record(settings)
             who = "" if holder is None else f" (pid {holder.pid}, {holder.url})"
             raise ConflictError(
                 f"another controller{who} runs on {settings.home}; use it, or set ISERVE_HOME to another folder"
@@ -50,6 +51,17 @@ def _only_one(settings: Settings) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _await_record(settings: Settings, *, patience_s: float = 5.0) -> ProcessRecord | None:
+    """The record of whoever holds the lock, who may only just have taken it."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        record = read_record(settings.run_folder / "controller.json")
+        if is_alive(record):
+            return record
+        time.sleep(0.05)
+    return None
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -93,10 +105,14 @@ def run(settings: Settings) -> None:
     with _only_one(settings):
         listener = _listen(settings)
         host, port = listener.getsockname()[:2]
+        url_host = f"[{host}]" if ":" in host else host
+        token = secrets.token_urlsafe(32)
+        record = own_record(url=f"http://{url_host}:{port}", token=token)
+        # First of all: `iserve down`, and a second start, must find a controller that is still starting.
+        write_record(settings.run_folder / "controller.json", record)
         store = Store.open(settings.home / "state.db")
         controller = Controller(settings, store)
         reconciler = Reconciler(controller)
-        token = secrets.token_urlsafe(32)
         server = uvicorn.Server(
             uvicorn.Config(
                 create_app(controller, token),
@@ -107,10 +123,6 @@ def run(settings: Settings) -> None:
                 h11_max_incomplete_event_size=65_536,
             )
         )
-        url_host = f"[{host}]" if ":" in host else host
-        record = own_record(url=f"http://{url_host}:{port}", token=token)
-        # Before the companions: `iserve down`, and a second start, must find a controller that is still starting.
-        write_record(settings.run_folder / "controller.json", record)
         try:
             _start_companions(controller, reconciler)
             reconciler.start()
