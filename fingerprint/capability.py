@@ -9,24 +9,23 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["EngineCapabilities", "Exclusion"]
+__all__ = ["EngineCapabilities", "Exclusion", "Note", "Selection"]
 
 _NOT_LISTED = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exclusion:
-    """Configurations that an engine does not run though each of their formats, alone, it does.
+class Selection:
+    """Some of the configurations: those for which all that is given holds; ``None`` holds for every one."""
 
-    Every set that is given must hold the configuration's value for the exclusion to apply; ``None`` holds all.
-    """
-
-    reason: str
     families: frozenset[str] | None = None
     weights: frozenset[WeightFormat] | None = None
     kv: frozenset[KvFormat] | None = None
     pruning: frozenset[Pruning] | None = None
-    below_compute_capability: tuple[int, int] | None = None  # applies to NVIDIA GPUs older than that only
+    below_compute_capability: tuple[int, int] | None = None  # holds for NVIDIA GPUs older than that only
+    cut_group_size: int | None = (
+        None  # holds where some rank's matrix does not have whole groups of that many inputs
+    )
 
     def applies(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
         """Whether ``config`` of ``spec`` on ``gpu`` is one of them."""
@@ -34,12 +33,34 @@ class Exclusion:
             gpu.compute_capability is None or gpu.compute_capability >= self.below_compute_capability
         ):
             return False
+        if self.cut_group_size is not None and not _cuts_groups(spec, config.tp, self.cut_group_size):
+            return False
         return (
             (self.families is None or spec.family in self.families)
             and (self.weights is None or config.weights in self.weights)
             and (self.kv is None or config.kv in self.kv)
             and (self.pruning is None or config.pruning in self.pruning)
         )
+
+
+def _cuts_groups(spec: ModelSpec, tp: int, group_size: int) -> bool:
+    """Inputs per rank: the whole hidden state for Q, K, V and the MLP's first matrices, a share of the others."""
+    shared = (spec.num_heads * spec.head_dim, spec.intermediate_size)
+    return spec.hidden_size % group_size != 0 or any(width % (tp * group_size) for width in shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion(Selection):
+    """Configurations that an engine does not run though each of their formats, alone, it does."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(Selection):
+    """What whoever runs one of these configurations must know or do first."""
+
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +74,7 @@ class EngineCapabilities:
         max_tp, max_pp: largest degrees it runs.
         degree_reason: why no larger ones.
         exclusions: what it does not run of the combinations that the axes above allow.
+        notes: what running some of them takes; :meth:`conditions` tells them per configuration.
         family_reasons: why a family that others run is not among ``families``.
         deployable: False while only the table exists and no adapter starts the engine.
         verified: False where the table was read in documentation and never run.
@@ -69,7 +91,7 @@ class EngineCapabilities:
     cpu: bool = False
     deployable: bool = False
     verified: bool = False
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[Note, ...] = ()
     degree_reason: str = ""
     exclusions: tuple[Exclusion, ...] = ()
     family_reasons: Mapping[str, str] = field(default_factory=dict)
@@ -97,6 +119,12 @@ class EngineCapabilities:
             return self._degree_refusal("pp", self.max_pp)
         applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))
         return next((f"{name}: {exclusion.reason}" for exclusion in applying), None)
+
+    def conditions(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> tuple[str, ...]:
+        """What running ``config``, which :meth:`refusal` does not refuse, takes beside the GPUs."""
+        there = () if self.deployable else (f"{self.engine} can be planned for; its adapter is not there yet",)
+        noted = (note.text for note in self.notes if note.applies(spec, config, gpu))
+        return tuple(dict.fromkeys((*there, *noted)))
 
     def _degree_refusal(self, axis: str, largest: int) -> str:
         return f"{self.engine} runs {axis} up to {largest}" + (

@@ -11,6 +11,7 @@ from enum import StrEnum
 from fingerprint.errors import ConfigError
 
 __all__ = [
+    "MAX_GPUS",
     "DeploymentConfig",
     "KvFormat",
     "Pruning",
@@ -19,6 +20,9 @@ __all__ = [
     "even_split",
     "parse_config",
 ]
+
+
+MAX_GPUS = 1024  # of one plan or deployment; placement answers in milliseconds up to here
 
 
 class WeightFormat(StrEnum):
@@ -64,6 +68,8 @@ class DeploymentConfig:
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1:
             raise ConfigError(f"tp and pp must be at least 1, got tp={self.tp}, pp={self.pp}")
+        if self.tp * self.pp > MAX_GPUS:
+            raise ConfigError(f"tp * pp may be {MAX_GPUS} at most, got tp={self.tp}, pp={self.pp}")
 
     @property
     def num_gpus(self) -> int:

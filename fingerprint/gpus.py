@@ -11,12 +11,11 @@ from functools import cache
 from importlib import resources
 
 from fingerprint.codec import from_json
+from fingerprint.config import MAX_GPUS
 from fingerprint.errors import ConfigError, NotFoundError
 from fingerprint.gpu_spec import GpuSpec
 
-__all__ = ["MAX_GPUS", "gpu_spec", "known_gpus", "match_device", "parse_gpus"]
-
-MAX_GPUS = 1024  # of one `NAME:COUNT`; placement answers in milliseconds up to here
+__all__ = ["gpu_spec", "known_gpus", "match_device", "parse_gpus"]
 
 
 @dataclass(frozen=True, kw_only=True)

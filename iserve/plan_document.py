@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
@@ -40,6 +41,9 @@ class CandidateDocument:
     feasible: bool
     reason: str | None  # why it is refused
     layers_per_stage: tuple[int, ...] | None = None  # where it fits
+    conditions: tuple[
+        str, ...
+    ] = ()  # what running it takes beside the GPUs: an engine flow, a prepared checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +109,11 @@ def estimate_document(
     )
 
 
-def _candidate(ranked: Ranked) -> CandidateDocument:
+def _no_conditions(config: DeploymentConfig) -> tuple[str, ...]:
+    return ()
+
+
+def _candidate(ranked: Ranked, conditions_of: Callable[[DeploymentConfig], tuple[str, ...]]) -> CandidateDocument:
     split = None if ranked.layout is None else ranked.layout.layers_per_stage
     return CandidateDocument(
         config=ranked.config,
@@ -116,11 +124,19 @@ def _candidate(ranked: Ranked) -> CandidateDocument:
         feasible=ranked.feasible,
         reason=ranked.reason,
         layers_per_stage=split,
+        conditions=() if ranked.refusal is not None else conditions_of(ranked.config),
     )
 
 
-def plan_document(plan: Plan, *, model: str, hardware: str, workload: Workload) -> PlanDocument:
-    """The document of ``plan``."""
+def plan_document(
+    plan: Plan,
+    *,
+    model: str,
+    hardware: str,
+    workload: Workload,
+    conditions_of: Callable[[DeploymentConfig], tuple[str, ...]] = _no_conditions,
+) -> PlanDocument:
+    """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning``)."""
     why, nearest = plan.why_not, plan.why_not.nearest
     return PlanDocument(
         model=model,
@@ -130,7 +146,7 @@ def plan_document(plan: Plan, *, model: str, hardware: str, workload: Workload) 
         objective_unit=plan.objective_unit,
         cost_unit=plan.cost_unit,
         queueing=plan.queueing,
-        candidates=tuple(_candidate(ranked) for ranked in plan.candidates),
+        candidates=tuple(_candidate(ranked, conditions_of) for ranked in plan.candidates),
         chosen=plan.chosen,
         why_not=WhyNotDocument(
             better=tuple(

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from daemon.engines.registry import capabilities_for
-from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import MemoryEstimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
-from fingerprint.model_spec import ModelSpec
 from iserve.model_source import resolve
 from iserve.plan_document import EstimateDocument, PlanDocument, estimate_document, plan_document
-from iserve.planning import PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning import (
+    EngineChooser,
+    FitsOn,
+    PlanOptions,
+    check_context,
+    hypothetical_hardware,
+    make_plan,
+)
+from placement.types import Placement
 from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel
+from planner.plan import NoRoom
 from planner.space import shape_refusal
 
 __all__ = ["OneEstimateDocument", "estimate_for_gpu", "plan_for_gpus"]
@@ -37,6 +44,7 @@ class OneEstimateDocument:
     memory: MemoryEstimate
     runnable: bool
     reason: str | None  # why no engine runs it, or why it does not fit
+    conditions: tuple[str, ...] = ()  # what running it takes beside the GPUs, where an engine does
 
 
 def plan_for_gpus(
@@ -52,8 +60,15 @@ def plan_for_gpus(
     source = resolve(model, registered or {}, need_weights=False)
     hardware = hypothetical_hardware(gpu, count)
     estimator = RooflineEstimator(source.spec, gpu)
-    plan = make_plan(source.spec, hardware, estimator, capabilities_for(engine), options)
-    return plan_document(plan, model=source.name, hardware=hardware.label, workload=options.workload)
+    engines = capabilities_for(engine)
+    plan = make_plan(source.spec, hardware, estimator, engines, options)
+    return plan_document(
+        plan,
+        model=source.name,
+        hardware=hardware.label,
+        workload=options.workload,
+        conditions_of=EngineChooser(source.spec, gpu, engines).conditions,
+    )
 
 
 def estimate_for_gpu(
@@ -65,43 +80,34 @@ def estimate_for_gpu(
     *,
     registered: Mapping[str, Path] | None = None,
 ) -> OneEstimateDocument:
-    """One configuration on as many ``gpu`` as it takes, by the roofline.
+    """One configuration on as many idle ``gpu`` of one node as it takes, by the roofline.
 
     Raises:
-        ConfigError: the model cannot be cut that way.
+        ConfigError: more stages than layers, or a workload longer than the model's context.
     """
     source = resolve(model, registered or {}, need_weights=False)
-    engines = capabilities_for(config.engine)
-    able = [e.engine for e in engines if e.refusal(source.spec, config, gpu) is None]
-    settled = replace(config, engine=able[0] if able else engines[0].engine)
+    check_context(source.spec, workload)
+    chooser = EngineChooser(source.spec, gpu, capabilities_for(config.engine))
+    settled = replace(config, engine=chooser.name(config))
     estimate = RooflineEstimator(source.spec, gpu).estimate(settled, workload)
     prices = Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
     price = float(COSTS[cost].of(figures([estimate]), prices)[0])
-    document = estimate_document(estimate, cost=None if math.isnan(price) else price)
-    reason = _refusal(source.spec, settled, gpu, engines)
-    if reason is None and document.memory_bytes_per_gpu > gpu.memory_bytes:
-        reason = (
-            f"needs {document.memory_bytes_per_gpu / 2**30:.1f} GiB on the fullest GPU, "
-            f"a {gpu.name} has {gpu.memory_bytes / 2**30:.1f} GiB"
-        )
+    refusal = shape_refusal(source.spec, settled, settled.num_gpus) or chooser.refusal(settled)
+    place = None if refusal else FitsOn(hypothetical_hardware(gpu, settled.num_gpus), PlanOptions())(estimate)
+    reason = place.reason if isinstance(place, NoRoom) else refusal
     return OneEstimateDocument(
         model=source.name,
         gpu=gpu.name,
         config=settled,
         workload=workload,
-        estimate=document,
+        estimate=estimate_document(
+            estimate,
+            cost=None if math.isnan(price) else price,
+            layers_per_stage=place.layers_per_stage if isinstance(place, Placement) else None,
+        ),
         cost_unit=COSTS[cost].unit,
         memory=estimate.memory,
         runnable=reason is None,
         reason=reason,
+        conditions=() if refusal else chooser.conditions(settled),
     )
-
-
-def _refusal(
-    spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec, engines: Sequence[EngineCapabilities]
-) -> str | None:
-    shape = shape_refusal(spec, config, config.num_gpus)
-    reasons = [engine.refusal(spec, config, gpu) for engine in engines]
-    if shape is not None or any(reason is None for reason in reasons):
-        return shape
-    return "; ".join(dict.fromkeys(str(reason) for reason in reasons))

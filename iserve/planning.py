@@ -25,7 +25,15 @@ from planner.plan import Candidate, NoRoom, Plan
 from planner.rank import rank
 from planner.space import configuration_space, shape_refusal
 
-__all__ = ["Hardware", "PlanOptions", "hypothetical_hardware", "make_plan"]
+__all__ = [
+    "EngineChooser",
+    "FitsOn",
+    "Hardware",
+    "PlanOptions",
+    "check_context",
+    "hypothetical_hardware",
+    "make_plan",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,16 +93,11 @@ def make_plan(
         ConfigError: the workload is longer than the model's context, or there is no engine or device.
     """
     workload = options.workload
-    if workload.context_tokens > spec.max_context_tokens:
-        raise ConfigError(
-            f"{workload.input_tokens} input and {workload.output_tokens} output tokens are "
-            f"{workload.context_tokens} together, the model's context is {spec.max_context_tokens}; "
-            "lower --input-tokens or --output-tokens"
-        )
+    check_context(spec, workload)
     if not engines:
         raise ConfigError("there is no engine to plan for")
     num_gpus = len(hardware.snapshot.gpus)
-    chooser = _EngineChooser(spec, hardware.gpu, engines)
+    chooser = EngineChooser(spec, hardware.gpu, engines)
     candidates = []
     for config in configuration_space(spec, hardware.gpu, num_gpus, chooser.name):
         refusal = shape_refusal(spec, config, num_gpus)
@@ -103,17 +106,27 @@ def make_plan(
     return rank(
         candidates,
         options.intent,
-        fits=_Fits(hardware, options),
+        fits=FitsOn(hardware, options),
         prices=Prices(usd_per_gpu_hour=hardware.gpu.price_usd_per_gpu_hour),
         what_if=[
-            WhatIf("one more idle GPU", _Fits(_with_more(hardware, 1), options)),
-            WhatIf("twice as many GPUs", _Fits(_with_more(hardware, num_gpus), options)),
+            WhatIf("one more idle GPU", FitsOn(_with_more(hardware, 1), options)),
+            WhatIf("twice as many GPUs", FitsOn(_with_more(hardware, num_gpus), options)),
         ],
     )
 
 
-class _EngineChooser:
-    """Which engine runs a configuration, and what every engine says when none does."""
+def check_context(spec: ModelSpec, workload: Workload) -> None:
+    """Raises ConfigError: the workload is longer than the model's context."""
+    if workload.context_tokens > spec.max_context_tokens:
+        raise ConfigError(
+            f"{workload.input_tokens} input and {workload.output_tokens} output tokens are "
+            f"{workload.context_tokens} together, the model's context is {spec.max_context_tokens}; "
+            "lower --input-tokens or --output-tokens"
+        )
+
+
+class EngineChooser:
+    """Which engine runs a configuration, what that takes, and what every engine says when none does."""
 
     def __init__(self, spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> None:
         self._spec, self._gpu, self._engines = spec, gpu, engines
@@ -128,13 +141,19 @@ class _EngineChooser:
             return None
         return "; ".join(dict.fromkeys(str(reason) for reason in reasons))
 
+    def conditions(self, config: DeploymentConfig) -> tuple[str, ...]:
+        """What running ``config`` takes on the engine it names."""
+        return next(
+            e.conditions(self._spec, config, self._gpu) for e in self._engines if e.engine == config.engine
+        )
 
-class _Fits:
-    """The planner's question "does it fit?", answered by placement on one snapshot."""
+
+class FitsOn:
+    """The planner's question "does it fit?", answered by placement on one snapshot: at the upper end of the
+    memory's interval."""
 
     def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
         threshold = options.load_threshold if options.policy == "hybrid" else None
-        self._num_gpus = len(hardware.snapshot.gpus)
         self._placer = Placer(
             hardware.snapshot,
             make_policy(options.policy, threshold=threshold),
@@ -144,8 +163,7 @@ class _Fits:
     def __call__(self, estimate: Estimate) -> Placement | NoRoom:
         answer = self._placer.fit(demand(estimate.memory))
         if isinstance(answer, Refusal):
-            missing = max(0, estimate.config.num_gpus - self._num_gpus)
-            return NoRoom(answer.reason, answer.shortfall_bytes, missing)
+            return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus)
         return answer
 
 

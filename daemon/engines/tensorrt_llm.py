@@ -7,13 +7,15 @@ the older one that builds an engine first, which alone has Falcon, GPT-J, GPTQ, 
 from __future__ import annotations
 
 from daemon.engines.table_only import TableOnlyEngine
-from fingerprint.capability import EngineCapabilities, Exclusion
+from fingerprint.capability import EngineCapabilities, Exclusion, Note
 from fingerprint.config import KvFormat, Pruning, WeightFormat
+from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 
 __all__ = ["TENSORRT_LLM"]
 
 _PYTORCH_FLOW = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
 _ENGINE_FLOW_ONLY = frozenset({"falcon", "gptj"})
+_ENGINE_FLOW = "runs in the older engine flow only (trtllm-build, or --backend tensorrt), which later 1.3 drops"
 _FAMILIES = _PYTORCH_FLOW | _ENGINE_FLOW_ONLY
 
 TENSORRT_LLM = TableOnlyEngine(
@@ -71,11 +73,23 @@ TENSORRT_LLM = TableOnlyEngine(
                 below_compute_capability=(8, 0),
                 reason="2:4 sparsity needs an Ampere GPU (compute capability 8.0)",
             ),
+            Exclusion(
+                weights=frozenset({WeightFormat.INT4, WeightFormat.GPTQ4}),
+                cut_group_size=GROUP_SIZE,
+                reason="its converter fails on a matrix whose inputs per rank are not whole groups of 128 "
+                "(TensorRT-LLM issue 648)",
+            ),
         ),
         notes=(
-            "Falcon, GPT-J, gptq4, int8 KV and 2:4 run in the engine flow only (trtllm-build); later 1.3 drops it",
-            "int8, int4 and fp8 need a checkpoint quantized beforehand; there is no online fp8",
-            "unstructured and 4:8 pruning is served as dense weights",
+            Note(families=_ENGINE_FLOW_ONLY, text=_ENGINE_FLOW),
+            Note(families=_PYTORCH_FLOW, weights=frozenset({WeightFormat.GPTQ4}), text=_ENGINE_FLOW),
+            Note(families=_PYTORCH_FLOW, kv=frozenset({KvFormat.INT8}), text=_ENGINE_FLOW),
+            Note(families=_PYTORCH_FLOW, pruning=frozenset({Pruning.WANDA_2_4}), text=_ENGINE_FLOW),
+            Note(
+                weights=frozenset(WeightFormat) - {WeightFormat.BITS16},
+                text="needs a checkpoint quantized beforehand; there is no online quantization",
+            ),
+            Note(pruning=DENSE_STORED - {Pruning.NONE}, text="served as dense weights"),
         ),
     )
 )

@@ -6,11 +6,13 @@ Read in the sources of the published wheels 0.20.2 to 0.24.0 (quantization, mode
 from __future__ import annotations
 
 from daemon.engines.table_only import TableOnlyEngine
-from fingerprint.capability import EngineCapabilities, Exclusion
+from fingerprint.capability import EngineCapabilities, Exclusion, Note
 from fingerprint.config import KvFormat, Pruning, WeightFormat
+from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 
 __all__ = ["VLLM"]
 
+_FOUR_BITS = frozenset({WeightFormat.INT4, WeightFormat.GPTQ4})
 _FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "falcon", "gptj"})
 
 VLLM = TableOnlyEngine(
@@ -50,12 +52,28 @@ VLLM = TableOnlyEngine(
                 below_compute_capability=(7, 5),
                 reason="its quantized kernels need compute capability 7.5",
             ),
+            Exclusion(
+                weights=_FOUR_BITS,
+                cut_group_size=GROUP_SIZE,
+                reason="its loader refuses a matrix whose inputs per rank are not whole groups of 128 "
+                "(vLLM issues 2699 and 5675)",
+            ),
         ),
         notes=(
-            "int4 and gptq4 need a checkpoint quantized beforehand; there is no online int4",
-            "fp8 on a GPU without fp8 arithmetic runs as weight-only (Marlin)",
-            "int8 KV is int8_per_token_head, in the Triton attention backend: choosing it changes the kernel",
-            "unstructured and 4:8 pruning is served as dense weights",
+            Note(
+                weights=_FOUR_BITS,
+                text="needs a checkpoint quantized beforehand; there is no online 4-bit quantization",
+            ),
+            Note(
+                weights=frozenset({WeightFormat.FP8}),
+                below_compute_capability=(8, 9),
+                text="fp8 on a GPU without fp8 arithmetic runs as weight-only (Marlin)",
+            ),
+            Note(
+                kv=frozenset({KvFormat.INT8}),
+                text="int8 KV is int8_per_token_head, in the Triton attention backend: another kernel",
+            ),
+            Note(pruning=DENSE_STORED - {Pruning.NONE}, text="served as dense weights"),
         ),
     )
 )

@@ -103,6 +103,12 @@ def worker(engine: str) -> WorkerSpec:
         ("tensorrt-llm", "llama", A6000, "weights=fp8", "8.9"),
         ("tensorrt-llm", "llama", H200, "weights=fp8,kv=fp8", None),
         ("tensorrt-llm", "qwen3", H200, "kv=int8", "engine flow"),
+        # 4096 and 11008 inputs are 32 and 86 groups of 128: two ranks hold whole ones, four cut those of 11008
+        ("vllm", "llama", A6000, "tp=2,weights=int4", None),
+        ("vllm", "llama", A6000, "tp=4,weights=int4", "whole groups of 128"),
+        ("vllm", "llama", A6000, "tp=4", None),
+        ("tensorrt-llm", "llama", A6000, "tp=4,weights=gptq4", "whole groups of 128"),
+        ("tensorrt-llm", "llama", A6000, "tp=4,weights=int8", None),
         ("tensorrt-llm", "qwen3", H200, "", None),
         ("tensorrt-llm", "bloom", H200, "", "does not run the bloom family"),
     ],
@@ -115,6 +121,35 @@ def test_what_runs_and_why_not(engine, family, device, config, refusal):
     else:
         assert said.startswith(engine)
         assert refusal in said
+
+
+ENGINE_FLOW = "older engine flow"
+BEFOREHAND = "quantized beforehand"
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "config", "told"),
+    [
+        ("torch", "llama", "weights=int8", []),
+        ("vllm", "falcon", "", ["adapter is not there yet"]),
+        ("vllm", "llama", "weights=gptq4", ["adapter", BEFOREHAND]),
+        ("vllm", "llama", "weights=fp8,kv=int8", ["adapter", "Triton attention"]),
+        ("vllm", "llama", "pruning=wanda", ["adapter", "dense weights"]),
+        ("tensorrt-llm", "llama", "", ["adapter"]),
+        ("tensorrt-llm", "llama", "weights=int8", ["adapter", BEFOREHAND]),
+        ("tensorrt-llm", "llama", "weights=gptq4,kv=int8", ["adapter", ENGINE_FLOW, BEFOREHAND]),
+        ("tensorrt-llm", "llama", "kv=int8", ["adapter", ENGINE_FLOW]),
+        ("tensorrt-llm", "llama", "kv=fp8", ["adapter"]),
+        ("tensorrt-llm", "llama", "pruning=wanda-2:4", ["adapter", ENGINE_FLOW]),
+        ("tensorrt-llm", "falcon", "", ["adapter", ENGINE_FLOW]),
+        ("tensorrt-llm", "gptj", "weights=int8", ["adapter", ENGINE_FLOW, BEFOREHAND]),
+    ],
+)
+def test_what_running_it_takes_is_told_per_configuration(engine, family, config, told):
+    (table,) = capabilities_for(engine)
+    said = table.conditions(model(family), parse_config(config, engine=engine), H200)
+    assert len(said) == len(told)
+    assert all(expected in text for expected, text in zip(told, said, strict=True))
 
 
 def test_auto_is_every_engine_with_the_deployable_first():

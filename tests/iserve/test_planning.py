@@ -1,0 +1,162 @@
+"""Plans as a whole, on GPUs that are not here: the paper's models and GPUs under every intent."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from daemon.engines.registry import capabilities_for
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.errors import ConfigError
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.families import read_spec
+from fingerprint.gpus import parse_gpus
+from fingerprint.model_spec import ModelSpec
+from iserve.plan_document import PlanDocument
+from iserve.plan_service import OneEstimateDocument, estimate_for_gpu, plan_for_gpus
+from iserve.planning import FitsOn, Hardware, PlanOptions, make_plan
+from placement.types import ClusterSnapshot, GpuState
+from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
+from planner.plan import NoRoom
+
+GIB = 2**30
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000}
+CONFIGS = {
+    "Llama-2-7b": LLAMA
+    | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    | {"num_key_value_heads": 32, "max_position_embeddings": 4096},
+    "Llama-2-70b": LLAMA
+    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    | {"num_key_value_heads": 8, "max_position_embeddings": 4096},
+    "Falcon-7b": {"model_type": "falcon", "architectures": ["FalconForCausalLM"], "vocab_size": 65024}
+    | {"hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "multi_query": True}
+    | {"parallel_attn": True, "new_decoder_architecture": False, "alibi": False, "bias": False},
+    "GPT-J-6b": {"model_type": "gptj", "architectures": ["GPTJForCausalLM"], "vocab_size": 50400}
+    | {"n_embd": 4096, "n_layer": 28, "n_head": 16, "n_positions": 2048, "rotary_dim": 64, "n_inner": None}
+    | {"tie_word_embeddings": False},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, config in CONFIGS.items():
+        found[name] = tmp_path_factory.mktemp("models") / name
+        found[name].mkdir()
+        (found[name] / "config.json").write_text(json.dumps(config))
+    return found
+
+
+def plan(folder: Path, gpus: str, intent: Intent, engine: str = "auto", **workload: int) -> PlanDocument:
+    gpu, count = parse_gpus(gpus)
+    return plan_for_gpus(
+        str(folder), gpu, count, PlanOptions(intent=intent, workload=Workload(**workload)), engine
+    )
+
+
+def intent_of(kind: IntentKind) -> Intent:
+    slo = Slo(ttft_s=5.0, tpot_s=0.5) if kind is IntentKind.LATENCY_SLO else None
+    return Intent(kind=kind, slo=slo, budget=1e6 if kind is IntentKind.COST_SLO else None)
+
+
+@pytest.mark.parametrize(("name", "gpus"), list(product(CONFIGS, ["a6000:8", "h200:4"])))
+def test_every_intent_is_answered_by_something_that_runs_and_fits(
+    folders: dict[str, Path], name: str, gpus: str
+) -> None:
+    gpu, count = parse_gpus(gpus)
+    for kind in IntentKind:
+        document = plan(folders[name], gpus, intent_of(kind))
+        assert document.chosen == 0
+        best = document.candidates[0]
+        config, estimate = best.config, best.estimate
+        assert estimate is not None
+        assert config.num_gpus <= count
+        assert estimate.memory_bytes_per_gpu <= gpu.memory_bytes
+        assert sum(best.layers_per_stage or ()) == CONFIGS[name].get("num_hidden_layers", 28)
+        assert config.weights in {WeightFormat.BITS16, WeightFormat.INT8, WeightFormat.FP8}  # quality near
+        # no token can be faster than the weights of one GPU at the datasheet's bandwidth
+        element_bytes = 2 if config.weights is WeightFormat.BITS16 else 1
+        floor_s = element_bytes * 5.7e9 / config.tp / gpu.memory_bytes_per_s
+        assert estimate.tpot_s.low > floor_s
+        assert all(candidate.reason for candidate in document.candidates if not candidate.feasible)
+
+
+def test_what_only_the_older_flow_runs_says_so(folders: dict[str, Path]) -> None:
+    """Falcon, GPT-J, int8 KV, GPTQ and 2:4 on TensorRT-LLM: each with its flow, and nothing else with it."""
+    older = {}
+    for name in ("Falcon-7b", "Llama-2-7b"):
+        document = plan(folders[name], "a6000:8", Intent(quality=Quality.ANY), "tensorrt-llm")
+        for candidate in document.candidates:
+            if candidate.feasible:
+                of = (name, str(candidate.config.weights), str(candidate.config.kv), str(candidate.config.pruning))
+                older[of] = any("older engine flow" in text for text in candidate.conditions)
+                assert any("adapter is not there yet" in text for text in candidate.conditions)
+    assert older["Llama-2-7b", "gptq4", "16bit", "none"]
+    assert older["Llama-2-7b", "16bit", "16bit", "wanda-2:4"]
+    for (name, weights, kv, pruning), told in older.items():
+        expected = name == "Falcon-7b" or weights == "gptq4" or kv == "int8" or pruning == "wanda-2:4"
+        assert told == expected
+
+
+def test_no_plan_offers_groups_that_are_cut(folders: dict[str, Path]) -> None:
+    """11008 inputs over 4 ranks are 21.5 groups of 128, over 2 ranks 43."""
+    document = plan(folders["Llama-2-7b"], "a6000:8", Intent(quality=Quality.ANY))
+    four_bits = {WeightFormat.INT4, WeightFormat.GPTQ4}
+    runs = {c.config.tp for c in document.candidates if c.feasible and c.config.weights in four_bits}
+    assert runs == {1, 2}
+
+
+def test_the_context_is_the_limit_of_plan_and_estimate(folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="4097 together, the model's context is 4096"):
+        plan(folders["Llama-2-7b"], "a6000:8", Intent(), input_tokens=4000, output_tokens=97)
+    with pytest.raises(ConfigError, match="4097 together, the model's context is 4096"):
+        estimate(folders["Llama-2-7b"], "a6000", DeploymentConfig(engine="auto"), Workload(1, 4000, 97))
+
+
+def estimate(
+    folder: Path, gpu: str, config: DeploymentConfig, workload: Workload | None = None
+) -> OneEstimateDocument:
+    device, _ = parse_gpus(gpu)
+    return estimate_for_gpu(str(folder), device, config, workload or Workload(), CostModel.MEMORY)
+
+
+@pytest.mark.parametrize("batch", [1, 104, 105, 108, 109])
+def test_estimate_and_plan_agree_on_what_fits(folders: dict[str, Path], batch: int) -> None:
+    """Both judge the upper end of the interval: too much from 105 sequences on, the value itself from 109."""
+    workload = Workload(batch, 512, 128)
+    config = DeploymentConfig(engine="vllm")
+    one = estimate(folders["Llama-2-7b"], "a6000", config, workload)
+    document = plan(folders["Llama-2-7b"], "a6000:1", Intent(), "vllm", batch=batch)
+    same = next(c for c in document.candidates if c.config == config)
+    assert one.runnable == same.feasible == (batch < 105)
+    assert one.reason == same.reason
+    assert one.estimate.memory_bytes_per_gpu == (same.estimate and same.estimate.memory_bytes_per_gpu)
+
+
+def spec_of(name: str) -> ModelSpec:
+    return read_spec(CONFIGS[name])
+
+
+def test_one_gpu_on_each_of_two_nodes_misses_gpus_not_memory() -> None:
+    """tp=2 needs two GPUs of one node: no addition of memory helps, and none is advised."""
+    gpu, _ = parse_gpus("a6000:1")
+    scattered = ClusterSnapshot(
+        tuple(
+            GpuState(
+                device_id=n, node_id=n, gpu_index=0, total_bytes=gpu.memory_bytes, free_bytes=gpu.memory_bytes
+            )
+            for n in ("a", "b")
+        )
+    )
+    spec = spec_of("Llama-2-70b")
+    hardware = Hardware(label="two nodes", gpu=gpu, snapshot=scattered)
+    guess = RooflineEstimator(spec, gpu).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload())
+    answer = FitsOn(hardware, PlanOptions())(guess)
+    assert isinstance(answer, NoRoom)
+    assert answer.missing_gpus == 2
+    made = make_plan(spec, hardware, RooflineEstimator(spec, gpu), capabilities_for("vllm"), PlanOptions())
+    assert made.chosen is None
+    assert all("tp=2" not in r.text for r in made.why_not.relaxations if "more free memory" in r.text)
