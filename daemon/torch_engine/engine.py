@@ -189,6 +189,25 @@ class Engine:
 
         return self.call(replace_model)
 
+    def warm_up(self) -> Future[None]:
+        """Run the largest prompt step that can come, and one token after it, on a cache that nobody uses yet.
+
+        What a device does only once (loading kernels, choosing algorithms, first allocations) is then behind the
+        first request, and a plan whose activations do not fit fails at the start instead of under load.
+        """
+
+        def first_steps() -> None:
+            limits = self._limits
+            if limits is None:
+                raise EngineError("nothing is loaded that could be warmed up")
+            tokens = max(1, min(limits.max_batched_tokens, limits.max_context_tokens - 1))
+            self._runner.step(StepPlan((StepItem(0, 0, (0,) * tokens),)))
+            if tokens < limits.max_context_tokens:
+                self._runner.step(StepPlan((StepItem(0, tokens, (0,)),)))
+            self._read_memory()
+
+        return self.call(first_steps)
+
     def memory(self) -> Future[tuple[RankMemory, ...]]:
         """A fresh reading, made between two steps."""
         return self.call(self._read_memory)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from daemon.torch_engine.gpu_process import own_gpu_bytes
 from fingerprint.errors import ConfigError, EngineError
 
 __all__ = ["CORES_VARIABLE", "RankDevice", "cores_of", "release_memory"]
@@ -115,11 +116,14 @@ class RankDevice:
         return max(0, torch.cuda.max_memory_allocated(self.torch_device) - held_bytes)
 
     def runtime_bytes(self, held_bytes: int) -> int:
-        """What the process takes beside its counted tensors: on CUDA the context (this process's use of the
-        device less what torch reserved, as far as other processes leave it alone), on a CPU the resident rest."""
+        """What the process takes beside its counted tensors: on CUDA the context and libraries (its use of the
+        device less what torch reserved), on a CPU the resident rest. Where the driver does not tell processes
+        apart, everything on the GPU that torch did not reserve counts: too much when the GPU is shared."""
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info(self.torch_device)
-            return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
+            own = own_gpu_bytes(f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}")
+            used = total - free if own is None else own
+            return max(0, used - torch.cuda.memory_reserved(self.torch_device))
         return max(0, psutil.Process().memory_info().rss - held_bytes)
 
 

@@ -68,6 +68,7 @@ class Worker:
             await asyncio.wrap_future(
                 self.engine.load(checkpoint, self.spec.config, self.spec.stages, self.spec.limits)
             )
+            await asyncio.wrap_future(self.engine.warm_up())
         self.engine.ready()
 
     async def drain(self, limit_s: float) -> None:

@@ -163,7 +163,6 @@ def serve() -> Iterator[Callable[..., Served]]:
         **changes: Any,
     ) -> Served:
         runner = ScriptedRunner(script)
-        prepare(runner)
         failures: list[BaseException] = []
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever)
@@ -176,6 +175,8 @@ def serve() -> Iterator[Callable[..., Served]]:
             site = web.TCPSite(app, "127.0.0.1", 0)
             await site.start()
             await worker.start()
+            runner.plans.clear()  # of warming up
+            prepare(runner)
             return f"http://127.0.0.1:{app.addresses[0][1]}", worker, app
 
         url, worker, app = asyncio.run_coroutine_threadsafe(begin(), loop).result(PATIENCE_S)

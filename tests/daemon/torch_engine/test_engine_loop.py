@@ -211,3 +211,13 @@ def test_a_model_is_replaced_only_when_idle(drive) -> None:
     driven.finish(ids)
     driven.load()
     assert [e.token for e in driven.finish(driven.engine.submit([request((3,))])).popitem()[1]] == by_hand((3,), 4)
+
+
+def test_warming_up_runs_the_largest_prompt_step_and_counts_nothing(drive) -> None:
+    driven = drive(next_number)
+    driven.engine.warm_up().result(PATIENCE_S)
+    sizes = [[(item.slot, item.start, len(item.token_ids)) for item in plan.items] for plan in driven.runner.plans]
+    limits = driven.engine.limits
+    largest = min(limits.max_batched_tokens, limits.max_context_tokens - 1)
+    assert sizes == [[(0, 0, largest)], [(0, largest, 1)]]
+    assert driven.engine.totals.steps == 0
