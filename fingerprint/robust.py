@@ -53,14 +53,17 @@ def locate(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]
     Source: Tukey and McLaughlin (1963): the standard error is that of the winsorized values over
     ``(1 - 2g/n) * sqrt(n)``, with ``n - 2g - 1`` degrees of freedom, g values trimmed from each end.
     """
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    n = ordered.size
+    # Plain floats: a few runs are too few for array operations to pay.
+    ordered = sorted(values.tolist() if isinstance(values, np.ndarray) else map(float, values))
+    n = len(ordered)
     if n == 0:
         raise ValueError("no values to locate")
     g = int(TRIM_FRACTION * n)
-    value = float(ordered[g : n - g].mean())
+    kept = ordered[g : n - g]
+    value = math.fsum(kept) / len(kept)
     if n == 1:
         return Location(value, math.inf, 0)
-    winsorized = np.clip(ordered, ordered[g], ordered[n - g - 1])
-    error = float(winsorized.std(ddof=1)) / ((1 - 2 * g / n) * math.sqrt(n))
-    return Location(value, error, n - 2 * g - 1)
+    winsorized = [kept[0]] * g + kept + [kept[-1]] * g
+    mean = math.fsum(winsorized) / n
+    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in winsorized) / (n - 1))
+    return Location(value, deviation / ((1 - 2 * g / n) * math.sqrt(n)), n - 2 * g - 1)
