@@ -166,14 +166,14 @@ class Profiler:
                 return meanwhile
             node = self._without_leftovers(wait_for_daemon(daemon))
             folder = self._folder / uuid.uuid4().hex
+            fingerprints = _Fingerprints(source, folder)
             try:
+                fingerprints(1)  # a checkpoint that cannot be cut costs no launch
                 with self._target(source, engine, daemon, node) as target:
                     plan = _plan(
                         source.spec, engine.capabilities(), target.machine().device, node, workload, max_seconds
                     )
-                    measured = profile(
-                        source.name, source.spec, target, _Fingerprints(source, folder), plan, progress=progress
-                    )
+                    measured = profile(source.name, source.spec, target, fingerprints, plan, progress=progress)
                 _check_usable(measured, workload)
             finally:
                 self._workers = frozenset()
