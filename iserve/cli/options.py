@@ -37,6 +37,18 @@ __all__ = [
 DEFAULT_WORKLOAD = Workload()
 DEFAULT_INTENT = Intent()
 
+
+def _known_engine(name: str) -> str:
+    if name != "auto":
+        from daemon.engines.registry import capabilities_for
+
+        try:
+            capabilities_for(name)
+        except BadInputError as error:
+            raise typer.BadParameter(str(error)) from error
+    return name
+
+
 IntentOption = Annotated[IntentKind, typer.Option("--intent", help="What to optimise.")]
 CostOption = Annotated[CostModel, typer.Option("--cost", help="What a request costs.")]
 SloOption = Annotated[
@@ -52,7 +64,9 @@ Budget = Annotated[float | None, typer.Option("--budget", help="Most a request m
 InputTokens = Annotated[int, typer.Option("--input-tokens", help="Prompt length to plan for.")]
 OutputTokens = Annotated[int, typer.Option("--output-tokens", help="Answer length to plan for.")]
 Batch = Annotated[int, typer.Option("--batch", help="Requests at once; also the most that run at once.")]
-EngineOption = Annotated[str, typer.Option("--engine", help="torch, vllm, tensorrt-llm or auto.")]
+EngineOption = Annotated[
+    str, typer.Option("--engine", callback=_known_engine, help="torch, vllm, tensorrt-llm or auto.")
+]
 Policy = Annotated[str, typer.Option("--policy", help="Placement: hybrid, packing or least-loaded.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -14,6 +14,7 @@ from daemon.client import DaemonClient
 from daemon.engines.base import Engine, StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import WorkerState
+from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import Workload
 from fingerprint.errors import ConflictError, InfeasibleError, IserveError, NotFoundError
@@ -132,8 +133,7 @@ class Deployer:
             return
         self._move(row, "resolving")
         source = self._resolve(body.model)
-        if not source.has_weights:
-            raise InfeasibleError(f"{source.directory} holds no weights to deploy; plan and estimate need none")
+        Checkpoint.open(source.directory)  # before minutes are spent on measuring what cannot be served
         engine = deployable_engine(body.engine)
         options = self.options(body)
         profile = self._profile(row, source, engine, options)

@@ -13,6 +13,7 @@ from pathlib import Path
 from daemon.client import DaemonClient
 from daemon.engines.base import WorkerSpec
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json
 from fingerprint.errors import (
     ConflictError,
@@ -52,7 +53,7 @@ __all__ = ["Controller"]
 
 log = logging.getLogger(__name__)
 
-_ENDED = frozenset({"ready", "refused", "failed"})
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _JOBS_KEPT = 50
 _MAX_DEPLOYMENTS = 200
 
@@ -112,8 +113,15 @@ class Controller:
     def resolve(self, model: str | None, *, need_weights: bool = True) -> ModelSource:
         return resolve(model or DEMO_MODEL_NAME, self.registered(), need_weights=need_weights)
 
+    def _is_here(self, model: str | None) -> bool:
+        """Whether ``model`` is a folder of this machine, not a Hugging Face id."""
+        return model is None or model in self.registered() or Path(model).expanduser().exists()
+
     def register(self, name: str, directory: str) -> ModelDocument:
-        source = resolve(directory, {})
+        """Name a checkpoint, or a config alone; one whose weights are damaged or pickled is refused."""
+        source = resolve(directory, {}, need_weights=False)
+        if any(path.name.endswith(_WEIGHT_FILES) for path in source.directory.iterdir()):
+            Checkpoint.open(source.directory)
         self.store.put_model(check_name(name), str(source.directory.resolve()))
         return _model_document(name, source)
 
@@ -199,7 +207,9 @@ class Controller:
         """Accept an intent: checked, recorded, then carried out in the background."""
         self._deployer.options(body)
         deployable_engine(body.engine)
-        source = self.resolve(body.model, need_weights=False)  # those are fetched in the background
+        source = self.resolve(body.model, need_weights=False)
+        if source.has_weights or self._is_here(body.model):
+            Checkpoint.open(source.directory)  # what a hub id lacks is fetched in the background, and checked then
         if len(self.store.deployments()) >= _MAX_DEPLOYMENTS:
             raise ConflictError(f"there are {_MAX_DEPLOYMENTS} deployments already; remove one first")
         name = check_name(body.name or source.name)
