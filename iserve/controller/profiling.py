@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
@@ -170,10 +171,13 @@ class Profiler:
             try:
                 fingerprints(1)  # a checkpoint that cannot be cut costs no launch
                 with self._target(source, engine, daemon, node) as target:
-                    plan = _plan(
-                        source.spec, engine.capabilities(), target.machine().device, node, workload, max_seconds
-                    )
+                    started = time.monotonic()
+                    device = target.machine().device  # launches the worker that the first degree then uses
+                    launch_s = time.monotonic() - started
+                    left_s = max(1.0, max_seconds - launch_s)
+                    plan = _plan(source.spec, engine.capabilities(), device, node, workload, left_s)
                     measured = profile(source.name, source.spec, target, fingerprints, plan, progress=progress)
+                measured = replace(measured, budget_s=max_seconds, spent_s=measured.spent_s + launch_s)
                 _check_usable(measured, workload)
             finally:
                 self._workers = frozenset()

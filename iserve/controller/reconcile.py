@@ -145,6 +145,8 @@ def _route(row: DeploymentRow, node: NodeStatus | None) -> Route | None:
                 worker_id=spec.worker_id,
                 url=f"http://{spec.host}:{spec.port}" if seen is None else seen.url,
                 ready=seen is not None and seen.state is WorkerState.READY,
+                # As many again wait at the worker as run there, so that a slot that frees is filled at once.
+                max_outstanding=2 * spec.limits.max_batch,
             ),
         ),
     )
