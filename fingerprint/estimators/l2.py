@@ -150,17 +150,27 @@ class TimingFit:
         Raises:
             NotMeasuredError: fingerprints of one depth only, or a point that they do not determine.
         """
+        batch, prompt, rows = self._layer_rows(batch, input_tokens)
+        if not all(self._device.reaches(row) for row in rows):
+            raise NotMeasuredError(f"one layer's cost at {self.key} needs fingerprints of two depths")
+        first, step = (
+            combine([(self._device.predict(row, constrained=False), self._device_runs)]) for row in rows
+        )
+        return LayerEffect(self.key, batch, prompt, first, step)
+
+    @property
+    def tells_layer_effect(self) -> bool:
+        """Whether the points determine one layer's time at the largest of them; those of a profile that was cut
+        short may not, though there are two depths."""
+        return all(self._device.reaches(row) for row in self._layer_rows(None, None)[2])
+
+    def _layer_rows(self, batch: int | None, input_tokens: int | None) -> tuple[int, int, list[Array]]:
+        """Batch, prompt, and what one layer alone adds there to a prefill and to a decode step."""
         largest = max(self.points, key=lambda p: (p.batch * p.input_tokens, p.output_tokens))
         batch, prompt = batch or largest.batch, input_tokens or largest.input_tokens
         context = prompt + self._longest_output() / 2
-        intervals = []
-        for prefill, steps in ((1, 0), (0, 1)):
-            row = _device_row(1, batch, prompt, steps, context, prefill=prefill)
-            only_layer = np.where(np.isin(np.arange(row.size), _LAYER_COLUMNS), row, 0.0)
-            if not self._device.reaches(only_layer):
-                raise NotMeasuredError(f"one layer's cost at {self.key} needs fingerprints of two depths")
-            intervals.append(combine([(self._device.predict(only_layer, constrained=False), self._device_runs)]))
-        return LayerEffect(self.key, batch, prompt, intervals[0], intervals[1])
+        whole = [_device_row(1, batch, prompt, steps, context, prefill=1 - steps) for steps in (0, 1)]
+        return batch, prompt, [np.where(np.isin(np.arange(row.size), _LAYER_COLUMNS), row, 0.0) for row in whole]
 
     def reaches(self, workload: Workload) -> bool:
         """Whether the points determine this workload, at most a factor of two outside them."""
@@ -284,8 +294,8 @@ class L2:
 
     @property
     def layer_effects(self) -> tuple[LayerEffect, ...]:
-        """Of every fit with two depths, at its largest point; ask each for ``below_resolution``."""
-        return tuple(fit.layer_effect() for fit in self.fits.values() if len(fit.depths) > 1)
+        """Of every fit that tells one, at its largest point; ask each for ``below_resolution``."""
+        return tuple(fit.layer_effect() for fit in self.fits.values() if fit.tells_layer_effect)
 
     def latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
         """Of the full model under ``config``.

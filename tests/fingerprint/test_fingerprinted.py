@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import replace
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
-from fingerprint.errors import NotMeasuredError
+from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator, distance, nearest, scaled
 from fingerprint.estimators.roofline import RooflineEstimator
@@ -37,6 +38,11 @@ def estimator_of(profile):
 @pytest.fixture(scope="module")
 def quiet():
     return take_profile(SyntheticMachine(), PLAN)
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    return take_profile(SyntheticMachine(noise=0.1, seed=3), PLAN)
 
 
 class TestConformance(EstimatorConformance):
@@ -235,3 +241,49 @@ class TestFacts:
         power = estimator.estimate(DeploymentConfig(), LARGEST).power_w_per_gpu
         assert power.value == pytest.approx(102.0)
         assert 100.0 <= power.low < power.value < power.high <= 104.0
+
+
+class TestDamagedProfiles:
+    """What a budget, a busy machine or a wrong clock leaves of a profile: an estimate in order, or a refusal."""
+
+    def test_two_depths_at_different_points_tell_no_layer_and_break_nothing(self, noisy):
+        """One layer ran at batch 1 alone, two at batch 4 alone."""
+        kept = tuple(p for p in noisy.timing if (p.num_layers, p.batch) in {(1, 1), (2, 4)} and p.tp * p.pp == 1)
+        estimator = estimator_of(replace(noisy, timing=kept))
+        assert {p.num_layers for p in kept} == {1, 2}
+        assert estimator.layer_effects == ()
+        assert not any("below resolution" in warning for warning in estimator.warnings)
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        seed=st.integers(0, 2**32),
+        config=CONFIGS,
+        workload=st.builds(
+            Workload, st.sampled_from([1, 3, 100]), st.sampled_from([1, 512, 9000]), st.integers(1, 3000)
+        ),
+    )
+    def test_any_remains_give_ordered_numbers_or_a_refusal(self, noisy, seed, config, workload):
+        random = Random(seed)
+
+        def damaged(point):
+            device, host = random.choice([(1, 1), (1, 1), (1, 1), (-1, 1), (1, -100), (0, 0), (1e6, 1)])
+            kept = point.runs[: random.randint(1, 5)]
+            return replace(
+                point, runs=tuple(replace(r, device_s=device * r.device_s, host_s=host * r.host_s) for r in kept)
+            )
+
+        timing = tuple(damaged(p) for p in noisy.timing if random.random() < 0.6)
+        memory = tuple(p for p in noisy.memory if random.random() < 0.8)
+        try:
+            estimator = estimator_of(replace(noisy, timing=timing, memory=memory))
+            found = estimator.estimate(config, workload)
+        except (NotMeasuredError, ConfigError):
+            return
+        assert isinstance(estimator.warnings, tuple)
+        for quantity in (found.ttft_s, found.tpot_s, found.e2e_s):
+            assert 0 <= quantity.low <= quantity.value <= quantity.high
+            assert 0 < quantity.value < math.inf
+        assert 0 <= found.memory.relative_error < math.inf
+        assert (
+            min(found.memory.layer_weight_bytes, found.memory.first_stage_bytes, found.memory.runtime_bytes) >= 0
+        )
