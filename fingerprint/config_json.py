@@ -7,6 +7,8 @@ knows no model family: ``fingerprint.families`` asks for the fields it needs.
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,13 +29,14 @@ def read_config(path: Path) -> dict[str, object]:
 
     Raises:
         NotFoundError: no such file or directory, or a directory without config.json.
-        ConfigError: larger than 4 MiB, not JSON, or not a JSON object.
+        ConfigError: not readable, larger than 4 MiB, not JSON, or not a JSON object.
     """
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        what = f"{path} has no config.json" if path.is_dir() else f"there is no file {file}"
-        raise NotFoundError(f"{what}; give a model directory or its config.json")
+    is_folder = os.path.isdir(path)  # Path.is_dir raises where the folder above is closed to us
+    file = path / "config.json" if is_folder else path
     try:
+        if not _is_file(file):
+            what = f"{path} has no config.json" if is_folder else f"there is no file {file}"
+            raise NotFoundError(f"{what}; give a model directory or its config.json")
         with file.open("rb") as stream:
             raw = stream.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
@@ -47,6 +50,14 @@ def read_config(path: Path) -> dict[str, object]:
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a JSON {type(config).__name__}, a config.json holds an object")
     return config
+
+
+def _is_file(file: Path) -> bool:
+    """Raises OSError where that cannot be told. Nothing is opened: a pipe would wait for its writer."""
+    try:
+        return stat.S_ISREG(file.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def show(value: object) -> str:

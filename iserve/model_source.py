@@ -83,7 +83,8 @@ def _existing(model: str) -> Path | None:
 
 
 def _local(name: str, directory: Path) -> ModelSource:
-    return ModelSource(name, directory, _has_weights(directory), load_spec(directory))
+    spec = load_spec(directory)  # first: it says what is wrong with a directory that cannot be read
+    return ModelSource(name, directory, _has_weights(directory), spec)
 
 
 def _has_weights(directory: Path) -> bool:

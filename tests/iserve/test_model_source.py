@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,6 +33,45 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def unprivileged(what: Callable[[], None]) -> None:
+    """Run ``what`` as a user who cannot read everything: in a child process where this one is root."""
+    if os.getuid():
+        what()
+        return
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            what()
+            status = 0
+        finally:
+            if status:
+                traceback.print_exc()
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("closed", ["folder", "config.json"])
+def test_what_cannot_be_read_is_one_line(config_only: Path, closed: str) -> None:
+    """A folder, or its config.json, that belongs to somebody else."""
+    for folder in (config_only.parent, config_only.parent.parent, config_only.parent.parent.parent):
+        folder.chmod(0o755)  # pytest's own, closed to others
+    target = config_only if closed == "folder" else config_only / "config.json"
+    target.chmod(0)
+
+    def ask() -> None:
+        with pytest.raises(ConfigError, match=r"cannot read .*config\.json: Permission denied"):
+            resolve(str(config_only), need_weights=False)
+
+    try:
+        unprivileged(ask)
+    finally:
+        target.chmod(0o755)
 
 
 @pytest.fixture
