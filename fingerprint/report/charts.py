@@ -83,7 +83,8 @@ def time_chart(
     axes.append(_text((x.start + x.end) / 2, height - 4, f"layers (vertical axis: {unit})", class_="name"))
     marks = [_time_series(series, x, y, index) for index, series in enumerate(panel.series)]
     diamonds = [
-        _diamond(x(at), y(value), f"full model measured, {w}: {seconds(value)}") for w, value, at in truths
+        _diamond(x(at), y(value), f"c-{w}", f"full model measured, {w}: {seconds(value)}")
+        for w, value, at in truths
     ]
     name = f"{panel.quantity.removesuffix('_s').upper()} against layers at tp={panel.tp} pp={panel.pp}"
     return _svg(width, height, name, axes, marks, diamonds)
@@ -125,9 +126,9 @@ def _mark(x: float, y: float, class_: str, title: str) -> Markup:
     return el("circle", el("title", title), cx=float(x), cy=float(y), r=3.2, class_=class_)
 
 
-def _diamond(x: float, y: float, title: str) -> Markup:
+def _diamond(x: float, y: float, color: str, title: str) -> Markup:
     corners = [(x, y - 6), (x + 6, y), (x, y + 6), (x - 6, y)]
-    return el("polygon", el("title", title), points=_points(corners), class_="truth")
+    return el("polygon", el("title", title), points=_points(corners), class_=f"truth {color}")
 
 
 def _layer_ticks(num_layers: int) -> list[int]:

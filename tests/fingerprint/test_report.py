@@ -227,7 +227,7 @@ def test_errors_are_signed_and_judged(report: Report, record: AccuracyRecord) ->
         "0.25 before",
     ):
         assert told in text
-    assert "truth" in {svg.get("class") for drawing in svgs(page) for svg in drawing.iter("polygon")}
+    assert "truth c-16bit" in {svg.get("class") for drawing in svgs(page) for svg in drawing.iter("polygon")}
     assert "No full model was measured" in render_report(report)
 
 
