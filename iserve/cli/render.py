@@ -73,6 +73,8 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
         chosen = document.candidates[document.chosen]
         layers = "" if chosen.layers_per_stage is None else f", layers per stage {list(chosen.layers_per_stage)}"
         out.print(f"[bold green]chosen[/]: {_short(chosen.config)} on {chosen.config.engine}{layers}")
+        for condition in chosen.conditions:
+            out.print(Text(f"  {condition}"))
     else:
         out.print("[bold red]nothing is feasible[/]")
     if document.queueing is not None:
@@ -142,7 +144,8 @@ def _print_why_not(out: Console, document: PlanDocument) -> None:
     why = document.why_not
     if why.better:
         out.print("better by the intent alone, but refused:")
-        for better in why.better:
+        first_of_reason = {_NUMBER.sub("#", better.reason): better for better in reversed(why.better)}
+        for better in reversed(first_of_reason.values()):
             objective = f"{_figure(better.objective)} {document.objective_unit}"
             out.print(Text(f"  {_short(better.config)}: {objective}; {_cut(better.reason)}"), overflow="fold")
     if why.nearest is not None:
@@ -177,6 +180,8 @@ def print_estimate(document: OneEstimateDocument) -> None:
     out.print(
         "runs on " + document.config.engine if document.runnable else Text(f"not runnable: {document.reason}")
     )
+    for condition in document.conditions:
+        out.print(Text(f"  {condition}"))
 
 
 def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
