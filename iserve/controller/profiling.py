@@ -44,6 +44,7 @@ from planner.space import shape_refusal
 
 __all__ = ["Profiler", "estimator_for", "machine_key", "wait_for_daemon", "wait_until_ready"]
 
+_SHARE_OF_FREE = 0.9  # of a device's memory, for a profiling worker
 _ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
 
 
@@ -204,7 +205,8 @@ class Profiler:
 
         def launch(spec: WorkerSpec) -> WorkerHandle:
             self._workers |= {spec.worker_id}
-            return _DaemonWorker(daemon, wait_for_daemon(daemon).launch(spec))
+            there = wait_for_daemon(daemon)
+            return _DaemonWorker(daemon, there.launch(_within_what_is_free(spec, there.node())))
 
         return WorkerProfileTarget(
             launch,
@@ -215,7 +217,7 @@ class Profiler:
                 max_batched_tokens=DEFAULT_MAX_BATCHED_TOKENS,
                 max_context_tokens=source.spec.max_context_tokens,
                 kv_tokens=source.spec.max_context_tokens,
-                memory_bytes_per_device=min(device.free_bytes for device in devices[:2]),
+                memory_bytes_per_device=0,  # set at each launch
             ),
             engine=engine.name,
             start_timeout_s=self._start_timeout_s,
@@ -237,6 +239,14 @@ def _check_usable(measured: Profile, workload: Workload) -> None:
 def estimator_for(profile: Profile) -> FingerprintedEstimator:
     """What was measured, and the roofline of the same device to scale it by."""
     return FingerprintedEstimator(profile, RooflineEstimator(profile.spec, profile.machine.device))
+
+
+def _within_what_is_free(spec: WorkerSpec, node: NodeStatus) -> WorkerSpec:
+    """``spec`` with most of what its devices have free now; a CPU's memory changes from second to second."""
+    used = {device_id for stage in spec.stages for device_id in stage.device_ids}
+    free_bytes = min(device.free_bytes for device in node.devices if device.device_id in used)
+    limits = replace(spec.limits, memory_bytes_per_device=int(free_bytes * _SHARE_OF_FREE))
+    return replace(spec, limits=limits)
 
 
 def _quietest(node: NodeStatus) -> list[DeviceStatus]:
