@@ -43,6 +43,7 @@ MAX_LOG_LINES = 10_000
 MAX_LOG_BYTES = 4 << 20
 RECORD_FILE = "daemon.json"
 LOCK_FILE = "daemon.lock"
+_NVIDIA_CONTROL = Path("/dev/nvidiactl")
 DEFAULT_CPU_DEVICES = 2
 
 # The first class that matches decides; anything else is a bug and a 500.
@@ -158,12 +159,20 @@ def make_app(supervisor: Supervisor, token: str) -> web.Application:
     return app
 
 
+def _gpus() -> NvmlDevices | None:
+    try:
+        import pynvml  # of the extra "gpu"
+    except ImportError:
+        if _NVIDIA_CONTROL.exists():
+            log.warning("there is an NVIDIA GPU, but no library to see it with; pip install 'iserve[gpu]'")
+        return None
+    return NvmlDevices.open(pynvml)
+
+
 def find_devices(cpu_devices: int | None) -> DeviceSource:
     """The node's GPUs; CPU shares where there is none, or where a number of them is asked for."""
     if cpu_devices is None:
-        import pynvml  # only where GPUs are wanted
-
-        gpus = NvmlDevices.open(pynvml)
+        gpus = _gpus()
         if gpus is not None:
             return gpus
     return CpuDevices(DEFAULT_CPU_DEVICES if cpu_devices is None else cpu_devices)

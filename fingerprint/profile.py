@@ -233,7 +233,7 @@ class _Driver:
         if short := sum(count < least for count in counts):
             self.notes.append(
                 f"tp={tp} pp={pp}: {short} of {len(counts)} points have fewer than {least} runs; the budget of "
-                f"{self.plan.budget_s:g} s was too short"
+                f"{self.plan.budget_s:.0f} s was too short"
             )
 
     def _session(self, tp: int, pp: int, later: list[list[_Visit]]) -> None:

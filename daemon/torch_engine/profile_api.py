@@ -13,19 +13,20 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import pynvml
-import torch
 from aiohttp import web
 
+from daemon.engines.base import WorkerSpec
 from daemon.engines.torch import TorchEngine
 from daemon.torch_engine.device import measure_device
 from daemon.torch_engine.engine import Engine, Finish, SequenceRequest
+from daemon.torch_engine.gpu_facts import clock_and_power, driver_version
 from daemon.torch_engine.profile_messages import ProfileError, ProfileLoad, ProfileRun
 from daemon.torch_engine.rank_device import RankDevice, cores_of
 from daemon.torch_engine.sampling import SamplingParams
+from daemon.torch_engine.streams import Streams
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import (
     BadInputError,
@@ -37,15 +38,12 @@ from fingerprint.errors import (
 )
 from fingerprint.measurements import MachineInfo, RunReading
 
-if TYPE_CHECKING:
-    from daemon.torch_engine.server import Worker
-
 __all__ = ["dummy_requests", "profile_routes"]
 
 T = TypeVar("T")
 
 
-def profile_routes(worker: Worker) -> Iterable[web.RouteDef]:
+def profile_routes(spec: WorkerSpec, engine: Engine, streams: Streams) -> Iterable[web.RouteDef]:
     """The routes of a worker that was started with ``profiling``. One of them at a time; a second gets 409."""
     busy = asyncio.Lock()
 
@@ -62,17 +60,17 @@ def profile_routes(worker: Worker) -> Iterable[web.RouteDef]:
         return handle
 
     async def load(body: bytes) -> object:
-        await _load(worker, from_json(body, ProfileLoad, what="the body"))
+        await _load(spec, engine, from_json(body, ProfileLoad, what="the body"))
         return {}
 
     async def run(body: bytes) -> object:
-        return await _run(worker, from_json(body, ProfileRun, what="the body"))
+        return await _run(engine, streams, from_json(body, ProfileRun, what="the body"))
 
     async def memory(body: bytes) -> object:
-        return await _in_engine(worker.engine.memory())
+        return await _in_engine(engine.memory())
 
     async def machine(body: bytes) -> object:
-        return await _in_engine(worker.engine.call(lambda: _machine(worker)))
+        return await _in_engine(engine.call(lambda: _machine(spec)))
 
     return (
         web.post("/profile/load", route(load)),
@@ -94,8 +92,7 @@ def dummy_requests(run: ProfileRun, vocab_size: int) -> list[SequenceRequest]:
     ]
 
 
-async def _load(worker: Worker, order: ProfileLoad) -> None:
-    spec = worker.spec
+async def _load(spec: WorkerSpec, engine: Engine, order: ProfileLoad) -> None:
     if len(order.layers_per_stage) != spec.config.pp:
         raise ConfigError(f"layers for {len(order.layers_per_stage)} stages, the worker has pp={spec.config.pp}")
     stages = tuple(
@@ -109,17 +106,16 @@ async def _load(worker: Worker, order: ProfileLoad) -> None:
         kv_tokens=order.max_batch * order.max_context_tokens,
     )
     config = replace(spec.config, weights=order.weights, kv=order.kv)
-    await _in_engine(worker.engine.load(Path(order.checkpoint), config, stages, limits))
+    await _in_engine(engine.load(Path(order.checkpoint), config, stages, limits))
 
 
-async def _run(worker: Worker, run: ProfileRun) -> RunReading:
+async def _run(engine: Engine, streams: Streams, run: ProfileRun) -> RunReading:
     """All of the burst is queued at once; its end is when the engine had sampled the last token."""
-    engine = worker.engine
     _check_room(engine, run)
     requests = dummy_requests(run, engine.vocab_size)
     before = engine.totals
     start_s = end_s = time.perf_counter()
-    stream = worker.streams.open(engine, requests)
+    stream = streams.open(engine, requests)
     try:
         async for event in stream.events():
             if event.finish is Finish.ERROR:
@@ -129,7 +125,7 @@ async def _run(worker: Worker, run: ProfileRun) -> RunReading:
         stream.close()
     after = engine.totals
     e2e_s, device_s = end_s - start_s, after.device_s - before.device_s
-    sm_clock_mhz, power_w = _gpu_state()
+    sm_clock_mhz, power_w = clock_and_power()
     return RunReading(
         e2e_s=e2e_s,
         device_s=device_s,
@@ -163,15 +159,15 @@ async def _in_engine(future: Awaitable[T] | object) -> T:
         raise EngineError(f"{type(error).__name__}: {error}") from error
 
 
-def _machine(worker: Worker) -> MachineInfo:
-    device_ids = [device for stage in worker.spec.stages for device in stage.device_ids]
+def _machine(spec: WorkerSpec) -> MachineInfo:
+    device_ids = [device for stage in spec.stages for device in stage.device_ids]
     RankDevice(device_ids[0], 0, None)  # pins this process to its share, as a load would
     return MachineInfo(
-        device=measure_device(memory_bytes=worker.spec.limits.memory_bytes_per_device),
+        device=measure_device(memory_bytes=spec.limits.memory_bytes_per_device),
         num_devices=len(device_ids),
         cores_per_device=len(cores_of(device_ids[0])) or len(os.sched_getaffinity(0)),
         cpu_model=_cpu_model(),
-        driver=_driver(),
+        driver=driver_version(),
         versions=(*TorchEngine().versions(), ("python", platform.python_version())),
     )
 
@@ -183,24 +179,6 @@ def _cpu_model() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _driver() -> str | None:
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return None
-
-
-def _gpu_state() -> tuple[float | None, float | None]:
-    """SM clock in MHz and power in W of the first device, just after a run; None where there is no NVML."""
-    if not torch.cuda.is_available():
-        return None, None
-    try:
-        return float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1000
-    except (pynvml.NVMLError, RuntimeError, ModuleNotFoundError):
-        return None, None
 
 
 def _json(value: object, status: int) -> web.Response:

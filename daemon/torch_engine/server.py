@@ -21,6 +21,7 @@ from daemon.torch_engine import openai_api
 from daemon.torch_engine.engine import Engine, EngineState, SequenceRequest, TokenEvent
 from daemon.torch_engine.metrics import WorkerMetrics
 from daemon.torch_engine.openai_api import ApiError, Generation, Usage
+from daemon.torch_engine.profile_api import profile_routes
 from daemon.torch_engine.steps import Runner
 from daemon.torch_engine.streams import Choice, Stream, Streams
 from daemon.torch_engine.text import TextCodec, end_token_ids, load_text_codec
@@ -383,7 +384,5 @@ def make_app(worker: Worker) -> web.Application:
         ]
     )
     if worker.spec.profiling:
-        from daemon.torch_engine.profile_api import profile_routes
-
-        app.add_routes(profile_routes(worker))
+        app.add_routes(profile_routes(worker.spec, worker.engine, worker.streams))
     return app

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from daemon.torch_engine.activation_meter import ActivationMeter
 from daemon.torch_engine.batch import FlatBatch
 from daemon.torch_engine.kv_cache import KvCache, kv_cache_bytes
-from daemon.torch_engine.rank_device import RankDevice
+from daemon.torch_engine.rank_device import RankDevice, release_memory
 from daemon.torch_engine.stage_model import StageModel, StageShape, read_source, tensor_bytes
 from daemon.torch_engine.steps import StepPlan
 from daemon.torch_engine.tensor_parallel import TensorParallel
@@ -64,6 +64,7 @@ class Stage:
         self._check_room(order)
         device.limit_memory(order.limits.memory_bytes_per_device)
         self.model.load(device.torch_device)
+        release_memory()  # what quantizing one tensor after the other freed would count as runtime
         self._cache = KvCache(**self._cache_sizes(), dtype=self._dtype, device=device.torch_device)
         self._inbox = self._make_inbox()
         device.reset_peak()
