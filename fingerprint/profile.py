@@ -176,9 +176,14 @@ class _Driver:
         self.sessions = self._sessions(num_devices)
         self.done = 0
         self.dropped = False  # points that the budget could not hold
-        self.total = (
-            sum(len(visits) for visits in self.sessions.values()) * len(self.shapes) * (plan.min_repeats + 1)
-        )
+        points = sum(len(visits) * len(self.shapes_at(*degree)) for degree, visits in self.sessions.items())
+        self.total = points * (plan.min_repeats + 1)
+
+    def shapes_at(self, tp: int, pp: int) -> list[_Shape]:
+        """Points of one degree, cheap ones first; a split model runs at the plan's ``split_input_tokens`` only."""
+        wanted = self.plan.split_input_tokens if tp * pp > 1 else ()
+        chosen = [shape for shape in self.shapes if shape.input_tokens in wanted]
+        return chosen or list(self.shapes)
 
     def _shapes(self) -> list[_Shape]:
         plan, room = self.plan, self.spec.max_context_tokens
@@ -229,7 +234,9 @@ class _Driver:
 
     def _note_missing(self, tp: int, pp: int) -> None:
         least = self.plan.min_repeats
-        counts = [len(self.runs.get((tp, pp, v, s), ())) for v in self.sessions[tp, pp] for s in self.shapes]
+        counts = [
+            len(self.runs.get((tp, pp, v, s), ())) for v in self.sessions[tp, pp] for s in self.shapes_at(tp, pp)
+        ]
         if short := sum(count < least for count in counts):
             self.notes.append(
                 f"tp={tp} pp={pp}: {short} of {len(counts)} points have fewer than {least} runs; the budget of "
@@ -276,7 +283,7 @@ class _Driver:
             (tp, pp, visit, shape)
             for (tp, pp), visits in self.sessions.items()
             for visit in visits
-            for shape in self.shapes
+            for shape in self.shapes_at(tp, pp)
         ]
         return not self.dropped and all(key in self.runs and self.is_tight(self.runs[key]) for key in expected)
 
@@ -315,7 +322,7 @@ class _Launch:
         for visit, shapes in wanted:
             if self.loaded != visit:
                 self._load(visit, deadline)
-                shapes = [s for s in shapes if s in self.driver.shapes]  # warming up may have dropped some
+                shapes = [s for s in shapes if s in self.shapes]  # warming up may have dropped some
             for repeat in range(self._repeats_of(visit, shapes)):
                 if repeat and self.driver.budget.clock() >= soft:
                     break
@@ -324,20 +331,24 @@ class _Launch:
                     self.driver.runs.setdefault((self.tp, self.pp, visit, shape), []).append(reading)
         return bool(wanted)
 
+    @property
+    def shapes(self) -> list[_Shape]:
+        return self.driver.shapes_at(self.tp, self.pp)
+
     def _runs(self, visit: _Visit, shape: _Shape) -> list[RunReading]:
         return self.driver.runs.get((self.tp, self.pp, visit, shape), [])
 
     def _open_shapes(self, visit: _Visit) -> list[_Shape]:
         return [
             shape
-            for shape in self.driver.shapes
+            for shape in self.shapes
             if len(runs := self._runs(visit, shape)) < self.driver.plan.max_repeats
             and not self.driver.is_tight(runs)
         ]
 
     def fewest_runs(self) -> int:
         visits = self.driver.sessions[self.tp, self.pp]
-        return min(len(self._runs(visit, shape)) for visit in visits for shape in self.driver.shapes)
+        return min(len(self._runs(visit, shape)) for visit in visits for shape in self.shapes)
 
     def _repeats_of(self, visit: _Visit, shapes: list[_Shape]) -> int:
         seen = self.driver.budget.seen_s
@@ -371,7 +382,7 @@ class _Launch:
         """Warm every point up, small ones first; read memory after the smallest step and after all."""
         smaller: _Shape | None = None
         tokens, readings = 0, 0
-        for shape in list(self.driver.shapes):
+        for shape in self.shapes:
             if smaller is not None and self._too_dear(visit, shape, smaller, deadline):
                 continue
             step_tokens = shape.batch * shape.input_tokens
@@ -441,7 +452,7 @@ class _Launch:
         seen, here = self.driver.budget.seen_s, (self.tp, self.pp)
         loads = self.driver.budget.loads(here)
         runs = [s for key, s in seen.items() if key[:2] == here]
-        once = sum(runs) / len(runs) * len(self.driver.shapes) if runs else 0.0
+        once = sum(runs) / len(runs) * len(self.driver.shapes_at(2, 1)) if runs else 0.0  # later ones are split
         load = max(loads, default=0.0)
         repeats = self.driver.plan.min_repeats
         visit_s = once * (repeats + 1) + load * math.ceil(

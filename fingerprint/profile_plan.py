@@ -21,6 +21,7 @@ class ProfilePlan:
     kv: tuple[KvFormat, ...] = (KvFormat.BITS16,)
     batches: tuple[int, ...] = (1, 4)
     input_tokens: tuple[int, ...] = (128, 512)
+    split_input_tokens: tuple[int, ...] = ()  # of those, what tp * pp > 1 is run at; empty: all
     output_tokens: tuple[int, int] = (1, 17)
     budget_s: float = 60.0  # launches included
     min_repeats: int = 5  # fewer leave nothing to trim
@@ -36,6 +37,10 @@ class ProfilePlan:
             raise ConfigError(f"tp and pp must be at least 1, got {self.degrees}")
         if min(self.batches) < 1 or min(self.input_tokens) < 1:
             raise ConfigError(f"batches {self.batches} and input_tokens {self.input_tokens} must be at least 1")
+        if not set(self.split_input_tokens) <= set(self.input_tokens):
+            raise ConfigError(
+                f"split_input_tokens {self.split_input_tokens} must be among input_tokens {self.input_tokens}"
+            )
         if not 1 <= self.output_tokens[0] < self.output_tokens[1]:
             raise ConfigError(f"a profile needs two output lengths, the shorter first; got {self.output_tokens}")
         if not 1 <= self.min_repeats <= self.max_repeats:
@@ -77,8 +82,10 @@ def default_plan(
         kv=kv,
         batches=tuple(sorted({1, batch})),
         input_tokens=tuple(sorted({max(1, longest // 4), longest})),
+        split_input_tokens=(longest,),  # the time of a split model is wanted at the workload's own length
         output_tokens=(1, long_output),
         budget_s=budget_s,
+        min_repeats=3,  # the least that shows a spread; the budget buys more where that is wide
     )
 
 

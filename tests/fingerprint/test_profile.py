@@ -345,3 +345,11 @@ def test_the_fake_is_strict():
     session.close()
     with pytest.raises(AssertionError, match="after close"):
         session.memory()
+
+
+def test_a_split_model_is_run_at_the_workloads_own_length_only():
+    machine = SyntheticMachine()
+    plan = default_plan(machine.spec, Workload(batch=1, input_tokens=512, output_tokens=128), budget_s=1e6)
+    points = take_profile(machine, replace(plan, max_repeats=3)).timing
+    lengths = {split: {p.input_tokens for p in points if (p.tp * p.pp > 1) is split} for split in (False, True)}
+    assert lengths == {False: {128, 512}, True: {512}}
