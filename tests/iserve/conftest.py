@@ -25,7 +25,8 @@ from iserve.client import ControllerClient
 
 WAIT_S = 60.0  # far beyond what is needed: only a hang runs into it
 COMMAND = Path(sys.executable).with_name("iserve")
-QUICK = {"ISERVE_PROFILE_SECONDS": "8", "ISERVE_CPU_DEVICES": "2"}
+# Enough to estimate from, and for a machine that takes its time to start a worker.
+QUICK = {"ISERVE_PROFILE_SECONDS": "20", "ISERVE_CPU_DEVICES": "2"}
 
 
 def wait_until(condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
@@ -220,7 +221,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The state of a home where the demo model has been profiled, to begin others with."""
     installation = Installation(tmp_path_factory.mktemp("profiled") / "home")
     try:
-        done = installation.run("profile", "--max-seconds", "8", check=False)
+        done = installation.run("profile", "--max-seconds", "12", check=False)
         if "too short" in done.stderr:
             installation.run("profile", "--max-seconds", "60")
     finally:

@@ -200,8 +200,8 @@ def is_profiling(installation: Any) -> bool:
     return any(worker.startswith("profile-") for worker in installation.worker_pids())
 
 
-def test_a_deploy_survives_its_controller_and_a_removed_one_leaves_nothing(
-    make_installation: Callable[..., Any], until: Callable[..., Any], one_line: Callable[..., str]
+def test_a_deploy_removed_while_it_profiles_leaves_nothing(
+    make_installation: Callable[..., Any], until: Callable[..., Any]
 ) -> None:
     installation = make_installation()
     waiting = installation.start("deploy", "--name", "unwanted", "--json")
@@ -210,7 +210,15 @@ def test_a_deploy_survives_its_controller_and_a_removed_one_leaves_nothing(
     waiting.communicate(timeout=60)
     assert waiting.returncode == 1
     until(lambda: not installation.worker_pids(), "its profiling worker is ended")
+    assert installation.json("ps") == []
+    assert list((installation.home / "fingerprints").iterdir()) == []
 
+
+@pytest.mark.long
+def test_a_deploy_survives_the_death_of_its_controller(
+    make_installation: Callable[..., Any], until: Callable[..., Any], one_line: Callable[..., str]
+) -> None:
+    installation = make_installation()
     waiting = installation.start("deploy", "--json", *WORK)
     until(lambda: is_profiling(installation), "a profile is being taken")
     installation.kill("controller")
