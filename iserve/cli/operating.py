@@ -11,7 +11,7 @@ from iserve.cli import options as o
 
 __all__ = ["register"]
 
-_POLL_S = 0.2
+_POLL_S = 0.5
 
 
 def register(app: typer.Typer) -> None:

@@ -18,6 +18,7 @@ __all__ = ["register"]
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The deployment's name.")]
 _POLL_S = 0.15
+_PROFILING_POLL_S = 0.5  # a CPU that is being measured should not be asked more often than people read
 
 
 def register(app: typer.Typer) -> None:
@@ -108,7 +109,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
         document = accepted
         while document.status not in {"ready", "refused", "failed"}:
             display.show(document.status, document.progress)
-            time.sleep(_POLL_S)
+            time.sleep(_PROFILING_POLL_S if document.status == "profiling" else _POLL_S)
             document = controller.get(path, DeploymentDocument)
     if document.status != "ready":
         _remove(controller, accepted.name)  # a deploy that was refused leaves nothing behind, its name included
