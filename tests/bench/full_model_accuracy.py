@@ -1,13 +1,15 @@
-"""How far L2 and M2 are from real full models on this machine's CPU.
+"""How far L2 and M2 are from real full models on this machine: its CPU as two devices, or its GPUs.
 
-Run: ``python -m tests.bench.full_model_accuracy [--json FILE] [--seconds S] [--repeats N] [--model NAME]``.
+Run: ``python -m tests.bench.full_model_accuracy [--json FILE] [--seconds S] [--repeats N] [--model NAME]
+[--gpu]``.
 
 Two models: the bundled demo, and a random-weight Llama of 16 layers of 25 MB, where the effect of a layer is far
-above the noise. Each is profiled by its fingerprints through the real worker, as a deployment would do it; then
-the whole model is loaded into the same worker and timed at every (tp, pp, format, batch). TTFT is the time of one
-token, TPOT the difference of two output lengths over the tokens between. The prediction is for a longer output
-than the fingerprints were run with. Fingerprint and full-model runs do not interleave: a machine that changes its
-speed between them shows as error, so run it when nothing else does; the load average is recorded.
+above the noise; ``wide``, for GPUs, is of Llama-2-7B's width and 16 layers. Each is profiled by its fingerprints
+through the real worker, as a deployment would do it; then the whole model is loaded into the same worker and timed
+at every (tp, pp, format, batch). TTFT is the time of one token, TPOT the difference of two output lengths over the
+tokens between. The prediction is for a longer output than the fingerprints were run with. Fingerprint and
+full-model runs do not interleave: a machine that changes its speed between them shows as error, so run it when
+nothing else does; the load average is recorded.
 
 The JSON is what ``iserve report MODEL --truth FILE`` takes.
 """
@@ -30,9 +32,12 @@ from pathlib import Path
 
 import numpy as np
 
+from daemon.devices import Device
 from daemon.engines.base import WorkerLimits, WorkerSpec
 from daemon.engines.torch import TorchEngine
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
+from daemon.server import find_devices
+from daemon.torch_engine.rank_device import CORES_VARIABLE
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload, even_split
 from fingerprint.estimates import Quantity
@@ -74,6 +79,17 @@ LLAMA = {  # 16 layers of 12.8 million parameters: 25 MB each in bfloat16
 }
 
 
+WIDE = LLAMA | {  # 16 of the layers of Llama-2-7B: 405 MB each
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One model, and the requests it is judged on."""
@@ -89,13 +105,18 @@ class Case:
 class Options:
     profile_s: float
     repeats: int
+    devices: tuple[Device, ...]
     batches: tuple[int, ...] = BATCHES
+
+    @property
+    def degrees(self) -> tuple[tuple[int, int], ...]:
+        return tuple((tp, pp) for tp, pp in DEGREES if tp * pp <= len(self.devices))
 
 
 class WorkerProcess:
-    """``daemon.profile_client.WorkerHandle`` on a child process, pinned as the daemon pins: a core per device."""
+    """``daemon.profile_client.WorkerHandle`` on a child process, which gets its devices as from the daemon."""
 
-    def __init__(self, spec: WorkerSpec, folder: Path, cores: str) -> None:
+    def __init__(self, spec: WorkerSpec, folder: Path, devices: tuple[Device, ...]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             spec = replace(spec, port=probe.getsockname()[1])
@@ -105,7 +126,7 @@ class WorkerProcess:
         self.url = f"http://127.0.0.1:{spec.port}"
         self._log = folder / "log"
         with self._log.open("wb") as log:
-            environment = os.environ | dict(command.env) | {"ISERVE_DEVICE_CORES": cores}
+            environment = os.environ | dict(command.env) | device_environment(spec, devices)
             self._process = subprocess.Popen(command.argv, cwd=ROOT, stdout=log, stderr=log, env=environment)
 
     def failure(self) -> str | None:
@@ -122,27 +143,29 @@ class WorkerProcess:
                 self._process.wait()
 
 
+def device_environment(spec: WorkerSpec, devices: tuple[Device, ...]) -> dict[str, str]:
+    used = [device_id for stage in spec.stages for device_id in stage.device_ids]
+    if devices[0].kind == "cuda":
+        return {"CUDA_VISIBLE_DEVICES": ",".join(used)}
+    return {CORES_VARIABLE: ";".join(f"{d.device_id}={','.join(map(str, d.cores))}" for d in devices)}
+
+
 @contextmanager
-def worker_target(checkpoint: Path, folder: Path) -> Iterator[WorkerProfileTarget]:
-    """Two logical devices, as the daemon offers a CPU: half of the cores each."""
-    available = sorted(os.sched_getaffinity(0))
-    half = max(1, len(available) // 2)
-    shares = {"cpu:0": available[:half], "cpu:1": available[half:] or available[:half]}
-    cores = ";".join(f"{device}={','.join(map(str, share))}" for device, share in shares.items())
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+def worker_target(checkpoint: Path, folder: Path, devices: tuple[Device, ...]) -> Iterator[WorkerProfileTarget]:
     limits = WorkerLimits(
         max_batch=1,
         max_batched_tokens=DEFAULT_MAX_BATCHED_TOKENS,
         max_context_tokens=1024,
         kv_tokens=1024,
-        memory_bytes_per_device=memory_bytes,
+        memory_bytes_per_device=int(0.8 * devices[0].total_bytes),
     )
     launched = iter(range(10_000))
 
     def launch(spec: WorkerSpec) -> WorkerProcess:
-        return WorkerProcess(spec, folder / f"worker-{next(launched)}", cores)
+        return WorkerProcess(spec, folder / f"worker-{next(launched)}", devices)
 
-    with WorkerProfileTarget(launch, checkpoint=checkpoint, device_ids=tuple(shares), limits=limits) as target:
+    ids = [device.device_id for device in devices]
+    with WorkerProfileTarget(launch, checkpoint=checkpoint, device_ids=ids, limits=limits) as target:
         yield target
 
 
@@ -153,7 +176,7 @@ def take_profile(case: Case, target: WorkerProfileTarget, folder: Path, options:
     """The default plan of a deployment, for the larger batch."""
     spec = load_spec(case.directory)
     workload = Workload(max(options.batches), case.input_tokens, case.output_tokens)
-    plan = default_plan(spec, workload, weights=FORMATS, degrees=DEGREES, budget_s=options.profile_s)
+    plan = default_plan(spec, workload, weights=FORMATS, degrees=options.degrees, budget_s=options.profile_s)
 
     def fingerprint(num_layers: int) -> Path:
         path = folder / f"fingerprint-{num_layers}"
@@ -184,7 +207,7 @@ def measure_full(
 ) -> Iterator[AccuracyRow]:
     """Every configuration of the full model, each beside its prediction."""
     checkpoint = full_checkpoint(case, folder)
-    for tp, pp in DEGREES:
+    for tp, pp in options.degrees:
         session = target.open(tp=tp, pp=pp)
         try:
             for weights in FORMATS:
@@ -284,6 +307,11 @@ def cases(folder: Path, which: str) -> Iterable[Case]:
         config.mkdir()
         (config / "config.json").write_text(json.dumps(LLAMA))
         yield Case(name=config.name, directory=config, has_weights=False, input_tokens=64, output_tokens=33)
+    if which == "wide":
+        config = folder / "llama-16x405MB"
+        config.mkdir()
+        (config / "config.json").write_text(json.dumps(WIDE))
+        yield Case(name=config.name, directory=config, has_weights=False, input_tokens=512, output_tokens=33)
 
 
 def run(which: str, options: Options, command: str) -> AccuracyRecord:
@@ -294,7 +322,7 @@ def run(which: str, options: Options, command: str) -> AccuracyRecord:
         for case in cases(Path(root), which):
             folder = Path(root) / f"{case.name}-work"
             folder.mkdir()
-            with worker_target(case.directory, folder) as target:
+            with worker_target(case.directory, folder, options.devices) as target:
                 found = take_profile(case, target, folder, options)
                 machine = found.machine
                 notes += [f"{case.name}: {said}" for said in found.notes]
@@ -373,13 +401,17 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     parser.add_argument("--json", type=Path, help="also write the record here")
     parser.add_argument("--seconds", type=float, default=120.0, help="budget of each model's profile")
     parser.add_argument("--repeats", type=int, default=7, help="of every point of the full models, at least 2")
-    parser.add_argument("--model", choices=("demo", "llama", "both"), default="both")
+    parser.add_argument("--model", choices=("demo", "llama", "both", "wide"), default="both")
+    parser.add_argument("--gpu", action="store_true", help="on this machine's GPUs, not its CPU")
     given = sys.argv[1:] if argv is None else argv
     chosen = parser.parse_args(given)
     if chosen.repeats < 2 or chosen.seconds <= 0:
         parser.error("--repeats must be at least 2 and --seconds above 0")
     started = clock()
-    options = Options(profile_s=chosen.seconds, repeats=chosen.repeats)
+    devices = find_devices(None if chosen.gpu else 2).devices
+    if chosen.gpu and devices[0].kind != "cuda":
+        parser.error("--gpu: there is no GPU here")
+    options = Options(profile_s=chosen.seconds, repeats=chosen.repeats, devices=tuple(devices))
     record = run(chosen.model, options, " ".join(["python -m tests.bench.full_model_accuracy", *given]))
     print(markdown(record))
     note(

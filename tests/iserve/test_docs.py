@@ -24,7 +24,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, An
         yield from commands(child, (*path, name))
 
 
-@pytest.mark.parametrize(("name", "command"), commands(get_command(app)))
+@pytest.mark.parametrize(("name", "command"), list(commands(get_command(app))))
 def test_every_command_has_help_and_an_example(name: str, command: Any) -> None:
     assert command.help
     assert command.epilog.startswith("Example: ")
