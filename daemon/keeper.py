@@ -8,7 +8,6 @@ whatever process group it moved to; and the worker is killed by the kernel shoul
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import selectors
@@ -18,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from daemon.descendants import become_subreaper, end_all_children, set_parent_death_signal, signal_group
 from daemon.lease import (
     COMMAND_FILE,
     EXIT_FILE,
@@ -30,18 +30,15 @@ from daemon.lease import (
     read_file,
     write_file,
 )
-from daemon.procfs import processes, read_stat
+from daemon.procfs import read_stat
 
 __all__ = ["Keeper", "RotatingLog", "main"]
 
 LOG_FILE = "worker.log"
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _READ_BYTES = 65536
 _READS_PER_LOOK = 16  # then lease and signals get their turn, however much is printed
 _LOCK_TRIES_S = 5.0
-_REAP_S = 5.0
 
 
 class RotatingLog:
@@ -104,7 +101,7 @@ class Keeper:
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        become_subreaper()
         try:
             child = self._start()
         except (OSError, subprocess.SubprocessError) as error:
@@ -115,12 +112,12 @@ class Keeper:
         except OSError as error:
             print(f"keeper: cannot write the lease in {self._folder}: {error}", file=sys.stderr)
             self._stop_reason = f"could not start: its lease cannot be written: {error}"
-            _signal_group(child.pid, signal.SIGKILL)
+            signal_group(child.pid, signal.SIGKILL)
         self._watch(child, wakeup_read)
-        _signal_group(child.pid, signal.SIGKILL)  # before reaping: until then its group id cannot be reused
+        signal_group(child.pid, signal.SIGKILL)  # before reaping: until then its group id cannot be reused
         self._pump(child)
         status = child.wait()
-        _end_all_children()
+        end_all_children()
         self._write_exit(pid=child.pid, status=status, reason=self._stop_reason or "exited")
         return 0
 
@@ -131,7 +128,7 @@ class Keeper:
         order, keeper_pid = self._order, os.getpid()
 
         def prepare() -> None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            set_parent_death_signal(signal.SIGKILL)
             if os.getppid() != keeper_pid:  # the keeper died before the line above took effect
                 os._exit(1)
             if order.cores:
@@ -201,9 +198,9 @@ class Keeper:
             else:
                 return
             self._kill_at = now + self._order.grace_s
-            _signal_group(group_id, signal.SIGTERM)
+            signal_group(group_id, signal.SIGTERM)
         elif now >= self._kill_at:
-            _signal_group(group_id, signal.SIGKILL)
+            signal_group(group_id, signal.SIGKILL)
 
     def _lease_expired(self, now: float) -> bool:
         """Time without renewal on the monotonic clock, so that setting the wall clock ends no worker."""
@@ -243,33 +240,6 @@ class Keeper:
             write_file(self._folder / EXIT_FILE, record)
         except OSError as error:
             print(f"keeper: cannot write {EXIT_FILE}: {error}; {record}", file=sys.stderr)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
-
-
-def _signal_group(group_id: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group_id, signum)
-
-
-def _end_all_children() -> None:
-    """Kill and reap every descendant; orphans of descendants become our children, whatever their group."""
-    me, deadline = os.getpid(), time.monotonic() + _REAP_S
-    while time.monotonic() < deadline:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return  # the one sure sign that none is left
-        for stat in processes():
-            if stat.parent_pid == me:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(stat.pid, signal.SIGKILL)
-        time.sleep(0.02)
 
 
 def main(argv: list[str]) -> int:

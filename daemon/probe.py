@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from types import TracebackType
 
 import aiohttp
 
-from daemon.status import WorkerStats
-from fingerprint.codec import from_json
-from fingerprint.errors import BadInputError
+from daemon.worker_stats import WorkerStats
+from fingerprint.errors import IserveError
 
 __all__ = ["Health", "Prober"]
 
@@ -51,14 +51,14 @@ class Prober:
             return Health.SILENT
         return Health.OK if answer[0] == 200 else Health.NOT_READY
 
-    async def stats(self, url: str) -> WorkerStats | None:
-        """What ``GET /stats`` says; None for no answer or one that is not a ``WorkerStats``."""
-        answer = await self._get(f"{url}/stats")
+    async def stats(self, url: str, read: Callable[[bytes], WorkerStats]) -> WorkerStats | None:
+        """What ``GET url`` says, by the engine's ``read``; None for no answer or one that it does not take."""
+        answer = await self._get(url)
         if answer is None or answer[0] != 200:
             return None
         try:
-            return from_json(answer[1], WorkerStats, what="stats")
-        except BadInputError:
+            return read(answer[1])
+        except IserveError:
             return None
 
     async def _get(self, url: str) -> tuple[int, bytes] | None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from daemon.engines.base import WorkerSpec
-from fingerprint.measurements import MachineInfo, RankMemory
+from daemon.worker_stats import DeviceBusy, WorkerStats
+from fingerprint.measurements import MachineInfo
 
 __all__ = ["DeviceBusy", "DeviceStatus", "NodeStatus", "WorkerState", "WorkerStats", "WorkerStatus"]
 
@@ -31,30 +32,6 @@ class WorkerStatus:
     restarts: int
     started_at: str  # ISO 8601, UTC
     error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceBusy:
-    """Seconds, since the worker started, in which it executed a step on a device."""
-
-    device_id: str
-    busy_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerStats:
-    """A worker's own account, engine-neutral."""
-
-    model: str
-    running: int
-    waiting: int
-    kv_tokens_total: int
-    kv_tokens_free: int
-    prompt_tokens: int  # totals since start
-    output_tokens: int
-    steps: int
-    busy: tuple[DeviceBusy, ...]
-    memory: tuple[RankMemory, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

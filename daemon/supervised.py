@@ -20,14 +20,14 @@ from datetime import UTC, datetime
 
 from daemon.backoff import RestartHistory
 from daemon.devices import Device
-from daemon.engines.base import Command, Engine, WorkerSpec
+from daemon.engines.base import Engine, WorkerSpec
 from daemon.lease import ExitRecord
 from daemon.monitor import WorkerUse
 from daemon.probe import Health, Prober
 from daemon.procfs import read_stat
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState, WorkerStats, WorkerStatus
-from daemon.torch_engine.exit_codes import BAD_CHECKPOINT, PORT_IN_USE
+from daemon.torch_engine.exit_codes import PORT_IN_USE
 from daemon.worker_process import Phase, WorkerProcess
 from fingerprint.errors import EngineError, IserveError, UnavailableError
 
@@ -229,7 +229,10 @@ class SupervisedWorker:
             self._wake_soon()  # a start is worth a closer look than once a second
 
     async def _stats(self, prober: Prober) -> WorkerStats | None:
-        return await prober.stats(self.url) if self._sight.last_ok_s is not None else None
+        if self._sight.last_ok_s is None:
+            return None
+        engine, spec = self._engine, self.spec
+        return await prober.stats(self.url + engine.stats_path, lambda body: engine.read_stats(spec, body))
 
     async def _end_if_hopeless(self) -> None:
         """End an engine that never came up or fell silent; its exit is then dealt with like any other."""
@@ -289,9 +292,10 @@ class SupervisedWorker:
 
     async def _start(self) -> None:
         folder = self.process.folder
-        command = await asyncio.to_thread(self._engine.command, self.spec, folder)
-        command = Command(command.argv, (*command.env, *self._device_env()))
-        cores = sorted({core for device in self._own_devices() for core in device.cores})
+        devices = {device.device_id: device for device in self._own_devices()}
+        command = await asyncio.to_thread(self._engine.command, self.spec, folder, devices)
+        command = replace(command, env=(*self._device_env(), *command.env))  # of two the later counts
+        cores = sorted({core for device in devices.values() for core in device.cores})
         self._sight = _Sight(time.monotonic())
         self._launched_at = time.time()
         self._ending_since_s = self._ended_because = None
@@ -320,9 +324,10 @@ class SupervisedWorker:
         if record is not None and record.exit_code == PORT_IN_USE and self._move_port():
             await self._restart(at_once=True)
             return
-        self.error = self._explain(record)
+        failure = self._explain(record)
+        self.error = str(failure)
         delay_s = self._history.delay_s(time.monotonic())
-        permanent = record is not None and record.exit_code in (BAD_CHECKPOINT, PORT_IN_USE)
+        permanent = not isinstance(failure, EngineError | UnavailableError)
         if permanent or delay_s is None:
             self._give_up("" if permanent else " (it was started too often in a short time)")
             return
@@ -360,21 +365,23 @@ class SupervisedWorker:
                 self._give_up("")
                 return
             self._restart_at_s = time.monotonic() + delay_s
-        except EngineError as error:
+        except IserveError as error:
             self.error = str(error)
             self._give_up("")
 
-    def _explain(self, record: ExitRecord | None) -> str:
+    def _explain(self, record: ExitRecord | None) -> IserveError:
         if self._ended_because is not None:
-            return self._ended_because
+            return EngineError(self._ended_because)
         if record is None:
             complaint = self.process.keeper_log_tail()
-            return f"its keeper was killed, and the worker with it{': ' if complaint else ''}{complaint}"
+            return EngineError(
+                f"its keeper was killed, and the worker with it{': ' if complaint else ''}{complaint}"
+            )
         if record.reason != "exited":
-            return record.reason
+            return EngineError(record.reason)
         if record.signal is not None:
-            return f"ended by signal {record.signal} ({signal.Signals(record.signal).name})"
-        return str(self._engine.explain_failure(self.spec, record.exit_code or 0, record.log_tail))
+            return EngineError(f"ended by signal {record.signal} ({signal.Signals(record.signal).name})")
+        return self._engine.explain_failure(self.spec, record.exit_code or 0, record.log_tail)
 
     async def stop(self) -> None:
         """End it for good; idempotent.

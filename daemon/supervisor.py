@@ -166,13 +166,13 @@ class Supervisor:
             ConfigError, NotFoundError: a value, device or checkpoint that cannot be.
             ConflictError: the id or the fixed port is in use.
             InfeasibleError: a device has less memory free than the limits promise.
-            EngineError: the engine is not there yet.
+            EngineError: the engine is not installed here.
             UnavailableError: nothing can be written or started; nothing is left then.
         """
         self._check_new(spec)
         engine = self._engines(spec.config.engine)
-        if not engine.capabilities().deployable:
-            raise EngineError(f"the {engine.name} adapter is not there yet; deploy with another engine")
+        if (reason := engine.capabilities().unavailable) is not None:
+            raise EngineError(f"{engine.name} cannot be started on node {self._settings.node_id}: {reason}")
         self._check_devices(spec)
         fixed = spec.port != 0
         spec = spec if fixed else replace(spec, port=self._free_port(spec.host))

@@ -100,6 +100,8 @@ class WorkerProcess:
             for name in (LEASE_FILE, EXIT_FILE, "startup_error.json"):
                 (self.folder / name).unlink(missing_ok=True)
             write_file_atomically(self.folder / SPEC_FILE, to_json(spec, indent=2))
+            for name, text in command.files:
+                write_file_atomically(self.folder / name, text.encode())
             write_file(self.folder / COMMAND_FILE, order)
         except OSError as error:
             self.mark_ended()

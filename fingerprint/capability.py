@@ -76,7 +76,7 @@ class EngineCapabilities:
         exclusions: what it does not run of the combinations that the axes above allow.
         notes: what running some of them takes; :meth:`conditions` tells them per configuration.
         family_reasons: why a family that others run is not among ``families``.
-        deployable: False while only the table exists and no adapter starts the engine.
+        unavailable: why no worker of it can be started here, and what to change; None where one can.
         verified: False where the table was read in documentation and never run.
     """
 
@@ -89,12 +89,16 @@ class EngineCapabilities:
     max_tp: int
     max_pp: int
     cpu: bool = False
-    deployable: bool = False
+    unavailable: str | None = None
     verified: bool = False
     notes: tuple[Note, ...] = ()
     degree_reason: str = ""
     exclusions: tuple[Exclusion, ...] = ()
     family_reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def deployable(self) -> bool:
+        return self.unavailable is None
 
     def refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
         """Why this engine cannot run ``config`` of ``spec`` on ``gpu``; None when it can."""
@@ -122,7 +126,7 @@ class EngineCapabilities:
 
     def conditions(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> tuple[str, ...]:
         """What running ``config``, which :meth:`refusal` does not refuse, takes beside the GPUs."""
-        there = () if self.deployable else (f"{self.engine} can be planned for; its adapter is not there yet",)
+        there = () if self.deployable else (f"{self.engine} can be planned for, not deployed: {self.unavailable}",)
         noted = (note.text for note in self.notes if note.applies(spec, config, gpu))
         return tuple(dict.fromkeys((*there, *noted)))
 

@@ -39,6 +39,9 @@ class Settings:
     profile_seconds: float = 60.0  # budget of a profile that a deploy takes
     start_timeout_s: float = 900.0  # for a worker to become ready
     require_keys: bool | None = None  # None: when host is not loopback
+    # The Python an engine is installed for, read by daemon/engines; None: the running interpreter.
+    vllm_python: Path | None = None
+    tensorrt_llm_python: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("port", "api_port"):

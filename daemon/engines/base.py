@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from daemon.devices import Device
+from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
-from fingerprint.errors import ConfigError, EngineError
+from fingerprint.errors import ConfigError, IserveError
 
 __all__ = ["Command", "Engine", "StageAssignment", "WorkerLimits", "WorkerSpec"]
 
@@ -59,30 +62,67 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A process to start: arguments, and what is added to its environment."""
+    """A process to start: arguments, what is added to its environment, and the files it reads.
+
+    The daemon writes ``files`` (name, text) into the worker's folder, which is the process's working directory,
+    before each start; and it sets ``CUDA_VISIBLE_DEVICES`` to the worker's GPUs in stage order where ``env`` does
+    not.
+    """
 
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
 
 
 class Engine(Protocol):
-    """One inference engine. Adapters never import the engine: they start it."""
+    """One inference engine. Adapters never import the engine: they start it, with the Python it is installed for.
+
+    What holds for the process that :meth:`command` describes, whichever engine it is: it listens on the spec's
+    host and port and nowhere else; ``GET /health`` answers 200 once it serves and not before; it speaks the OpenAI
+    API under the name ``spec.served_model`` and refuses a prompt longer than ``max_context_tokens`` with 400 in
+    OpenAI's form; SIGTERM ends it within 35 s, all its processes with it. An engine that is not ours is started
+    through ``daemon.engines.foreign``, whose guard sees to the port and to what is left behind.
+    """
 
     name: str
+    stats_path: str  # whose answer :meth:`read_stats` reads
 
-    def capabilities(self) -> EngineCapabilities: ...
-
-    def versions(self) -> tuple[tuple[str, str], ...]:
-        """Name and version pairs that a profile is recorded with."""
+    def capabilities(self) -> EngineCapabilities:
+        """What it runs; with ``not_installed`` set where no worker of it can be started here."""
         ...
 
-    def command(self, spec: WorkerSpec, folder: Path) -> Command:
-        """How to start a worker for ``spec``; ``folder`` is the worker's own, already there.
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        """Name and version pairs that a profile is recorded with; empty when it is not installed.
 
-        The worker then answers ``GET /health`` with 200 once it serves, and speaks the OpenAI API.
+        Read from the metadata of the engine's own interpreter; the engine is not imported.
         """
         ...
 
-    def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> EngineError:
-        """The project's own error for a worker that ended by itself, with the fix in it where known."""
+    def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
+        """How to start a worker for ``spec`` with every one of its limits enforced. Starts and writes nothing.
+
+        Args:
+            folder: the worker's own; ``spec.json`` will lie there.
+            devices: those of the spec, by id.
+
+        Raises:
+            EngineError: it is not installed, or is of a version that this adapter does not know.
+            ConfigError: the engine has no way to keep what the spec asks.
+        """
+        ...
+
+    def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
+        """The worker's own account from what ``stats_path`` answered.
+
+        Raises:
+            EngineError: it is not what this engine is documented to answer.
+        """
+        ...
+
+    def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
+        """Why a worker ended by itself, with the fix where one is known.
+
+        The class decides what follows: a BadInputError or InfeasibleError would come again at every start, so the
+        worker is given up; after an UnavailableError or EngineError it is started again.
+        """
         ...

@@ -36,7 +36,6 @@ TENSORRT_LLM = TableOnlyEngine(
         max_tp=8,
         max_pp=8,
         verified=False,
-        deployable=False,
         exclusions=(
             Exclusion(
                 weights=frozenset({WeightFormat.FP8}),

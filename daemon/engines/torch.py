@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from daemon.devices import Device
 from daemon.engines.base import Command, WorkerSpec
 from daemon.torch_engine import exit_codes, support
+from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities, Exclusion
+from fingerprint.codec import from_json
 from fingerprint.config import WeightFormat
-from fingerprint.errors import EngineError
+from fingerprint.errors import BadInputError, CheckpointError, ConflictError, EngineError, IserveError
 
 __all__ = ["TorchEngine"]
 
@@ -28,7 +32,6 @@ _CAPABILITIES = EngineCapabilities(
     max_pp=support.MAX_PP,
     degree_reason="more ranks were not run there yet",
     cpu=True,
-    deployable=True,
     verified=True,
     family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE},
     exclusions=(
@@ -40,11 +43,17 @@ _CAPABILITIES = EngineCapabilities(
     ),
 )
 
-_MEANINGS = {
-    exit_codes.PORT_IN_USE: "its port is in use; choose another or let the daemon choose (port 0)",
-    exit_codes.OUT_OF_MEMORY: "it ran out of memory; give it more memory, a smaller batch or a shorter context",
-    exit_codes.BAD_CHECKPOINT: "the checkpoint or configuration cannot be served",
-    exit_codes.ENGINE_FAILED: "a rank died or a step failed",
+_MEANINGS: dict[int, tuple[type[IserveError], str]] = {
+    exit_codes.PORT_IN_USE: (
+        ConflictError,
+        "its port is in use; choose another or let the daemon choose (port 0)",
+    ),
+    exit_codes.OUT_OF_MEMORY: (
+        EngineError,
+        "it ran out of memory; give it more memory, a smaller batch or a shorter context",
+    ),
+    exit_codes.BAD_CHECKPOINT: (CheckpointError, "the checkpoint or configuration cannot be served"),
+    exit_codes.ENGINE_FAILED: (EngineError, "a rank died or a step failed"),
 }
 
 
@@ -52,6 +61,7 @@ class TorchEngine:
     """transformers' models in a process of our own; nothing to install beyond the package."""
 
     name = "torch"
+    stats_path = "/stats"
 
     def capabilities(self) -> EngineCapabilities:
         return _CAPABILITIES
@@ -64,20 +74,26 @@ class TorchEngine:
             ("transformers", _version("transformers")),
         )
 
-    def command(self, spec: WorkerSpec, folder: Path) -> Command:
+    def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
         return Command(
             argv=(sys.executable, "-m", "daemon.torch_engine", "--spec", str(folder / "spec.json")),
             env=(("HF_HUB_OFFLINE", "1"), ("PYTHONUNBUFFERED", "1"), ("TOKENIZERS_PARALLELISM", "false")),
         )
 
-    def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> EngineError:
+    def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
+        try:
+            return from_json(body, WorkerStats, what="stats")
+        except BadInputError as error:
+            raise EngineError(f"worker {spec.worker_id}: {error}") from error
+
+    def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
         """What the worker itself said (its last JSON line), else what its exit code means, else its last words."""
-        meaning = _MEANINGS.get(exit_code, f"exit code {exit_code}")
+        error, meaning = _MEANINGS.get(exit_code, (EngineError, f"exit code {exit_code}"))
         said = _reported(log_tail)
         if said is None:
             lines = [line for line in log_tail.splitlines() if line.strip()]
             said = f"last words: {lines[-1][:500]}" if lines else "it said nothing"
-        return EngineError(f"worker {spec.worker_id} (torch) ended: {meaning}; {said}")
+        return error(f"worker {spec.worker_id} (torch) ended: {meaning}; {said}")
 
 
 def _version(distribution: str) -> str:

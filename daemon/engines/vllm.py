@@ -40,7 +40,6 @@ VLLM = TableOnlyEngine(
         max_tp=8,
         max_pp=8,
         verified=False,
-        deployable=False,
         exclusions=(
             Exclusion(
                 kv=frozenset({KvFormat.FP8}),

@@ -53,13 +53,13 @@ def deployable_engine(name: str) -> Engine:
 
     Raises:
         ConfigError: no such engine.
-        InfeasibleError: its adapter is not there yet.
+        InfeasibleError: it is not installed here.
     """
     tables = capabilities_for(name)
     able = [table.engine for table in tables if table.deployable]
     if not able:
         raise InfeasibleError(
-            f"the {name} engine can be planned for, but its adapter is not there yet; deploy with --engine torch"
+            f"{name} can be planned for, not deployed here: {tables[0].unavailable}; or deploy with --engine torch"
         )
     return get_engine(able[0])
 

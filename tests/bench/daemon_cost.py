@@ -17,10 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from daemon.client import DaemonClient
+from daemon.devices import Device
 from daemon.engines.base import Command, StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.torch import TorchEngine
 from daemon.lease import LEASE_FILE, Lease, read_file
@@ -49,7 +51,7 @@ class DaemonCost:
 
 
 class _StandInEngine(TorchEngine):
-    def command(self, spec: WorkerSpec, folder: Path) -> Command:
+    def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
         return Command(argv=(sys.executable, "-S", str(FAKES / "fake_worker.py"), str(folder / "spec.json")))
 
 

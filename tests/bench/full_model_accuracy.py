@@ -122,7 +122,7 @@ class WorkerProcess:
             spec = replace(spec, port=probe.getsockname()[1])
         folder.mkdir()
         (folder / "spec.json").write_bytes(to_json(spec))
-        command = TorchEngine().command(spec, folder)
+        command = TorchEngine().command(spec, folder, {})
         self.url = f"http://127.0.0.1:{spec.port}"
         self._log = folder / "log"
         with self._log.open("wb") as log:

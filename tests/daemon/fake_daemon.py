@@ -4,9 +4,11 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from daemon.backoff import RestartPolicy
+from daemon.devices import Device
 from daemon.engines.base import Command, WorkerSpec
 from daemon.engines.registry import get_engine
 from daemon.engines.torch import TorchEngine
@@ -16,7 +18,7 @@ from fingerprint.errors import IserveError
 
 
 class FakeEngine(TorchEngine):
-    def command(self, spec: WorkerSpec, folder: Path) -> Command:
+    def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
         worker = Path(__file__).with_name("fake_worker.py")
         return Command(argv=(sys.executable, "-S", str(worker), str(folder / "spec.json")))
 

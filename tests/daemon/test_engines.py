@@ -183,11 +183,11 @@ class TestEveryEngine:
     def test_it_starts_or_says_that_it_cannot(self, name, tmp_path):
         engine = get_engine(name)
         if engine.capabilities().deployable:
-            command = engine.command(worker(name), tmp_path)
+            command = engine.command(worker(name), tmp_path, {})
             assert all(isinstance(word, str) for word in command.argv)
         else:
             with pytest.raises(EngineError, match=f"{name} adapter is not there yet"):
-                engine.command(worker(name), tmp_path)
+                engine.command(worker(name), tmp_path, {})
 
     def test_a_failure_is_an_engine_error_that_names_the_worker(self, name):
         error = get_engine(name).explain_failure(worker(name), 3, "")
@@ -196,7 +196,7 @@ class TestEveryEngine:
 
 
 def test_the_embedded_engine_is_a_process_of_this_interpreter(tmp_path):
-    command = get_engine("torch").command(worker("torch"), tmp_path)
+    command = get_engine("torch").command(worker("torch"), tmp_path, {})
     assert command.argv == (sys.executable, "-m", "daemon.torch_engine", "--spec", str(tmp_path / "spec.json"))
     assert ("HF_HUB_OFFLINE", "1") in command.env
 

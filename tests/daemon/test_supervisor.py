@@ -336,7 +336,9 @@ def test_busy_seconds_become_the_load_of_their_device_only(node, until):
             id="device",
         ),
         pytest.param({"checkpoint": "/nowhere"}, CheckpointError, "/nowhere", id="checkpoint"),
-        pytest.param({"config": DeploymentConfig(engine="vllm")}, EngineError, "vllm adapter", id="not-there-yet"),
+        pytest.param(
+            {"config": DeploymentConfig(engine="vllm")}, EngineError, "vllm cannot be started", id="not-there-yet"
+        ),
         pytest.param({"config": DeploymentConfig(engine="abacus")}, ConfigError, "abacus", id="unknown-engine"),
         pytest.param({"host": "0.0.0.0"}, ConfigError, "loopback", id="exposed"),
         pytest.param({"port": 70000}, ConfigError, "70000", id="port"),

@@ -1,0 +1,33 @@
+"""A worker's own account of itself, the same for every engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fingerprint.measurements import RankMemory
+
+__all__ = ["DeviceBusy", "WorkerStats"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceBusy:
+    """Seconds, since the worker started, in which it executed a step on a device."""
+
+    device_id: str
+    busy_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStats:
+    """A worker's own account, engine-neutral."""
+
+    model: str
+    running: int
+    waiting: int
+    kv_tokens_total: int
+    kv_tokens_free: int
+    prompt_tokens: int  # totals since start
+    output_tokens: int
+    steps: int
+    busy: tuple[DeviceBusy, ...]
+    memory: tuple[RankMemory, ...]
