@@ -46,6 +46,7 @@ deployments = Table(
     Column("error", Text),
     Column("plan", Text),  # iserve.plan_document.PlanDocument as JSON
     Column("worker", Text),  # daemon.engines.base.WorkerSpec as JSON, written before it is launched
+    sqlite_autoincrement=True,  # no id twice: it names workers, and what is done about them in the background
 )
 
 api_keys = Table(
@@ -68,6 +69,7 @@ events = Table(
     Column("kind", String(40), nullable=False),
     Column("message", Text, nullable=False),
     Index("ix_events_deployment_id", "deployment_id"),
+    sqlite_autoincrement=True,  # no id twice: whoever asks for those after the last one seen misses none
 )
 
 route_version = Table(

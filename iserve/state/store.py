@@ -5,6 +5,7 @@ Rows leave as frozen dataclasses and typed values, never as SQLAlchemy rows.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -17,15 +18,18 @@ from urllib.parse import quote
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.errors import ConflictError, NotFoundError, UnavailableError
+from fingerprint.errors import BadInputError, ConflictError, NotFoundError, UnavailableError
 from fingerprint.measurements import Profile
 from iserve.routes import ApiKeyRecord
 from iserve.state.schema import api_keys, deployments, events, models, profiles, route_version
 
 __all__ = ["DeploymentRow", "EventRow", "KeyRow", "ModelRow", "Store"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +75,17 @@ _EVENTS_KEPT = 10_000
 
 
 def _on_connect(connection: object, _record: object) -> None:
+    connection.isolation_level = None  # type: ignore[attr-defined] # transactions begin in _on_begin
     cursor = connection.cursor()  # type: ignore[attr-defined]
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def _on_begin(connection: sa.Connection) -> None:
+    """Python's SQLite module by itself begins no transaction for a CREATE TABLE: a migration that was cut short
+    would leave half a schema, which no later one could build on."""
+    connection.exec_driver_sql("BEGIN")
 
 
 class Store:
@@ -88,15 +99,27 @@ class Store:
         self._engine = sa.create_engine(url)
         if self._engine.dialect.name == "sqlite" and not read_only:
             sa.event.listen(self._engine, "connect", _on_connect)
+            sa.event.listen(self._engine, "begin", _on_begin)
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path) -> Store:
-        """The SQLite store at ``path``, created or migrated to the newest schema."""
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """The SQLite store at ``path``, created or migrated to the newest schema.
+
+        Raises:
+            UnavailableError: also when a newer iServe has written it.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.touch(mode=0o600)
+        except OSError as error:
+            raise UnavailableError(f"cannot write {path}: {error.strerror}; mend the folder") from error
         store = cls(f"sqlite:///{path}")
-        store.migrate()
-        path.chmod(0o600)
+        try:
+            store.migrate()
+        except BaseException:
+            store.close()
+            raise
         return store
 
     @classmethod
@@ -104,12 +127,19 @@ class Store:
         """The store at ``path`` beside the controller that owns it."""
         return cls(f"sqlite:///file:{quote(str(path))}?mode=ro&uri=true", read_only=True)
 
-    def migrate(self) -> None:
+    def migrate(self, to: str = "head") -> None:
+        """All of it or nothing: a process that is killed in the middle leaves the old schema."""
         config = Config()
         with as_file(files("iserve.state") / "migrations") as scripts, self._write() as connection:
             config.set_main_option("script_location", str(scripts))
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            try:
+                command.upgrade(config, to)
+            except CommandError as error:
+                raise UnavailableError(
+                    f"the state database is of another version of iServe ({error}); use that one, or another "
+                    "ISERVE_HOME"
+                ) from error
 
     def close(self) -> None:
         self._engine.dispose()
@@ -179,13 +209,14 @@ class Store:
         )
         with self._read() as connection:
             body = connection.execute(query).scalar_one_or_none()
-        return None if body is None else from_json(body, Profile, what="the stored profile")
+        return None if body is None else _readable(body)
 
     def profiles(self) -> tuple[Profile, ...]:
         """All of them, newest first."""
         query = sa.select(profiles.c.body).order_by(profiles.c.created_at.desc())
         with self._read() as connection:
-            return tuple(from_json(body, Profile) for body in connection.execute(query).scalars())
+            found = [_readable(body) for body in connection.execute(query).scalars()]
+        return tuple(profile for profile in found if profile is not None)
 
     # deployments
 
@@ -261,12 +292,14 @@ class Store:
     # events
 
     def add_event(self, deployment_id: int | None, kind: str, message: str) -> None:
-        """Append to the log of what happened; the oldest beyond 10,000 go."""
+        """Append to the log of what happened; the oldest beyond 10,000 go.
+
+        Of a deployment that has been deleted meanwhile it is kept all the same, as nobody's.
+        """
+        there = sa.select(deployments.c.id).where(deployments.c.id == deployment_id).scalar_subquery()
         with self._write() as connection:
             result = connection.execute(
-                sa.insert(events).values(
-                    at=time.time(), deployment_id=deployment_id, kind=kind, message=message[:4000]
-                )
+                sa.insert(events).values(at=time.time(), deployment_id=there, kind=kind, message=message[:4000])
             )
             (newest,) = result.inserted_primary_key or (0,)
             connection.execute(sa.delete(events).where(events.c.id <= newest - _EVENTS_KEPT))
@@ -316,6 +349,15 @@ class Store:
                 return 1
             connection.execute(sa.update(route_version).values(version=current + 1))
             return int(current) + 1
+
+
+def _readable(body: str) -> Profile | None:
+    """None for a profile that an iServe of another version wrote in its own way: it is measured anew."""
+    try:
+        return from_json(body, Profile, what="a stored profile")
+    except BadInputError as error:
+        log.warning("%s; it counts as absent", error)
+        return None
 
 
 def _cause(error: SQLAlchemyError) -> str:

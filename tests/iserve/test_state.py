@@ -5,16 +5,19 @@ from __future__ import annotations
 import sqlite3
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.operations import Operations
 from sqlalchemy import create_engine
 
 from fingerprint.errors import ConflictError, NotFoundError, UnavailableError
 from iserve.routes import ApiKeyRecord
 from iserve.state.schema import metadata
 from iserve.state.store import Store
+from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
 
 
 @pytest.fixture
@@ -95,6 +98,85 @@ def test_events_go_with_their_deployment_and_stay_in_order(path: Path) -> None:
     assert [e.message for e in store.events(after=3, deployment_id=row.id)] == ["3", "4"]
     store.delete_deployment(row.id)
     assert [e.message for e in store.events()] == ["kept"]
+
+
+def test_no_id_is_given_out_twice(path: Path) -> None:
+    """An id names workers and what is done about them; a reader of events asks for those after the last it saw."""
+    store = Store.open(path)
+    first = store.add_deployment("a", b"{}")
+    store.add_event(first.id, "accepted", "a")
+    (event,) = store.events()
+    store.delete_deployment(first.id)
+    assert store.add_deployment("a", b"{}").id > first.id
+    store.add_event(None, "removed", "a")
+    assert [e.kind for e in store.events(after=event.id)] == ["removed"]
+
+
+def test_what_happened_to_a_deployment_that_is_gone_is_kept(path: Path) -> None:
+    store = Store.open(path)
+    row = store.add_deployment("a", b"{}")
+    store.delete_deployment(row.id)
+    store.add_event(row.id, "removing", "a")
+    assert [(e.kind, e.deployment_id) for e in store.events()] == [("removing", None)]
+
+
+def test_a_state_of_the_first_schema_is_migrated_whole(path: Path) -> None:
+    """Every row is there afterwards, events with their deployments."""
+    store = Store(f"sqlite:///{path}")
+    store.migrate(to="0001")
+    for name in ("a", "b"):
+        row = store.add_deployment(name, b"{}")
+        store.add_event(row.id, "accepted", name)
+    store.add_event(None, "other", "kept")
+    before = (store.deployments(), store.events())
+    store.close()
+    store = Store.open(path)
+    assert (store.deployments(), store.events()) == before
+    store.delete_deployment(store.deployment("b").id)
+    assert [e.message for e in store.events()] == ["a", "kept"]
+    assert store.add_deployment("c", b"{}").id == 3
+
+
+def test_a_migration_that_is_cut_short_leaves_the_old_schema(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the process is killed in it: the next start builds on what was there."""
+    create_table, made = Operations.create_table, []
+
+    def fail_at_the_third(*arguments: Any, **options: Any) -> Any:
+        made.append(arguments)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return create_table(*arguments, **options)
+
+    monkeypatch.setattr(Operations, "create_table", fail_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        Store.open(path)
+    monkeypatch.undo()
+    assert Store.open(path).add_deployment("a", b"{}").id == 1
+
+
+def test_a_state_of_a_newer_iserve_is_one_clear_error(path: Path) -> None:
+    Store.open(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(UnavailableError, match=r"another version of iServe .*9999"):
+        Store.open(path)
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(path: Path) -> None:
+    path.write_text("a file where the folder should be")
+    with pytest.raises(UnavailableError, match=r"cannot write .*state.db: File exists"):
+        Store.open(path / "state.db")
+
+
+def test_a_profile_that_cannot_be_read_counts_as_absent(path: Path) -> None:
+    store = Store.open(path)
+    profile = take_profile(SyntheticMachine())
+    store.put_profile(profile, "here")
+    assert store.profile(profile.spec.shape_hash, profile.engine, "here") == profile
+    with sqlite3.connect(path) as connection:
+        connection.execute("""UPDATE profiles SET body = '{"of": "another version"}'""")
+    assert store.profile(profile.spec.shape_hash, profile.engine, "here") is None
+    assert store.profiles() == ()
 
 
 def test_keys_are_hashes_and_can_be_revoked(path: Path) -> None:
