@@ -95,6 +95,7 @@ class TimingPoint:
     input_tokens: int
     output_tokens: int
     runs: tuple[RunReading, ...]
+    loads: tuple[int, ...] = ()  # which load of the profile each run was of; empty: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

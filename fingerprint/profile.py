@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from fingerprint.measurements import (
     TimingPoint,
 )
 from fingerprint.model_spec import ModelSpec
+from fingerprint.profile_budget import Action, Budget, OutOfTimeError
 from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_layers
 from fingerprint.robust import locate
 
@@ -70,45 +70,6 @@ class _Shape:
 _FEWEST_RUNS = 2  # of a point, to have an interval at all; below the plan's minimum, when the budget is short
 
 
-class _OutOfTimeError(Exception):
-    """The next action would end after its deadline."""
-
-
-@dataclass
-class _Budget:
-    """Time left, and how long each kind of action took last."""
-
-    clock: Callable[[], float]
-    total_s: float
-    seen_s: dict[tuple[object, ...], float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
-        self.end = self.started + self.total_s
-
-    @property
-    def elapsed_s(self) -> float:
-        return self.clock() - self.started
-
-    @property
-    def launch_s(self) -> float:
-        """What a launch took; on an engine that is a process the first one is hidden in asking for the machine."""
-        return max(self.seen_s.get(("launch",), 0.0), self.seen_s.get(("machine",), 0.0))
-
-    def loads(self, degree: tuple[int, int] | None = None) -> list[float]:
-        """Times of the loads so far."""
-        return [s for key, s in self.seen_s.items() if key[0] == "load" and degree in (None, key[1:3])]
-
-    @contextmanager
-    def spend(self, kind: tuple[object, ...], deadline: float) -> Iterator[None]:
-        """Run one action, unless it is expected to end after ``deadline``."""
-        now = self.clock()
-        if now + self.seen_s.get(kind, 0.0) > deadline or now >= deadline:
-            raise _OutOfTimeError
-        yield
-        self.seen_s[kind] = self.clock() - now  # the last, not the longest: the first of a kind may compile
-
-
 def profile(
     source_name: str,
     spec: ModelSpec,
@@ -118,24 +79,28 @@ def profile(
     *,
     clock: Callable[[], float] = time.monotonic,
     progress: Callable[[ProfileProgress], None] = lambda _: None,
+    launch_s: float = 0.0,
 ) -> Profile:
     """Measure the fingerprints of ``spec`` on ``target`` as ``plan`` says.
 
-    Every point gets ``min_repeats`` runs first, as far as the budget goes; then the ones whose interval is wider
-    than asked get more until all are tight (``complete``) or the budget is spent. The budget is overshot by one
-    action at most. Sessions are closed whatever happens.
+    tp = pp = 1 comes first: every estimate rests on it, so nothing is spent on another degree before all its
+    points have ``min_repeats`` runs. Then the other degrees get theirs, as far as the budget goes; points whose
+    interval is wider than asked get more until all are tight (``complete``) or the budget is spent. No launch is
+    begun that is foreseen to end, with its first fingerprint, after the budget; one load or run may end after it.
+    Sessions are closed whatever happens.
 
     Args:
         source_name: the model's name, recorded as it is.
         fingerprints: the checkpoint directory that holds the first k layers.
         clock: seconds that only grow.
         progress: told before every load and run.
+        launch_s: what a launch is known to take, where the target has launched its first worker already.
 
     Raises:
         IserveError: the first launch did not come up or broke; a later one that fails is noted in the profile.
     """
-    budget = _Budget(clock, plan.budget_s)
-    with budget.spend(("machine",), budget.end):  # an engine that is a process may be launched to tell
+    budget = Budget(clock, plan.budget_s, launch_s)
+    with budget.note(Action("launch")):  # an engine that is a process may be launched to tell
         machine = target.machine()
     driver = _Driver(spec, target, fingerprints, plan, machine.num_devices, budget, progress)
     driver.run_all()
@@ -164,7 +129,7 @@ class _Driver:
         fingerprints: Callable[[int], Path],
         plan: ProfilePlan,
         num_devices: int,
-        budget: _Budget,
+        budget: Budget,
         progress: Callable[[ProfileProgress], None],
     ) -> None:
         self.spec, self.target, self.fingerprints, self.plan = spec, target, fingerprints, plan
@@ -172,6 +137,8 @@ class _Driver:
         self.notes: list[str] = []
         self.memory: list[MemoryPoint] = []
         self.runs: dict[tuple[int, int, _Visit, _Shape], list[RunReading]] = {}
+        self.loads: dict[tuple[int, int, _Visit, _Shape], list[int]] = {}  # of each run, which load it was of
+        self.num_loads = 0
         self.shapes = self._shapes()
         self.sessions = self._sessions(num_devices)
         self.done = 0
@@ -218,55 +185,83 @@ class _Driver:
                     "a layer is not measured there"
                 )
             sessions[tp, pp] = [_Visit(k, w, kv) for w in plan.weights for kv in plan.kv for k in layers]
-        return sessions
+        return dict(sorted(sessions.items(), key=lambda item: item[0] != (1, 1)))
 
     def run_all(self) -> None:
-        for index, (tp, pp) in enumerate(self.sessions):
-            later = [visits for degree, visits in self.sessions.items() if degree != (tp, pp)][index:]
+        degrees = list(self.sessions)
+        for index, (tp, pp) in enumerate(degrees):
             try:
-                self._session(tp, pp, later)
-            except _OutOfTimeError:
-                self._note_missing(tp, pp)
+                if index:
+                    self._check_launch(tp, pp, degrees[0])
+                later = [self.sessions[degree] for degree in degrees[index + 1 :]]
+                self._session(tp, pp, later, first=not index)
+            except OutOfTimeError as reason:
+                self._note_missing(tp, pp, str(reason))
             except IserveError as error:
                 if index == 0:
                     raise
                 self.notes.append(f"tp={tp} pp={pp} failed: {error}")
 
-    def _note_missing(self, tp: int, pp: int) -> None:
+    def _check_launch(self, tp: int, pp: int, first: tuple[int, int]) -> None:
+        """Raises OutOfTimeError: the first degree is not done, or nothing would come of this launch in time."""
         least = self.plan.min_repeats
-        counts = [
-            len(self.runs.get((tp, pp, v, s), ())) for v in self.sessions[tp, pp] for s in self.shapes_at(tp, pp)
-        ]
-        if short := sum(count < least for count in counts):
-            self.notes.append(
-                f"tp={tp} pp={pp}: {short} of {len(counts)} points have fewer than {least} runs; the budget of "
-                f"{self.plan.budget_s:.0f} s was too short"
+        if self.fewest_runs(*first) < least:
+            raise OutOfTimeError(
+                f"tp={first[0]} pp={first[1]} comes first and has points with fewer than {least} runs"
+            )
+        visit, budget = self.sessions[tp, pp][0], self.budget
+        shapes = self.shapes_at(tp, pp)
+        actions = [Action("launch"), _load_action(tp, pp, visit), *(_run_action(tp, pp, visit, s) for s in shapes)]
+        need_s = sum(budget.expected_s(action) for action in actions)
+        if need_s > budget.left_s:
+            raise OutOfTimeError(
+                f"a launch with its first fingerprint takes about {need_s:.1f} s, {budget.left_s:.1f} s are left"
             )
 
-    def _session(self, tp: int, pp: int, later: list[list[_Visit]]) -> None:
-        visits = self.sessions[tp, pp]
+    def _note_missing(self, tp: int, pp: int, reason: str) -> None:
+        least, budget_s = self.plan.min_repeats, self.plan.budget_s
+        counts = self._run_counts(tp, pp)
+        if reason:
+            self.notes.append(f"tp={tp} pp={pp} left out: {reason}; the budget of {budget_s:.0f} s was too short")
+        elif short := sum(count < least for count in counts):
+            self.notes.append(
+                f"tp={tp} pp={pp}: {short} of {len(counts)} points have fewer than {least} runs; the budget of "
+                f"{budget_s:.0f} s was too short"
+            )
+
+    def fewest_runs(self, tp: int, pp: int) -> int:
+        return min(self._run_counts(tp, pp))
+
+    def _run_counts(self, tp: int, pp: int) -> list[int]:
+        visits, shapes = self.sessions[tp, pp], self.shapes_at(tp, pp)
+        return [len(self.runs.get((tp, pp, visit, shape), ())) for visit in visits for shape in shapes]
+
+    def _session(self, tp: int, pp: int, later: list[list[_Visit]], *, first: bool) -> None:
+        visits, budget = self.sessions[tp, pp], self.budget
         self._tell(f"tp={tp} pp={pp}: launching")
-        share = (self.budget.end - self.budget.clock()) / (1 + len(later))
-        fair_end = self.budget.clock() + share
-        with self.budget.spend(("launch",), self.budget.end):
+        fair_end = budget.clock() + budget.left_s / (1 + len(later))
+        with budget.spend(Action("launch"), math.inf if first else budget.end):
             session = self.target.open(tp=tp, pp=pp)
         try:
             launch = _Launch(self, session, tp, pp)
             for number in range(2 * self.plan.max_repeats):
-                deadline = self._deadline(launch, number, fair_end, later)
-                soft = fair_end if number == 0 else deadline
+                is_short = self.fewest_runs(tp, pp) < self.plan.min_repeats
+                must_run = is_short and (first or number == 0)
+                deadline = budget.end if must_run else self._deadline(launch, fair_end, later, is_short)
+                soft = fair_end if is_short else deadline
                 if not launch.pass_over(visits if number % 2 == 0 else visits[::-1], deadline, soft):
                     return
         finally:
-            session.close()
+            with budget.note(Action("close")):
+                session.close()
 
-    def _deadline(self, launch: _Launch, number: int, fair_end: float, later: list[list[_Visit]]) -> float:
-        """When this pass must end: a first run of everything, then the minimum, then what later launches leave."""
+    def _deadline(self, launch: _Launch, fair_end: float, later: list[list[_Visit]], is_short: bool) -> float:
+        """When a pass must end that leaves later launches their minimum."""
         end = self.budget.end
-        if number == 0 or not later:
+        if not later:
             return end
         reserve = launch.minimum_cost_s(later)
-        if launch.fewest_runs() < self.plan.min_repeats:
+        if is_short:
             return max(fair_end, end - reserve)
         return min(fair_end, end - 2 * reserve)  # a split launch may cost more than this one
 
@@ -299,6 +294,7 @@ class _Driver:
                 input_tokens=shape.input_tokens,
                 output_tokens=shape.output_tokens,
                 runs=tuple(runs),
+                loads=tuple(self.loads[tp, pp, visit, shape]),
             )
             for (tp, pp, visit, shape), runs in self.runs.items()
         )
@@ -328,12 +324,20 @@ class _Launch:
                     break
                 for shape in shapes:
                     reading = self._run(visit, shape, deadline)
-                    self.driver.runs.setdefault((self.tp, self.pp, visit, shape), []).append(reading)
+                    self._keep(visit, shape, reading)
         return bool(wanted)
+
+    def _keep(self, visit: _Visit, shape: _Shape, reading: RunReading) -> None:
+        key = (self.tp, self.pp, visit, shape)
+        self.driver.runs.setdefault(key, []).append(reading)
+        self.driver.loads.setdefault(key, []).append(self.driver.num_loads)
 
     @property
     def shapes(self) -> list[_Shape]:
         return self.driver.shapes_at(self.tp, self.pp)
+
+    def _seen_s(self, visit: _Visit, shape: _Shape) -> float:
+        return self.driver.budget.seen_s.get(_run_action(self.tp, self.pp, visit, shape), 0.0)
 
     def _runs(self, visit: _Visit, shape: _Shape) -> list[RunReading]:
         return self.driver.runs.get((self.tp, self.pp, visit, shape), [])
@@ -346,24 +350,20 @@ class _Launch:
             and not self.driver.is_tight(runs)
         ]
 
-    def fewest_runs(self) -> int:
-        visits = self.driver.sessions[self.tp, self.pp]
-        return min(len(self._runs(visit, shape)) for visit in visits for shape in self.shapes)
-
     def _repeats_of(self, visit: _Visit, shapes: list[_Shape]) -> int:
-        seen = self.driver.budget.seen_s
-        once = sum(seen.get((self.tp, self.pp, visit, shape), 0.0) for shape in shapes)
-        return _repeats_per_visit(self.driver.plan, seen.get(("load", self.tp, self.pp, visit), 0.0), once)
+        load_s = self.driver.budget.seen_s.get(_load_action(self.tp, self.pp, visit), 0.0)
+        return _repeats_per_visit(self.driver.plan, load_s, sum(self._seen_s(visit, shape) for shape in shapes))
 
     def _load(self, visit: _Visit, deadline: float) -> None:
         driver, budget = self.driver, self.driver.budget
         driver._tell(f"tp={self.tp} pp={self.pp}: loading {visit.num_layers} layers, {visit.weights}")
         checkpoint = driver.fingerprints(visit.num_layers)
-        first = ("load", self.tp, self.pp, visit) not in budget.seen_s
+        action = _load_action(self.tp, self.pp, visit)
+        first = action not in budget.seen_s
         self.loaded = None
         max_batch = max(s.batch for s in driver.shapes)
         max_context_tokens = max(s.input_tokens + s.output_tokens for s in driver.shapes)
-        with budget.spend(("load", self.tp, self.pp, visit), deadline):
+        with budget.spend(action, deadline):
             self.session.load(
                 checkpoint,
                 weights=visit.weights,
@@ -373,6 +373,7 @@ class _Launch:
                 max_context_tokens=max_context_tokens,
             )
         self.loaded, self._kv_tokens = visit, max_batch * max_context_tokens
+        driver.num_loads += 1
         if first:
             self._first_runs(visit, deadline)
         else:
@@ -394,32 +395,37 @@ class _Launch:
         self._read_memory(visit, tokens)
 
     def _too_dear(self, visit: _Visit, shape: _Shape, smaller: _Shape, deadline: float) -> bool:
-        """Drop a point that leaves no time for two runs of everything; its smaller neighbour tells its time."""
+        """Drop a point that leaves no time for two runs of everything here; its smaller neighbour tells its time.
+
+        The smallest burst is never dropped: its two output lengths are the least that an estimate can rest on.
+        """
         driver, budget = self.driver, self.driver.budget
-        if driver.runs or len(budget.loads()) > 1:
+        if driver.runs or driver.num_loads > 1 or (shape.batch, shape.input_tokens) == self._smallest_burst:
             return False  # decided once, on the first fingerprint, so that all have the same points
-        key = (self.tp, self.pp, visit, smaller)
 
         def need_s() -> float:
-            warm = sum(budget.seen_s.get((self.tp, self.pp, visit, known), 0.0) for known in driver.shapes)
-            once = warm + budget.seen_s[key] * shape.cost / smaller.cost
-            visits = sum(len(v) for v in driver.sessions.values())
-            launches = (len(driver.sessions) - 1) * budget.launch_s
-            return launches + visits * (budget.loads()[0] + (1 + _FEWEST_RUNS) * once)
+            warm = sum(self._seen_s(visit, known) for known in driver.shapes)
+            once = warm + self._seen_s(visit, smaller) * shape.cost / smaller.cost
+            load_s = budget.seen_s[_load_action(self.tp, self.pp, visit)]
+            return len(driver.sessions[self.tp, self.pp]) * (load_s + (1 + _FEWEST_RUNS) * once)
 
-        if need_s() <= budget.end - budget.clock():
+        if need_s() <= budget.left_s:
             return False
         self._run(visit, smaller, deadline)  # once more: its first run may have been a compilation
-        left_s = budget.end - budget.clock()
+        left_s = budget.left_s
         if need_s() <= left_s:
             return False
         driver.shapes.remove(shape)
         driver.dropped = True
         driver.notes.append(
             f"batch {shape.batch}, {shape.input_tokens} in, {shape.output_tokens} out left out: with it two runs "
-            f"of every point would take about {need_s():.1f} s, {left_s:.1f} s are left"
+            f"of every point at tp={self.tp} pp={self.pp} take about {need_s():.1f} s, {left_s:.1f} s are left"
         )
         return True
+
+    @property
+    def _smallest_burst(self) -> tuple[int, int]:
+        return min((shape.batch, shape.input_tokens) for shape in self.shapes)
 
     def _read_memory(self, visit: _Visit, tokens: int) -> None:
         point = MemoryPoint(
@@ -440,7 +446,7 @@ class _Launch:
             f"tp={self.tp} pp={self.pp}, {visit.num_layers} layers, {visit.weights}: batch {shape.batch}, "
             f"{shape.input_tokens} in, {shape.output_tokens} out"
         )
-        with driver.budget.spend((self.tp, self.pp, visit, shape), deadline):
+        with driver.budget.spend(_run_action(self.tp, self.pp, visit, shape), deadline):
             reading = self.session.run(
                 batch=shape.batch, input_tokens=shape.input_tokens, output_tokens=shape.output_tokens
             )
@@ -449,9 +455,9 @@ class _Launch:
 
     def minimum_cost_s(self, later: list[list[_Visit]]) -> float:
         """Time that the later launches need for their minimum, if they cost what this one did."""
-        seen, here = self.driver.budget.seen_s, (self.tp, self.pp)
-        loads = self.driver.budget.loads(here)
-        runs = [s for key, s in seen.items() if key[:2] == here]
+        seen, here = self.driver.budget.seen_s.items(), (self.tp, self.pp)
+        loads = [s for action, s in seen if action.kind == "load" and action.where[:2] == here]
+        runs = [s for action, s in seen if action.kind == "run" and action.where[:2] == here]
         once = sum(runs) / len(runs) * len(self.driver.shapes_at(2, 1)) if runs else 0.0  # later ones are split
         load = max(loads, default=0.0)
         repeats = self.driver.plan.min_repeats
@@ -459,6 +465,14 @@ class _Launch:
             repeats / _repeats_per_visit(self.driver.plan, load, once)
         )
         return sum(self.driver.budget.launch_s + len(visits) * visit_s for visits in later)
+
+
+def _load_action(tp: int, pp: int, visit: _Visit) -> Action:
+    return Action("load", None, (tp, pp, visit))
+
+
+def _run_action(tp: int, pp: int, visit: _Visit, shape: _Shape) -> Action:
+    return Action("run", shape, (tp, pp, visit))
 
 
 def _repeats_per_visit(plan: ProfilePlan, load_s: float, once_s: float) -> int:

@@ -11,9 +11,10 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
@@ -42,7 +43,9 @@ from iserve.model_source import ModelSource
 from iserve.state.store import Store
 from planner.space import shape_refusal
 
-__all__ = ["Profiler", "estimator_for", "machine_key", "wait_for_daemon", "wait_until_ready"]
+__all__ = ["Profiler", "estimator_for", "machine_key", "ask_daemon", "launched", "wait_until_ready"]
+
+T = TypeVar("T")
 
 _SHARE_OF_FREE = 0.9  # of a device's memory, for a profiling worker
 _ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
@@ -57,20 +60,39 @@ def machine_key(node: NodeStatus, engine: Engine) -> str:
     return hashlib.sha256(to_json((devices, engine.versions()))).hexdigest()[:16]
 
 
-def wait_for_daemon(daemon: Callable[[], DaemonClient], *, patience_s: float = 30.0) -> DaemonClient:
-    """The daemon; one that was killed is back within a few seconds.
+def ask_daemon(
+    daemon: Callable[[], DaemonClient], question: Callable[[DaemonClient], T], *, patience_s: float = 30.0
+) -> T:
+    """What the daemon answers. One that is killed meanwhile is back within a few seconds, and is asked again.
+
+    Args:
+        question: may be asked twice, the answer to the first being lost.
 
     Raises:
-        UnavailableError: it is not.
+        UnavailableError: it is not back, or cannot do what is asked now (its disk is full, say).
+        IserveError: what the daemon answered with.
     """
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return daemon()
+            return question(daemon())
         except UnavailableError:
             if time.monotonic() > deadline:
                 raise
-        time.sleep(0.1)
+        time.sleep(0.2)
+
+
+def launched(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus:
+    """The worker of ``spec``: the one that is there, a stopped one not counted, or one that is launched now.
+
+    Raises:
+        IserveError: as ``DaemonClient.launch``.
+    """
+    with contextlib.suppress(NotFoundError):
+        status = daemon.worker(spec.worker_id)
+        if status.state is not WorkerState.STOPPED:
+            return status
+    return daemon.launch(replace(spec, port=0))  # any free port: the one it had may be another's by now
 
 
 def wait_until_ready(
@@ -82,6 +104,7 @@ def wait_until_ready(
         go_on: called between looks; what it raises ends the waiting.
 
     Raises:
+        NotFoundError: the daemon does not know it.
         EngineError: the worker gave up, was stopped, or is not ready in time.
     """
     deadline = time.monotonic() + timeout_s
@@ -110,14 +133,14 @@ class _DaemonWorker:
         self.url = status.url
 
     def failure(self) -> str | None:
-        status = wait_for_daemon(self._daemon).worker(self._worker_id)
+        status = ask_daemon(self._daemon, lambda there: there.worker(self._worker_id))
         if status.state in _ENDED or status.restarts:
             return status.error or f"the profiling worker is {status.state}"
         return None
 
     def stop(self) -> None:
         try:
-            wait_for_daemon(self._daemon).stop(self._worker_id)
+            ask_daemon(self._daemon, lambda there: there.stop(self._worker_id))
         except NotFoundError:
             return
 
@@ -137,6 +160,21 @@ class Profiler:
         """Ids of the workers of the profile that is being taken; every other profiling worker is an orphan."""
         return self._workers
 
+    @contextlib.contextmanager
+    def paused(self, go_on: Callable[[], None]) -> Iterator[None]:
+        """Inside, no profile is taken by anybody else, and nobody else is inside: what a device has free is not
+        on loan to a profiling worker, nor about to be promised to another deployment.
+
+        Args:
+            go_on: called every second while a profile under way is waited for; what it raises ends the waiting.
+        """
+        while not self._one_at_a_time.acquire(timeout=1.0):
+            go_on()
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
+
     def stored(self, source: ModelSource, engine: Engine, node: NodeStatus) -> Profile | None:
         return self._store.profile(source.spec.shape_hash, engine.name, machine_key(node, engine))
 
@@ -150,23 +188,25 @@ class Profiler:
         max_seconds: float,
         progress: Callable[[ProfileProgress], None],
         unless: Callable[[], Profile | None] = lambda: None,
+        go_on: Callable[[], None] = lambda: None,
     ) -> Profile:
         """Measure the model's fingerprints on devices that are free now, and keep the result.
 
         Args:
             progress: what it raises ends the profile.
             unless: asked when this profile's turn has come; one that another took meanwhile is returned instead.
+            go_on: called while that turn is waited for; what it raises ends the waiting.
 
         Raises:
             InfeasibleError: there is no device.
             EngineError: the profiling worker failed.
             NotMeasuredError: the budget was too short to estimate anything from; nothing is kept.
         """
-        with self._one_at_a_time:
+        with self.paused(go_on):
             meanwhile = unless()
             if meanwhile is not None:
                 return meanwhile
-            node = self._without_leftovers(wait_for_daemon(daemon))
+            node = ask_daemon(daemon, self._without_leftovers)
             folder = self._folder / uuid.uuid4().hex
             fingerprints = _Fingerprints(source, folder)
             try:
@@ -177,7 +217,9 @@ class Profiler:
                     launch_s = time.monotonic() - started
                     left_s = max(1.0, max_seconds - launch_s)
                     plan = _plan(source.spec, engine.capabilities(), device, node, workload, left_s)
-                    measured = profile(source.name, source.spec, target, fingerprints, plan, progress=progress)
+                    measured = profile(
+                        source.name, source.spec, target, fingerprints, plan, progress=progress, launch_s=launch_s
+                    )
                 measured = replace(measured, budget_s=max_seconds, spent_s=measured.spent_s + launch_s)
                 _check_usable(measured, workload)
             finally:
@@ -205,8 +247,8 @@ class Profiler:
 
         def launch(spec: WorkerSpec) -> WorkerHandle:
             self._workers |= {spec.worker_id}
-            there = wait_for_daemon(daemon)
-            return _DaemonWorker(daemon, there.launch(_within_what_is_free(spec, there.node())))
+            status = ask_daemon(daemon, lambda there: launched(there, _within_what_is_free(spec, there.node())))
+            return _DaemonWorker(daemon, status)
 
         return WorkerProfileTarget(
             launch,

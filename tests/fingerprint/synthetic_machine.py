@@ -148,6 +148,7 @@ class SyntheticMachine:
     num_devices: int = 2
     launch_s: float = 5.0
     load_s: float = 0.1
+    close_s: float = 0.0
     run_cost: float = 1.0  # seconds of clock per second reported
     engine: str = "torch"
 
@@ -256,6 +257,8 @@ class SyntheticSession:
         )
 
     def close(self) -> None:
+        if not self.closed:
+            self.machine.clock.now += self.machine.close_s
         self.closed = True
 
 
