@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from daemon.engines.base import Engine
-from daemon.engines.tensorrt_llm import TENSORRT_LLM
+from daemon.engines.tensorrt_llm import TensorRtLlmEngine
 from daemon.engines.torch import TorchEngine
 from daemon.engines.vllm import VLLM
 from fingerprint.capability import EngineCapabilities
@@ -15,7 +15,7 @@ from fingerprint.errors import ConfigError
 __all__ = ["ENGINES", "capabilities_for", "get_engine"]
 
 # In order of preference where several run a configuration: those that can be deployed come first.
-_ALL: tuple[Engine, ...] = (TorchEngine(), VLLM, TENSORRT_LLM)
+_ALL: tuple[Engine, ...] = (TorchEngine(), VLLM, TensorRtLlmEngine())
 ENGINES: Mapping[str, Engine] = MappingProxyType({engine.name: engine for engine in _ALL})
 
 

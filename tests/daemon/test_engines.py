@@ -36,7 +36,7 @@ def gpu(capability: tuple[int, int] | None) -> GpuSpec:
     )
 
 
-A6000, H200, CPU = gpu((8, 6)), gpu((9, 0)), gpu(None)
+T4, A6000, H200, CPU = gpu((7, 5)), gpu((8, 6)), gpu((9, 0)), gpu(None)
 
 
 def model(family: str) -> ModelSpec:
@@ -96,18 +96,25 @@ def worker(engine: str) -> WorkerSpec:
         ("vllm", "llama", H200, "kv=fp8", None),
         ("vllm", "llama", H200, "pruning=wanda-2:4", "2:4 sparsity was removed"),
         ("vllm", "llama", H200, "pruning=sparsegpt", None),
-        ("tensorrt-llm", "falcon", A6000, "weights=int8,kv=int8", None),
-        ("tensorrt-llm", "gptj", A6000, "weights=gptq4", "GPTQ"),
-        ("tensorrt-llm", "llama", A6000, "weights=gptq4,kv=int8", None),
-        ("tensorrt-llm", "llama", A6000, "pruning=wanda-2:4", None),
+        ("tensorrt-llm", "falcon", A6000, "", "older engine flow"),
+        ("tensorrt-llm", "gptj", A6000, "", "older engine flow"),
+        ("tensorrt-llm", "llama", A6000, "weights=gptq4", "older engine flow"),
+        ("tensorrt-llm", "llama", A6000, "kv=int8", "older engine flow"),
+        ("tensorrt-llm", "llama", A6000, "pruning=wanda-2:4", "older engine flow"),
         ("tensorrt-llm", "llama", A6000, "weights=fp8", "8.9"),
+        ("tensorrt-llm", "llama", A6000, "kv=fp8", "without fp8"),
+        ("tensorrt-llm", "llama", T4, "", "Ampere"),
+        ("tensorrt-llm", "mixtral", A6000, "weights=int4", "expert"),
+        ("tensorrt-llm", "mixtral", H200, "weights=fp8", None),
+        ("tensorrt-llm", "llama", A6000, "weights=int8", None),
+        ("tensorrt-llm", "llama", A6000, "pruning=wanda", None),
         ("tensorrt-llm", "llama", H200, "weights=fp8,kv=fp8", None),
         ("tensorrt-llm", "qwen3", H200, "kv=int8", "engine flow"),
         # 4096 and 11008 inputs are 32 and 86 groups of 128: two ranks hold whole ones, four cut those of 11008
         ("vllm", "llama", A6000, "tp=2,weights=int4", None),
         ("vllm", "llama", A6000, "tp=4,weights=int4", "whole groups of 128"),
         ("vllm", "llama", A6000, "tp=4", None),
-        ("tensorrt-llm", "llama", A6000, "tp=4,weights=gptq4", "whole groups of 128"),
+        ("tensorrt-llm", "llama", A6000, "tp=4,weights=int4", "whole groups of 128"),
         ("tensorrt-llm", "llama", A6000, "tp=4,weights=int8", None),
         ("tensorrt-llm", "qwen3", H200, "", None),
         ("tensorrt-llm", "bloom", H200, "", "does not run the bloom family"),
@@ -123,7 +130,7 @@ def test_what_runs_and_why_not(engine, family, device, config, refusal):
         assert refusal in said
 
 
-ENGINE_FLOW = "older engine flow"
+NOT_RUN = "not run: "
 BEFOREHAND = "quantized beforehand"
 
 
@@ -135,14 +142,11 @@ BEFOREHAND = "quantized beforehand"
         ("vllm", "llama", "weights=gptq4", ["adapter", BEFOREHAND]),
         ("vllm", "llama", "weights=fp8,kv=int8", ["adapter", "Triton attention"]),
         ("vllm", "llama", "pruning=wanda", ["adapter", "dense weights"]),
-        ("tensorrt-llm", "llama", "", ["adapter"]),
-        ("tensorrt-llm", "llama", "weights=int8", ["adapter", BEFOREHAND]),
-        ("tensorrt-llm", "llama", "weights=gptq4,kv=int8", ["adapter", ENGINE_FLOW, BEFOREHAND]),
-        ("tensorrt-llm", "llama", "kv=int8", ["adapter", ENGINE_FLOW]),
-        ("tensorrt-llm", "llama", "kv=fp8", ["adapter"]),
-        ("tensorrt-llm", "llama", "pruning=wanda-2:4", ["adapter", ENGINE_FLOW]),
-        ("tensorrt-llm", "falcon", "", ["adapter", ENGINE_FLOW]),
-        ("tensorrt-llm", "gptj", "weights=int8", ["adapter", ENGINE_FLOW, BEFOREHAND]),
+        ("tensorrt-llm", "llama", "", ["not installed", NOT_RUN]),
+        ("tensorrt-llm", "llama", "weights=int8", ["not installed", BEFOREHAND, NOT_RUN]),
+        ("tensorrt-llm", "llama", "weights=fp8,kv=fp8", ["not installed", BEFOREHAND, NOT_RUN]),
+        ("tensorrt-llm", "llama", "kv=fp8", ["not installed", NOT_RUN]),
+        ("tensorrt-llm", "llama", "pruning=wanda", ["not installed", "dense weights", NOT_RUN]),
     ],
 )
 def test_what_running_it_takes_is_told_per_configuration(engine, family, config, told):
@@ -186,7 +190,7 @@ class TestEveryEngine:
             command = engine.command(worker(name), tmp_path, {})
             assert all(isinstance(word, str) for word in command.argv)
         else:
-            with pytest.raises(EngineError, match=f"{name} adapter is not there yet"):
+            with pytest.raises(EngineError, match=f"{name} (adapter is not there yet|is not installed)"):
                 engine.command(worker(name), tmp_path, {})
 
     def test_a_failure_is_an_engine_error_that_names_the_worker(self, name):

@@ -1,0 +1,65 @@
+"""TensorRT-LLM's refusal of a request, in the form that OpenAI clients parse.
+
+Its error bodies are flat: ``{"object": "error", "message", "type", "param", "code"}``, nearly all of them 400
+``BadRequestError``, and its wording speaks of its own options. Source: ``tensorrt_llm/serve/openai_server.py``.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+__all__ = ["openai_error"]
+
+
+class _Flat(msgspec.Struct, frozen=True):
+    """One refusal as it comes."""
+
+    object: str
+    message: str
+    param: str | None = None
+
+
+_MEANINGS = (  # sign, code, what to change
+    (
+        re.compile(r"should not exceed max_num_tokens"),
+        "context_length_exceeded",
+        "the prompt is longer than this deployment takes; shorten it, or deploy for longer ones",
+    ),
+    (
+        re.compile(r"default_max_tokens.*must be greater than 0", re.DOTALL),
+        "context_length_exceeded",
+        "the prompt leaves no room in the deployment's context; shorten it, or deploy for longer ones",
+    ),
+    (
+        re.compile(r"Request beam width .* is not equal to max_beam_width", re.DOTALL),
+        "unsupported_value",
+        "beam search is not served; leave out use_beam_search and best_of",
+    ),
+    (
+        re.compile(r"No chat template found"),
+        "no_chat_template",
+        "the model has no chat template; use /v1/completions, or give its tokenizer one",
+    ),
+)
+
+
+def openai_error(body: bytes) -> bytes | None:
+    """``{"error": {"message", "type", "param", "code"}}`` for a flat body; None for anything else.
+
+    A refusal that is not one of the documented ones keeps its message and has no code.
+    """
+    try:
+        flat = msgspec.json.decode(body, type=_Flat)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if flat.object != "error":
+        return None
+    message, code = flat.message, None
+    for sign, its_code, meaning in _MEANINGS:
+        if sign.search(message):
+            message, code = f"{meaning} (the engine said: {message})", its_code
+            break
+    error = {"message": message, "type": "invalid_request_error", "param": flat.param, "code": code}
+    return msgspec.json.encode({"error": error})

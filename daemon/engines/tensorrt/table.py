@@ -1,0 +1,85 @@
+"""What TensorRT-LLM 1.2 runs with its PyTorch backend, as a value.
+
+Read in the sources of 1.3.0rc3 and the release notes of 1.2; never run. Its older flow, which builds an engine
+file first, has more (Falcon, GPT-J, GPTQ, int8 KV, 2:4 sparsity); later releases drop it, and iServe does not
+drive it.
+"""
+
+from __future__ import annotations
+
+from fingerprint.capability import EngineCapabilities, Exclusion, Note
+from fingerprint.config import KvFormat, Pruning, WeightFormat
+from fingerprint.formats import DENSE_STORED, GROUP_SIZE
+
+__all__ = ["TABLE"]
+
+_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
+_OLDER_FLOW = (
+    "only its older engine flow (trtllm-build, or --backend tensorrt) has it, which later 1.3 drops and iServe "
+    "does not drive"
+)
+
+TABLE = EngineCapabilities(
+    engine="tensorrt-llm",
+    families=_FAMILIES,
+    tp_families=_FAMILIES,
+    family_reasons={"falcon": _OLDER_FLOW, "gptj": _OLDER_FLOW},
+    weights={
+        WeightFormat.BITS16: None,
+        WeightFormat.INT8: None,
+        WeightFormat.INT4: None,
+        WeightFormat.GPTQ4: f"its PyTorch backend refuses GPTQ checkpoints; {_OLDER_FLOW}",
+        WeightFormat.FP8: None,
+    },
+    kv={
+        KvFormat.BITS16: None,
+        KvFormat.INT8: f"its PyTorch backend has fp8 and nvfp4 KV beside 16bit; {_OLDER_FLOW}",
+        KvFormat.FP8: None,
+    },
+    pruning={
+        Pruning.NONE: None,
+        Pruning.SPARSEGPT: None,
+        Pruning.WANDA: None,
+        Pruning.WANDA_2_4: f"its PyTorch backend has no sparse kernels; {_OLDER_FLOW}",
+        Pruning.WANDA_4_8: None,
+        Pruning.LLM_PRUNER_25: "layers of differing widths are not a shape its model classes load",
+    },
+    max_tp=8,
+    max_pp=8,
+    verified=False,
+    exclusions=(
+        Exclusion(
+            below_compute_capability=(8, 0),
+            reason="its documented GPUs begin with Ampere (compute capability 8.0)",
+        ),
+        Exclusion(
+            weights=frozenset({WeightFormat.FP8}),
+            below_compute_capability=(8, 9),
+            reason="fp8 weights need an Ada or Hopper GPU (compute capability 8.9)",
+        ),
+        Exclusion(
+            kv=frozenset({KvFormat.FP8}),
+            below_compute_capability=(8, 9),
+            reason="an fp8 KV cache on a GPU without fp8 arithmetic was not read to work",
+        ),
+        Exclusion(
+            families=frozenset({"mixtral"}),
+            weights=frozenset({WeightFormat.INT8, WeightFormat.INT4}),
+            reason="its linear layers take weight-only int8 and int4; that its expert layers do was not read",
+        ),
+        Exclusion(
+            weights=frozenset({WeightFormat.INT4}),
+            cut_group_size=GROUP_SIZE,
+            reason="that it takes a matrix whose inputs per rank are not whole groups of 128 was not read; its "
+            "converter fails on one (TensorRT-LLM issue 648)",
+        ),
+    ),
+    notes=(
+        Note(
+            weights=frozenset(WeightFormat) - {WeightFormat.BITS16},
+            text="needs a checkpoint quantized beforehand; there is no online quantization",
+        ),
+        Note(pruning=DENSE_STORED - {Pruning.NONE}, text="served as dense weights"),
+        Note(text="not run: its adapter was tested against the engine's documentation only"),
+    ),
+)
