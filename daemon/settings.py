@@ -35,7 +35,7 @@ class DaemonSettings:
     memory_free_timeout_s: float = 15.0  # for a GPU to show a stopped worker's memory free
     log_max_bytes: int = 8 * 2**20
     log_files: int = 3
-    log_tail_bytes: int = 8192
+    log_tail_bytes: int = 65536  # where a failure's cause is looked for; vLLM's tracebacks alone take 10,000
     max_workers: int = 64
     ended_kept: int = 20  # folders of ended workers, kept for their logs
 

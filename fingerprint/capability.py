@@ -73,6 +73,9 @@ class EngineCapabilities:
         weights, kv, pruning: reason per format; a format that is not listed is a no.
         max_tp, max_pp: largest degrees it runs.
         degree_reason: why no larger ones.
+        uneven_pp_reason: why stages must hold the numbers of layers that the engine itself chooses; None: any do.
+        lora_families: of ``families``, the ones whose adapters it serves.
+        lora_reason: why not those of the others.
         exclusions: what it does not run of the combinations that the axes above allow.
         notes: what running some of them takes; :meth:`conditions` tells them per configuration.
         family_reasons: why a family that others run is not among ``families``.
@@ -93,6 +96,9 @@ class EngineCapabilities:
     verified: bool = False
     notes: tuple[Note, ...] = ()
     degree_reason: str = ""
+    uneven_pp_reason: str | None = None
+    lora_families: frozenset[str] = frozenset()
+    lora_reason: str = ""
     exclusions: tuple[Exclusion, ...] = ()
     family_reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -123,6 +129,14 @@ class EngineCapabilities:
             return self._degree_refusal("pp", self.max_pp)
         applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))
         return next((f"{name}: {exclusion.reason}" for exclusion in applying), None)
+
+    def lora_refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
+        """Why this engine cannot serve adapters of ``spec`` under ``config``; None when it can."""
+        refused = self.refusal(spec, config, gpu)
+        if refused is None and spec.family not in self.lora_families:
+            reason = f": {self.lora_reason}" if self.lora_reason else ""
+            return f"{self.engine} serves no adapters of the {spec.family} family{reason}"
+        return refused
 
     def conditions(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> tuple[str, ...]:
         """What running ``config``, which :meth:`refusal` does not refuse, takes beside the GPUs."""

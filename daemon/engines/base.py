@@ -49,6 +49,7 @@ class WorkerSpec:
     host: str = "127.0.0.1"
     lease_ttl_s: float = 600.0
     profiling: bool = False  # serve the profiling routes, load nothing at start
+    dummy_weights: bool = False  # random weights of the checkpoint's shapes; a config.json is then enough
 
     def __post_init__(self) -> None:
         if not self.worker_id or not all(c.isalnum() or c == "-" for c in self.worker_id):

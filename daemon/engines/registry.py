@@ -8,14 +8,14 @@ from types import MappingProxyType
 from daemon.engines.base import Engine
 from daemon.engines.tensorrt_llm import TensorRtLlmEngine
 from daemon.engines.torch import TorchEngine
-from daemon.engines.vllm import VLLM
+from daemon.engines.vllm.adapter import VllmEngine
 from fingerprint.capability import EngineCapabilities
 from fingerprint.errors import ConfigError
 
 __all__ = ["ENGINES", "capabilities_for", "get_engine"]
 
 # In order of preference where several run a configuration: those that can be deployed come first.
-_ALL: tuple[Engine, ...] = (TorchEngine(), VLLM, TensorRtLlmEngine())
+_ALL: tuple[Engine, ...] = (TorchEngine(), VllmEngine(), TensorRtLlmEngine())
 ENGINES: Mapping[str, Engine] = MappingProxyType({engine.name: engine for engine in _ALL})
 
 

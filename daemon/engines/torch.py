@@ -15,7 +15,14 @@ from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities, Exclusion
 from fingerprint.codec import from_json
 from fingerprint.config import WeightFormat
-from fingerprint.errors import BadInputError, CheckpointError, ConflictError, EngineError, IserveError
+from fingerprint.errors import (
+    BadInputError,
+    CheckpointError,
+    ConfigError,
+    ConflictError,
+    EngineError,
+    IserveError,
+)
 
 __all__ = ["TorchEngine"]
 
@@ -31,6 +38,7 @@ _CAPABILITIES = EngineCapabilities(
     max_tp=support.MAX_TP,
     max_pp=support.MAX_PP,
     degree_reason="more ranks were not run there yet",
+    lora_reason="adapters are not served yet",
     cpu=True,
     verified=True,
     family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE},
@@ -75,6 +83,8 @@ class TorchEngine:
         )
 
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
+        if spec.dummy_weights:
+            raise ConfigError("engine torch has no dummy weights; give it a checkpoint with generated ones")
         return Command(
             argv=(sys.executable, "-m", "daemon.torch_engine", "--spec", str(folder / "spec.json")),
             env=(("HF_HUB_OFFLINE", "1"), ("PYTHONUNBUFFERED", "1"), ("TOKENIZERS_PARALLELISM", "false")),

@@ -170,7 +170,7 @@ def _without_steps(done: Any) -> Any:
     [
         (("--batch", "100000"), "no configuration is feasible"),
         (("--input-tokens", "100000"), "context"),
-        (("--engine", "vllm"), "adapter"),
+        (("--engine", "vllm"), "set ISERVE_VLLM_PYTHON"),
         (("--name", "not/a/name"), "name"),
         (("no-such-model",), "no directory"),
     ],

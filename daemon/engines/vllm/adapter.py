@@ -1,0 +1,77 @@
+"""vLLM as an engine: joins its table, command line, statistics and last words. Never imports it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from daemon.devices import Device
+from daemon.engines.base import Command, WorkerSpec
+from daemon.engines.failures import explain
+from daemon.engines.foreign import Installation, Interpreter, guarded
+from daemon.engines.vllm import launch, metrics, signs
+from daemon.engines.vllm.table import TABLE
+from daemon.worker_stats import WorkerStats
+from fingerprint.capability import EngineCapabilities
+from fingerprint.errors import EngineError, IserveError
+
+__all__ = ["VllmEngine"]
+
+_OLDEST, _NEWEST = (0, 20), (0, 24)
+_PROFILING_WORKER = Path(__file__).parents[2] / "vllm_worker" / "__main__.py"
+
+
+class VllmEngine:
+    """``vllm serve`` of the Python that ``ISERVE_VLLM_PYTHON`` names."""
+
+    name = "vllm"
+    stats_path = "/metrics"
+
+    def __init__(self) -> None:
+        self._interpreter = Interpreter("ISERVE_VLLM_PYTHON", "vllm", beside=("torch", "transformers"))
+
+    def capabilities(self) -> EngineCapabilities:
+        try:
+            self._installed()
+        except EngineError as error:
+            return replace(TABLE, unavailable=str(error))
+        return TABLE
+
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        try:
+            found = self._installed()
+        except EngineError:
+            return ()
+        return (
+            ("engine", f"vllm {found.version('vllm')}"),
+            *((name, version) for name, version in found.versions if name != "vllm"),
+        )
+
+    def _installed(self) -> Installation:
+        """Raises EngineError: not there, or of a release whose command line was not read."""
+        found = self._interpreter.find()
+        version = found.version("vllm")
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        if numbers is None or not _OLDEST <= (int(numbers[1]), int(numbers[2])) <= _NEWEST:
+            raise EngineError(
+                f"vllm {version} of {found.python} is not one that iServe knows: install one of 0.20 to 0.24, or "
+                f"set {self._interpreter.variable} to the Python of an environment that has one"
+            )
+        return found
+
+    def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
+        python = self._installed().python
+        if spec.profiling:
+            worker = (python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
+            return Command(guarded(spec, worker), launch.environment(spec, devices))
+        model = launch.read_model(spec)
+        server = (python, "-m", "vllm.entrypoints.cli.main", *launch.arguments(spec, model, devices))
+        return Command(guarded(spec, server), launch.environment(spec, devices))
+
+    def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
+        return metrics.read_stats(spec.served_model, body)
+
+    def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
+        return explain(self.name, spec, exit_code, log_tail, signs.SIGNS, signs.DULL)

@@ -1,0 +1,193 @@
+"""From a worker's spec to vLLM's command line, every limit enforced. Arithmetic and text; starts nothing.
+
+Sources: ``engine/arg_utils.py``, ``v1/core/kv_cache_utils.py``, ``v1/kv_cache_interface.py`` and
+``v1/core/block_pool.py`` of vLLM 0.24.0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from daemon.devices import Device
+from daemon.engines.base import WorkerSpec
+from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
+from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config_json import read_config, show
+from fingerprint.errors import CheckpointError, ConfigError
+from fingerprint.families import read_spec
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["BLOCK_TOKENS", "DRAIN_S", "Model", "arguments", "environment", "kv_cache_bytes", "read_model"]
+
+BLOCK_TOKENS = 16  # the size that every attention backend of these models on NVIDIA GPUs takes
+DRAIN_S = 30  # between SIGTERM and the end of what is being answered; the daemon kills after 35
+
+_KV_DTYPE = {KvFormat.BITS16: "auto", KvFormat.INT8: "int8_per_token_head", KvFormat.FP8: "fp8"}
+_KV_ELEMENT_BYTES = {KvFormat.BITS16: 2, KvFormat.INT8: 1, KvFormat.FP8: 1}
+_SCALE_BYTES = {KvFormat.INT8: 4}  # one float32 per token and head, for K and for V
+_QUANTIZED_BY = {
+    WeightFormat.GPTQ4: frozenset({"gptq", "gptq_marlin"}),
+    WeightFormat.INT4: frozenset({"awq", "awq_marlin", "compressed-tensors"}),
+    WeightFormat.FP8: frozenset({"fp8", "compressed-tensors"}),
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a launch has to know of the checkpoint."""
+
+    spec: ModelSpec
+    quantized_by: str  # quant_method of its config.json; empty for 16-bit weights
+    has_tokenizer: bool
+
+
+def read_model(spec: WorkerSpec) -> Model:
+    """The checkpoint of ``spec``.
+
+    Raises:
+        BadInputError: it cannot be read, has no safetensors though its weights are wanted, or its weights are not
+            stored in the format that the configuration names.
+    """
+    folder = Path(spec.checkpoint)
+    config = read_config(folder)
+    quantization = config.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise ConfigError(f"quantization_config of {folder} must be an object, got {show(quantization)}")
+    quantized_by = str(quantization.get("quant_method", ""))
+    _check_stored_as(spec, quantized_by)
+    if not spec.dummy_weights and not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        raise CheckpointError(
+            f"{folder} has no safetensors files; fetch the weights, or ask for dummy weights to measure its shape"
+        )
+    return Model(
+        spec=read_spec({name: value for name, value in config.items() if name != "quantization_config"}),
+        quantized_by=quantized_by,
+        has_tokenizer=any((folder / name).is_file() for name in _TOKENIZER_FILES),
+    )
+
+
+def _check_stored_as(spec: WorkerSpec, quantized_by: str) -> None:
+    weights = spec.config.weights
+    made_while_loading = weights in (WeightFormat.BITS16, WeightFormat.FP8)
+    if (quantized_by or not made_while_loading) and quantized_by not in _QUANTIZED_BY.get(weights, frozenset()):
+        takes = " or ".join(sorted(_QUANTIZED_BY.get(weights, frozenset()))) or "one that is not quantized"
+        raise CheckpointError(
+            f"weights={weights} on vllm takes a checkpoint made by {takes}, "
+            f"{spec.checkpoint} is {f'quantized by {quantized_by}' if quantized_by else 'not quantized'}; "
+            "quantize it first, or choose another weight format"
+        )
+
+
+def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
+    """``--kv-cache-memory-bytes``: what a GPU of the longest stage needs for ``limits.kv_tokens`` tokens.
+
+    vLLM makes ``bytes // page // layers`` blocks of it, of all stages the fewest, and keeps one for itself. A
+    sequence's last block is partly empty, so each of ``max_batch`` sequences costs one more than its tokens do;
+    one more still where a sliding window may begin inside a block.
+    """
+    limits, kv = spec.limits, spec.config.kv
+    heads = max(1, model.num_kv_heads // spec.config.tp)
+    token_bytes = 2 * heads * (model.head_dim * _KV_ELEMENT_BYTES[kv] + _SCALE_BYTES.get(kv, 0))
+    partly_empty = limits.max_batch * (2 if model.sliding_window is not None else 1)
+    blocks = 1 + math.ceil(limits.kv_tokens / BLOCK_TOKENS) + partly_empty
+    return blocks * BLOCK_TOKENS * token_bytes * max(stage.num_layers for stage in spec.stages)
+
+
+def _memory_fraction(spec: WorkerSpec, devices: Mapping[str, Device]) -> str:
+    """``--gpu-memory-utilization``: vLLM starts only where that much is free; rounded down."""
+    total_bytes = max(device.total_bytes for device in devices.values())
+    fraction = math.floor(10_000 * spec.limits.memory_bytes_per_device / total_bytes) / 10_000
+    if not 0 < fraction <= 1:
+        raise ConfigError(
+            f"memory_bytes_per_device={spec.limits.memory_bytes_per_device} must be above 0.01% and at most all "
+            f"of the device's {total_bytes} bytes"
+        )
+    return f"{fraction:.4f}"
+
+
+def _check(spec: WorkerSpec, model: ModelSpec, devices: Mapping[str, Device]) -> None:
+    limits = spec.limits
+    if cpus := sorted(device.device_id for device in devices.values() if device.kind != "cuda"):
+        raise ConfigError(f"vllm needs NVIDIA GPUs, {cpus[0]} is none; choose other devices or engine torch")
+    if sum(stage.num_layers for stage in spec.stages) != model.num_layers:
+        counts = [stage.num_layers for stage in spec.stages]
+        raise ConfigError(f"the stages' layers {counts} do not add up to the model's {model.num_layers}")
+    if limits.max_batched_tokens < limits.max_batch:
+        raise ConfigError(
+            f"max_batched_tokens={limits.max_batched_tokens} is less than max_batch={limits.max_batch}: vllm "
+            "decodes a token of each sequence in one step; raise it"
+        )
+    if limits.kv_tokens < limits.max_context_tokens:
+        raise ConfigError(
+            f"kv_tokens={limits.kv_tokens} does not hold one sequence of max_context_tokens="
+            f"{limits.max_context_tokens}; raise it or shorten the context"
+        )
+
+
+def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> tuple[str, ...]:
+    """What follows ``vllm``.
+
+    Raises:
+        ConfigError: vLLM has no way to keep what ``spec`` asks.
+    """
+    _check(spec, model.spec, devices)
+    config, limits = spec.config, spec.limits
+    options: dict[str, object] = {
+        "--host": spec.host,
+        "--port": spec.port,
+        "--served-model-name": spec.served_model,
+        "--tensor-parallel-size": config.tp,
+        "--pipeline-parallel-size": config.pp,
+        "--max-model-len": limits.max_context_tokens,
+        "--max-num-seqs": limits.max_batch,
+        "--max-num-batched-tokens": limits.max_batched_tokens,
+        "--block-size": BLOCK_TOKENS,
+        "--kv-cache-memory-bytes": kv_cache_bytes(spec, model.spec),
+        "--gpu-memory-utilization": _memory_fraction(spec, devices),
+        "--kv-cache-dtype": _KV_DTYPE[config.kv],
+        "--load-format": "dummy" if spec.dummy_weights else "safetensors",  # never pickles
+        "--generation-config": "vllm",  # a request means the same whatever the checkpoint recommends
+        "--shutdown-timeout": DRAIN_S,
+    }
+    if config.weights is WeightFormat.FP8 and not model.quantized_by:
+        options["--quantization"] = "fp8"
+    if config.tp > 1:
+        options["--compilation-config"] = json.dumps({"pass_config": {"fuse_allreduce_rms": False}})
+    if config.num_gpus > 1:
+        options["--distributed-executor-backend"] = "mp"
+    # --name=value, so that no value is ever taken for an option
+    flags = ["--disable-uvicorn-access-log"] + ["--skip-tokenizer-init"] * (not model.has_tokenizer)
+    return ("serve", spec.checkpoint, *(f"{name}={value}" for name, value in options.items()), *flags)
+
+
+def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[str, str], ...]:
+    """For the worker's processes.
+
+    GPUs are named by index: 0.24 is the first release that takes UUIDs. NVLink multicast stays off: where a fabric
+    manager does not offer it, vLLM's all-reduce fails on it at the start.
+    """
+    indexes = [str(devices[device_id].index) for stage in spec.stages for device_id in stage.device_ids]
+    env = [
+        ("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+        ("CUDA_VISIBLE_DEVICES", ",".join(indexes)),
+        ("VLLM_PP_LAYER_PARTITION", ",".join(str(stage.num_layers) for stage in spec.stages)),
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("DO_NOT_TRACK", "1"),
+        ("HF_HUB_OFFLINE", "1"),
+        ("NO_COLOR", "1"),
+        ("PYTHONUNBUFFERED", "1"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("VLLM_ENGINE_READY_TIMEOUT_S", "86400"),  # how long a start may take is the daemon's to say
+    ]
+    if spec.config.tp > 1:
+        env += [
+            ("VLLM_ALLREDUCE_USE_SYMM_MEM", "0"),
+            ("NCCL_NVLS_ENABLE", "0"),
+            ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+        ]
+    return tuple(env)

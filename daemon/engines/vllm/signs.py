@@ -1,0 +1,99 @@
+"""vLLM's last words and what they mean. Texts read in the sources of 0.20 to 0.24."""
+
+from __future__ import annotations
+
+import re
+
+from daemon.engines.failures import Sign
+from fingerprint.errors import (
+    ConfigError,
+    ConflictError,
+    EngineError,
+    InfeasibleError,
+    UnavailableError,
+    UnsupportedModelError,
+)
+
+__all__ = ["DULL", "SIGNS"]
+
+# Lines that only say that another process of the engine failed.
+DULL = re.compile(
+    r"[Ss]ee (?:the )?(?:root cause|stack trace)|Failed core proc|WorkerProc initialization failed|EngineDeadError"
+)
+
+# The first that is found decides: causes before what they bring about.
+SIGNS = (
+    Sign(
+        re.compile(r"Free memory on device.*on startup is less than desired GPU memory utilization"),
+        UnavailableError,
+        "others use its GPU: less is free than it was given; stop them or choose another device",
+    ),
+    Sign(
+        re.compile(r"No available memory for the cache blocks"),
+        InfeasibleError,
+        "weights and activations fill what it may use of a GPU; give it more memory per GPU, raise tp or pp, or "
+        "take a smaller weight format",
+    ),
+    Sign(
+        re.compile(
+            r"To serve at least one request with the model's max seq len \((?P<asked>\d+)\)"
+            r"(?:.*?estimated maximum model length is (?P<fits>\d+))?"
+        ),
+        InfeasibleError,
+        "its KV cache does not hold one sequence of {asked} tokens (it would hold {fits}); deploy for fewer "
+        "tokens or give it more memory",
+    ),
+    Sign(
+        re.compile(r"CUDA out of memory|CUDA error: out of memory|torch\.(?:cuda\.)?OutOfMemoryError"),
+        EngineError,
+        "it ran out of GPU memory; give it more memory, a smaller batch or fewer batched tokens",
+    ),
+    Sign(
+        re.compile(r"Model architectures? \[?'?(?P<architecture>\w+).*(?:not supported)"),
+        UnsupportedModelError,
+        "this vLLM does not run the architecture {architecture}; use engine torch, or another vLLM",
+    ),
+    Sign(
+        re.compile(r"Sparse24 models are no longer supported|Sparsity support has been removed"),
+        UnsupportedModelError,
+        "vLLM no longer runs 2:4 sparse checkpoints; serve the dense weights",
+    ),
+    Sign(
+        re.compile(
+            r"Total number of attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size "
+            r"\((?P<tp>\d+)\)"
+        ),
+        ConfigError,
+        "{heads} attention heads cannot be split by tp={tp}; choose a tp that divides them",
+    ),
+    Sign(
+        re.compile(r"Invalid partition string|does not match (?:pp_size|num_hidden_layers)="),
+        ConfigError,
+        "the layers of its stages do not add up to the model's; give each of the model's layers to one stage",
+    ),
+    Sign(
+        re.compile(r"\((?P<asked>\d+)\) is greater than the derived max_model_len.*?=(?P<most>[\d.]+)"),
+        ConfigError,
+        "a context of {asked} tokens is longer than the model's {most}; deploy for fewer tokens",
+    ),
+    Sign(
+        re.compile(r"unrecognized arguments: (?P<flags>[^\n]{1,200})"),
+        ConfigError,
+        "this vLLM does not know {flags}; install one of 0.20 to 0.24",
+    ),
+    Sign(
+        re.compile(r"\[Errno 98\]|[Aa]ddress already in use"),
+        ConflictError,
+        "its port is in use; choose another or let the daemon choose (port 0)",
+    ),
+    Sign(
+        re.compile(r"No CUDA GPUs are available|Failed to infer device type"),
+        EngineError,
+        "it sees no GPU; look at the node's driver and at the PyTorch build beside vLLM",
+    ),
+    Sign(
+        re.compile(r"EngineDeadError|EngineCore encountered an issue|died unexpectedly"),
+        EngineError,
+        "its engine died while it served; the log above it says why",
+    ),
+)

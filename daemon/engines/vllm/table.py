@@ -1,0 +1,81 @@
+"""What vLLM runs, as a value.
+
+Read in the sources of the published wheels 0.20.2 to 0.24.0 (quantization, attention backends, model registry).
+"""
+
+from __future__ import annotations
+
+from fingerprint.capability import EngineCapabilities, Exclusion, Note
+from fingerprint.config import KvFormat, Pruning, WeightFormat
+from fingerprint.formats import DENSE_STORED, GROUP_SIZE
+
+__all__ = ["TABLE"]
+
+_FOUR_BITS = frozenset({WeightFormat.INT4, WeightFormat.GPTQ4})
+_WITH_LORA = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
+_WITHOUT_LORA = frozenset({"falcon", "gptj"})
+_FAMILIES = _WITH_LORA | _WITHOUT_LORA
+_ADA = (8, 9)
+
+TABLE = EngineCapabilities(
+    engine="vllm",
+    families=_FAMILIES,
+    tp_families=_FAMILIES,
+    weights={
+        WeightFormat.BITS16: None,
+        WeightFormat.INT8: "it quantizes to weight-only int8 the experts of MoE models only; a dense model "
+        "would stay at 16bit without an error",
+        WeightFormat.INT4: None,  # from a compressed-tensors or AWQ checkpoint
+        WeightFormat.GPTQ4: None,  # from a GPTQ checkpoint
+        WeightFormat.FP8: None,  # while loading
+    },
+    kv={KvFormat.BITS16: None, KvFormat.INT8: None, KvFormat.FP8: None},
+    pruning={
+        Pruning.NONE: None,
+        Pruning.SPARSEGPT: None,
+        Pruning.WANDA: None,
+        Pruning.WANDA_2_4: "2:4 sparsity was removed (0.22); such a checkpoint is served as dense weights",
+        Pruning.WANDA_4_8: None,
+        Pruning.LLM_PRUNER_25: "layers of differing widths are not a shape its model classes load",
+    },
+    max_tp=8,
+    max_pp=8,
+    degree_reason="larger ones are several nodes, which iServe does not span",
+    lora_families=_WITH_LORA,
+    lora_reason="its model class takes no adapters",
+    verified=False,
+    exclusions=(
+        Exclusion(
+            kv=frozenset({KvFormat.FP8}),
+            below_compute_capability=_ADA,
+            reason="an fp8 KV cache on a GPU without fp8 arithmetic was not read to work",
+        ),
+        Exclusion(
+            weights=frozenset({WeightFormat.INT4, WeightFormat.GPTQ4, WeightFormat.FP8}),
+            below_compute_capability=(7, 5),
+            reason="its quantized kernels need compute capability 7.5",
+        ),
+        Exclusion(
+            weights=_FOUR_BITS,
+            cut_group_size=GROUP_SIZE,
+            reason="its loader refuses a matrix whose inputs per rank are not whole groups of 128 "
+            "(vLLM issues 2699 and 5675)",
+        ),
+    ),
+    notes=(
+        Note(
+            weights=_FOUR_BITS,
+            text="needs a checkpoint quantized beforehand; there is no online 4-bit quantization",
+        ),
+        Note(
+            weights=frozenset({WeightFormat.FP8}),
+            below_compute_capability=_ADA,
+            text="fp8 on a GPU without fp8 arithmetic runs as weight-only (Marlin)",
+        ),
+        Note(
+            kv=frozenset({KvFormat.INT8}),
+            text="int8 KV is int8_per_token_head, in the Triton attention backend: another kernel",
+        ),
+        Note(pruning=DENSE_STORED - {Pruning.NONE}, text="served as dense weights"),
+    ),
+)
