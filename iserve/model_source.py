@@ -19,7 +19,7 @@ from fingerprint.families import load_spec
 from fingerprint.generate import COMPANION_FILES
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["ModelSource", "resolve"]
+__all__ = ["ModelSource", "existing_path", "resolve", "utf8"]
 
 HUB_TIMEOUT_S = 5.0  # for the first answer; downloads take as long as they take
 _CONFIG_PATTERNS = ["config.json", *COMPANION_FILES]
@@ -57,13 +57,13 @@ def resolve(
         if not directory.is_dir():
             raise NotFoundError(f"model {model!r} is registered at {directory}, which is gone; register it again")
         return _local(model, directory)
-    path = _existing(model)
+    path = existing_path(model)
     if path is not None:
         directory = path if path.is_dir() else path.parent
         if path.is_file() and path.name != "config.json":
             raise NotFoundError(f"{path} is a file; give the model's directory or its config.json")
         directory = directory.resolve()
-        return _local(directory.name or "model", directory)
+        return _local(utf8(directory.name) or "model", directory)
     if not _HUB_ID.fullmatch(model) or ".." in model or "--" in model:
         raise NotFoundError(
             f"there is no directory {model[:200]!r}, and it is not a Hugging Face id (owner/name) "
@@ -72,7 +72,8 @@ def resolve(
     return _from_hub(model, need_weights=need_weights)
 
 
-def _existing(model: str) -> Path | None:
+def existing_path(model: str) -> Path | None:
+    """The file or folder that ``model`` leads to, ``~`` understood; None when there is none."""
     if not model:  # Path("") would be the current directory
         return None
     try:
@@ -80,6 +81,19 @@ def _existing(model: str) -> Path | None:
         return path if path.exists() else None
     except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no such user's home
         return None
+
+
+def utf8(path: str) -> str:
+    """``path`` itself.
+
+    Raises:
+        NotFoundError: it has bytes that are not UTF-8: it could neither be sent as JSON nor stored.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise NotFoundError(f"the path {ascii(path)[:200]} is not UTF-8; rename the folder") from error
+    return path
 
 
 def _local(name: str, directory: Path) -> ModelSource:

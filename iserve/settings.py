@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from fingerprint.errors import ConfigError
 from placement.policies import make_policy
 
 __all__ = ["Settings", "load_settings"]
 
+_WHAT = {
+    "bool": "one of 1, 0, true, false, yes, no",
+    "Path": "a path",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+}
 # Read by other parts of the project, not settings: the test suite's data, a worker's cores.
 _NOT_SETTINGS = frozenset({"ISERVE_REFERENCE_DATA", "ISERVE_DEVICE_CORES"})
 
 
 def _default_home() -> Path:
     data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return Path(data) / "iserve"
+    return Path(data).absolute() / "iserve"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +108,29 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
             faults.append(f"{name} is not a setting (known: {', '.join(sorted(known))})")
             continue
         try:
-            values[known[name].name] = _read(str(known[name].type), text)
+            values[known[name].name] = _read(_kind(known[name]), text)
         except ValueError:
-            faults.append(f"{name}={text!r} is not a {known[name].type}")
+            faults.append(f"{name}={text!r} is not {_WHAT[_kind(known[name])]}")
     if faults:
         raise ConfigError("; ".join(faults))
     return Settings(**values)  # type: ignore[arg-type]
 
 
+def _kind(setting: Field[Any]) -> str:
+    return str(setting.type).partition(" ")[0]
+
+
 def _read(kind: str, text: str) -> object:
-    if kind.startswith("bool"):
+    """Raises ValueError. An empty text is no value: it would be the current folder, or every address."""
+    if not text.strip():
+        raise ValueError(text)
+    if kind == "bool":
         if text.lower() not in {"1", "0", "true", "false", "yes", "no"}:
             raise ValueError(text)
         return text.lower() in {"1", "true", "yes"}
-    if kind.startswith("Path"):
-        return Path(text).expanduser()
-    return {"int": int, "float": float, "str": str}[kind.partition(" ")[0]](text)
+    if kind == "Path":
+        try:
+            return Path(text).expanduser().absolute()  # every process of a home means the same one
+        except RuntimeError as error:  # no such user
+            raise ValueError(text) from error
+    return {"int": int, "float": float, "str": str}[kind](text)

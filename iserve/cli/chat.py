@@ -46,6 +46,8 @@ class ChatLine:
             body["max_tokens"] = self._max_tokens
         headers = {"Content-Type": "application/json"}
         if self._key:
+            if not (self._key.isascii() and self._key.isprintable()):
+                raise BadInputError("the API key (--key, OPENAI_API_KEY) holds characters that no key has")
             headers["Authorization"] = f"Bearer {self._key}"
         connection = http.client.HTTPConnection(self._url.hostname or "", self._url.port or 80, timeout=600)
         try:
@@ -67,12 +69,23 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
         data = line[6:].strip()
         if data == b"[DONE]":
             return
+        yield _text(data)
+    raise UnavailableError("the answer was cut without a word")
+
+
+def _text(data: bytes) -> str:
+    """What one chunk adds to the answer.
+
+    Raises:
+        UnavailableError: it is an error, or no chunk at all.
+    """
+    try:
         chunk = json.loads(data)
         if "error" in chunk:
-            raise UnavailableError(f"the answer was cut: {chunk['error'].get('message', 'unknown error')}")
-        for choice in chunk.get("choices", ()):
-            yield choice.get("delta", {}).get("content") or ""
-    raise UnavailableError("the answer was cut without a word")
+            raise UnavailableError(f"the answer was cut: {chunk['error']['message']}")
+        return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnavailableError(f"the answer was cut: {data[:200]!r} is no part of one") from error
 
 
 def _failure(status: int, answer: bytes) -> BadInputError | UnavailableError:

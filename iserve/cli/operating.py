@@ -114,9 +114,9 @@ def register_model(
     """Give a checkpoint folder a name that every other command understands."""
     from fingerprint.codec import to_json
     from iserve.api_types import ModelDocument
-    from iserve.cli.live import client, model_argument
+    from iserve.cli.live import client, folder_argument
 
-    body = {"name": name, "directory": model_argument(directory)}
+    body = {"name": name, "directory": folder_argument(directory)}
     document = client().post("/api/v1/models", body, ModelDocument)
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
@@ -128,7 +128,7 @@ def register_model(
 
 
 def profile(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As for deploy; else the demo.")] = None,
+    model: o.OptionalModel = None,
     engine: o.EngineOption = "auto",
     max_seconds: Annotated[float, typer.Option("--max-seconds", help="Budget, launches included.")] = 60.0,
     as_json: o.JsonOption = False,
@@ -140,15 +140,14 @@ def profile(
     from iserve.api_types import ProfileJobDocument
     from iserve.cli.live import client, model_argument
     from iserve.cli.progress import StepDisplay
+    from iserve.settings import load_settings
 
     if not 0 < max_seconds <= 86_400:
         raise typer.BadParameter("must be above 0 and at most 86400", param_hint="'--max-seconds'")
-    controller = client()
-    body = {
-        "model": None if model is None else model_argument(model),
-        "engine": engine,
-        "max_seconds": max_seconds,
-    }
+    settings = load_settings()
+    model = None if model is None else model_argument(model, settings)
+    controller = client(settings)
+    body = {"model": model, "engine": engine, "max_seconds": max_seconds}
     job = controller.post("/api/v1/profiles", body, ProfileJobDocument)
     with StepDisplay(quiet=as_json) as display:
         while job.status == "running":
@@ -179,6 +178,8 @@ def keys_create(
     from iserve.api_types import NewKeyDocument
     from iserve.cli.live import client
 
+    if not 1 <= len(label) <= 4096:
+        raise typer.BadParameter("must have 1 to 4096 characters", param_hint="'--label'")
     if scope not in {"inference", "admin"}:
         raise typer.BadParameter("must be inference or admin", param_hint="'--scope'")
     made = client().post("/api/v1/keys", {"label": label, "scope": scope}, NewKeyDocument)

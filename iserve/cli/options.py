@@ -1,37 +1,42 @@
 """Options that several commands share, and how their values become the core's types.
 
-A value that cannot be used is a usage error (exit code 2), as is an option that does not exist.
+A value that cannot be used is a usage error (exit code 2), as is an option that does not exist. This module is
+imported for every ``--help``, so it imports what is heavy only when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from fingerprint.config import Workload
 from fingerprint.errors import BadInputError
-from iserve.planning import PlanOptions
-from planner.intent import CostModel, Intent, IntentKind, Quality, parse_slo
+from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, parse_slo
+
+if TYPE_CHECKING:
+    from iserve.planning import PlanOptions
+    from iserve.settings import Settings
 
 __all__ = [
     "Batch",
-    "Budget",
     "CostOption",
     "EngineOption",
     "InputTokens",
-    "IntentOption",
     "JsonOption",
+    "ModelArgument",
+    "OptionalModel",
     "OutputTokens",
-    "Percentile",
-    "Policy",
     "QualityOption",
-    "Rate",
-    "SloOption",
-    "plan_options",
+    "Wish",
+    "takes_wish",
     "usage_errors",
+    "workload_of",
 ]
 
 DEFAULT_WORKLOAD = Workload()
@@ -42,76 +47,155 @@ def _known_engine(name: str) -> str:
     if name != "auto":
         from daemon.engines.registry import capabilities_for
 
-        try:
+        with usage_errors():
             capabilities_for(name)
-        except BadInputError as error:
-            raise typer.BadParameter(str(error)) from error
     return name
 
 
-IntentOption = Annotated[IntentKind, typer.Option("--intent", help="What to optimise.")]
-CostOption = Annotated[CostModel, typer.Option("--cost", help="What a request costs.")]
-SloOption = Annotated[
-    str | None, typer.Option("--slo", help="Latency limits in seconds, such as ttft=0.5,tpot=0.05,e2e=10.")
+def _not_empty(value: str | None) -> str | None:
+    if value is not None and not value.strip():
+        raise typer.BadParameter("must not be empty")
+    return value
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A checkpoint folder, a config folder, a hub id or a registered name.",
+        callback=_not_empty,
+    ),
 ]
-Percentile = Annotated[float, typer.Option("--percentile", help="Of the waiting time, when --rate is given.")]
-Rate = Annotated[float | None, typer.Option("--rate", help="Requests per second to be served.")]
+OptionalModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A checkpoint folder, a hub id or a registered name; else the demo.",
+        callback=_not_empty,
+    ),
+]
+CostOption = Annotated[CostModel, typer.Option("--cost", help="What a request costs.")]
 QualityOption = Annotated[
     Quality,
     typer.Option("--quality", help="exact: 16 bits only; near: int8 and fp8 too; any: everything, unmeasured."),
 ]
-Budget = Annotated[float | None, typer.Option("--budget", help="Most a request may cost, in the cost's unit.")]
 InputTokens = Annotated[int, typer.Option("--input-tokens", help="Prompt length to plan for.")]
 OutputTokens = Annotated[int, typer.Option("--output-tokens", help="Answer length to plan for.")]
 Batch = Annotated[int, typer.Option("--batch", help="Requests at once; also the most that run at once.")]
 EngineOption = Annotated[
     str, typer.Option("--engine", callback=_known_engine, help="torch, vllm, tensorrt-llm or auto.")
 ]
-Policy = Annotated[str, typer.Option("--policy", help="Placement: hybrid, packing or least-loaded.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextmanager
-def usage_errors(option: str) -> Iterator[None]:
-    """Turn the core's complaint about a value into a usage error of ``option``."""
+def usage_errors(option: str | None = None) -> Iterator[None]:
+    """Turn the core's complaint about a value into a usage error, of ``option`` where it names none."""
     try:
         yield
     except BadInputError as error:
-        raise typer.BadParameter(str(error), param_hint=f"'{option}'") from error
+        raise typer.BadParameter(str(error), param_hint=option and f"'{option}'") from error
 
 
-def plan_options(
-    *,
-    intent: IntentKind,
-    cost: CostModel,
-    slo: str | None,
-    percentile: float,
-    rate: float | None,
-    quality: Quality,
-    budget: float | None,
-    input_tokens: int,
-    output_tokens: int,
-    batch: int,
-    policy: str,
-    load_threshold: float = PlanOptions().load_threshold,
-) -> PlanOptions:
-    """The checked options of a plan."""
-    from placement.policies import make_policy
+def workload_of(batch: int, input_tokens: int, output_tokens: int) -> Workload:
+    """The checked workload of three options."""
+    with usage_errors():
+        return Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
 
-    with usage_errors("--slo"):
-        limits = None if slo is None else parse_slo(slo)
-    with usage_errors("--policy"):
-        make_policy(policy)
-    with usage_errors("--batch, --input-tokens, --output-tokens"):
-        workload = Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
-    with usage_errors("--intent"):
-        wish = Intent(
-            kind=intent,
-            cost_model=cost,
-            slo=limits,
-            percentile=percentile,
-            rate_per_s=rate,
-            quality=quality,
-            budget=budget,
-        )
-    return PlanOptions(intent=wish, workload=workload, policy=policy, load_threshold=load_threshold)
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What ``plan`` and ``deploy`` can be asked for: a field is an option. As typed; ``checked`` judges it."""
+
+    intent: Annotated[IntentKind, typer.Option("--intent", help="What to optimise.")] = DEFAULT_INTENT.kind
+    cost: CostOption = DEFAULT_INTENT.cost_model
+    slo: Annotated[
+        str | None, typer.Option("--slo", help="Latency limits in seconds, such as ttft=0.5,tpot=0.05,e2e=10.")
+    ] = None
+    percentile: Annotated[
+        float, typer.Option("--percentile", help="Of the waiting time, when --rate is given.")
+    ] = DEFAULT_INTENT.percentile
+    rate: Annotated[float | None, typer.Option("--rate", help="Requests per second to be served.")] = None
+    quality: QualityOption = DEFAULT_INTENT.quality
+    budget: Annotated[
+        float | None, typer.Option("--budget", help="Most a request may cost, in the cost's unit.")
+    ] = None
+    input_tokens: InputTokens = DEFAULT_WORKLOAD.input_tokens
+    output_tokens: OutputTokens = DEFAULT_WORKLOAD.output_tokens
+    batch: Batch = DEFAULT_WORKLOAD.batch
+    engine: EngineOption = "auto"
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="Placement: hybrid, packing or least-loaded; else that of ISERVE_POLICY."),
+    ] = None
+
+    @property
+    def limits(self) -> Slo | None:
+        with usage_errors("--slo"):
+            return None if self.slo is None else parse_slo(self.slo)
+
+    def checked(self, settings: Settings) -> PlanOptions:
+        """In the core's types.
+
+        Raises:
+            typer.BadParameter: a value that cannot be used.
+        """
+        from iserve.planning import PlanOptions
+
+        workload = workload_of(self.batch, self.input_tokens, self.output_tokens)
+        limits = self.limits
+        with usage_errors():
+            return PlanOptions(
+                intent=Intent(
+                    kind=self.intent,
+                    cost_model=self.cost,
+                    slo=limits,
+                    percentile=self.percentile,
+                    rate_per_s=self.rate,
+                    quality=self.quality,
+                    budget=self.budget,
+                ),
+                workload=workload,
+                policy=settings.policy if self.policy is None else self.policy,
+                load_threshold=settings.load_threshold,
+            )
+
+    def body(self) -> dict[str, Any]:
+        """As the REST API takes it: the fields that its plan and deployment bodies share."""
+        limits = self.limits
+        return {
+            "intent": self.intent,
+            "cost": self.cost,
+            "slo": limits and {"ttft_s": limits.ttft_s, "tpot_s": limits.tpot_s, "e2e_s": limits.e2e_s},
+            "percentile": self.percentile,
+            "rate_per_s": self.rate,
+            "quality": self.quality,
+            "budget": self.budget,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "batch": self.batch,
+            "engine": self.engine,
+            "policy": self.policy,
+        }
+
+
+def takes_wish(command: Callable[..., None]) -> Callable[..., None]:
+    """``command(..., wish, ...)`` as typer reads it: the fields of ``Wish`` in the place of that parameter."""
+    hints = get_type_hints(Wish, include_extras=True)
+    options = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(Wish)
+    ]
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        parameters += options if parameter.name == "wish" else own
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        wish = Wish(**{option.name: values.pop(option.name) for option in options})
+        command(wish=wish, **values)
+
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options

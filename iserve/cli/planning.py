@@ -12,36 +12,22 @@ __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
-    app.command("plan", epilog="Example: iserve plan ./Llama-2-7b --gpus a6000:8 --intent min-latency")(plan)
+    app.command("plan", epilog="Example: iserve plan ./Llama-2-7b --gpus a6000:8 --intent min-latency")(
+        o.takes_wish(plan)
+    )
     app.command(
         "estimate",
         epilog="Example: iserve estimate ./Llama-2-7b --gpu h200 --config tp=2,weights=16bit --batch 8",
     )(estimate)
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A checkpoint folder, a config folder, a hub id or a registered name."),
-]
-
-
 def plan(
-    model: ModelArgument,
+    model: o.ModelArgument,
+    *,
     gpus: Annotated[
         str | None, typer.Option("--gpus", help="Plan for these instead, such as a6000:8. Needs no GPU.")
     ] = None,
-    intent: o.IntentOption = o.DEFAULT_INTENT.kind,
-    cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
-    slo: o.SloOption = None,
-    percentile: o.Percentile = o.DEFAULT_INTENT.percentile,
-    rate: o.Rate = None,
-    quality: o.QualityOption = o.DEFAULT_INTENT.quality,
-    budget: o.Budget = None,
-    input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
-    output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
-    batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
-    engine: o.EngineOption = "auto",
-    policy: o.Policy = "hybrid",
+    wish: o.Wish,
     as_json: o.JsonOption = False,
 ) -> None:
     """Rank every configuration of MODEL for an intent, and explain the choice. Starts nothing.
@@ -50,31 +36,22 @@ def plan(
     """
     from fingerprint.codec import to_json
     from fingerprint.gpus import parse_gpus
-    from iserve.cli.live import registered_models
+    from iserve.cli.live import client, model_argument, registered_models
     from iserve.cli.render import print_plan
+    from iserve.plan_document import PlanDocument
     from iserve.plan_service import plan_for_gpus
+    from iserve.settings import load_settings
 
-    wish = o.plan_options(
-        intent=intent,
-        cost=cost,
-        slo=slo,
-        percentile=percentile,
-        rate=rate,
-        quality=quality,
-        budget=budget,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        batch=batch,
-        policy=policy,
-    )
+    settings = load_settings()
+    options = wish.checked(settings)
     if gpus is None:
-        from iserve.cli.live import live_plan
-
-        document = live_plan(model, wish, engine)
+        body = wish.body() | {"model": model_argument(model, settings)}
+        document = client(settings).post("/api/v1/plans", body, PlanDocument)
     else:
         with o.usage_errors("--gpus"):
             gpu, count = parse_gpus(gpus)
-        document = plan_for_gpus(model, gpu, count, wish, engine, registered=registered_models(model))
+        registered = registered_models(model, settings)
+        document = plan_for_gpus(model, gpu, count, options, wish.engine, registered=registered)
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:
@@ -82,12 +59,12 @@ def plan(
 
 
 def estimate(
-    model: ModelArgument,
+    model: o.ModelArgument,
     gpu: Annotated[str, typer.Option("--gpu", help="The GPU, such as h200.")],
     config: Annotated[
         str,
         typer.Option(
-            "--config", help="tp=2,pp=1,weights=16bit,kv=16bit,pruning=none; what is left out: 1, 16bit."
+            "--config", help="tp=2,pp=1,weights=16bit,kv=16bit,pruning=none; what is left out: 1, 16bit, none."
         ),
     ] = "tp=1",
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
@@ -99,19 +76,20 @@ def estimate(
 ) -> None:
     """Predict memory, TTFT, TPOT and cost of one configuration on GPUs that need not be here."""
     from fingerprint.codec import to_json
-    from fingerprint.config import Workload, parse_config
+    from fingerprint.config import parse_config
     from fingerprint.gpus import gpu_spec
     from iserve.cli.live import registered_models
     from iserve.cli.render import print_estimate
     from iserve.plan_service import estimate_for_gpu
+    from iserve.settings import load_settings
 
     with o.usage_errors("--gpu"):
         device = gpu_spec(gpu)
     with o.usage_errors("--config"):
         wanted = parse_config(config, engine=engine)
-    with o.usage_errors("--batch, --input-tokens, --output-tokens"):
-        workload = Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
-    document = estimate_for_gpu(model, device, wanted, workload, cost, registered=registered_models(model))
+    workload = o.workload_of(batch, input_tokens, output_tokens)
+    registered = registered_models(model, load_settings())
+    document = estimate_for_gpu(model, device, wanted, workload, cost, registered=registered)
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:

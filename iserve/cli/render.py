@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from fingerprint.config import DeploymentConfig
+    from fingerprint.config import DeploymentConfig, Workload
     from fingerprint.estimates import Quantity
     from iserve.plan_document import CandidateDocument, PlanDocument
     from iserve.plan_service import OneEstimateDocument
@@ -26,9 +27,12 @@ _SOURCE_MARKS = {"measured": "m", "extrapolated": "x", "scaled": "s", "roofline"
 
 
 def console() -> Console:
-    """Standard output; width 120 where it is not a terminal, so that logs keep whole rows."""
-    out = Console(highlight=False, soft_wrap=False)
-    return out if out.is_terminal else Console(highlight=False, width=120)
+    """Standard output; width 120 where it is not a terminal, so that logs keep whole rows.
+
+    What is printed is plain text: names of models, folders and errors may hold what rich takes for markup.
+    """
+    out = Console(highlight=False, markup=False, emoji=False)
+    return out if out.is_terminal else Console(highlight=False, markup=False, emoji=False, width=120)
 
 
 def gib(size_bytes: float) -> str:
@@ -45,6 +49,10 @@ def _interval(quantity: Quantity) -> str:
     return f"{seconds(quantity.value)} [{seconds(quantity.low)}, {seconds(quantity.high)}]"
 
 
+def _workload(work: Workload) -> str:
+    return f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens"
+
+
 def _short(config: DeploymentConfig) -> str:
     parts = [f"tp={config.tp} pp={config.pp}", f"weights={config.weights}", f"kv={config.kv}"]
     if config.pruning != "none":
@@ -57,8 +65,12 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
     out = console()
     work = document.workload
     out.print(
-        f"[bold]{document.model}[/] on {document.hardware}: intent [bold]{document.intent}[/], "
-        f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens"
+        Text.assemble(
+            (document.model, "bold"),
+            f" on {document.hardware}: intent ",
+            (document.intent, "bold"),
+            f", {_workload(work)}",
+        )
     )
     feasible = [c for c in document.candidates if c.feasible]
     refused = [c for c in document.candidates if not c.feasible]
@@ -72,11 +84,11 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
     if document.chosen is not None:
         chosen = document.candidates[document.chosen]
         layers = "" if chosen.layers_per_stage is None else f", layers per stage {list(chosen.layers_per_stage)}"
-        out.print(f"[bold green]chosen[/]: {_short(chosen.config)} on {chosen.config.engine}{layers}")
-        for condition in chosen.conditions:
-            out.print(Text(f"  {condition}"))
+        words = f": {_short(chosen.config)} on {chosen.config.engine}{layers}"
+        out.print(Text.assemble(("chosen", "bold green"), words))
+        _print_indented(out, chosen.conditions)
     else:
-        out.print("[bold red]nothing is feasible[/]")
+        out.print("nothing is feasible", style="bold red")
     if document.queueing is not None:
         out.print(f"waiting time by {document.queueing}")
 
@@ -124,11 +136,18 @@ def _print_refused(out: Console, refused: Sequence[CandidateDocument]) -> None:
     for candidate in refused:
         examples.setdefault(_NUMBER.sub("#", candidate.reason or ""), candidate.reason or "")
     out.print(f"refused: {len(refused)} configurations")
-    for kind, count in kinds.most_common(_REASONS):
-        prefix = "such as: " if count > 1 and kind != examples[kind] else ""
-        out.print(Text(f"  {count:4d}  {prefix}{_cut(examples[kind])}"))
+    rows = [
+        (str(count), ("such as: " if count > 1 and kind != examples[kind] else "") + _cut(examples[kind]))
+        for kind, count in kinds.most_common(_REASONS)
+    ]
     if len(kinds) > _REASONS:
-        out.print(f"        ... and {len(kinds) - _REASONS} other reasons (--json lists all)")
+        rows.append(("", f"... and {len(kinds) - _REASONS} other reasons (--json lists all)"))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", min_width=6)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
 
 
 def _cut(text: str, width: int = 150) -> str:
@@ -145,23 +164,30 @@ def _print_why_not(out: Console, document: PlanDocument) -> None:
     if why.better:
         out.print("better by the intent alone, but refused:")
         first_of_reason = {_NUMBER.sub("#", better.reason): better for better in reversed(why.better)}
-        for better in reversed(first_of_reason.values()):
-            objective = f"{_figure(better.objective)} {document.objective_unit}"
-            out.print(Text(f"  {_short(better.config)}: {objective}; {_cut(better.reason)}"), overflow="fold")
+        _print_indented(
+            out,
+            (
+                f"{_short(better.config)}: {_figure(better.objective)} {document.objective_unit}; "
+                f"{_cut(better.reason)}"
+                for better in reversed(first_of_reason.values())
+            ),
+        )
     if why.nearest is not None:
-        out.print(Text(f"nearest: {why.nearest.text}"), overflow="fold")
-    for relaxation in why.relax:
-        out.print(Text(f"  relax: {relaxation.text}"), overflow="fold")
+        out.print(f"nearest: {why.nearest.text}", overflow="fold")
+    _print_indented(out, (f"relax: {relaxation.text}" for relaxation in why.relax))
+
+
+def _print_indented(out: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        out.print(Padding(Text(line, overflow="fold"), (0, 0, 0, 2), expand=False))
 
 
 def print_estimate(document: OneEstimateDocument) -> None:
     """One configuration, itemised."""
     out = console()
     work, estimate, memory = document.workload, document.estimate, document.memory
-    out.print(
-        f"[bold]{document.model}[/] on {document.config.num_gpus} x {document.gpu}, {_short(document.config)}, "
-        f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens"
-    )
+    what = f" on {document.config.num_gpus} x {document.gpu}, {_short(document.config)}, {_workload(work)}"
+    out.print(Text.assemble((document.model, "bold"), what))
     rows = [
         ("TTFT", _interval(estimate.ttft_s), str(estimate.ttft_s.source)),
         ("TPOT", _interval(estimate.tpot_s), str(estimate.tpot_s.source)),
@@ -177,11 +203,8 @@ def print_estimate(document: OneEstimateDocument) -> None:
         ("  runtime", gib(memory.runtime_bytes), "per GPU"),
     ]
     print_rows(("", "", ""), rows)
-    out.print(
-        "runs on " + document.config.engine if document.runnable else Text(f"not runnable: {document.reason}")
-    )
-    for condition in document.conditions:
-        out.print(Text(f"  {condition}"))
+    out.print(f"runs on {document.config.engine}" if document.runnable else f"not runnable: {document.reason}")
+    _print_indented(out, document.conditions)
 
 
 def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -190,5 +213,5 @@ def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for name in header:
         table.add_column(name, no_wrap=False)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*row)
     console().print(table)

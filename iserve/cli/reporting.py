@@ -10,7 +10,6 @@ import typer
 
 from fingerprint.errors import ConfigError, NotFoundError, UnavailableError
 from iserve.cli import options as o
-from iserve.cli.planning import ModelArgument
 
 if TYPE_CHECKING:
     from fingerprint.report import AccuracyRecord, Report
@@ -26,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    model: ModelArgument,
+    model: o.ModelArgument,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The page's file; one that is there is replaced.")
     ] = Path(DEFAULT_OUTPUT),
@@ -50,13 +49,18 @@ def report(
     Uses the profile that `iserve profile MODEL` took and the devices that are free now.
     """
     from fingerprint.codec import to_json
-    from fingerprint.config import Workload
     from fingerprint.report import render_report
     from iserve.report_service import ReportOptions, read_accuracy
+    from iserve.settings import load_settings
 
-    with o.usage_errors("--batch, --input-tokens, --output-tokens"):
-        workload = Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
-    options = ReportOptions(workload=workload, cost_model=cost, quality=quality)
+    settings = load_settings()
+    options = ReportOptions(
+        workload=o.workload_of(batch, input_tokens, output_tokens),
+        cost_model=cost,
+        quality=quality,
+        policy=settings.policy,
+        load_threshold=settings.load_threshold,
+    )
     if not as_json:
         with o.usage_errors("--output"):
             _check_target(output)
@@ -78,13 +82,15 @@ def _hypothetical(
     from daemon.engines.registry import capabilities_for
     from fingerprint.estimators.roofline import RooflineEstimator
     from fingerprint.gpus import parse_gpus
+    from iserve.cli.live import registered_models
     from iserve.model_source import resolve
     from iserve.planning import hypothetical_hardware
     from iserve.report_service import build_report
+    from iserve.settings import load_settings
 
     with o.usage_errors("--gpus"):
         gpu, count = parse_gpus(gpus)
-    source = resolve(model, need_weights=False)
+    source = resolve(model, registered_models(model, load_settings()), need_weights=False)
     hardware = hypothetical_hardware(gpu, count)
     estimator = RooflineEstimator(source.spec, gpu)
     engines = capabilities_for(engine)

@@ -22,7 +22,9 @@ _PROFILING_POLL_S = 0.5  # a CPU that is being measured should not be asked more
 
 
 def register(app: typer.Typer) -> None:
-    app.command("deploy", epilog="Example: iserve deploy ./my-model --intent latency-slo --slo tpot=0.05")(deploy)
+    app.command("deploy", epilog="Example: iserve deploy ./my-model --intent latency-slo --slo tpot=0.05")(
+        o.takes_wish(deploy)
+    )
     app.command("ps", epilog="Example: iserve ps --json")(ps)
     app.command("logs", epilog="Example: iserve logs iserve-demo --lines 50")(logs)
     app.command("rm", epilog="Example: iserve rm iserve-demo")(rm)
@@ -30,24 +32,9 @@ def register(app: typer.Typer) -> None:
 
 
 def deploy(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="A checkpoint folder, a hub id or a registered name; else the demo."
-        ),
-    ] = None,
-    intent: o.IntentOption = o.DEFAULT_INTENT.kind,
-    cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
-    slo: o.SloOption = None,
-    percentile: o.Percentile = o.DEFAULT_INTENT.percentile,
-    rate: o.Rate = None,
-    quality: o.QualityOption = o.DEFAULT_INTENT.quality,
-    budget: o.Budget = None,
-    input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
-    output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
-    batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
-    engine: o.EngineOption = "auto",
-    policy: Annotated[str | None, typer.Option("--policy", help="hybrid, packing or least-loaded.")] = None,
+    model: o.OptionalModel = None,
+    *,
+    wish: o.Wish,
     name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -55,44 +42,25 @@ def deploy(
 
     Starts the embedded controller if none runs. The first deployment of a model on a machine measures it.
     """
-    from iserve.api_types import DeployBody, DeploymentDocument, SloBody
+    from iserve.api_types import DeploymentDocument, check_name
     from iserve.cli.live import client, model_argument
     from iserve.settings import load_settings
 
     settings = load_settings()
-    wish = o.plan_options(
-        intent=intent,
-        cost=cost,
-        slo=slo,
-        percentile=percentile,
-        rate=rate,
-        quality=quality,
-        budget=budget,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        batch=batch,
-        policy=policy or settings.policy,
-    )
-    limits = wish.intent.slo
-    body = DeployBody(
-        model=None if model is None else model_argument(model),
-        name=name,
-        intent=intent,
-        cost=cost,
-        slo=None if limits is None else SloBody(ttft_s=limits.ttft_s, tpot_s=limits.tpot_s, e2e_s=limits.e2e_s),
-        percentile=percentile,
-        rate_per_s=rate,
-        quality=quality,
-        budget=budget,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        batch=batch,
-        engine=engine,
-        policy=policy,
-    )
+    wish.checked(settings)  # here already: a bad value must not start a controller
+    if name is not None:
+        with o.usage_errors("--name"):
+            check_name(name)
+    model = None if model is None else model_argument(model, settings)
     controller = client(settings)
-    accepted = controller.post("/api/v1/deployments", body.model_dump(mode="json"), DeploymentDocument)
-    _follow(controller, accepted, as_json=as_json)
+    body = wish.body() | {"model": model, "name": name}
+    accepted = controller.post("/api/v1/deployments", body, DeploymentDocument)
+    try:
+        _follow(controller, accepted, as_json=as_json)
+    except KeyboardInterrupt:
+        what_now = f"`iserve ps` tells how far, `iserve rm {accepted.name}` ends it"
+        typer.echo(f"iserve: {accepted.name} goes on being deployed; {what_now}", err=True)
+        raise
 
 
 def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_json: bool) -> None:
@@ -119,11 +87,10 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
         typer.echo(to_json(document, indent=2).decode())
         return
     print_plan(controller.get(f"{path}/plan", PlanDocument))
-    out = console()
-    out.print(
-        f"[bold]{document.name}[/] is ready at [bold]{document.base_url}[/] (OpenAI API, model {document.name})"
+    console().print(
+        f"{document.name} is ready at {document.base_url} (OpenAI API, model {document.name})", style="bold"
     )
-    out.print(f"try it: iserve chat {document.name} 'What is a fingerprint?'", highlight=False)
+    typer.echo(f"try it: iserve chat {document.name} 'What is a fingerprint?'")
 
 
 def ps(as_json: o.JsonOption = False) -> None:

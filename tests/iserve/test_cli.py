@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +16,9 @@ from typing import Any
 import pytest
 
 from iserve.cli import main
+from iserve.cli.live import folder_argument, model_argument
+from iserve.settings import load_settings
+from iserve.state.store import Store
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -230,6 +235,78 @@ def test_the_plan_as_text_shows_the_ranking_and_the_refusals(
     assert "quality not measured" in text
 
 
+@pytest.mark.parametrize("name", ["a[bold]b", "a[", "[red]x[", "tada :tada: x"])
+def test_a_folders_name_is_shown_as_it_is(
+    iserve: Callable[..., Done], model: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """It may hold what the terminal library takes for markup."""
+    shutil.copytree(model("Llama-2-7b"), tmp_path / name)
+    assert iserve("plan", tmp_path / name, "--gpus", "a6000:2").out.startswith(f"{name} on 2 x a6000")
+    assert iserve("estimate", tmp_path / name, "--gpu", "a6000").out.startswith(f"{name} on 1 x a6000")
+
+
+def test_a_folder_whose_name_is_not_utf8_is_one_line(
+    iserve: Callable[..., Done], model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / os.fsdecode(b"n\xff")
+    shutil.copytree(model("Llama-2-7b"), folder)
+    for arguments in (("plan", folder, "--gpus", "a6000:2", "--json"), ("plan", folder), ("deploy", folder)):
+        assert "not UTF-8" in iserve(*arguments).line
+
+
+def test_a_registered_name_comes_before_a_folder_everywhere(
+    iserve: Callable[..., Done], model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing runs it is read from the state; what a running controller is sent is the name too."""
+    store = Store.open(tmp_path / "home" / "state.db")
+    store.put_model("known", str(model("Llama-2-13b")))
+    store.close()
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model("Llama-2-7b"), tmp_path / "known")
+    for name, layers in (("known", 40), ("./known", 32)):
+        assert iserve("estimate", name, "--gpu", "h200", "--json").document["memory"]["num_layers"] == layers
+        assert iserve("report", name, "--gpus", "h200:1", "--json").document["spec"]["num_layers"] == layers
+    assert iserve("report", "iserve-demo", "--gpus", "h200:1", "--json").document["spec"]["num_layers"] == 8
+    settings = load_settings()
+    assert model_argument("known", settings) == "known"
+    assert model_argument("./known", settings) == str(tmp_path / "known")
+    assert folder_argument("known") == str(tmp_path / "known")
+
+
+def test_the_installations_policy_holds_for_plans_too(
+    iserve: Callable[..., Done], model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISERVE_POLICY", "no-such")
+    assert "no-such" in iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:2").line
+    monkeypatch.setenv("ISERVE_POLICY", "packing")
+    assert iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:2", "--policy", "hybrid").code == 0
+
+
+def test_what_cannot_be_written_is_one_line(model: Callable[[str], Path], tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name("iserve")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
+    for more in ([], ["--json"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [command, "plan", model("Llama-2-7b"), "--gpus", "a6000:2", *more],
+                env=environment | {"ISERVE_HOME": str(tmp_path / "home")},
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        assert (done.returncode, done.stderr) == (1, "iserve: No space left on device\n")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """So that it comes at once: no numbers, no engine, no server, no database."""
+    code = "import sys, iserve.cli.app; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    heavy = {"numpy", "torch", "transformers", "pydantic", "fastapi", "sqlalchemy", "aiohttp", "sklearn"}
+    assert heavy.isdisjoint(done.stdout.split())
+
+
 def test_an_estimate_is_the_plans(iserve: Callable[..., Done], model: Callable[[str], Path]) -> None:
     folder, work = model("Llama-2-13b"), ("--batch", "8", "--input-tokens", "256", "--output-tokens", "64")
     config = "tp=2,pp=1,weights=16bit,kv=16bit,pruning=none"
@@ -304,6 +381,16 @@ _ESTIMATE = ("estimate", "{}", "--gpu", "h200", "--config")
         (*_ESTIMATE, "tp=1", "--engine", "no-such"),
         ("estimate", "{}", "--gpu", "no-such"),
         ("estimate", "{}"),
+        ("plan", "", "--gpus", "a6000:8"),
+        ("estimate", " ", "--gpu", "h200"),
+        ("report", ""),
+        ("profile", ""),
+        ("deploy", ""),
+        ("deploy", "--name", ""),
+        ("deploy", "--name", "a b"),
+        ("deploy", "--name", "x" * 64),
+        ("deploy", "--slo", "p99=1"),
+        ("deploy", "--intent", "cost-slo"),
         ("deploy", "--batch", "0"),
         ("deploy", "--engine", "no-such"),
         ("deploy", "--policy", "best"),
@@ -313,6 +400,8 @@ _ESTIMATE = ("estimate", "{}", "--gpu", "h200", "--config")
         ("logs", "a", "--lines", "0"),
         ("chat", "a", "b", "--temperature", "-1"),
         ("keys", "create", "--scope", "root"),
+        ("keys", "create", "--label", ""),
+        ("keys", "create", "--label", "x" * 5000),
         ("no-such-command",),
     ],
     ids=" ".join,
@@ -390,11 +479,17 @@ def test_a_config_that_cannot_be_used_is_one_line(iserve: Callable[..., Done], t
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["no/such/folder", "no-such-model", "", "a\x00b", "x" * 5000, "~no-such-user/x", "-"]
-)
-def test_a_model_that_is_not_there_is_one_line(iserve: Callable[..., Done], name: str) -> None:
+@pytest.mark.parametrize("name", ["no/such/folder", "no-such-model", "a\x00b", "x" * 5000, "~no-such-user/x", "-"])
+def test_a_model_that_is_not_there_is_one_line(
+    running_home: Any, iserve: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     assert len(iserve("plan", "--gpus", "a6000:8", "--", name).line) < 1000
+    assert len(iserve("report", "--gpus", "a6000:8", "--", name).line) < 1000
+    for variable, value in running_home.environment.items():
+        monkeypatch.setenv(variable, value)
+    for command in ("plan", "deploy", "profile", "report"):
+        assert len(iserve(command, "--", name).line) < 1000
+    assert iserve("ps", "--json").document == []
 
 
 def test_an_empty_folder_and_a_file_are_one_line(iserve: Callable[..., Done], tmp_path: Path) -> None:

@@ -35,6 +35,20 @@ def test_all_faults_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("HOME", ""), ("HOST", " "), ("PORT", ""), ("HOME", "~no-such-user/x")]
+)
+def test_a_value_that_says_nothing_is_refused(name: str, value: str) -> None:
+    """An empty home would be the current folder, an empty host every address of the machine."""
+    with pytest.raises(ConfigError, match=f"ISERVE_{name}="):
+        load_settings({f"ISERVE_{name}": value})
+
+
+def test_the_home_is_the_same_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_settings({"ISERVE_HOME": "home"}).home == tmp_path / "home"
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("PORT", "70000"),
