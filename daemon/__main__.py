@@ -7,6 +7,7 @@ import asyncio
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from daemon.engines.registry import get_engine
 from daemon.server import serve
@@ -22,15 +23,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--home", type=Path, required=True, help="iServe's home folder")
     parser.add_argument("--port", type=int, default=0, help="0: any free one (run/daemon.json tells)")
     parser.add_argument("--cpu-devices", type=int, default=None, help="offer the CPU as so many devices, no GPU")
+    parser.add_argument(
+        "--start-timeout", type=float, default=None, metavar="SECONDS", help="for a worker to become healthy"
+    )
     parser.add_argument("--node-id", default=None, help="default: the host name")
     arguments = parser.parse_args(argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    given = {"node_id": arguments.node_id} if arguments.node_id else {}
+    given: dict[str, Any] = {"node_id": arguments.node_id, "start_timeout_s": arguments.start_timeout}
     try:
         settings = DaemonSettings(
-            home=arguments.home.absolute(), port=arguments.port, cpu_devices=arguments.cpu_devices, **given
+            home=arguments.home.absolute(),
+            port=arguments.port,
+            cpu_devices=arguments.cpu_devices,
+            **{name: value for name, value in given.items() if value is not None},
         )
         asyncio.run(serve(settings, get_engine))
     except IserveError as error:

@@ -14,13 +14,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import uvicorn
 
 from daemon.process import ProcessRecord, is_alive, own_record, read_record, write_record
-from fingerprint.errors import ConflictError, IserveError
+from fingerprint.errors import ConflictError, IserveError, UnavailableError
 from iserve.controller.app import create_app
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
@@ -36,9 +36,16 @@ def _only_one(settings: Settings) -> Iterator[None]:
 
     Raises:
         ConflictError: another controller holds it.
+        UnavailableError: the home cannot be written.
     """
-    settings.run_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle = os.open(settings.run_folder / "controller.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = settings.run_folder / "controller.lock"
+    try:
+        settings.run_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot write {lock}: {error.strerror}; mend the folder, or set ISERVE_HOME to another one"
+        ) from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,7 +72,9 @@ def _await_record(settings: Settings, *, patience_s: float = 5.0) -> ProcessReco
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """Bound before anything is started, so that a port in use costs nothing.
+    """Listening before anything is started, so that a port in use costs nothing; who connects is answered later.
+
+    A port that is only bound could be bound, and then listened on, by another home's controller as well.
 
     Raises:
         ConflictError: the port is in use.
@@ -74,6 +83,7 @@ def _listen(settings: Settings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.api_port))
+        listener.listen()
     except OSError as error:
         listener.close()
         raise ConflictError(
@@ -102,17 +112,22 @@ def _start_companions(controller: Controller, reconciler: Reconciler) -> None:
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM. The daemon, the gateway and the workers go on without it."""
-    with _only_one(settings):
+    path = settings.run_folder / "controller.json"
+    with _only_one(settings), ExitStack() as at_the_end:
         listener = _listen(settings)
+        at_the_end.callback(listener.close)
         host, port = listener.getsockname()[:2]
         url_host = f"[{host}]" if ":" in host else host
         token = secrets.token_urlsafe(32)
-        record = own_record(url=f"http://{url_host}:{port}", token=token)
         # First of all: `iserve down`, and a second start, must find a controller that is still starting.
-        write_record(settings.run_folder / "controller.json", record)
+        write_record(path, own_record(url=f"http://{url_host}:{port}", token=token))
+        at_the_end.callback(path.unlink, missing_ok=True)
         store = Store.open(settings.home / "state.db")
+        at_the_end.callback(store.close)
         controller = Controller(settings, store)
+        at_the_end.callback(controller.close)
         reconciler = Reconciler(controller)
+        at_the_end.callback(reconciler.stop)
         server = uvicorn.Server(
             uvicorn.Config(
                 create_app(controller, token),
@@ -123,16 +138,10 @@ def run(settings: Settings) -> None:
                 h11_max_incomplete_event_size=65_536,
             )
         )
-        try:
-            _start_companions(controller, reconciler)
-            reconciler.start()
-            log.info("controller on %s:%d, home %s", host, port, settings.home)
-            server.run(sockets=[listener])
-        finally:
-            reconciler.stop()
-            controller.close()
-            store.close()
-            (settings.run_folder / "controller.json").unlink(missing_ok=True)
+        _start_companions(controller, reconciler)
+        reconciler.start()
+        log.info("controller on %s:%d, home %s", host, port, settings.home)
+        server.run(sockets=[listener])
 
 
 def _terminate(_signum: int, _frame: FrameType | None) -> None:
@@ -151,6 +160,8 @@ def main() -> int:
     except IserveError as error:
         print(f"iserve: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except SystemExit:  # of SIGTERM; uvicorn, once it has shut down, raises the signal that it caught again
+        return 0
     return 0
 
 

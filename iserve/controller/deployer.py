@@ -7,45 +7,44 @@ at the daemon by its id, so none is ever launched twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import capabilities_for, get_engine
-from daemon.status import WorkerState
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import Workload
-from fingerprint.errors import ConflictError, InfeasibleError, IserveError, NotFoundError
+from fingerprint.errors import InfeasibleError, IserveError, NotFoundError
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
 from iserve.controller.node import hardware_of
-from iserve.controller.profiling import Profiler, estimator_for, wait_for_daemon, wait_until_ready
+from iserve.controller.profiling import Profiler, ask_daemon, estimator_for, launched, wait_until_ready
 from iserve.model_source import ModelSource
 from iserve.plan_document import PlanDocument, plan_document
 from iserve.planning import PlanOptions, make_plan
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from placement.types import Placement
-from planner.plan import Plan, Ranked
+from planner.plan import Ranked
 
 __all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "worker_spec"]
 
 log = logging.getLogger(__name__)
 
-_MEMORY_HEADROOM = 1.02  # a worker's limit over the placed upper bound: page and allocator rounding
+_MEMORY_HEADROOM = 1.02  # a worker's limit over the placed upper bound, where there is room: allocator rounding
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDeployment:
     """A plan for this node, with where its best candidate goes."""
 
-    plan: Plan
     document: PlanDocument
     best: Ranked | None
+    free_bytes: Mapping[str, int]  # by device: what was free when it was made
 
 
 def deployable_engine(name: str) -> Engine:
@@ -65,13 +64,20 @@ def deployable_engine(name: str) -> Engine:
 
 
 def worker_spec(
-    name: str, source: ModelSource, worker_id: str, best: Ranked, workload: Workload, lease_ttl_s: float = 600.0
+    name: str,
+    source: ModelSource,
+    worker_id: str,
+    best: Ranked,
+    workload: Workload,
+    free_bytes: Mapping[str, int],
 ) -> WorkerSpec:
-    """The launch that enforces what ``best`` was estimated and placed with."""
+    """The launch that enforces what ``best`` was estimated and placed with on devices with ``free_bytes``."""
     placement = best.layout
     assert isinstance(placement, Placement), "a feasible candidate of make_plan carries its placement"
     context = min(workload.context_tokens, source.spec.max_context_tokens)
     most_bytes = max(stage.bytes_per_gpu for stage in placement.stages)
+    room_bytes = min(free_bytes[device_id] for stage in placement.stages for device_id in stage.device_ids)
+    limit_bytes = max(most_bytes, min(int(most_bytes * _MEMORY_HEADROOM), room_bytes))
     return WorkerSpec(
         worker_id=worker_id,
         served_model=name,
@@ -87,9 +93,8 @@ def worker_spec(
             ),
             max_context_tokens=context,
             kv_tokens=workload.batch * context,
-            memory_bytes_per_device=int(most_bytes * _MEMORY_HEADROOM),
+            memory_bytes_per_device=limit_bytes,
         ),
-        lease_ttl_s=lease_ttl_s,
     )
 
 
@@ -129,8 +134,12 @@ class Deployer:
     def _run(self, row: DeploymentRow) -> None:
         body = DeployBody.model_validate_json(row.request)
         if row.worker is not None:
-            self._launch(row, from_json(row.worker, WorkerSpec, what="the recorded worker"))
-            return
+            recorded = from_json(row.worker, WorkerSpec, what="the recorded worker")
+            try:
+                self._launch(row, lambda: recorded)
+                return
+            except InfeasibleError as error:
+                log.info("%s: what it ran on is no longer free, so it is planned anew: %s", row.name, error)
         self._move(row, "resolving")
         source = self._resolve(body.model)
         Checkpoint.open(source.directory)  # before minutes are spent on measuring what cannot be served
@@ -138,18 +147,11 @@ class Deployer:
         options = self.options(body)
         profile = self._profile(row, source, engine, options)
         self._move(row, "planning")
-        planned = self.plan(source, engine, profile, options)
-        self._store.update_deployment(row.id, plan=to_json(planned.document))
-        if planned.best is None:
-            raise InfeasibleError(_why_nothing(planned.document))
-        worker_id = f"{_slug(row.name)}-{row.id}"
-        spec = worker_spec(row.name, source, worker_id, planned.best, options.workload)
-        self._store.update_deployment(row.id, worker=to_json(spec))
-        self._launch(row, spec)
+        self._launch(row, lambda: self._choose(row, source, engine, profile, options))
 
     def _profile(self, row: DeploymentRow, source: ModelSource, engine: Engine, options: PlanOptions) -> Profile:
         def find() -> Profile | None:
-            return self._profiler.stored(source, engine, wait_for_daemon(self._daemon).node())
+            return self._profiler.stored(source, engine, ask_daemon(self._daemon, DaemonClient.node))
 
         def report(progress: ProfileProgress) -> None:
             self._check_wanted(row)
@@ -167,31 +169,52 @@ class Deployer:
             max_seconds=self._settings.profile_seconds,
             progress=report,
             unless=find,
+            go_on=lambda: self._check_wanted(row),
         )
 
     def plan(
         self, source: ModelSource, engine: Engine, profile: Profile, options: PlanOptions
     ) -> PlannedDeployment:
         """Rank everything on the devices that are free now."""
-        hardware = hardware_of(wait_for_daemon(self._daemon).node(), profile.machine.device)
+        node = ask_daemon(self._daemon, DaemonClient.node)
+        hardware = hardware_of(node, profile.machine.device)
         plan = make_plan(source.spec, hardware, estimator_for(profile), [engine.capabilities()], options)
         document = plan_document(plan, model=source.name, hardware=hardware.label, workload=options.workload)
-        return PlannedDeployment(plan, document, plan.best)
+        return PlannedDeployment(document, plan.best, {d.device_id: d.free_bytes for d in node.devices})
 
-    def _launch(self, row: DeploymentRow, spec: WorkerSpec) -> None:
-        self._move(row, "launching")
-        daemon = wait_for_daemon(self._daemon)
-        if not _is_there(daemon, spec.worker_id):  # it is, if it was launched before this controller was killed
-            try:
-                daemon.launch(replace(spec, port=0))  # any free one: the one it had may be another's by now
-            except ConflictError:
-                log.info("worker %s is there already", spec.worker_id)
-        status = wait_until_ready(
-            self._daemon,
-            spec.worker_id,
-            self._settings.start_timeout_s,
-            go_on=lambda: self._check_wanted(row),
-        )
+    def _choose(
+        self, row: DeploymentRow, source: ModelSource, engine: Engine, profile: Profile, options: PlanOptions
+    ) -> WorkerSpec:
+        """The best worker for what is free now, recorded with its plan.
+
+        Raises:
+            InfeasibleError: nothing runs here; the message says what comes nearest.
+        """
+        planned = self.plan(source, engine, profile, options)
+        self._store.update_deployment(row.id, plan=to_json(planned.document))
+        if planned.best is None:
+            raise InfeasibleError(_why_nothing(planned.document))
+        worker_id = f"{_slug(row.name)}-{row.id}"
+        spec = worker_spec(row.name, source, worker_id, planned.best, options.workload, planned.free_bytes)
+        self._store.update_deployment(row.id, worker=to_json(spec))
+        return spec
+
+    def _launch(self, row: DeploymentRow, choose: Callable[[], WorkerSpec]) -> None:
+        """Have the daemon run what ``choose`` says, and see it serve. Of two deploys at once the second chooses
+        when the first has its memory. A worker that does not come to serve is ended by the reconciler."""
+
+        def go_on() -> None:
+            self._check_wanted(row)
+
+        with self._profiler.paused(go_on):
+            spec = choose()
+            self._move(row, "launching")
+            ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
+        try:
+            status = wait_until_ready(self._daemon, spec.worker_id, self._settings.start_timeout_s, go_on=go_on)
+        except NotFoundError:  # the daemon was killed when it had just begun; the next one knows nothing of it
+            ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
+            status = wait_until_ready(self._daemon, spec.worker_id, self._settings.start_timeout_s, go_on=go_on)
         self._store.update_deployment(row.id, worker=to_json(status.spec))
         self._move(row, "ready")
 
@@ -214,14 +237,6 @@ class _NoLongerWantedError(Exception):
     """The deployment is to be removed: what is under way for it ends here."""
 
 
-def _is_there(daemon: DaemonClient, worker_id: str) -> bool:
-    """Whether the daemon has such a worker, a stopped one not counted."""
-    try:
-        return daemon.worker(worker_id).state is not WorkerState.STOPPED
-    except NotFoundError:
-        return False
-
-
 def _slug(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name.lower())[:40] or "worker"
 
@@ -231,5 +246,5 @@ def _why_nothing(document: PlanDocument) -> str:
     parts = ["no configuration is feasible"]
     if why.nearest is not None:
         parts.append(why.nearest.text)
-    parts += [relaxation.text for relaxation in why.relax[:3]]
+    parts += why.advice[:3]
     return "; ".join(parts)

@@ -59,8 +59,11 @@ class Companion:
         return self._start()
 
     def _start(self) -> ProcessRecord:
-        self._settings.log_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _bound_log(self.log_path)
+        try:
+            self._settings.log_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _bound_log(self.log_path)
+        except OSError as error:
+            raise UnavailableError(f"cannot write {self.log_path}: {error.strerror}; mend the folder") from error
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
         pid = spawn_detached(self._argv, self.log_path, environment | self._settings.environment())
         log.info("started the %s, pid %d", self.name, pid)
@@ -91,6 +94,7 @@ class Companion:
 
 def daemon_companion(settings: Settings) -> Companion:
     argv = [sys.executable, "-m", "daemon", "--home", str(settings.home)]
+    argv += ["--start-timeout", str(settings.start_timeout_s)]
     if settings.cpu_devices is not None:
         argv += ["--cpu-devices", str(settings.cpu_devices)]
     return Companion("daemon", settings, argv)

@@ -43,7 +43,7 @@ from iserve.model_source import ModelSource
 from iserve.state.store import Store
 from planner.space import shape_refusal
 
-__all__ = ["Profiler", "estimator_for", "machine_key", "ask_daemon", "launched", "wait_until_ready"]
+__all__ = ["Profiler", "ask_daemon", "estimator_for", "launched", "machine_key", "wait_until_ready"]
 
 T = TypeVar("T")
 

@@ -24,6 +24,7 @@ __all__ = ["Reconciler"]
 log = logging.getLogger(__name__)
 
 _UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching"})
+_GIVEN_UP = frozenset({"refused", "failed"})
 _ROUTED = frozenset({"launching", "ready"})  # a worker is there, or about to be: its clients wait a little
 _ORPHAN_GRACE_S = 5.0  # a worker may be launched a moment before its record is read
 
@@ -79,8 +80,13 @@ class Reconciler:
             self._controller.work_on(row)
 
     def _end_orphans(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
-        """Stop workers that no deployment owns, such as those of a profile whose controller was killed."""
-        owned = {from_json(row.worker, WorkerSpec).worker_id for row in rows if row.worker is not None}
+        """Stop workers that no deployment owns: those of a profile whose controller was killed, say, or one that
+        did not come to serve in time and would hold its memory for nobody."""
+        owned = {
+            from_json(row.worker, WorkerSpec).worker_id
+            for row in rows
+            if row.worker is not None and row.phase not in _GIVEN_UP
+        }
         present = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
         now = time.monotonic()
         orphans = present - owned - self._controller.profiler.workers
@@ -90,7 +96,11 @@ class Reconciler:
                 self._controller.end_worker(worker_id)
 
     def publish(self, rows: tuple[DeploymentRow, ...], node: NodeStatus | None) -> None:
-        """Write routes.json when its content changes. With the daemon away the last routes stay in force."""
+        """Write routes.json when its content changes. With the daemon away the last routes stay in force.
+
+        Raises:
+            UnavailableError: it cannot be written; it is tried again at the next pass.
+        """
         settings, store = self._controller.settings, self._controller.store
         if node is None and self._published is not None:
             return
@@ -116,8 +126,14 @@ class Reconciler:
             keys=keys,
             limits=GatewayLimits(),
         )
-        settings.run_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_file_atomically(settings.run_folder / "routes.json", to_json(table))
+        path = settings.run_folder / "routes.json"
+        try:
+            settings.run_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_file_atomically(path, to_json(table))
+        except OSError as error:
+            raise UnavailableError(
+                f"cannot write {path}: {error.strerror}; free space or mend the folder"
+            ) from error
         self._published = content
 
 

@@ -55,7 +55,9 @@ log = logging.getLogger(__name__)
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _JOBS_KEPT = 50
+_MAX_WAITING_JOBS = 20
 _MAX_DEPLOYMENTS = 200
+_MAX_ENDINGS = 16
 
 
 class Controller:
@@ -67,7 +69,9 @@ class Controller:
         self.gateway_process: Companion = gateway_companion(settings)
         self.profiler = Profiler(store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s)
         self._deployer = Deployer(settings, store, self.profiler, self.daemon, self.resolve, self._on_progress)
-        self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="deploy")
+        # As many threads as can have something to do, so that a removal never waits behind those who wait.
+        self._pool = ThreadPoolExecutor(max_workers=_MAX_DEPLOYMENTS + _MAX_ENDINGS, thread_name_prefix="deploy")
+        self._profile_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="profile")
         self._lock = threading.Lock()
         self._progress: dict[str, ProfileProgress] = {}
         self._active: set[int] = set()  # deployments with a job under way
@@ -157,7 +161,11 @@ class Controller:
         return self.store.profiles()
 
     def start_profile(self, body: ProfileBody) -> ProfileJobDocument:
-        """Begin a profile in the background; ask for it by its job id."""
+        """Begin a profile in the background; ask for it by its job id.
+
+        Raises:
+            UnavailableError: too many wait already.
+        """
         source = self.resolve(body.model, need_weights=False)
         engine = deployable_engine(body.engine)
         options = PlanBody().options(default_policy=self.settings.policy, load_threshold=0.5)
@@ -183,8 +191,12 @@ class Controller:
             else:
                 self._put_job(replace(job, status="done"))
 
+        with self._lock:
+            waiting = sum(known.status == "running" for known in self._jobs.values())
+        if waiting >= _MAX_WAITING_JOBS:
+            raise UnavailableError(f"{waiting} profiles are being taken or wait already; try again later")
         self._put_job(job)
-        self._pool.submit(work)
+        self._profile_pool.submit(work)
         return job
 
     def profile_job(self, job_id: str) -> ProfileJobDocument:
@@ -270,9 +282,9 @@ class Controller:
     def remove(self, name: str) -> DeploymentDocument:
         """Ask for a deployment's end; its worker is stopped in the background."""
         row = self.store.deployment(name)
-        self.store.update_deployment(row.id, desired="removed")
         self.store.add_event(row.id, "removing", f"{name}: removal asked for")
-        return self.deployment(name)
+        self.store.update_deployment(row.id, desired="removed")
+        return self._document(replace(row, desired="removed"), self.observe())  # it may be gone already
 
     def deployments(self) -> tuple[DeploymentDocument, ...]:
         node = self.observe()
@@ -341,7 +353,8 @@ class Controller:
         )
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._profile_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _worker(node: NodeStatus, worker_id: str) -> WorkerStatus | None:

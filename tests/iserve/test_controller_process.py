@@ -1,0 +1,103 @@
+"""The controller as a process: what it says when it cannot start, what it leaves, how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.procfs import start_time_ticks
+from iserve.state.store import Store
+
+
+def start(installation: Any, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """One that is expected to be refused."""
+    environment = installation.environment | ({} if home is None else {"ISERVE_HOME": str(home)})
+    command = [sys.executable, "-m", "iserve.controller"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """What it says last; before that it may have logged what it had started."""
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "is_folder", "what"),
+    [
+        ("run/controller.lock", True, "cannot write .*/controller.lock: Is a directory"),
+        ("logs", False, "cannot write .*/logs/daemon.log: File exists"),
+        ("run/routes.json", True, "cannot write .*/run/routes.json: Is a directory"),
+    ],
+)
+def test_a_home_that_cannot_be_written_is_one_line_and_leaves_nothing(
+    make_installation: Callable[..., Any], in_the_way: str, is_folder: bool, what: str
+) -> None:
+    installation = make_installation()
+    path = installation.home / in_the_way
+    path.parent.mkdir(parents=True)
+    path.mkdir() if is_folder else path.touch()
+    said = refusal(start(installation))
+    assert re.search(what, said), said
+    assert installation.processes() == {}
+    assert not (installation.home / "run" / "controller.json").exists()
+
+
+def test_a_home_that_cannot_be(make_installation: Callable[..., Any], one_line: Callable[..., str]) -> None:
+    assert "cannot write /dev/null/home/run/controller.lock" in one_line(
+        start(make_installation(), Path("/dev/null/home"))
+    )
+
+
+def test_a_state_of_a_newer_version_is_left_as_it_is(
+    make_installation: Callable[..., Any], one_line: Callable[..., str]
+) -> None:
+    installation = make_installation()
+    Store.open(installation.home / "state.db").close()
+    with sqlite3.connect(installation.home / "state.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    assert "another version of iServe" in one_line(start(installation))
+    assert not (installation.home / "run" / "controller.json").exists()
+    assert installation.processes() == {}
+
+
+def test_a_port_in_use_is_one_line_and_starts_nothing(
+    make_installation: Callable[..., Any], one_line: Callable[..., str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        installation = make_installation(ISERVE_API_PORT=str(port))
+        assert f"cannot listen on 127.0.0.1:{port}" in one_line(start(installation))
+    assert not (installation.home / "run" / "daemon.json").exists()
+
+
+def test_sigterm_ends_it_in_the_middle_of_a_profile(
+    make_installation: Callable[..., Any], until: Callable[..., Any]
+) -> None:
+    """Were the profile taken to its end, it would go on beside the next controller's, and both be wrong."""
+    installation = make_installation(ISERVE_PROFILE_SECONDS="45")
+    waiting = installation.start("deploy", "--json")
+    until(lambda: any(w.startswith("profile-") for w in installation.worker_pids()), "a profile is being taken")
+    pid = installation.record("controller").pid
+    started = start_time_ticks(pid)
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: start_time_ticks(pid) != started, "the controller has ended")
+    waiting.communicate(timeout=60)
+    store = Store.read_only(installation.home / "state.db")
+    assert store.profiles() == ()
+    assert store.deployment("iserve-demo").phase == "profiling"  # the next controller takes it up
+    store.close()
+    assert not (installation.home / "run" / "controller.json").exists()

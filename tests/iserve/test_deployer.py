@@ -1,0 +1,268 @@
+"""Deployments carried out by the controller against a real daemon whose workers are stand-ins, the daemon killed
+or short of memory at the worst moments. The profile of the demo model is a synthetic machine's."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.registry import get_engine
+from daemon.process import own_record, write_record
+from daemon.status import WorkerState
+from fingerprint.codec import to_json
+from fingerprint.config import DeploymentConfig
+from fingerprint.families import load_spec
+from iserve.api_types import DeployBody, DeploymentDocument
+from iserve.controller.deployer import worker_spec
+from iserve.controller.profiling import machine_key
+from iserve.controller.reconcile import Reconciler
+from iserve.controller.service import Controller
+from iserve.demo import demo_model_path
+from iserve.model_source import resolve
+from iserve.settings import Settings
+from iserve.state.store import Store
+from placement.types import Placement, StagePlacement
+from planner.plan import Ranked
+from tests.daemon.conftest import Node
+from tests.fingerprint.synthetic_machine import SyntheticMachine, Truth, take_profile
+
+Until = Callable[..., Any]
+
+
+class World:
+    """A controller in this process, its daemon beside it; this process poses as its gateway."""
+
+    def __init__(self, folder: Path) -> None:
+        self.node = Node(folder / "home")
+        self.settings = Settings(home=self.node.home, start_timeout_s=30.0, profile_seconds=1.0)
+        write_record(self.node.home / "run" / "gateway.json", own_record(url="http://127.0.0.1:1", token=""))
+        self.store = Store.open(self.node.home / "state.db")
+        self.controller = Controller(self.settings, self.store)
+
+    def start(self, **settings: object) -> None:
+        self.node.start(**settings)
+
+    def restart(self) -> None:
+        """The daemon killed and started again."""
+        self.node.signal_daemon(signal.SIGKILL)
+        self.node.start()
+
+    def know_demo(self, *, runtime_bytes: int) -> None:
+        """A profile of the demo model, by which every rank of it takes a little over ``runtime_bytes``."""
+        machine = SyntheticMachine(load_spec(demo_model_path()), Truth(runtime_bytes=runtime_bytes))
+        self.store.put_profile(take_profile(machine), machine_key(self.node.client.node(), get_engine("torch")))
+
+    def deploy(self, name: str = "a", **wish: Any) -> DeploymentDocument:
+        return self.controller.deploy(DeployBody(name=name, input_tokens=16, output_tokens=16, **wish))
+
+    def record(self, spec: WorkerSpec, name: str = "a") -> None:
+        """A deployment whose worker has been chosen and recorded, as when its controller was killed then."""
+        row = self.store.add_deployment(name, DeployBody(name=name).model_dump_json().encode())
+        self.store.update_deployment(row.id, phase="launching", worker=to_json(spec))
+
+    def work(self, name: str = "a") -> None:
+        self.controller.work_on(self.store.deployment(name))
+
+    def phase(self, name: str = "a") -> str:
+        return self.store.deployment(name).phase
+
+    def free_bytes(self) -> int:
+        return min(device.free_bytes for device in self.node.client.node().devices)
+
+    def states(self) -> dict[str, WorkerState]:
+        return {worker.spec.worker_id: worker.state for worker in self.node.client.workers()}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    try:
+        yield world
+    finally:
+        world.controller.close()
+        world.node.clear()
+        world.store.close()
+
+
+@pytest.fixture
+def ended(world: World, until: Until) -> Callable[..., str]:
+    """``ended("a")``: its phase once it has come to an end, and why for one that failed."""
+
+    def wait(name: str = "a") -> str:
+        until(lambda: world.phase(name) in {"ready", "refused", "failed"}, f"{name} is carried out")
+        row = world.store.deployment(name)
+        return row.phase if row.error is None else f"{row.phase}: {row.error}"
+
+    return wait
+
+
+def limits(memory_bytes: int) -> WorkerLimits:
+    return WorkerLimits(
+        max_batch=1,
+        max_batched_tokens=64,
+        max_context_tokens=64,
+        kv_tokens=64,
+        memory_bytes_per_device=memory_bytes,
+    )
+
+
+def test_a_daemon_killed_while_it_is_told_to_launch_is_told_again(
+    world: World, until: Until, ended: Callable[..., str]
+) -> None:
+    world.start()
+    world.record(world.node.spec("a-1"))
+    process = world.node.process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)  # it takes the request, and does not answer
+    world.work()
+    until(lambda: _unread_bytes(world.node.client.url), "the daemon is asked something")
+    world.restart()
+    assert ended() == "ready"
+    assert world.states() == {"a-1": WorkerState.READY}
+
+
+def _unread_bytes(url: str) -> bool:
+    """Whether a request waits at the port of ``url``, by the kernel's table of sockets."""
+    port = f":{int(url.rpartition(':')[2]):04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(words[1].endswith(port) and int(words[4].partition(":")[2], 16) > 0 for words in lines)
+
+
+def test_a_worker_that_died_unseen_with_its_daemon_is_launched_again(
+    world: World, until: Until, ended: Callable[..., str], kill: Callable[[int], None]
+) -> None:
+    world.start()
+    world.node.behave(slow_start_s=600)
+    world.record(world.node.spec("a-1"))
+    world.work()
+    until(lambda: (world.node.home / "workers" / "a-1" / "lease.json").exists(), "the worker starts")
+    world.node.signal_daemon(signal.SIGKILL)
+    kill(world.node.lease("a-1").keeper_pid)
+    world.node.behave()
+    world.node.start()
+    assert ended() == "ready"
+
+
+def test_a_worker_that_does_not_serve_in_time_gives_its_memory_back(
+    world: World, until: Until, ended: Callable[..., str]
+) -> None:
+    world.start()
+    world.node.behave(slow_start_s=600)
+    world.controller.close()
+    world.controller = Controller(Settings(home=world.node.home, start_timeout_s=0.5), world.store)
+    world.record(world.node.spec("a-1", limits=limits(world.free_bytes() // 2)))
+    world.work()
+    assert "is starting, not ready, after" in ended()
+    reconciler = Reconciler(world.controller)
+
+    def nothing_runs() -> bool:
+        reconciler.tick()
+        return world.states() == {}
+
+    until(nothing_runs, "the worker of the failed deployment is ended")
+    assert world.phase() == "failed"
+
+
+def test_a_launch_that_the_daemon_refuses_says_why(world: World, ended: Callable[..., str]) -> None:
+    world.start(max_workers=1)
+    world.node.ready("other")
+    world.record(world.node.spec("a-1"))
+    world.work()
+    assert ended() == "failed: 1 workers are there already, the most allowed; stop one"
+
+
+def test_a_deployment_whose_place_is_taken_is_planned_anew(world: World, ended: Callable[..., str]) -> None:
+    """As after `iserve down`, something else started, and `iserve up`."""
+    world.start()
+    world.know_demo(runtime_bytes=64 * 2**20)
+    one_gpu = (StageAssignment(device_ids=("cpu:0",), num_layers=8),)
+    too_much = limits(world.free_bytes() * 2)
+    world.record(world.node.spec("a-1", stages=one_gpu, limits=too_much))
+    world.work()
+    assert ended() == "ready"
+    (worker,) = world.node.client.workers()
+    assert worker.spec.worker_id == "a-1"
+    assert worker.spec.limits.memory_bytes_per_device < world.free_bytes()
+
+
+def test_two_deploys_at_once_choose_one_after_the_other(world: World, ended: Callable[..., str]) -> None:
+    """Each takes more than half of a device: the second sees what the first was promised."""
+    world.start()
+    world.know_demo(runtime_bytes=int(world.free_bytes() * 0.6))
+    threads = [threading.Thread(target=world.deploy, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [ended("a"), ended("b")] == ["ready", "ready"]
+    devices = [world.controller.deployment(name).device_ids for name in ("a", "b")]
+    assert sorted(devices) == [("cpu:0",), ("cpu:1",)]
+
+
+def test_memory_lent_to_a_profile_is_waited_for_and_a_removal_waits_for_nobody(
+    world: World, until: Until, ended: Callable[..., str]
+) -> None:
+    world.start()
+    world.know_demo(runtime_bytes=int(world.free_bytes() * 0.6))
+    both = (
+        StageAssignment(device_ids=("cpu:0",), num_layers=1),
+        StageAssignment(device_ids=("cpu:1",), num_layers=1),
+    )
+    lent = limits(int(world.free_bytes() * 0.8))
+    with world.controller.profiler.paused(lambda: None):  # as while a profile is taken
+        world.node.ready("profile", config=DeploymentConfig(pp=2), stages=both, limits=lent, profiling=True)
+        world.deploy("a")
+        many = [f"waiting-{number}" for number in range(40)]
+        for name in many:
+            world.deploy(name)
+        until(lambda: {world.phase(name) for name in ("a", *many)} == {"planning"}, "all wait for their turn")
+        for name in many:
+            assert world.controller.remove(name).status == "removing"
+        reconciler = Reconciler(world.controller)
+
+        def others_are_gone() -> bool:
+            for row in world.store.deployments():
+                reconciler._settle(row, world.controller.observe())
+            return [row.name for row in world.store.deployments()] == ["a"]
+
+        until(others_are_gone, "the removed are gone")
+        assert world.phase("a") == "planning"
+        world.node.client.stop("profile")
+    assert ended("a") == "ready"
+
+
+def test_removing_what_is_removed_meanwhile_is_no_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.start()
+    row = world.store.add_deployment("a", DeployBody(name="a").model_dump_json().encode())
+    update = world.store.update_deployment
+
+    def and_gone(deployment_id: int, **changes: Any) -> None:
+        update(deployment_id, **changes)
+        world.store.delete_deployment(deployment_id)  # the reconciler is quick
+
+    monkeypatch.setattr(world.store, "update_deployment", and_gone)
+    assert world.controller.remove("a").status == "removing"
+    assert world.store.deployment_by_id(row.id) is None
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "limit_bytes"),
+    [
+        pytest.param(2000, 1020, id="room"),
+        pytest.param(1010, 1010, id="little"),
+        pytest.param(1000, 1000, id="exactly-what-was-placed"),
+    ],
+)
+def test_what_was_placed_is_never_refused_for_the_headroom(free_bytes: int, limit_bytes: int) -> None:
+    stage = StagePlacement(node_id="n", device_ids=("cpu:0",), first_layer=0, num_layers=8, bytes_per_gpu=1000)
+    best = Ranked(DeploymentConfig(), None, 1.0, 1.0, True, layout=Placement((stage,)))
+    source = resolve(str(demo_model_path()), {})
+    options = DeployBody().options(default_policy="hybrid", load_threshold=0.5)
+    spec = worker_spec("a", source, "a-1", best, options.workload, {"cpu:0": free_bytes, "cpu:1": 1})
+    assert spec.limits.memory_bytes_per_device == limit_bytes
