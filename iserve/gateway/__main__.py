@@ -9,9 +9,11 @@ import argparse
 import errno
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +29,7 @@ __all__ = ["main"]
 
 _EXIT_PORT_IN_USE = 98  # EADDRINUSE on Linux
 _BACKLOG = 2048
+_MAX_FILES = 65_536
 _GC_THRESHOLDS = (50_000, 50, 50)  # docs/decisions/0006-gateway.md
 
 
@@ -37,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _end)  # uvicorn re-raises the signal after its clean shutdown; then exit with 0
     run = args.home / "run"
     record_path = run / "gateway.json"
+    _raise_file_limit()
     try:
         listener = _listen(args.host, args.port)
     except OSError as error:
@@ -113,6 +117,21 @@ def _end(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
+def _raise_file_limit() -> None:
+    """A stream takes two files, ours and the worker's; the usual soft limit of 1024 would end at 500 streams."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise ValueError(text)
+    return port
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="iserve.gateway", description=__doc__.splitlines()[0] if __doc__ else None
@@ -120,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--home", type=Path, required=True, help="the ISERVE_HOME whose run/routes.json is served")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
-        "--port", type=int, default=8080, help="0 lets the system choose; run/gateway.json then says"
+        "--port", type=_port, default=8080, help="0 lets the system choose; run/gateway.json then says"
     )
     parser.add_argument("--grace", type=int, default=30, help="seconds that streams may go on after SIGTERM")
     return parser

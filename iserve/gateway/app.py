@@ -83,8 +83,7 @@ class Gateway:
             table = self.routes.table
             assert table is not None
             assert self._session is not None
-            for name in self.dispatcher.update(table):
-                self.metrics.forget(name)
+            self.dispatcher.update(table)
             self._budget.max_bytes = _HELD_BODIES * table.limits.max_body_bytes
 
     async def _poll(self) -> None:
@@ -133,7 +132,7 @@ class Gateway:
             _need_method(method, "GET", "HEAD")
             await reply.whole(200, msgspec.json.encode({"status": "ready", "routes_version": table.version}))
             return
-        check_access(path, headers, table)
+        check_access(path, headers, table, local_address=(scope.get("server") or ("", 0))[0])
         if path in _INFERENCE:
             _need_method(method, "POST")
             await self._infer(path, table, headers, incoming, reply)

@@ -1,8 +1,15 @@
-"""Who may ask. Decides on the request path and the Authorization header; never looks at ``Host``."""
+"""Who may ask: whoever has a key; where none is needed, whoever is no web page from elsewhere.
+
+Which path is asked for is read from the request line, never from ``Host``. That header can only refuse: a web page
+whose own name was made to lead to this machine (DNS rebinding) may send us anything and read the answer, but its
+browser says the page's name there.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from iserve.gateway.errors import ApiError
 from iserve.keys import find_key
@@ -13,13 +20,30 @@ __all__ = ["OPEN_PATHS", "check_access"]
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # everything else is closed by default, paths not known included
 
 
-def check_access(path: str, headers: Iterable[tuple[bytes, bytes]], table: RouteTable) -> None:
+def check_access(
+    path: str, headers: Iterable[tuple[bytes, bytes]], table: RouteTable, *, local_address: str
+) -> None:
     """Return if the request may go on. Both scopes may do all that the gateway offers.
 
+    Args:
+        local_address: our end of the connection.
+
     Raises:
-        ApiError: 401, without saying whether the key ever existed.
+        ApiError: 401, without saying whether the key ever existed; 403 over loopback, without keys, for a ``Host``
+            that is a domain of the internet.
     """
-    if not table.auth_required or path in OPEN_PATHS:
+    if path in OPEN_PATHS:
+        return
+    if not table.auth_required:
+        if _is_loopback(local_address):
+            for name, value in headers:
+                if name == b"host" and _is_foreign(host := value.decode("latin-1")):
+                    raise ApiError(
+                        403,
+                        f"without API keys this gateway answers to localhost and to IP addresses, not to "
+                        f"{host[:100]!r}; ask so, or have keys required (ISERVE_REQUIRE_KEYS=1)",
+                        "host_not_allowed",
+                    )
         return
     presented = [value for name, value in headers if name == b"authorization"]
     if not presented:
@@ -29,3 +53,26 @@ def check_access(path: str, headers: Iterable[tuple[bytes, bytes]], table: Route
     kind, _, key = presented[0].decode("latin-1").partition(" ")
     if len(presented) != 1 or kind.lower() != "bearer" or find_key(key.strip(), table.keys) is None:
         raise ApiError(401, "the API key is not valid; make one with the deployment's operator", "invalid_api_key")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_foreign(host: str) -> bool:
+    """Whether ``Host`` names what a stranger could own: no IP address, not localhost, not a bare name."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # brackets that do not match
+        return True
+    name = name.rstrip(".")
+    if "." not in name or name.endswith(".localhost"):
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return True
+    return False

@@ -119,8 +119,10 @@ class Deployment:
             await asyncio.wait((turn,), timeout=min(READY_WAIT_S, max(0.0, deadline_s - loop.time())))
             if turn.done():
                 return turn.result()
-            if not self.num_ready or loop.time() >= deadline_s:
+            if not self.num_ready:
                 raise ApiError.no_ready_worker(self.route.name, math.ceil(READY_WAIT_S))
+            if loop.time() >= deadline_s:
+                raise ApiError.no_turn(self.route.name, self.max_wait_s)
 
     def _is_ready(self, worker: WorkerTarget) -> bool:
         if not worker.ready:
@@ -159,8 +161,8 @@ class Dispatcher:
     def __init__(self) -> None:
         self.deployments: dict[str, Deployment] = {}
 
-    def update(self, table: RouteTable) -> frozenset[str]:
-        """Follow a new table; the names that are gone."""
+    def update(self, table: RouteTable) -> None:
+        """Follow a new table."""
         limits = table.limits
         new: dict[str, Deployment] = {}
         for route in table.routes:
@@ -170,8 +172,6 @@ class Dispatcher:
             else:
                 deployment.update(route, limits.max_queue, limits.upstream_timeout_s)
             new[route.name] = deployment
-        gone = self.deployments.keys() - new.keys()
-        for name in gone:
+        for name in self.deployments.keys() - new.keys():
             self.deployments[name].close()
         self.deployments = new
-        return frozenset(gone)

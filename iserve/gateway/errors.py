@@ -72,6 +72,15 @@ class ApiError(IserveError):
         )
 
     @classmethod
+    def no_turn(cls, deployment: str, waited_s: float) -> ApiError:
+        return cls(
+            503,
+            f"no worker of {deployment!r} had room within {waited_s:g} s; it is busy, try again later",
+            "queue_timeout",
+            retry_after_s=_RETRY_SOON_S,
+        )
+
+    @classmethod
     def no_ready_worker(cls, deployment: str, retry_after_s: int) -> ApiError:
         return cls(
             503,

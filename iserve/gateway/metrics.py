@@ -24,6 +24,7 @@ class GatewayMetrics:
     """One registry of its own; ``page()`` is the text of /metrics."""
 
     def __init__(self, dispatcher: Dispatcher, routes: RoutesFile) -> None:
+        self._dispatcher = dispatcher
         self._registry = registry = CollectorRegistry()
         registry.register(_LiveState(dispatcher, routes))
 
@@ -83,8 +84,7 @@ class GatewayMetrics:
     def client_left(self, deployment: str) -> None:
         self._left.labels(deployment).inc()
 
-    def forget(self, deployment: str) -> None:
-        """Drop the series of a deployment that is no more."""
+    def _forget(self, deployment: str) -> None:
         for series in self._statuses.pop(deployment, ()):
             self._requests.remove(deployment, *series)
         per_deployment = (self._prompt, self._completion, self._retries, self._cuts, self._left)
@@ -92,6 +92,9 @@ class GatewayMetrics:
             metric.remove(deployment)
 
     def page(self) -> bytes:
+        # Only here: a stream may outlive its deployment and count to the end.
+        for gone in self._statuses.keys() - self._dispatcher.deployments.keys():
+            self._forget(gone)
         return generate_latest(self._registry)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
@@ -24,7 +25,10 @@ from iserve.routes import WorkerTarget
 __all__ = ["InferenceRequest", "forward"]
 
 _CONNECT_S = 2.0
+_LINGER_S = 1.0  # for the worker's end of a stream that is complete, so that its connection can be used again
 _MAX_ANSWER_BYTES = 256 * 2**20  # of an answer that is not streamed
+
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
 
 _log = logging.getLogger(__name__)
 
@@ -70,14 +74,12 @@ async def forward(
     """
     name = deployment.route.name
     loop = asyncio.get_running_loop()
-    # The longest silence of a worker, not the longest answer.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=deployment.max_wait_s)
     avoid, give_up_s = "", math.inf
     failed_before = False
     while True:
         target = await deployment.acquire(request.ticket, avoid)
         try:
-            await _attempt(request, name, target, timeout, session, reply, metrics)
+            await _attempt(request, name, target, deployment.max_wait_s, session, reply, metrics)
             return
         except _NotReachedError:
             deployment.mark_down(target)
@@ -99,17 +101,19 @@ async def _attempt(
     request: InferenceRequest,
     name: str,
     target: WorkerTarget,
-    timeout: aiohttp.ClientTimeout,
+    silence_s: float,
     session: aiohttp.ClientSession,
     reply: Reply,
     metrics: GatewayMetrics,
 ) -> None:
+    """One worker's try. ``silence_s`` bounds the longest silence of the worker, not the longest answer."""
     headers = {"Content-Type": "application/json", "X-Request-Id": request.request_id.decode("latin-1")}
     url = target.url.rstrip("/") + request.endpoint
     try:
-        response = await session.post(
-            url, data=request.body, headers=headers, timeout=timeout, allow_redirects=False
-        )
+        async with asyncio.timeout(silence_s):
+            response = await session.post(
+                url, data=request.body, headers=headers, timeout=_TIMEOUT, allow_redirects=False
+            )
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise _NotReachedError from error
     except TimeoutError as error:
@@ -118,18 +122,20 @@ async def _attempt(
         raise _NotBegunError(f"failed ({error!r})", _worker_lost(name)) from error
     try:
         if response.content_type == "text/event-stream" and response.status == 200:
-            await _relay_stream(request, name, response, reply, metrics)
+            await _relay_stream(request, name, response, silence_s, reply, metrics)
         else:
-            await _relay_whole(name, response, reply, metrics)
+            await _relay_whole(name, response, silence_s, reply, metrics)
     except BaseException:
         response.close()  # ends the worker's side at once; it must not generate for nobody
         raise
     response.release()
 
 
-async def _relay_whole(name: str, response: aiohttp.ClientResponse, reply: Reply, metrics: GatewayMetrics) -> None:
+async def _relay_whole(
+    name: str, response: aiohttp.ClientResponse, silence_s: float, reply: Reply, metrics: GatewayMetrics
+) -> None:
     try:
-        body = await _read_bounded(response, name)
+        body = await _read_bounded(response, name, silence_s)
     except TimeoutError as error:
         raise ApiError(504, f"{name!r} stopped in the middle of its answer", "upstream_timeout") from error
     except (aiohttp.ClientError, ConnectionError) as error:
@@ -145,10 +151,22 @@ async def _relay_whole(name: str, response: aiohttp.ClientResponse, reply: Reply
     await reply.whole(status, body)
 
 
-async def _read_bounded(response: aiohttp.ClientResponse, name: str) -> bytes:
+async def _read(response: aiohttp.ClientResponse, silence_s: float) -> bytes:
+    """What has come; empty at the end.
+
+    Raises:
+        TimeoutError: nothing came. The timer is ours: after a malformed chunk aiohttp's own is off, and its read
+            would never end.
+        aiohttp.ClientError, ConnectionError: the answer broke off.
+    """
+    async with asyncio.timeout(silence_s):
+        return await response.content.readany()
+
+
+async def _read_bounded(response: aiohttp.ClientResponse, name: str, silence_s: float) -> bytes:
     parts: list[bytes] = []
     size = 0
-    async for part in response.content.iter_any():
+    while part := await _read(response, silence_s):
         parts.append(part)
         size += len(part)
         if size > _MAX_ANSWER_BYTES:
@@ -157,12 +175,17 @@ async def _read_bounded(response: aiohttp.ClientResponse, name: str) -> bytes:
 
 
 async def _relay_stream(
-    request: InferenceRequest, name: str, response: aiohttp.ClientResponse, reply: Reply, metrics: GatewayMetrics
+    request: InferenceRequest,
+    name: str,
+    response: aiohttp.ClientResponse,
+    silence_s: float,
+    reply: Reply,
+    metrics: GatewayMetrics,
 ) -> None:
     frames = FrameBuffer()
     failure = "the worker went away"
     try:
-        async for chunk in response.content.iter_any():
+        while chunk := await _read(response, silence_s):
             data = frames.feed(chunk)
             if not data:
                 continue
@@ -170,6 +193,8 @@ async def _relay_stream(
                 metrics.first_token(name, asyncio.get_running_loop().time() - request.arrived_s)
                 await reply.begin_stream(200, b"text/event-stream; charset=utf-8")
             await reply.piece(data)
+            if b"[DONE]" in data and frames.is_done:  # complete, whatever the connection does now
+                break
     except TimeoutError:
         failure = "the worker fell silent"
     except (aiohttp.ClientError, ConnectionError) as error:
@@ -184,6 +209,8 @@ async def _relay_stream(
         metrics.tokens(name, frames.usage())
     if frames.is_done:
         await reply.end()
+        with suppress(TimeoutError, aiohttp.ClientError, ConnectionError):
+            await _read(response, _LINGER_S)
     elif frames.ended_in_error:
         metrics.cut(name)
         await reply.end()

@@ -51,7 +51,7 @@ class FakeWorker:
     header_names: list[set[str]] = field(default_factory=list)
     cancelled: int = 0  # requests whose connection went away before they were answered
     url: str = ""
-    go_on: threading.Event = field(default_factory=threading.Event)  # what modes "hold" and "wait" wait for
+    go_on: threading.Event = field(default_factory=threading.Event)  # what "hold", "wait" and others wait for
 
     def start(self) -> FakeWorker:
         started = threading.Event()
@@ -147,10 +147,16 @@ class FakeWorker:
                     return self._abort(request, response)
         if (asked.get("stream_options") or {}).get("include_usage"):
             await response.write(_frame({**head, "choices": [], "usage": USAGE}))
+        if mode == "bad-chunk":
+            assert request.transport is not None
+            request.transport.write(b"no length\r\n")
+            await self._held()
         if mode == "own-error":
             await response.write(_frame({"error": {"message": "out of pages", "type": "server_error"}}))
         elif mode != "no-done":
             await response.write(b"data: [DONE]\n\n")
+        if mode == "done-hold":
+            await self._held()
         return response
 
     async def _held(self) -> None:
@@ -196,17 +202,9 @@ class GatewayProcess:
         self.port = 0
         (home / "run").mkdir(parents=True, exist_ok=True)
 
-    def start(self, *options: str) -> GatewayProcess:
-        argv = [
-            sys.executable,
-            "-m",
-            "iserve.gateway",
-            "--home",
-            str(self.home),
-            "--port",
-            str(self.port),
-            *options,
-        ]
+    def start(self, *options: str, wrapper: tuple[str, ...] = ()) -> GatewayProcess:
+        argv = [*wrapper, sys.executable, "-m", "iserve.gateway"]
+        argv += ["--home", str(self.home), "--port", str(self.port), *options]
         self.log = (self.home / "gateway.log").open("ab")
         env = {**os.environ, "PYTHONPATH": str(REPO)}
         self.process = subprocess.Popen(argv, stderr=self.log, cwd=self.home, env=env)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
@@ -122,6 +123,19 @@ class TestWorkerFails:
         assert (gateway.complete().status, gateway.complete().error["code"]) == (504, "upstream_timeout")
         worker.mode = "hold"
         assert "fell silent" in json.loads(frames(gateway.complete(stream=True).body)[-1])["error"]["message"]
+
+    def test_a_malformed_chunk_does_not_hold_a_stream_for_ever(self, gateway, make_worker, make_route) -> None:
+        worker = make_worker("bad-chunk")
+        gateway.publish(make_route(worker.target()), limits=GatewayLimits(upstream_timeout_s=0.3))
+        data = frames(gateway.complete(stream=True).body)
+        assert json.loads(data[-1])["error"]["code"] == "stream_cut"
+
+    def test_a_complete_stream_ends_whatever_its_connection_does(self, gateway, worker, until) -> None:
+        worker.mode = "done-hold"
+        assert frames(gateway.complete(stream=True).body)[-1] == "[DONE]"
+        until(
+            lambda: gateway.metric('iserve_gateway_outstanding_requests{deployment="m"}') == 0, "its place is free"
+        )
 
 
 class TestRestart:
@@ -239,6 +253,18 @@ class TestRoutes:
         assert response.read().endswith(b"data: [DONE]\n\n")
         connection.close()
 
+    def test_a_stream_outlives_its_deployment_and_leaves_no_series(
+        self, gateway, make_worker, make_route, until
+    ) -> None:
+        worker = make_worker("hold")
+        gateway.publish(make_route(worker.target()))
+        connection, response = open_stream(gateway)
+        gateway.publish()
+        worker.go_on.set()
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        until(lambda: b'deployment="m"' not in gateway.ask("GET", "/metrics").body, "its series are gone")
+
     @pytest.mark.parametrize(
         "content",
         [
@@ -343,6 +369,24 @@ class TestProcess:
         (line,) = done.stderr.splitlines()
         assert str(gateway.port) in line
         assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize("port", ["-1", "65536", "http"])
+    def test_a_port_that_is_none_is_a_usage_error(self, tmp_path, port) -> None:
+        argv = [sys.executable, "-m", "iserve.gateway", "--home", str(tmp_path), "--port", port]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+
+    def test_it_serves_more_connections_than_the_soft_limit_of_files(
+        self, tmp_path, own_gateway, make_worker, make_route
+    ) -> None:
+        own_gateway.stop()
+        own_gateway.start(wrapper=("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh"))
+        own_gateway.publish(make_route(make_worker().target()))
+        with ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(("127.0.0.1", own_gateway.port)))
+            assert own_gateway.complete().status == 200
 
     def test_an_address_that_is_not_ours_is_exit_1_and_one_line(self, tmp_path) -> None:
         argv = [sys.executable, "-m", "iserve.gateway", "--home", str(tmp_path), "--host", "192.0.2.1"]

@@ -215,6 +215,39 @@ class TestPaths:
         assert gateway.ask("GET", "/healthz").status == 200
         assert gateway.ask("GET", "/readyz").status == 200
 
+    @pytest.mark.parametrize(
+        ("host", "status"),
+        [
+            ("localhost:8080", 200),
+            ("127.0.0.1:8080", 200),
+            ("[::1]:8080", 200),
+            ("app.localhost", 200),
+            ("workstation:8080", 200),
+            ("10.0.0.7", 200),
+            ("evil.example", 403),
+            ("evil.example:8080", 403),
+            ("127.0.0.1.evil.example", 403),
+            ("localhost.evil.example.", 403),
+            ("[::1", 403),
+        ],
+    )
+    def test_without_keys_no_foreign_name_is_answered(self, gateway, worker, host, status) -> None:
+        """A web page whose name was made to lead here would otherwise read the answers (DNS rebinding)."""
+        answer = gateway.ask("GET", "/v1/models", headers={"Host": host})
+        assert answer.status == status
+        if status == 403:
+            assert answer.error["code"] == "host_not_allowed"
+            body = {"model": "m", "prompt": "x"}
+            assert gateway.ask("POST", "/v1/completions", body, {"Host": host}).status == 403
+            assert worker.bodies == []
+
+    def test_with_keys_any_name_is_answered(self, gateway, make_route) -> None:
+        """Whoever has a key is no stranger, and behind a proxy the name is the proxy's."""
+        key, record = new_key()
+        gateway.publish(make_route(), keys=(record,), auth_required=True)
+        headers = {"Host": "llm.example", "Authorization": f"Bearer {key}"}
+        assert gateway.ask("GET", "/v1/models", headers=headers).status == 200
+
 
 NESTED = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='[]{}"\\a,:'),

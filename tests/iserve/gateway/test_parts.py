@@ -166,6 +166,18 @@ class TestQueue:
 
         asyncio.run(run())
 
+    def test_who_waits_for_a_busy_worker_is_told_so(self) -> None:
+        async def run() -> None:
+            line = deployment(1)
+            line.max_wait_s = 0.01
+            await line.acquire(0)
+            with pytest.raises(ApiError, match="busy") as caught:
+                await line.acquire(1)
+            assert (caught.value.status, caught.value.code) == (503, "queue_timeout")
+            assert line.num_waiting == 0
+
+        asyncio.run(run())
+
     def test_a_full_queue_refuses(self) -> None:
         async def run() -> None:
             line = deployment(1, max_queue=0)
