@@ -15,14 +15,14 @@ projections are replicated; that is added from the spec.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload, even_split
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
-from fingerprint.measurements import MemoryPoint, Profile, RankMemory
+from fingerprint.estimators.memory_points import BytesOf, Degree, Peak, Steps, along_tokens, in_format
+from fingerprint.measurements import MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
 
 __all__ = ["M2", "KvCheck", "MemoryTerms"]
@@ -75,95 +75,7 @@ class _Part:
         return self.split / tp + self.whole
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """Bytes of a rank against the layers it holds."""
-
-    layer: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Peak:
-    """Bytes and how far they may be off."""
-
-    value: float
-    error: float
-
-
-class _Degree:
-    """The memory points of one weight format at one (tp, pp)."""
-
-    def __init__(self, tp: int, pp: int, points: Iterable[MemoryPoint]) -> None:
-        self.tp, self.pp, self.points = tp, pp, tuple(points)
-
-    def weights(self, stage: int) -> dict[int, float]:
-        """Layers on the stage -> weight bytes of its fullest rank."""
-        found: dict[int, float] = {}
-        for point in self.points:
-            layers = point.num_layers // self.pp
-            held = max(rank.weights_bytes for rank in point.ranks if rank.stage == stage)
-            found[layers] = max(found.get(layers, 0.0), held)
-        return found
-
-    def line(self, stage: int, layer: float | None = None) -> _Line:
-        """Through the depths measured; with one depth, ``layer`` must be given."""
-        held = self.weights(stage)
-        (low, high) = (min(held), max(held))
-        slope = (held[high] - held[low]) / (high - low) if high > low else layer
-        if slope is None:
-            raise NotMeasuredError(
-                f"the weights of one layer at tp={self.tp} pp={self.pp} need fingerprints of two depths"
-            )
-        return _Line(slope, max(0.0, held[high] - high * slope))
-
-    def peak(self, bytes_of: Callable[[RankMemory], int], tokens: int, stage: int | None = None) -> _Peak:
-        """Largest over the ranks (of one stage) for a step of ``tokens``, at the deepest fingerprint.
-
-        Linear in tokens between and beyond the measured steps (a single step: proportional); half of what lies
-        beyond the measured range counts as error, and so does the growth from the depth before. It is not
-        extrapolated in layers as the paper does with the whole: inference frees a layer's activations, so the
-        peak stops growing once two layers overlap (measured on the embedded engine: 6.57 MB with one layer, 7.09
-        MB with two and with eight; linear growth would have said 10.24 MB).
-        """
-        by_depth: dict[int, dict[int, float]] = {}
-        for point in self.points:
-            steps = by_depth.setdefault(point.num_layers, {})
-            held = max(bytes_of(rank) for rank in point.ranks if stage is None or rank.stage == stage)
-            steps[point.max_batched_tokens] = max(steps.get(point.max_batched_tokens, 0.0), held)
-        at_depth = [_along_tokens(steps, tokens) for _, steps in sorted(by_depth.items())]
-        value, error = at_depth[-1]
-        growth = abs(value - at_depth[-2][0]) if len(at_depth) > 1 else 0.0
-        return _Peak(value, error + growth)
-
-    @property
-    def runtime_bytes(self) -> list[int]:
-        return [rank.runtime_bytes for point in self.points for rank in point.ranks]
-
-    def total(self, num_layers: int) -> float:
-        """All ranks of the full model at the largest step, runtime and KV taken off."""
-        most = max(point.max_batched_tokens for point in self.points)
-        at_most = sorted((p for p in self.points if p.max_batched_tokens == most), key=lambda p: p.num_layers)
-        weights = {p.num_layers: float(sum(rank.weights_bytes for rank in p.ranks)) for p in at_most}
-        low, high = min(weights), max(weights)
-        if high == low and high != num_layers:
-            raise NotMeasuredError(f"tp={self.tp} pp={self.pp} was measured at one depth, two are needed")
-        slope = (weights[high] - weights[low]) / (high - low) if high > low else 0.0
-        rest = sum(rank.activation_peak_bytes + rank.pp_buffer_bytes for rank in at_most[-1].ranks)
-        return weights[high] + slope * (num_layers - high) + rest
-
-
-def _along_tokens(steps: dict[int, float], tokens: int) -> tuple[float, float]:
-    ordered = sorted(steps.items())
-    nearest = min(max(tokens, ordered[0][0]), ordered[-1][0])
-    if len(ordered) == 1:
-        value = ordered[0][1] * tokens / ordered[0][0] if ordered[0][0] else ordered[0][1]
-        return value, abs(value - ordered[0][1]) / 2
-    pairs = list(pairwise(ordered))
-    (x0, y0), (x1, y1) = next((pair for pair in pairs if tokens <= pair[1][0]), pairs[-1])
-    slope = max(0.0, (y1 - y0) / (x1 - x0))
-    value = max(0.0, y1 + slope * (tokens - x1))
-    return value, slope * abs(tokens - nearest) / 2
+_Degrees = dict[tuple[WeightFormat, int, int], Degree]
 
 
 class M2:
@@ -177,11 +89,12 @@ class M2:
     def __init__(self, profile: Profile, *, max_batched_tokens: int = 8192) -> None:
         self._spec = profile.spec
         self._max_batched_tokens = max_batched_tokens
-        self._degrees: dict[tuple[WeightFormat, int, int], _Degree] = {}
+        self._degrees: _Degrees = {}
         for weights, tp, pp in sorted({(p.weights, p.tp, p.pp) for p in profile.memory}):
             points = [p for p in profile.memory if (p.weights, p.tp, p.pp) == (weights, tp, pp) and p.ranks]
             if points:
-                self._degrees[weights, tp, pp] = _Degree(tp, pp, points)
+                self._degrees[weights, tp, pp] = Degree(weights, tp, pp, points)
+        self._degrees |= _borrowed(self._degrees)
         self.kv_checks = _kv_checks(profile.spec, profile.memory)
         self._models = {w: self._weights_model(w) for w in sorted({key[0] for key in self._degrees})}
 
@@ -245,7 +158,7 @@ class M2:
             pp_buffer_bytes=_whole(buffer.value),
             runtime_bytes=_whole(runtime.value),
             relative_error=ACCOUNTING_ERROR + error / max(total, 1.0),
-            source=Source.EXTRAPOLATED,
+            source=Source.SCALED if self._is_borrowed(config) else Source.EXTRAPOLATED,
         )
 
     @property
@@ -253,18 +166,26 @@ class M2:
         """(weights, tp, pp) of every point."""
         return tuple(self._degrees)
 
-    def _degree(self, weights: WeightFormat, tp: int, pp: int) -> _Degree | None:
+    def _degree(self, weights: WeightFormat, tp: int, pp: int) -> Degree | None:
         return self._degrees.get((weights, tp, pp))
 
-    def _wider(self, weights: WeightFormat) -> _Degree | None:
+    def _wider(self, weights: WeightFormat) -> Degree | None:
         """The smallest tp above 1 at pp = 1."""
         found = [d for (w, tp, pp), d in self._degrees.items() if w == weights and tp > 1 and pp == 1]
         return min(found, key=lambda d: d.tp, default=None)
 
-    def _staged(self, weights: WeightFormat) -> _Degree | None:
+    def _staged(self, weights: WeightFormat) -> Degree | None:
         """The smallest pp above 1 at tp = 1."""
         found = [d for (w, tp, pp), d in self._degrees.items() if w == weights and tp == 1 and pp > 1]
         return min(found, key=lambda d: d.pp, default=None)
+
+    def _is_borrowed(self, config: DeploymentConfig) -> bool:
+        """Whether what ``config`` rests on beside tp = pp = 1 was measured in another format."""
+        rests_on = [
+            self._wider(config.weights) if config.tp > 1 else None,
+            self._staged(config.weights) if config.pp > 1 else None,
+        ]
+        return any(degree is not None and degree.borrowed_from is not None for degree in rests_on)
 
     def _weights_model(self, weights: WeightFormat) -> _WeightsModel | None:
         base = self._degree(weights, 1, 1)
@@ -272,9 +193,43 @@ class M2:
             None if base is None else _WeightsModel(self._spec, base, self._wider(weights), self._staged(weights))
         )
 
-    def _activation(self, config: DeploymentConfig, tokens: int) -> _Peak:
-        def peak(degree: _Degree) -> _Peak:
-            return degree.peak(lambda rank: rank.activation_peak_bytes, tokens)
+    def _peak(self, degree: Degree, bytes_of: BytesOf, tokens: int, stage: int | None = None) -> Peak:
+        """Largest over the ranks (of one stage) for a step of ``tokens``, at the deepest fingerprint.
+
+        The growth from the depth before counts as error. It is not extrapolated in layers as the paper does with
+        the whole: inference frees a layer's activations, so the peak stops growing once two layers overlap
+        (measured on the embedded engine: 6.57 MB with one layer, 7.09 MB with two and with eight; linear growth
+        would have said 10.24 MB).
+        """
+        growth = self._growth(degree, bytes_of, stage)
+        by_depth = sorted(degree.steps(bytes_of, stage).items())
+        at_depth = [along_tokens(steps, tokens, growth) for _, steps in by_depth]
+        deepest = at_depth[-1]
+        doubt = abs(deepest.value - at_depth[-2].value) if len(at_depth) > 1 else 0.0
+        if degree.borrowed_from is not None:  # how far the other format's own bytes are from this
+            doubt += abs(deepest.value - self._peak(degree.borrowed_from, bytes_of, tokens, stage).value) / 2
+        return Peak(deepest.value, deepest.error + doubt)
+
+    def _growth(self, degree: Degree, bytes_of: BytesOf, stage: int | None) -> Steps | None:
+        """Two steps or more of what is most like ``degree``: another depth, the format elsewhere, another format.
+
+        A profile that was cut short has fingerprints that ran one step only. The part of a peak that does not grow
+        (int8 weights made 16-bit for one product) may be most of it, so the tokens alone do not tell.
+        """
+
+        def unlike(other: Degree) -> tuple[float, ...]:
+            apart = abs(math.log2(other.tp / degree.tp)) + abs(math.log2(other.pp / degree.pp))
+            return (other is not degree, other.format != degree.format, apart, other.tp)
+
+        for other in sorted(self._degrees.values(), key=unlike):
+            for _, steps in sorted(other.steps(bytes_of, stage).items(), reverse=True):
+                if len(steps) > 1 and max(steps.values()) > 0:
+                    return steps
+        return None
+
+    def _activation(self, config: DeploymentConfig, tokens: int) -> Peak:
+        def peak(degree: Degree) -> Peak:
+            return self._peak(degree, lambda rank: rank.activation_peak_bytes, tokens)
 
         own = self._degree(config.weights, config.tp, config.pp)
         if own is not None:
@@ -287,19 +242,23 @@ class M2:
         if config.pp > 1 and staged is not None and base.value > 0:
             scale = peak(staged).value / base.value  # a stage's peak over that of the whole
             value, error = value * scale, error * scale
-        return _Peak(value, error)
+        return Peak(value, error)
 
-    def _pp_buffer(self, config: DeploymentConfig, tokens: int) -> _Peak:
+    def _pp_buffer(self, config: DeploymentConfig, tokens: int) -> Peak:
         """Whole on every TP rank. A stage between two others holds what the first and what the last one holds."""
         measured = self._degree(config.weights, config.tp, config.pp) or self._staged(config.weights)
         if config.pp == 1 or measured is None:
-            return _Peak(0.0, 0.0)
-        ends = [measured.peak(lambda rank: rank.pp_buffer_bytes, tokens, stage) for stage in (0, measured.pp - 1)]
-        if config.pp > measured.pp == 2:
-            return _Peak(sum(end.value for end in ends), sum(end.error for end in ends))
-        return measured.peak(lambda rank: rank.pp_buffer_bytes, tokens)
+            return Peak(0.0, 0.0)
 
-    def _runtime(self, config: DeploymentConfig) -> _Peak:
+        def buffer(stage: int | None) -> Peak:
+            return self._peak(measured, lambda rank: rank.pp_buffer_bytes, tokens, stage)
+
+        ends = [buffer(stage) for stage in (0, measured.pp - 1)]
+        if config.pp > measured.pp == 2:
+            return Peak(sum(end.value for end in ends), sum(end.error for end in ends))
+        return buffer(None)
+
+    def _runtime(self, config: DeploymentConfig) -> Peak:
         """The largest of this (tp, pp), else of any with as many as one, or more, GPUs."""
         own = self._degree(config.weights, config.tp, config.pp)
         alike = [
@@ -308,7 +267,10 @@ class M2:
             if w == config.weights and (tp * pp > 1) == (config.num_gpus > 1)
         ]
         seen = [bytes_ for degree in ([own] if own is not None else alike) for bytes_ in degree.runtime_bytes]
-        return _Peak(float(max(seen)), (max(seen) - min(seen)) / 2)
+        error = (max(seen) - min(seen)) / 2
+        if own is not None and own.borrowed_from is not None:
+            error += abs(max(seen) - max(own.borrowed_from.runtime_bytes)) / 2
+        return Peak(float(max(seen)), error)
 
     def layer_kv_bytes(self, config: DeploymentConfig, workload: Workload) -> float:
         """One layer's KV on one GPU for the whole batch at its end; no weights need to have been measured."""
@@ -321,7 +283,7 @@ class M2:
 class _WeightsModel:
     """Weights of one format: layers, first and last stage, at any tp and pp that was reached."""
 
-    def __init__(self, spec: ModelSpec, base: _Degree, wider: _Degree | None, staged: _Degree | None) -> None:
+    def __init__(self, spec: ModelSpec, base: Degree, wider: Degree | None, staged: Degree | None) -> None:
         self._spec = spec
         alone = base.line(0, _layer_share(spec, base))
         self._layer, self._ends = _Part(0.0, alone.layer), _Part(0.0, alone.end)
@@ -391,12 +353,26 @@ def _separate(alone: float, rank: float, tp: int) -> _Part:
     return _Part(split, alone - split)
 
 
-def _layer_share(spec: ModelSpec, base: _Degree) -> float | None:
+def _layer_share(spec: ModelSpec, base: Degree) -> float | None:
     """One layer's weights when the only fingerprint is the whole one-layer model: its share of the parameters."""
     held = base.weights(0)
     if len(held) > 1 or spec.num_layers not in held:
         return None
     return held[spec.num_layers] * spec.layer_params / spec.num_params
+
+
+def _borrowed(degrees: _Degrees) -> _Degrees:
+    """Every degree that one format was loaded at, for the formats that were not; the first format that has it."""
+    found: _Degrees = {}
+    for (weights, tp, pp), base in degrees.items():
+        if (tp, pp) != (1, 1) or len(base.weights(0)) < 2:
+            continue
+        for (other_weights, *where), other in degrees.items():
+            other_base = degrees.get((other_weights, 1, 1))
+            key = (weights, where[0], where[1])
+            if other_base is not None and len(other_base.weights(0)) > 1 and key not in degrees | found:
+                found[key] = in_format(base, other_base, other)
+    return found
 
 
 def _kv_checks(spec: ModelSpec, points: Iterable[MemoryPoint]) -> tuple[KvCheck, ...]:

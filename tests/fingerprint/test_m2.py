@@ -188,6 +188,104 @@ class TestPeaks:
         assert m2.memory(DeploymentConfig(pp=pp), LARGEST).pp_buffer_bytes == expected
 
 
+class TestOneStepOnly:
+    """A profile that was cut short has fingerprints that ran their smallest step and no other."""
+
+    def cut_short(self, profile, *left):
+        """Of these (weights, tp, pp) only the smallest step remains."""
+        return replace(
+            profile,
+            memory=tuple(
+                p for p in profile.memory if (p.weights, p.tp, p.pp) not in left or p.max_batched_tokens == 128
+            ),
+        )
+
+    @pytest.mark.parametrize(
+        ("config", "tolerance"),
+        [
+            pytest.param(DeploymentConfig(pp=2, weights=INT8), 1e-4, id="a-stage-grows-as-one-gpu"),
+            pytest.param(DeploymentConfig(pp=2), 1e-4, id="16bit"),
+            pytest.param(DeploymentConfig(tp=2, weights=INT8), 0.09, id="tp-divides-part-of-it"),
+        ],
+    )
+    @pytest.mark.parametrize("workload", [Workload(1, 1000, 1), Workload(1, 64, 1)])
+    def test_growth_with_the_step_comes_from_one_gpu(self, config, tolerance, workload):
+        """Of one GPU's 100,000 + 3,000 a token, a rank at tp=2 holds 100,000 + 2,000: the proportion is near."""
+        profile = take_profile(SyntheticMachine(), PLAN)
+        lame = self.cut_short(profile, (config.weights, config.tp, config.pp))
+        memory = M2(lame).memory(config, workload)
+        true = Truth().activation_bytes(workload.batch * workload.input_tokens, tp=config.tp)
+        assert memory.activation_bytes == pytest.approx(true, rel=tolerance)
+        assert memory.relative_error >= M2(profile).memory(config, workload).relative_error
+
+    def test_a_constant_part_is_not_scaled_with_the_tokens(self):
+        """As int8 weights made 16-bit for one product: 50 MB at any step, 0.2 MB of it the tokens' at 64."""
+        truth = Truth(activation_whole_bytes=(50_000_000, 1_000))
+        profile = self.cut_short(take_profile(SyntheticMachine(truth=truth), PLAN), (INT8, 1, 2))
+        memory = M2(profile).memory(DeploymentConfig(pp=2, weights=INT8), Workload(1, 64, 1))
+        assert memory.activation_bytes == pytest.approx(truth.activation_bytes(64, tp=1), rel=1e-4)
+
+    def test_another_depth_of_the_same_degree_is_asked_first(self):
+        """Growth is the engine's there, not one GPU's, when the shallower fingerprint ran both steps."""
+        profile = take_profile(SyntheticMachine(), PLAN)
+        deep = tuple(p for p in profile.memory if p.tp == 1 or p.num_layers == 1 or p.max_batched_tokens == 128)
+        memory = M2(replace(profile, memory=deep)).memory(DeploymentConfig(tp=2), Workload(1, 1000, 1))
+        assert memory.activation_bytes == pytest.approx(Truth().activation_bytes(1000, tp=2), rel=1e-4)
+
+    def test_a_stage_s_buffer_grows_as_in_another_format(self):
+        """One GPU has no buffer to tell it from."""
+        profile = self.cut_short(take_profile(SyntheticMachine(), PLAN), (INT8, 1, 2))
+        memory = M2(profile).memory(DeploymentConfig(pp=2, weights=INT8), Workload(1, 1000, 1))
+        assert memory.pp_buffer_bytes == pytest.approx(4096 + 1024 * 1000, rel=1e-4)
+
+    def test_with_nothing_to_compare_it_grows_with_the_tokens(self):
+        profile = take_profile(SyntheticMachine(num_devices=1), replace(PLAN, weights=(BITS16,)))
+        memory = M2(self.cut_short(profile, (BITS16, 1, 1))).memory(DeploymentConfig(), Workload(1, 256, 1))
+        assert memory.activation_bytes == 2 * Truth().activation_bytes(128, tp=1)
+        assert memory.relative_error * memory.per_gpu_bytes((32,)) > Truth().activation_bytes(128, tp=1) / 2
+
+
+class TestFormatNotLoaded:
+    """A profile whose budget ended after 16bit at some degree: int8 there is 16bit's, less what int8 saves."""
+
+    @pytest.mark.parametrize(("tp", "pp"), DEGREES[1:])
+    @pytest.mark.parametrize("weights", [BITS16, INT8])
+    def test_it_follows_from_the_other_format(self, tp, pp, weights):
+        truth = Truth(activation_whole_bytes=(50_000, 500), runtime_bytes=70_000_000)
+        profile = take_profile(SyntheticMachine(truth=truth), PLAN)
+        lame = tuple(p for p in profile.memory if p.weights != weights or p.tp * p.pp == 1)
+        config, workload = DeploymentConfig(tp=tp, pp=pp, weights=weights), Workload(2, 500, 100)
+        memory = M2(replace(profile, memory=lame)).memory(config, workload)
+        known = M2(profile).memory(config, workload)
+        split = even_split(32, pp)
+        assert memory.stages(split)[0].weights_bytes == pytest.approx(known.stages(split)[0].weights_bytes, abs=99)
+        assert memory.per_gpu_bytes(split) == pytest.approx(known.per_gpu_bytes(split), rel=1e-4)
+        assert (memory.source, known.source) == (Source.SCALED, Source.EXTRAPOLATED)
+
+    def test_what_computing_in_a_format_needs_is_kept_and_doubted(self):
+        """int8 weights made 16-bit for one product take 20 MB on one GPU: a stage has them, a TP rank a share."""
+        profile = take_profile(SyntheticMachine(), PLAN)
+
+        def dearer(point):
+            extra = 20_000_000 if point.weights == INT8 else 0
+            ranks = tuple(replace(r, activation_peak_bytes=r.activation_peak_bytes + extra) for r in point.ranks)
+            return replace(point, ranks=ranks)
+
+        lame = tuple(dearer(p) for p in profile.memory if p.weights != INT8 or p.tp * p.pp == 1)
+        m2 = M2(replace(profile, memory=lame))
+        alone = m2.memory(DeploymentConfig(weights=INT8), LARGEST).activation_bytes
+        stage = m2.memory(DeploymentConfig(pp=2, weights=INT8), LARGEST)
+        assert stage.activation_bytes == alone
+        assert stage.relative_error * stage.per_gpu_bytes((16, 16)) > 20_000_000 / 2
+        assert alone / 2 < m2.memory(DeploymentConfig(tp=2, weights=INT8), LARGEST).activation_bytes < alone
+
+    def test_a_format_that_was_never_loaded_stays_refused(self):
+        profile = take_profile(SyntheticMachine(), PLAN)
+        lame = tuple(p for p in profile.memory if p.weights == BITS16)
+        with pytest.raises(NotMeasuredError, match="weights=int8"):
+            M2(replace(profile, memory=lame)).memory(DeploymentConfig(weights=INT8), Workload())
+
+
 class TestInterval:
     def test_steps_beyond_the_measured_ones_widen_it(self):
         m2 = m2_of()
