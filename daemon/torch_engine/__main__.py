@@ -172,7 +172,7 @@ def _exit_code(error: BaseException) -> int:
     """By the first in the chain of causes that says more than "it failed"."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
+        if exit_codes.is_out_of_memory(cause):
             return exit_codes.OUT_OF_MEMORY
         if isinstance(cause, BadInputError):
             return exit_codes.BAD_CHECKPOINT

@@ -37,6 +37,7 @@ class FlatBatch:
     spans: tuple[Span, ...]
     token_ids: torch.Tensor  # [1, T] int64
     positions: torch.Tensor  # [1, T] int64
+    slots: torch.Tensor  # [T] int64, of each token
     last_tokens: torch.Tensor  # [len(spans)] int64, index of each item's last token in T
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
@@ -44,19 +45,26 @@ class FlatBatch:
     def num_tokens(self) -> int:
         return self.token_ids.shape[1]
 
+    @property
+    def mask_elements(self) -> int:
+        """Of the masks that pieces of prompts with something cached before them need, per window at most."""
+        return sum(span.count * span.end for span in self.spans if span.count > 1 and span.start)
+
     @classmethod
     def from_plan(cls, plan: StepPlan, device: torch.device) -> FlatBatch:
-        spans, ids, positions, last = [], [], [], []
+        spans, ids, positions, slots, last = [], [], [], [], []
         for item in plan.items:
             count = len(item.token_ids)
             spans.append(Span(item.slot, item.start, len(ids), count))
             ids.extend(item.token_ids)
             positions.extend(range(item.start, item.start + count))
+            slots.extend([item.slot] * count)
             last.append(len(ids) - 1)
         return cls(
             spans=tuple(spans),
             token_ids=torch.tensor([ids], device=device),
             positions=torch.tensor([positions], device=device),
+            slots=torch.tensor(slots, device=device),
             last_tokens=torch.tensor(last, device=device),
         )
 

@@ -125,6 +125,7 @@ class Engine:
         self._totals = Totals()
         self._memory: tuple[RankMemory, ...] = ()
         self._memory_at_s = 0.0
+        self._broken: IserveError | None = None
         self.error: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -190,20 +191,24 @@ class Engine:
         return self.call(replace_model)
 
     def warm_up(self) -> Future[None]:
-        """Run the largest prompt step that can come, and one token after it, on a cache that nobody uses yet.
+        """Run the largest steps that can come, on a cache that nobody uses yet.
 
         What a device does only once (loading kernels, choosing algorithms, first allocations) is then behind the
-        first request, and a plan whose activations do not fit fails at the start instead of under load.
+        first request, and a plan whose activations do not fit fails at the start instead of under load. A piece of
+        a prompt takes most at the context's end, where its mask is widest and other kernels run than at its
+        beginning; the steps that follow take most when every slot gives a token.
         """
 
         def first_steps() -> None:
             limits = self._limits
             if limits is None:
                 raise EngineError("nothing is loaded that could be warmed up")
-            tokens = max(1, min(limits.max_batched_tokens, limits.max_context_tokens - 1))
-            self._runner.step(StepPlan((StepItem(0, 0, (0,) * tokens),)))
-            if tokens < limits.max_context_tokens:
-                self._runner.step(StepPlan((StepItem(0, tokens, (0,)),)))
+            last = limits.max_context_tokens - 1
+            tokens = max(1, min(limits.max_batched_tokens, last))
+            for start in sorted({0, max(0, last - tokens)}):
+                self._runner.step(StepPlan((StepItem(0, start, (0,) * tokens),)))
+            slots = range(min(limits.max_batch, limits.max_batched_tokens))
+            self._runner.step(StepPlan(tuple(StepItem(slot, last, (0,)) for slot in slots)))
             self._read_memory()
 
         return self.call(first_steps)
@@ -319,11 +324,15 @@ class Engine:
                 plan = self._scheduler.plan() if self._scheduler is not None and not calls else ()
             for future, function in calls:
                 self._answer(future, function)
+            if self._broken is not None:
+                raise self._broken
             if plan:
                 self._step(plan)
 
     @staticmethod
     def _answer(future: Future, function: Callable[[], object]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return  # whoever asked has left; from here on the future cannot be cancelled any more
         try:
             future.set_result(function())
         except (IserveError, MemoryError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
@@ -399,7 +408,11 @@ class Engine:
         )
 
     def _read_memory(self) -> tuple[RankMemory, ...]:
-        self._memory = self._runner.memory()
+        try:
+            self._memory = self._runner.memory()
+        except IserveError as error:  # a rank is gone: known before a request has to find it out
+            self._broken = error
+            raise
         self._memory_at_s = time.perf_counter()
         return self._memory
 
@@ -413,6 +426,7 @@ class Engine:
             ids, self._live = tuple(self._live), {}
             calls, self._calls = self._calls, []
         for future, _ in calls:
-            future.set_exception(UnavailableError(f"the engine has ended: {message}"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(UnavailableError(f"the engine has ended: {message}"))
         now_s = time.perf_counter()
         self._deliver([TokenEvent(id_, None, Finish.ERROR, now_s, message) for id_ in ids])

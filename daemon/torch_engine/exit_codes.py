@@ -15,6 +15,7 @@ __all__ = [
     "OUT_OF_MEMORY",
     "PORT_IN_USE",
     "STARTUP_ERROR_FILE",
+    "is_out_of_memory",
     "report_failure",
 ]
 
@@ -24,6 +25,13 @@ OUT_OF_MEMORY = 97  # the device or the host had no room
 PORT_IN_USE = 98  # somebody else listens on the spec's port
 
 STARTUP_ERROR_FILE = "startup_error.json"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's own, CUDA's, and that of torch's CPU allocator, which has no class of its own."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def report_failure(folder: Path | None, error: BaseException) -> None:

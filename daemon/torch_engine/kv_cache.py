@@ -51,11 +51,9 @@ class KvCache:
 
     def write(self, layer: int, batch: FlatBatch, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the step's [1, kv_heads, T, head_dim] keys and values at their slots and positions."""
-        keys, values = self._keys[layer], self._values[layer]
-        for span in batch.spans:
-            tokens = slice(span.first, span.first + span.count)
-            keys[span.slot, :, span.start : span.end] = key[0, :, tokens]
-            values[span.slot, :, span.start : span.end] = value[0, :, tokens]
+        at = batch.slots, slice(None), batch.positions[0]  # one write for all sequences, however many they are
+        self._keys[layer][at] = key[0].transpose(0, 1)
+        self._values[layer][at] = value[0].transpose(0, 1)
 
     def read(self, layer: int, slot: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [1, kv_heads, high - low, head_dim] of positions ``low`` to ``high`` of one sequence."""

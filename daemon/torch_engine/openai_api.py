@@ -272,6 +272,9 @@ def _generation(body: _Body, max_tokens: int | None, *, chat: bool, **prompts: A
         raise bad_request(f"stop holds {len(stops)} strings, at most {MAX_STOPS} are allowed", "stop")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise bad_request(f"each stop must have 1 to {MAX_STOP_CHARS} characters", "stop")
+    bad = next((token for token in body.stop_token_ids or () if token < 0), None)
+    if bad is not None:
+        raise bad_request(f"stop_token_ids must be at least 0, got {bad}", "stop_token_ids")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
     return Generation(

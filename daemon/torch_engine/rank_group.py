@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from daemon.torch_engine.rank_device import RankDevice
+from daemon.torch_engine.exit_codes import is_out_of_memory
+from daemon.torch_engine.rank_device import RankDevice, release_memory
 from daemon.torch_engine.rank_wire import Answer, Order, Verb, encode, receive_answer
 from daemon.torch_engine.ranks import STEP_TIMEOUT_S, join
 from daemon.torch_engine.stage import RankTiming, Stage
@@ -33,6 +34,7 @@ __all__ = ["RankGroup"]
 
 _START_TIMEOUT_S = 120.0  # imports of torch and transformers, on a busy machine
 _END_TIMEOUT_S = 3.0
+_LAST_WORDS_S = 0.2
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -67,6 +69,15 @@ class _Child:
             os.close(lifeline_read)
         self.control.settimeout(_START_TIMEOUT_S)
 
+    def last_words(self) -> IserveError | None:
+        """Why it gave up, where it could still say so; of a child that has ended or is about to."""
+        self.control.settimeout(_LAST_WORDS_S)
+        try:
+            answer, _ = receive_answer(self.control)
+        except (OSError, EOFError, IserveError):
+            return None
+        return answer.exception(self.rank)
+
     def end(self, *, ordered: bool) -> None:
         """``ordered``: it was told to close and gets a moment; otherwise it is killed."""
         if not ordered:
@@ -97,16 +108,19 @@ class RankGroup:
         world = len(device_ids)
         threads = max(1, torch.get_num_threads() // world)
         self._device = RankDevice(device_ids[0], 0, threads=None)
-        if world > 1:
-            if dist.is_initialized():
-                raise EngineError("this process runs a model on several ranks already; close that one first")
-            try:
+        if world > 1 and dist.is_initialized():
+            raise EngineError("this process runs a model on several ranks already; close that one first")
+        try:
+            if world > 1:
                 self._start(device_ids, threads)
-            except IserveError:
-                self._end(ordered=False)
-                raise
-        self._groups = make_groups(place)
-        self._collect()
+            self._groups = make_groups(place)
+            self._collect()
+        except (OSError, RuntimeError) as error:  # no process to be had, or a rank went while they met
+            self._end(ordered=False)
+            raise EngineError(f"the {world} ranks did not come up: {error}") from error
+        except BaseException:
+            self._end(ordered=False)
+            raise
 
     def _start(self, device_ids: tuple[str, ...], threads: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="iserve-ranks-"))
@@ -124,7 +138,7 @@ class RankGroup:
             child.control.settimeout(STEP_TIMEOUT_S)
 
     def load(self, order: LoadOrder) -> Stage:
-        """Every rank loads its part. A load that is refused leaves the ranks alive for the next one."""
+        """Every rank loads its part. A refused load leaves the ranks alive, and empty, for the next one."""
         self._tell(Order(Verb.LOAD, load=order))
         stage: Stage | None = None
         failed: IserveError | None = None
@@ -132,14 +146,19 @@ class RankGroup:
             stage = Stage(order, self._place, self._groups, self._device)
         except IserveError as error:
             failed = error
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except Exception as error:
+            if not is_out_of_memory(error):  # a bug: the others' answers are never read, they cannot be used again
+                self._end(ordered=False)
+                raise
             failed = EngineError(f"rank 0 has no memory for {order.checkpoint}: {error}")
-        except BaseException:  # a bug: the others' answers are never read, so they cannot be used again
-            self._end(ordered=False)
-            raise
+            failed.__cause__ = error.with_traceback(None)  # its frames hold what was loaded
         for child, (answer, _) in zip(self._children, self._collect(raise_errors=False), strict=True):
             failed = failed or answer.exception(child.rank)
         if failed is not None:
+            del stage
+            with suppress(EngineError):  # a rank that is lost by now has nothing any more
+                self.unload()
+            release_memory()
             raise failed
         assert stage is not None
         return stage
@@ -158,8 +177,12 @@ class RankGroup:
             MemoryError,
         ) as error:  # torch's out-of-memory and torch.distributed's are among them
             for child in self._children:  # a dead peer shows here first, as a broken connection
+                told = child.last_words()
+                if told is not None:
+                    self._end(ordered=False)
+                    raise told from told.__cause__
                 with suppress(subprocess.TimeoutExpired):
-                    child.process.wait(0.2)
+                    child.process.wait(_LAST_WORDS_S)
                     raise self._lost(child, error) from error
             self._end(ordered=False)
             raise EngineError(f"a step failed on rank 0: {error}") from error

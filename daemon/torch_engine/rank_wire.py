@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import torch
 
+from daemon.torch_engine.exit_codes import is_out_of_memory
 from daemon.torch_engine.stage import RankTiming
 from daemon.torch_engine.steps import StepPlan
 from daemon.torch_engine.topology import LoadOrder
@@ -47,23 +48,30 @@ class Answer:
 
     error: str | None = None
     error_class: str | None = None
+    out_of_memory: bool = False
     timing: RankTiming | None = None
     memory: RankMemory | None = None
     logits_shape: tuple[int, int] | None = None
 
     def exception(self, rank: int) -> IserveError | None:
-        """The error to raise at rank 0; None when there was none."""
+        """The error to raise at rank 0, by a MemoryError where the rank had no room; None when there was none."""
         if self.error is None:
             return None
         cls = getattr(errors, self.error_class or "", EngineError)
-        return cls(self.error) if cls is not EngineError else EngineError(f"rank {rank}: {self.error}")
+        found: IserveError = (
+            cls(self.error) if cls is not EngineError else EngineError(f"rank {rank}: {self.error}")
+        )
+        if self.out_of_memory:
+            found.__cause__ = MemoryError(self.error)
+        return found
 
 
 def failure(error: Exception) -> Answer:
     """The project's own errors keep their class; anything else is this engine's failure."""
     own = isinstance(error, IserveError)
     message = str(error) if own else f"{type(error).__name__}: {error}"
-    return Answer(error=message, error_class=type(error).__name__ if own else "EngineError")
+    error_class = type(error).__name__ if own else "EngineError"
+    return Answer(error=message, error_class=error_class, out_of_memory=is_out_of_memory(error))
 
 
 def encode(value: Order | Answer) -> bytes:

@@ -55,7 +55,8 @@ def join(place: RankPlace, device: RankDevice, store_path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     arguments = _parse(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # both reach the whole process group: rank 0 drains and decides
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(
         target=_end_with_parent, args=(arguments.lifeline_fd, arguments.store.parent), daemon=True
     ).start()

@@ -114,7 +114,7 @@ def sample(
     vocab = logits_NV.shape[1] if len(samplers) else 0
     for row, tokens in enumerate(barred):
         if tokens:
-            logits_NV[row, [token for token in tokens if token < vocab]] = -np.inf
+            logits_NV[row, [token for token in tokens if 0 <= token < vocab]] = -np.inf
     best_N = logits_NV.argmax(axis=1) if len(samplers) else np.empty(0, dtype=np.int64)
     chosen: list[int | None] = []
     for row, sampler in enumerate(samplers):

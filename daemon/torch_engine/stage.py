@@ -60,7 +60,7 @@ class Stage:
         self.vocab_size = source.spec.vocab_size
         self._spec, self._dtype, self._shape = source.spec, source.dtype, shape
         self._peak_bytes = 0
-        self._metered = (0, 0)
+        self._metered = (0, 0, 0)
         self._check_room(order)
         device.limit_memory(order.limits.memory_bytes_per_device)
         self.model.load(device.torch_device)
@@ -122,12 +122,12 @@ class Stage:
         return hidden
 
     def _metered_forward(self, batch: FlatBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        """On the CPU a step larger than any before is metered; the others run at full speed."""
-        size = (batch.num_tokens, len(batch.spans))
-        larger = size[0] > self._metered[0] or size[1] > self._metered[1]
-        if self._device.counts_memory or not larger:
+        """On the CPU a step larger in any way than all before is metered; the others run at full speed."""
+        size = (batch.num_tokens, len(batch.spans), batch.mask_elements)
+        largest = tuple(map(max, size, self._metered))
+        if self._device.counts_memory or largest == self._metered:
             return self.model.forward(batch, hidden, self._cache)
-        self._metered = (max(size[0], self._metered[0]), max(size[1], self._metered[1]))
+        self._metered = largest
         known = (*self.model.model.parameters(), *self.model.model.buffers(), *self._cache.tensors)
         with ActivationMeter(known if self._inbox is None else (*known, self._inbox)) as meter:
             output = self.model.forward(batch, hidden, self._cache)

@@ -74,7 +74,11 @@ class Runner(Protocol):
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """Live bytes per rank as counted, activation peak since ``load``."""
+        """Live bytes per rank as counted, activation peak since ``load``.
+
+        Raises:
+            EngineError: a rank is gone; the runner is unusable afterwards.
+        """
         ...
 
     def close(self) -> None:

@@ -161,6 +161,17 @@ def test_activation_peak_is_of_the_largest_step(loaded) -> None:
     assert 1.8 * peak < runner.memory()[0].activation_peak_bytes < 2.2 * peak
 
 
+def test_activation_peak_counts_the_mask_of_a_later_piece(loaded) -> None:
+    """20 tokens behind 40 need a mask of 20 x 60; the same 20 at the beginning need none. Both are pieces of the
+    same size, so the second is measured for its mask alone."""
+    runner = loaded("llama")
+    runner.step(plan((0, 0, PROMPT)))
+    before = runner.memory()[0].activation_peak_bytes
+    runner.step(plan((0, 20, PROMPT)))
+    runner.step(plan((0, 40, PROMPT)))
+    assert runner.memory()[0].activation_peak_bytes >= before + 20 * 60
+
+
 def _live_tensor_bytes() -> int:
     gc.collect()
     storages = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from daemon.torch_engine.exit_codes import is_out_of_memory
 from daemon.torch_engine.runner import LocalRunner
 from daemon.torch_engine.steps import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig
@@ -28,11 +31,14 @@ def children() -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def start(tiny_checkpoint, tiny_stages, tiny_limits):
-    """``start(tp=2)``: a runner that has done a step; the one before is closed. Starting ranks takes seconds."""
+    """``start(tp=2)``: a runner that has done a step and whose ranks live; the one before is closed.
+
+    Starting ranks takes seconds.
+    """
     runners: dict[tuple[int, int], LocalRunner] = {}
 
     def make(*, tp: int = 1, pp: int = 1) -> LocalRunner:
-        if (tp, pp) not in runners:
+        if (tp, pp) not in runners or len(children()) != tp * pp - 1:
             close()
             runner = runners[tp, pp] = LocalRunner(dtype=torch.float32)
             stages = tiny_stages(4, tp=tp, pp=pp)
@@ -66,6 +72,23 @@ def test_a_second_group_in_one_process_is_refused(start, tiny_checkpoint, tiny_s
     start(tp=2)
     with pytest.raises(EngineError, match="close that one first"):
         LocalRunner().load(tiny_checkpoint("llama"), DeploymentConfig(tp=2), tiny_stages(4, tp=2), tiny_limits)
+
+
+def test_a_rank_without_memory_is_told_as_that(start, tiny_checkpoint, tiny_stages, tiny_limits) -> None:
+    """Its own words, not the broken connection that rank 0 sees. 4,000 tokens x 32 numbers do not fit any more."""
+    runner = start(tp=2)
+    limits = dataclasses.replace(
+        tiny_limits, max_batch=1, max_batched_tokens=4000, max_context_tokens=4000, kv_tokens=4000
+    )
+    runner.load(tiny_checkpoint("llama"), DeploymentConfig(tp=2), tiny_stages(4, tp=2), limits)
+    runner.step(StepPlan((StepItem(0, 0, (3,)),)))
+    [child] = children()
+    child.rlimit(psutil.RLIMIT_AS, (child.memory_info().vms,) * 2)
+    with pytest.raises(EngineError, match=r"rank 1: (MemoryError|.*can't allocate memory)") as told:
+        runner.step(StepPlan((StepItem(0, 0, (3,) * 4000),)))
+    assert told.value.__cause__ is not None
+    assert is_out_of_memory(told.value.__cause__)
+    assert not children()
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
@@ -116,3 +139,34 @@ def test_ranks_end_with_a_killed_rank_0(tiny_checkpoint, until, tmp_path) -> Non
         process.kill()
     until(lambda: not rank.is_running(), "the rank outlived rank 0")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_load_leaves_nothing_on_the_other_ranks(tiny_checkpoint, tiny_stages, tiny_limits) -> None:
+    """Stage 0 holds three layers and does not fit, stage 1 holds one and does: 32 MiB of KV cache a layer."""
+    roomy = dataclasses.replace(
+        tiny_limits, max_batch=1, max_context_tokens=2**19, kv_tokens=2**19, memory_bytes_per_device=2**30
+    )
+    tight = dataclasses.replace(roomy, memory_bytes_per_device=80 * 2**20)
+    config, stages = DeploymentConfig(pp=2), tiny_stages(4, pp=2, layers=(3, 1))
+    runner = LocalRunner()
+    runner.load(tiny_checkpoint("llama"), config, stages, tiny_limits)
+    [child] = children()
+    before = child.memory_info().rss
+    with pytest.raises(EngineError, match="stage 0 needs"):
+        runner.load(tiny_checkpoint("llama"), config, stages, tight)
+    assert child.memory_info().rss - before < 16 * 2**20
+    runner.load(tiny_checkpoint("llama"), config, stages, roomy)
+    assert child.memory_info().rss - before > 24 * 2**20, "the measure sees a layer's cache"
+    runner.close()
+
+
+def test_ranks_that_cannot_be_started_leave_nothing(
+    start, tiny_checkpoint, tiny_stages, tiny_limits, tmp_path, monkeypatch
+) -> None:
+    start().close()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(EngineError, match=r"the 2 ranks did not come up: .*no-python"):
+        LocalRunner().load(tiny_checkpoint("llama"), DeploymentConfig(tp=2), tiny_stages(4, tp=2), tiny_limits)
+    assert list(tmp_path.iterdir()) == []
+    assert not torch.distributed.is_initialized()

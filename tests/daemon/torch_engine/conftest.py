@@ -40,6 +40,7 @@ class ScriptedRunner:
     """Remembers what was written into each slot, and answers with the token that ``script`` gives for it.
 
     ``gate``: when set, a step waits for a permit, so that a test decides how far the engine gets.
+    ``warming``: the steps of warming up may begin anywhere, on a cache of zeros; no others may.
     """
 
     vocab_size = VOCAB
@@ -50,6 +51,8 @@ class ScriptedRunner:
         self.plans: list[StepPlan] = []
         self.gate: threading.Semaphore | None = None
         self.fail_at_step: int | None = None
+        self.fail_reading_memory = False
+        self.warming = False
         self.closed = False
 
     def load(self, checkpoint: Path, config: DeploymentConfig, stages: Any, limits: WorkerLimits) -> None:
@@ -64,6 +67,8 @@ class ScriptedRunner:
         rows = []
         for item in plan.items:
             cached = self.slots.setdefault(item.slot, [])
+            if self.warming:
+                cached += [0] * (item.start - len(cached))
             assert item.start in (0, len(cached)), "a slot is written from its start, or on from where it ends"
             cached[item.start :] = item.token_ids
             answer = self.script(tuple(cached))
@@ -76,6 +81,8 @@ class ScriptedRunner:
         return StepResult(torch.stack(rows), device_s=0.25, handover_s=0.0, busy_s=(0.25,))
 
     def memory(self) -> tuple[RankMemory, ...]:
+        if self.fail_reading_memory:
+            raise EngineError("rank 1 is gone")
         return (
             RankMemory(
                 rank=0,
@@ -174,8 +181,11 @@ def serve() -> Iterator[Callable[..., Served]]:
             await app.setup()
             site = web.TCPSite(app, "127.0.0.1", 0)
             await site.start()
+            runner.warming = True
             await worker.start()
-            runner.plans.clear()  # of warming up
+            runner.warming = False
+            runner.slots.clear()
+            runner.plans.clear()
             prepare(runner)
             return f"http://127.0.0.1:{app.addresses[0][1]}", worker, app
 

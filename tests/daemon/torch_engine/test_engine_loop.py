@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -213,11 +214,63 @@ def test_a_model_is_replaced_only_when_idle(drive) -> None:
     assert [e.token for e in driven.finish(driven.engine.submit([request((3,))])).popitem()[1]] == by_hand((3,), 4)
 
 
-def test_warming_up_runs_the_largest_prompt_step_and_counts_nothing(drive) -> None:
-    driven = drive(next_number)
+@pytest.mark.parametrize(
+    ("max_batched_tokens", "expected"),
+    [
+        (32, [[(0, 0, 32)], [(0, 95, 32)], [(slot, 127, 1) for slot in range(4)]]),
+        (2, [[(0, 0, 2)], [(0, 125, 2)], [(0, 127, 1), (1, 127, 1)]]),
+        (512, [[(0, 0, 127)], [(slot, 127, 1) for slot in range(4)]]),
+    ],
+)
+def test_warming_up_runs_the_largest_steps_and_counts_nothing(
+    drive, spec, max_batched_tokens: int, expected: list
+) -> None:
+    """Of a context of 128: a prompt's piece at its beginning and at its end, then all slots' last tokens."""
+    driven = drive(next_number, warming=True)
+    driven.spec = spec(limits=replace(driven.spec.limits, max_batched_tokens=max_batched_tokens))
+    driven.load()
     driven.engine.warm_up().result(PATIENCE_S)
     sizes = [[(item.slot, item.start, len(item.token_ids)) for item in plan.items] for plan in driven.runner.plans]
-    limits = driven.engine.limits
-    largest = min(limits.max_batched_tokens, limits.max_context_tokens - 1)
-    assert sizes == [[(0, 0, largest)], [(0, largest, 1)]]
+    assert sizes == expected
     assert driven.engine.totals.steps == 0
+
+
+def test_a_rank_that_goes_while_nothing_runs_is_noticed(drive) -> None:
+    """By the reading of memory that goes with the account, not by the next request."""
+    driven = drive(next_number)
+    driven.runner.fail_reading_memory = True
+    driven.engine._memory_at_s = -1e9  # as if read long ago
+    driven.engine.stats("m")
+    driven.engine._thread.join(PATIENCE_S)
+    assert driven.engine.state is EngineState.FAILED
+    assert [str(error) for error in driven.failures] == ["rank 1 is gone"]
+
+
+def test_who_asks_for_a_call_and_leaves_does_no_harm(drive) -> None:
+    """As an HTTP client of a profiling route does: before its call is made, while it runs, and at the end."""
+    driven = drive(next_number)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        go_on.wait(PATIENCE_S)
+
+    running, waiting = driven.engine.call(slow), driven.engine.call(lambda: 1 // 0)
+    assert begun.wait(PATIENCE_S)
+    running.cancel()
+    assert waiting.cancel()
+    go_on.set()
+    assert driven.engine.call(lambda: "alive").result(PATIENCE_S) == "alive"
+    begun.clear(), go_on.clear()
+    driven.engine.call(slow)
+    never = driven.engine.call(lambda: 1 // 0)
+    assert begun.wait(PATIENCE_S)
+    assert never.cancel()
+    closer = threading.Thread(target=driven.engine.close, args=(PATIENCE_S,))
+    closer.start()
+    while not driven.engine._stopping:
+        time.sleep(0.001)
+    go_on.set()
+    closer.join()
+    assert driven.runner.closed
+    assert driven.failures == []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemon.torch_engine.openai_api import ApiError, Generation, parse_chat, parse_completion
@@ -100,6 +100,7 @@ def test_max_completion_tokens_is_the_newer_name() -> None:
         ("top_p", 2),
         ("top_k", -5),
         ("seed", "x"),
+        ("stop_token_ids", [5, -1]),
         ("stop", ["a"] * 5),
         ("stop", [""]),
         ("stop", 7),
@@ -175,6 +176,7 @@ FIELDS = st.sampled_from(
         "top_k",
         "seed",
         "stop_token_ids",
+        "min_tokens",
         "logit_bias",
         "model",
     ]
@@ -189,6 +191,7 @@ def status_of(parse: Callable[[bytes], Generation], raw: bytes) -> int:
     return 200
 
 
+@settings(deadline=None)
 @given(body=st.dictionaries(FIELDS, JSON, max_size=6))
 def test_whatever_is_sent_is_read_or_refused(body: dict[str, Any]) -> None:
     """Never another exception."""

@@ -87,6 +87,11 @@ def test_barred_tokens_are_never_chosen() -> None:
     assert sample(rows([5.0, 1.0, 0.0]), [Sampler(SamplingParams(temperature=0))], [(0, 7)]) == [1]
 
 
+def test_barring_what_is_no_token_bars_nothing() -> None:
+    """Nor counts from the vocabulary's end, as an index below 0 would."""
+    assert sample(rows([0.0, 1.0, 5.0]), [Sampler(SamplingParams(temperature=0))], [(-1, -9, 3)]) == [2]
+
+
 def test_what_is_no_number_gives_no_token_and_leaves_the_others_alone() -> None:
     greedy = [Sampler(SamplingParams(temperature=0)) for _ in range(4)]
     nan, inf = float("nan"), float("inf")

@@ -43,7 +43,7 @@ def pieces(tokens: Sequence[int], prompt: Sequence[int] = (), decode=byte_decode
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=30), prompt=st.binary(max_size=8))
 @pytest.mark.parametrize("decode", [byte_decode, byte_run_decode])
 def test_whole_characters_only_and_nothing_lost(decode, text: str, prompt: bytes) -> None:
@@ -58,7 +58,7 @@ def test_whole_characters_only_and_nothing_lost(decode, text: str, prompt: bytes
     assert "".join(pieces(clean.encode(), prompt)).endswith(clean[1:])
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(raw=st.binary(max_size=40))
 def test_any_bytes_come_out_as_one_decoding_would_give(raw: bytes) -> None:
     assert "".join(pieces(raw)) == raw.decode("utf-8", errors="replace")
@@ -100,7 +100,7 @@ def stopped(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, bool]:
 ALPHABET = st.text("ab", max_size=14)
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=4),
     text=ALPHABET,

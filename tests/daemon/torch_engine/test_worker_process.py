@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
+from daemon.engines.base import StageAssignment
 from daemon.torch_engine import exit_codes
+from fingerprint.config import DeploymentConfig
 
 PROMPTS = [[5, 9, 33], [7], list(range(20, 60)), [90, 2, 2, 2, 41, 17, 8], [64, 3]]
 OUTPUT = 12
@@ -115,6 +118,34 @@ def test_the_demo_answers_a_chat_and_drains_on_a_signal(launch, spec) -> None:
     assert finishes[-1] == "length", "what runs is finished"
     assert worker.process.wait(PATIENCE_S) == 0
     assert not (worker.folder / exit_codes.STARTUP_ERROR_FILE).exists()
+
+
+def test_a_signal_to_the_whole_process_group_lets_all_ranks_finish(launch, spec) -> None:
+    """The keeper ends a worker by its process group: the other ranks get the signal too."""
+    stages = (StageAssignment(device_ids=("cpu:0", "cpu:1"), num_layers=8),)
+    worker = launch(spec(config=DeploymentConfig(tp=2), stages=stages))
+    worker.wait_ready()
+    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=60)
+    extra = {"ignore_eos": True}
+    stream = api.completions.create(model="demo", prompt="a", max_tokens=120, stream=True, extra_body=extra)
+    next(stream)
+    ranks = psutil.Process(worker.process.pid).children()
+    for process in (*ranks, worker.process):
+        process.send_signal(signal.SIGTERM)
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    assert worker.process.wait(PATIENCE_S) == 0
+    assert len(ranks) == 1
+    assert not ranks[0].is_running()
+
+
+def test_a_cache_that_no_machine_holds_is_out_of_memory(launch, spec) -> None:
+    """More than an address space, and the limit lets it pass."""
+    good = spec()
+    limits = replace(good.limits, max_context_tokens=10**13, memory_bytes_per_device=2**62)
+    worker = launch(replace(good, limits=limits))
+    code, said = failed(worker)
+    assert (code, said["error"]) == (exit_codes.OUT_OF_MEMORY, "EngineError")
+    assert "Traceback" not in worker.log()
 
 
 def test_a_lease_nobody_renews_ends_it(launch, spec, tmp_path: Path) -> None:
