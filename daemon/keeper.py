@@ -104,7 +104,7 @@ class Keeper:
         become_subreaper()
         try:
             child = self._start()
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: an argument with a NUL
             self._write_exit(pid=0, status=127, reason=f"could not start: {error}")
             return 1
         try:

@@ -222,7 +222,7 @@ async def serve(settings: DaemonSettings, engines: Callable[[str], Engine]) -> N
 
     Raises:
         ConflictError: another daemon has this home, or the port is in use.
-        UnavailableError: the home cannot be written.
+        UnavailableError: the home cannot be read or written.
     """
     if settings.host not in ("127.0.0.1", "::1", "localhost"):
         raise BadInputError(f"the daemon listens on loopback only, not on {settings.host!r}")
@@ -234,8 +234,8 @@ async def serve(settings: DaemonSettings, engines: Callable[[str], Engine]) -> N
         monitor = Monitor(source, window_s=settings.load_window_s)
         supervisor = Supervisor(settings, monitor, engines)
         token = secrets.token_urlsafe(32)
-        await supervisor.open()
         try:
+            await supervisor.open()
             async with _listening(make_app(supervisor, token), settings.host, settings.port) as url:
                 write_record(settings.run_folder / RECORD_FILE, own_record(url=url, token=token))
                 log.info("daemon of %s at %s, devices %s", settings.home, url, list(monitor.devices))

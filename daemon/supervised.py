@@ -57,6 +57,14 @@ class _Sight:
     stats: WorkerStats | None = None
 
 
+def _signal_name(number: int) -> str:
+    """ " (SIGKILL)"; nothing for a real-time signal, most of which have no name."""
+    try:
+        return f" ({signal.Signals(number).name})"
+    except ValueError:
+        return ""
+
+
 class SupervisedWorker:
     """Everything but the lock is for the event loop's thread only."""
 
@@ -380,7 +388,7 @@ class SupervisedWorker:
         if record.reason != "exited":
             return EngineError(record.reason)
         if record.signal is not None:
-            return EngineError(f"ended by signal {record.signal} ({signal.Signals(record.signal).name})")
+            return EngineError(f"ended by signal {record.signal}{_signal_name(record.signal)}")
         return self._engine.explain_failure(self.spec, record.exit_code or 0, record.log_tail)
 
     async def stop(self) -> None:

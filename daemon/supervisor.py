@@ -57,7 +57,11 @@ class Supervisor:
     # --- the loop ----------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Look at the devices and adopt what runs. Before that, any answer would be wrong."""
+        """Look at the devices and adopt what runs. Before that, any answer would be wrong.
+
+        Raises:
+            UnavailableError: the workers' folder cannot be read.
+        """
         await self._prober.__aenter__()
         await self._read_devices()
         await self._adopt()
@@ -312,6 +316,10 @@ class Supervisor:
             folders = [path for path in self._settings.workers_folder.iterdir() if path.is_dir()]
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise UnavailableError(
+                f"cannot read {self._settings.workers_folder}: {error.strerror}; mend the folder"
+            ) from error
         await asyncio.gather(*(self._adopt_one(folder) for folder in folders))
         ended = sorted(
             (folder for folder in folders if folder.name not in self._workers and not keeper_is_alive(folder)),

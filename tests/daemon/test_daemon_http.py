@@ -178,8 +178,14 @@ def test_what_cannot_start_says_so_in_one_line(node, tmp_path):
     unwritable = run_daemon(node, "--home", str(tmp_path / "file" / "home"), "--cpu-devices", "1")
     assert (unwritable.returncode, unwritable.stderr.count("\n")) == (1, 1)
     assert "cannot write" in unwritable.stderr
-    bad = run_daemon(node, "--home", str(node.home), "--cpu-devices", "0")
-    assert (bad.returncode, bad.stderr.count("\n")) == (1, 1)
+    for arguments in (("--cpu-devices", "0"), ("--start-timeout", "0"), ("--start-timeout", "nan")):
+        bad = run_daemon(node, "--home", str(node.home), *arguments)
+        assert (bad.returncode, bad.stderr.count("\n")) == (1, 1)
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "workers").touch()
+    odd = run_daemon(node, "--home", str(tmp_path / "odd"), "--cpu-devices", "1")
+    assert (odd.returncode, odd.stderr.count("\n")) == (1, 1)
+    assert "cannot read" in odd.stderr
     assert run_daemon(node).returncode == 2
 
 

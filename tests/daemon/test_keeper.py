@@ -98,8 +98,9 @@ def test_a_program_ended_by_a_signal_has_no_exit_code(keep, tmp_path):
     assert (record.exit_code, record.signal) == (None, signal.SIGABRT)
 
 
-def test_a_program_that_is_not_there_is_an_exit_too(keep, tmp_path):
-    keep("", argv=["/nowhere/engine"]).wait(20)
+@pytest.mark.parametrize("argv", [["/nowhere/engine"], ["/bin/sh", "a\0b"]], ids=["not-there", "not-an-argument"])
+def test_a_program_that_cannot_be_started_is_an_exit_too(keep, tmp_path, argv):
+    keep("", argv=argv).wait(20)
     record = read_file(tmp_path / EXIT_FILE, ExitRecord)
     assert record.exit_code == 127
     assert record.reason.startswith("could not start: ")

@@ -134,6 +134,14 @@ def test_a_killed_worker_is_started_again(node, alive):
     assert not alive(before.pid)
 
 
+def test_a_signal_without_a_name_is_an_end_like_any_other(node):
+    node.start()
+    before = node.ready()
+    os.kill(before.pid, signal.SIGRTMIN + 1)
+    after = node.wait("w1", WorkerState.READY, but_not_pid=before.pid)
+    assert after.restarts == 1
+
+
 def test_a_worker_in_its_backoff_is_restarting_and_says_why(node):
     node.start(restart={"max_starts": 3, "window_s": 600.0, "first_delay_s": 30.0, "max_delay_s": 30.0})
     before = node.ready()
