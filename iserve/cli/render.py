@@ -13,12 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
+
     from fingerprint.config import DeploymentConfig, Workload
     from fingerprint.estimates import Quantity
     from iserve.plan_document import CandidateDocument, PlanDocument
     from iserve.plan_service import OneEstimateDocument
 
-__all__ = ["console", "gib", "print_estimate", "print_plan", "print_rows", "seconds"]
+__all__ = ["console", "gib", "print_estimate", "print_plan", "print_rows", "seconds", "short"]
 
 _ROWS = 12
 _REASONS = 8
@@ -26,13 +28,15 @@ _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 _SOURCE_MARKS = {"measured": "m", "extrapolated": "x", "scaled": "s", "roofline": "r"}
 
 
-def console() -> Console:
+def console(*, at_least: int = 0) -> Console:
     """Standard output; width 120 where it is not a terminal, so that logs keep whole rows.
 
-    What is printed is plain text: names of models, folders and errors may hold what rich takes for markup.
+    Lines of up to ``at_least`` characters are a narrower terminal's to wrap. What is printed is plain text: names of
+    models, folders and errors may hold what rich takes for markup.
     """
     out = Console(highlight=False, markup=False, emoji=False)
-    return out if out.is_terminal else Console(highlight=False, markup=False, emoji=False, width=120)
+    out.width = max(out.width if out.is_terminal else 120, at_least)
+    return out
 
 
 def gib(size_bytes: float) -> str:
@@ -53,7 +57,8 @@ def _workload(work: Workload) -> str:
     return f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens"
 
 
-def _short(config: DeploymentConfig) -> str:
+def short(config: DeploymentConfig) -> str:
+    """A configuration without what is usual, its engine left out."""
     parts = [f"tp={config.tp} pp={config.pp}", f"weights={config.weights}", f"kv={config.kv}"]
     if config.pruning != "none":
         parts.append(f"pruning={config.pruning}")
@@ -75,7 +80,8 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
     feasible = [c for c in document.candidates if c.feasible]
     refused = [c for c in document.candidates if not c.feasible]
     if feasible:
-        out.print(_candidate_table(feasible[:rows], document))
+        table, width = _candidate_table(feasible[:rows], document, out.width)
+        console(at_least=width).print(table)
         out.print(f"cost in {document.cost_unit} per request; {_legend(feasible[:rows])}")
         if len(feasible) > rows:
             out.print(f"... and {len(feasible) - rows} more that would work (--json lists all)")
@@ -84,7 +90,7 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
     if document.chosen is not None:
         chosen = document.candidates[document.chosen]
         layers = "" if chosen.layers_per_stage is None else f", layers per stage {list(chosen.layers_per_stage)}"
-        words = f": {_short(chosen.config)} on {chosen.config.engine}{layers}"
+        words = f": {short(chosen.config)} on {chosen.config.engine}{layers}"
         out.print(Text.assemble(("chosen", "bold green"), words))
         _print_indented(out, chosen.conditions)
     else:
@@ -93,33 +99,63 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
         out.print(f"waiting time by {document.queueing}")
 
 
-def _candidate_table(candidates: Sequence[CandidateDocument], document: PlanDocument) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    pruned = any(candidate.config.pruning != "none" for candidate in candidates)
-    objective_is_cost = document.objective_unit == document.cost_unit
-    for name in ("#", "tp", "pp", "weights", "kv", *(["pruning"] if pruned else []), "engine"):
-        table.add_column(name, no_wrap=True)
-    costs = [] if objective_is_cost else [document.objective_unit]
-    for name in (*costs, document.cost_unit, "per GPU", "total", "TTFT", "TPOT", "E2E"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, candidate in enumerate(candidates, start=1):
-        estimate, config = candidate.estimate, candidate.config
-        assert estimate is not None, "a feasible candidate has an estimate"
-        cells = [str(number), str(config.tp), str(config.pp), str(config.weights), str(config.kv)]
-        if pruned:
-            cells.append(str(config.pruning))
-        cells.append(config.engine)
-        if not objective_is_cost:
-            cells.append(_figure(candidate.objective))
-        cells += [
-            _figure(estimate.cost),
-            gib(estimate.memory_bytes_per_gpu),
-            gib(estimate.memory_bytes_total),
-            seconds(estimate.ttft_s.value),
-            seconds(estimate.tpot_s.value),
-            f"{seconds(estimate.e2e_s.value)} {_SOURCE_MARKS[estimate.tpot_s.source]}",
-        ]
-        table.add_row(*cells, style="green" if number == 1 else None)
+def _candidate_table(
+    candidates: Sequence[CandidateDocument], document: PlanDocument, width: int
+) -> tuple[Table, int]:
+    """The table and its width, at most ``width`` if it can be.
+
+    Never a figure cut short: what a narrow terminal has no room for is left out, the least needed first, and what
+    still does not fit is the terminal's to wrap.
+    """
+    columns, gap = _candidate_columns(candidates, document), 2
+    for spare in ("", "total", document.cost_unit, "E2E"):
+        if _width(columns, gap) > width and spare != document.objective_unit:
+            columns, gap = [column for column in columns if not spare or column[0] != spare], 1
+    return _table(columns, gap), _width(columns, gap)
+
+
+def _candidate_columns(
+    candidates: Sequence[CandidateDocument], document: PlanDocument
+) -> list[tuple[str, JustifyMethod, list[str]]]:
+    """Name, side and cells of each column."""
+    configs = [candidate.config for candidate in candidates]
+    estimates = [candidate.estimate for candidate in candidates if candidate.estimate is not None]
+    assert len(estimates) == len(candidates), "a feasible candidate has an estimate"
+    columns: list[tuple[str, JustifyMethod, list[str]]] = [
+        ("#", "left", [str(number) for number, _ in enumerate(candidates, start=1)]),
+        ("tp", "left", [str(config.tp) for config in configs]),
+        ("pp", "left", [str(config.pp) for config in configs]),
+        ("weights", "left", [str(config.weights) for config in configs]),
+        ("kv", "left", [str(config.kv) for config in configs]),
+    ]
+    if any(config.pruning != "none" for config in configs):
+        columns.append(("pruning", "left", [str(config.pruning) for config in configs]))
+    columns.append(("engine", "left", [config.engine for config in configs]))
+    if document.objective_unit != document.cost_unit:
+        columns.append((document.objective_unit, "right", [_figure(c.objective) for c in candidates]))
+    return [
+        *columns,
+        (document.cost_unit, "right", [_figure(estimate.cost) for estimate in estimates]),
+        ("per GPU", "right", [gib(estimate.memory_bytes_per_gpu) for estimate in estimates]),
+        ("total", "right", [gib(estimate.memory_bytes_total) for estimate in estimates]),
+        ("TTFT", "right", [seconds(estimate.ttft_s.value) for estimate in estimates]),
+        ("TPOT", "right", [seconds(estimate.tpot_s.value) for estimate in estimates]),
+        ("E2E", "right", [seconds(estimate.e2e_s.value) for estimate in estimates]),
+        ("", "left", [_SOURCE_MARKS[estimate.tpot_s.source] for estimate in estimates]),
+    ]
+
+
+def _width(columns: Sequence[tuple[str, JustifyMethod, list[str]]], gap: int) -> int:
+    return sum(max(map(len, (name, *cells))) + gap for name, _, cells in columns) - gap
+
+
+def _table(columns: Sequence[tuple[str, JustifyMethod, list[str]]], gap: int) -> Table:
+    """As wide as its cells, the first row in green."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+    for name, side, cells in columns:
+        table.add_column(name, justify=side, no_wrap=True, min_width=max(map(len, (name, *cells))))
+    for number, row in enumerate(zip(*(cells for _, _, cells in columns), strict=True)):
+        table.add_row(*row, style=None if number else "green")
     return table
 
 
@@ -130,11 +166,12 @@ def _figure(value: float | None) -> str:
 def _print_refused(out: Console, refused: Sequence[CandidateDocument]) -> None:
     if not refused:
         return
-    # Reasons that differ in their numbers only are one line, with the numbers of the best-ranked.
+    # Reasons that differ in their numbers only, or beyond what is shown, are one line: that of the best-ranked.
+    reasons = [candidate.reason or "" for candidate in refused]
     examples: dict[str, str] = {}
-    kinds = Counter(_NUMBER.sub("#", candidate.reason or "") for candidate in refused)
-    for candidate in refused:
-        examples.setdefault(_NUMBER.sub("#", candidate.reason or ""), candidate.reason or "")
+    kinds = Counter(_cut(_NUMBER.sub("#", reason)) for reason in reasons)
+    for reason in reasons:
+        examples.setdefault(_cut(_NUMBER.sub("#", reason)), reason)
     out.print(f"refused: {len(refused)} configurations")
     rows = [
         (str(count), ("such as: " if count > 1 and kind != examples[kind] else "") + _cut(examples[kind]))
@@ -167,7 +204,7 @@ def _print_why_not(out: Console, document: PlanDocument) -> None:
         _print_indented(
             out,
             (
-                f"{_short(better.config)}: {_figure(better.objective)} {document.objective_unit}; "
+                f"{short(better.config)}: {_figure(better.objective)} {document.objective_unit}; "
                 f"{_cut(better.reason)}"
                 for better in reversed(first_of_reason.values())
             ),
@@ -186,7 +223,7 @@ def print_estimate(document: OneEstimateDocument) -> None:
     """One configuration, itemised."""
     out = console()
     work, estimate, memory = document.workload, document.estimate, document.memory
-    what = f" on {document.config.num_gpus} x {document.gpu}, {_short(document.config)}, {_workload(work)}"
+    what = f" on {document.config.num_gpus} x {document.gpu}, {short(document.config)}, {_workload(work)}"
     out.print(Text.assemble((document.model, "bold"), what))
     rows = [
         ("TTFT", _interval(estimate.ttft_s), str(estimate.ttft_s.source)),
@@ -211,7 +248,7 @@ def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A plain aligned table."""
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(header))
     for name in header:
-        table.add_column(name, no_wrap=False)
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
     console().print(table)

@@ -98,7 +98,7 @@ def ps(as_json: o.JsonOption = False) -> None:
     from fingerprint.codec import to_json
     from iserve.api_types import DeploymentDocument
     from iserve.cli.live import client
-    from iserve.cli.render import print_rows
+    from iserve.cli.render import print_rows, short
 
     documents = client(start=False).get("/api/v1/deployments", tuple[DeploymentDocument, ...])
     if as_json:
@@ -112,7 +112,7 @@ def ps(as_json: o.JsonOption = False) -> None:
                 d.model,
                 d.intent,
                 d.status,
-                "" if d.config is None else str(d.config),
+                "" if d.config is None else short(d.config),
                 " ".join(d.device_ids),
                 str(d.restarts),
                 d.error or "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -305,6 +306,34 @@ def test_help_loads_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     heavy = {"numpy", "torch", "transformers", "pydantic", "fastapi", "sqlalchemy", "aiohttp", "sklearn"}
     assert heavy.isdisjoint(done.stdout.split())
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+@pytest.mark.parametrize("intent", ["min-cost", "max-throughput", "min-latency"])
+def test_a_narrow_terminal_shows_no_figure_cut_short(
+    iserve: Callable[..., Done],
+    model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    intent: str,
+    width: int,
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": str(width)}.items():
+        monkeypatch.setenv(name, value)
+    arguments: tuple[object, ...] = ("plan", model("Llama-2-7b"), "--gpus", "a6000:8", "--intent", intent)
+    if width != 80:  # with the pruned ones a row has more than 80 characters
+        arguments += ("--quality", "any")
+    document = iserve(*arguments, "--json").document
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", iserve(*arguments).out).splitlines()
+    assert "…" not in "".join(lines)
+    (start,) = [index for index, line in enumerate(lines) if line.startswith("#")]
+    for number, candidate in enumerate(document["candidates"][:12]):
+        row = lines[start + 1 + number].split()
+        assert row[:3] == [str(number + 1), str(candidate["config"]["tp"]), str(candidate["config"]["pp"])]
+        assert f"{candidate['objective']:.4g}" in row
+        assert row[-1] == "r"
+        assert f"{candidate['estimate']['tpot_s']['value'] * 1e3:.3g}" in row
+    if width >= 80:
+        assert all(len(line) <= width for line in lines)
 
 
 def test_an_estimate_is_the_plans(iserve: Callable[..., Done], model: Callable[[str], Path]) -> None:
