@@ -11,6 +11,9 @@ Device and host time are fitted apart. The host's part does not depend on depth 
 engine that overlaps the two, what is left of the host's time shrinks as layers are added; it stops at zero), so
 that the host's noise is not multiplied by N. It knows nothing of memory, and predicts for no configuration whose
 fingerprints were not run, but one: at batch 1, more stages cost what one stage does plus the measured hand-overs.
+
+An interval holds the noise of the runs, what the fit does not explain, and how far one load of a model differs
+from the next (``loads``): in the fingerprints' own loads, and in the one that will be served.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
+from fingerprint.estimators.loads import LoadSpread, Spread, load_spread, share_of_loads
 from fingerprint.measurements import Profile, TimingPoint
 
 __all__ = ["L2", "Latency", "LayerEffect", "MeasuredKey", "TimingFit", "key_of"]
@@ -91,12 +95,18 @@ def _handover_row(batch: int, prompt: int, steps: float, *, prefill: float) -> A
 class TimingFit:
     """All points of one :class:`MeasuredKey`, fitted.
 
+    Args:
+        spread: between loads; None: as these points show it.
+
     Raises:
         NotMeasuredError: there is no point with a run.
     """
 
-    def __init__(self, key: MeasuredKey, num_layers: int, points: Sequence[TimingPoint]) -> None:
+    def __init__(
+        self, key: MeasuredKey, num_layers: int, points: Sequence[TimingPoint], spread: LoadSpread | None = None
+    ) -> None:
         self.key, self.num_layers = key, num_layers
+        self._spread = spread or load_spread(points)
         self.points = tuple(point for point in points if point.runs)
         if not self.points:
             raise NotMeasuredError(f"no fingerprint was run at {key}; profile the model first")
@@ -121,7 +131,9 @@ class TimingFit:
         for column in _HOST_LAYER_COLUMNS:
             unit = np.eye(rows.shape[1])[column]
             if full.reaches(unit):
-                effect = combine([(full.predict(unit), self._host_runs)])
+                part = (full.predict(unit), self._host_runs)
+                first = column == _HOST_LAYER_COLUMNS[0]
+                effect = combine([part], also=[self.between_loads([part], first, once_more=False)])
                 if effect.low > 0 or effect.high < 0:
                     columns.append(column)
         return columns, LinearModel(rows[:, columns], self._host_runs, scale, non_negative=False)
@@ -153,10 +165,11 @@ class TimingFit:
         batch, prompt, rows = self._layer_rows(batch, input_tokens)
         if not all(self._device.reaches(row) for row in rows):
             raise NotMeasuredError(f"one layer's cost at {self.key} needs fingerprints of two depths")
-        first, step = (
-            combine([(self._device.predict(row, constrained=False), self._device_runs)]) for row in rows
-        )
-        return LayerEffect(self.key, batch, prompt, first, step)
+        found = []
+        for row, first in zip(rows, (True, False), strict=True):
+            part = (self._device.predict(row, constrained=False), self._device_runs)
+            found.append(combine([part], also=[self.between_loads([part], first, once_more=False)]))
+        return LayerEffect(self.key, batch, prompt, found[0], found[1])
 
     @property
     def tells_layer_effect(self) -> bool:
@@ -224,7 +237,7 @@ class TimingFit:
             raise NotMeasuredError(f"{workload} is beyond what was measured at {self.key}")
         return Latency(self._extrapolated(workload, True), self._extrapolated(workload, False))
 
-    def parts(self, workload: Workload, layers: int, first: bool) -> list[tuple[Prediction, Sequence[Array]]]:
+    def parts(self, workload: Workload, layers: float, first: bool) -> list[tuple[Prediction, Sequence[Array]]]:
         """What a prefill (``first``) or a decode step consists of, for :func:`combine`."""
         device = self._device.predict(self._device_at(workload, layers, first))
         host = self._host.predict(self._host_at(workload, layers, first))
@@ -233,11 +246,36 @@ class TimingFit:
             parts.append((host, self._host_runs))
         return parts
 
+    def predict(self, workload: Workload, layers: float, first: bool) -> Interval:
+        """A prefill (``first``) or a decode step of ``layers`` layers, in a load of its own."""
+        parts = self.parts(workload, layers, first)
+        return combine(parts, also=[self.between_loads(parts, first)])
+
+    def between_loads(
+        self, parts: Sequence[tuple[Prediction, Sequence[Array]]], first: bool, *, once_more: bool = True
+    ) -> tuple[float, float]:
+        """Variance that loads bring into the sum of ``parts``, and its degrees of freedom.
+
+        A load's level is shared by all points of its fingerprint, so their contributions add before they are
+        squared. ``once_more``: what is predicted is a load again, with a level of its own.
+        """
+        spread = self._spread.first if first else self._spread.next
+        each = np.zeros(len(self.points))
+        for prediction, runs in parts:
+            each += prediction.shares / prediction.misfit * np.array([values.mean() for values in runs])
+        total = sum(prediction.value for prediction, _ in parts) ** 2 if once_more else 0.0
+        for depth in self.depths:
+            own = [i for i, point in enumerate(self.points) if point.num_layers == depth]
+            total += float(each[own].sum()) ** 2 * share_of_loads([self.points[i] for i in own])
+        return spread.relative**2 * total, spread.dof
+
     def floor_s(self, workload: Workload, first: bool) -> float:
         """Low end of what the deepest fingerprint took: more layers never take less. 0 when not determined."""
         deepest = self.depths[-1]
-        reached = self._device.reaches(self._device_at(workload, deepest, first))
-        return combine(self.parts(workload, deepest, first)[:1]).low if reached else 0.0
+        if not self._device.reaches(self._device_at(workload, deepest, first)):
+            return 0.0
+        parts = self.parts(workload, deepest, first)[:1]
+        return combine(parts, also=[self.between_loads(parts, first)]).low
 
     def handover_parts(self, workload: Workload, first: bool) -> tuple[Prediction, list[Array]] | None:
         """One boundary's part of a step; None when it was not measured there."""
@@ -247,17 +285,17 @@ class TimingFit:
         row = _handover_row(workload.batch, workload.input_tokens, 0 if first else 1, prefill=1 if first else 0)
         return (model.predict(row), runs) if model.reaches(row) else None
 
-    def _device_at(self, workload: Workload, layers: int, first: bool) -> Array:
+    def _device_at(self, workload: Workload, layers: float, first: bool) -> Array:
         steps, context = (0, 0.0) if first else (1, _mean_context(workload))
         return _device_row(layers, workload.batch, workload.input_tokens, steps, context, prefill=1 - steps)
 
-    def _host_at(self, workload: Workload, layers: int, first: bool) -> Array:
+    def _host_at(self, workload: Workload, layers: float, first: bool) -> Array:
         steps = 0 if first else 1
         row = _host_row(layers, workload.batch, workload.input_tokens, steps, prefill=1 - steps)
         return row[self._host_columns]
 
     def _extrapolated(self, workload: Workload, first: bool) -> Quantity:
-        whole = combine(self.parts(workload, self.num_layers, first))
+        whole = self.predict(workload, self.num_layers, first)
         low = max(whole.low, self.floor_s(workload, first)) if self.depths[-1] < self.num_layers else whole.low
         return _quantity(Interval(whole.value, low, whole.high), Source.EXTRAPOLATED)
 
@@ -274,7 +312,14 @@ class TimingFit:
         pair = [short_runs, long_runs]
         design = np.array([[1.0, short - 1.0], [1.0, long - 1.0]])
         model = LinearModel(design, pair, _scale(pair), non_negative=True)
-        ttft, tpot = (combine([(model.predict(np.array(row)), pair)]) for row in ([1.0, 0.0], [0.0, 1.0]))
+        share = 1 + share_of_loads([point for point in self.points if point.num_layers == self.num_layers])
+
+        def solved(row: list[float], spread: Spread) -> Interval:
+            prediction = model.predict(np.array(row))
+            loads = (spread.relative * prediction.value) ** 2 * share
+            return combine([(prediction, pair)], also=[(loads, spread.dof)])
+
+        ttft, tpot = solved([1.0, 0.0], self._spread.first), solved([0.0, 1.0], self._spread.next)
         return Latency(_quantity(ttft, Source.MEASURED), _quantity(tpot, Source.MEASURED))
 
     def _longest_output(self) -> int:
@@ -290,7 +335,11 @@ class L2:
             if point.runs:
                 key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
                 grouped.setdefault(key, []).append(point)
-        self.fits = {key: TimingFit(key, profile.spec.num_layers, points) for key, points in grouped.items()}
+        spreads = _spreads(profile.timing)
+        self.fits = {
+            key: TimingFit(key, profile.spec.num_layers, points, spreads[key.tp, key.pp])
+            for key, points in grouped.items()
+        }
 
     @property
     def layer_effects(self) -> tuple[LayerEffect, ...]:
@@ -331,10 +380,20 @@ class L2:
             prediction, runs = hop
             boundaries = config.pp - 1
             hops = Prediction(prediction.value * boundaries, prediction.shares * boundaries)
-            whole = combine(base.parts(workload, base.num_layers, first), [(hops, runs)])
+            parts = base.parts(workload, base.num_layers, first)
+            whole = combine(parts, [(hops, runs)], also=[base.between_loads(parts, first)])
             low = max(whole.low, base.floor_s(workload, first))
             quantities.append(_quantity(Interval(whole.value, low, whole.high), Source.EXTRAPOLATED))
         return Latency(quantities[0], quantities[1])
+
+
+def _spreads(points: Sequence[TimingPoint]) -> dict[tuple[int, int], LoadSpread]:
+    """Of every (tp, pp); one where nothing was loaded twice has that of all others."""
+    everywhere, found = load_spread(points), {}
+    for degree in {(point.tp, point.pp) for point in points}:
+        own = load_spread([point for point in points if (point.tp, point.pp) == degree])
+        found[degree] = own if own.is_measured else everywhere
+    return found
 
 
 def key_of(config: DeploymentConfig) -> MeasuredKey:

@@ -44,6 +44,7 @@ class Prediction:
 
     value: float
     shares: Array  # [observations]: d value / d observation, misfit factor included
+    misfit: float = 1.0
 
 
 class LinearModel:
@@ -94,7 +95,7 @@ class LinearModel:
         """Prediction at ``features`` [features]; ``constrained=False`` lets the value be negative."""
         scaled = features / self._size
         coefficients = self._coefficients if constrained else self._plain
-        return Prediction(float(scaled @ coefficients), scaled @ self._solve * self.misfit)
+        return Prediction(float(scaled @ coefficients), scaled @ self._solve * self.misfit, self.misfit)
 
 
 def standard_errors(runs: Sequence[Array], scale: Array) -> Array:
@@ -116,12 +117,15 @@ def _filled(located: list[Location], runs: Sequence[Array], scale: Array) -> lis
     ]
 
 
-def combine(*groups: Sequence[tuple[Prediction, Sequence[Array]]]) -> Interval:
+def combine(
+    *groups: Sequence[tuple[Prediction, Sequence[Array]]], also: Sequence[tuple[float, float]] = ()
+) -> Interval:
     """Sum of predictions, with what their runs share counted once.
 
     Args:
         groups: predictions with the runs they were fitted to. Within a group, run j of observation i is the same
             run in all (the device's and the host's part of it, say); groups are independent of each other.
+        also: further independent errors of the sum: variance, and the degrees of freedom it is known with.
     """
     value = 0.0
     located: list[Location] = []
@@ -135,10 +139,11 @@ def combine(*groups: Sequence[tuple[Prediction, Sequence[Array]]]) -> Interval:
             [np.abs(p.shares) * np.array([np.abs(run).mean() for run in runs]) for p, runs in parts], axis=0
         )
         located += _filled([locate(values) for values in mixed], mixed, sizes)
-    variances = np.array([loc.standard_error**2 for loc in located])
-    total = float(variances.sum())
+    errors = [(loc.standard_error**2, float(loc.dof)) for loc in located] + list(also)
+    total = sum(variance for variance, _ in errors)
     if total <= 0:
         return Interval(value, value, value)
-    dof = total**2 / float((variances**2 / np.array([loc.dof for loc in located])).sum())
+    doubt = sum(variance**2 / dof for variance, dof in errors)  # Welch-Satterthwaite
+    dof = total**2 / doubt if doubt > 0 else math.inf
     half = t_quantile_95(dof) * math.sqrt(total)
     return Interval(value, value - half, value + half)

@@ -10,7 +10,6 @@ import numpy as np
 
 from fingerprint.config import KvFormat, WeightFormat, Workload
 from fingerprint.estimators.l2 import L2, TimingFit
-from fingerprint.estimators.linear import combine
 from fingerprint.measurements import Profile, TimingPoint
 from fingerprint.robust import locate
 
@@ -125,7 +124,7 @@ def _line(fit: TimingFit, workload: Workload, quantity: str) -> tuple[MeasuredTi
     found = []
     for layers in np.unique(np.append(np.linspace(1, fit.num_layers, _LINE_POINTS), deepest)):
         # the fit is linear in layers, so that points between whole ones are on it
-        at = combine(fit.parts(workload, layers, first))
+        at = fit.predict(workload, float(layers), first)
         low = max(at.low, fit.floor_s(workload, first)) if layers > deepest else at.low
         value = max(at.value, 0.0)
         found.append(MeasuredTime(float(layers), value, min(max(low, 0.0), value), max(at.high, value)))

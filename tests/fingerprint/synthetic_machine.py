@@ -138,11 +138,13 @@ class Truth:
 
 @dataclass
 class SyntheticMachine:
-    """Implements ``ProfileTarget``; ``noise`` is the relative standard deviation of every run's parts."""
+    """Implements ``ProfileTarget``; ``noise`` is the relative standard deviation of every run's parts, and
+    ``load_noise`` of what all runs of one load share."""
 
     spec: ModelSpec = field(default_factory=llama)
     truth: Truth = field(default_factory=Truth)
     noise: float = 0.0
+    load_noise: float = 0.0
     outliers: float = 0.0  # share of runs that the system delays to three times their time
     seed: int = 0
     num_devices: int = 2
@@ -181,6 +183,10 @@ class SyntheticMachine:
         assert 1 <= layers <= self.spec.num_layers
         return Path("/fingerprints") / str(layers)
 
+    def level(self) -> float:
+        """How fast the next load runs."""
+        return max(0.05, 1.0 + self.load_noise * self.random.standard_normal()) if self.load_noise else 1.0
+
     def jitter(self) -> float:
         late = 3.0 if self.outliers and self.random.random() < self.outliers else 1.0
         return max(0.05, 1.0 + self.noise * self.random.standard_normal()) * late if self.noise else late
@@ -213,7 +219,7 @@ class SyntheticSession:
         self.machine.log.append(("load", self.tp, self.pp, sum(layers_per_stage), weights))
         self.layers, self.weights, self.kv = layers_per_stage, weights, kv
         self.max_batch, self.max_context_tokens = max_batch, max_context_tokens
-        self.peak_tokens = 0
+        self.peak_tokens, self.level = 0, self.machine.level()
 
     def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
         assert not self.closed, "run after close"
@@ -226,8 +232,8 @@ class SyntheticSession:
         where = {"tp": self.tp, "pp": self.pp, "int8": self.weights is WeightFormat.INT8}
         layers, context = sum(self.layers), input_tokens + output_tokens / 2
         device = truth.first_s(layers, batch, input_tokens, **where)
-        device = (device + steps * truth.next_s(layers, batch, context, **where)) * machine.jitter()
-        host = (truth.host_s[0] + steps * truth.host_s[1]) * machine.jitter()
+        device = (device + steps * truth.next_s(layers, batch, context, **where)) * machine.jitter() * self.level
+        host = (truth.host_s[0] + steps * truth.host_s[1]) * machine.jitter() * self.level
         hops = (self.pp - 1) * (truth.hop_s(batch * input_tokens) + steps * truth.hop_s(batch))
         machine.clock.now += (device + host) * machine.run_cost
         machine.log.append(("run", self.tp, self.pp, layers, batch, input_tokens, output_tokens))

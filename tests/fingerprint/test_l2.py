@@ -105,6 +105,30 @@ class TestIntervals:
         for coverage in np.mean(held, axis=0):
             assert 0.82 <= coverage <= 0.98
 
+    @pytest.mark.parametrize(
+        ("load_noise", "noise", "repeats"),
+        [
+            pytest.param(0.1, 0.02, 4, id="loads-differ-more-than-runs"),
+            pytest.param(0.2, 0.05, 6, id="a-restless-machine"),
+        ],
+    )
+    def test_they_hold_one_load_of_the_full_model_where_loads_differ(self, load_noise, noise, repeats):
+        """What all runs of a load share, repeats do not show: from them alone, a TTFT's would hold 3 in 4."""
+        truth = Truth()
+        plan = replace(PLAN, degrees=((1, 1),), min_repeats=repeats, max_repeats=repeats)
+        true, held, blind = true_s(truth, DeploymentConfig(), LARGEST), [], []
+        for seed in range(120):
+            machine = SyntheticMachine(truth=truth, noise=noise, load_noise=load_noise, seed=seed)
+            found = take_profile(machine, plan)
+            served = [t * machine.level() for t in true]
+            unknown = replace(found, timing=tuple(replace(p, loads=()) for p in found.timing))
+            for profile, results in ((found, held), (unknown, blind)):
+                latency = L2(profile).latency(DeploymentConfig(), LARGEST)
+                both = zip((latency.ttft_s, latency.tpot_s), served, strict=True)
+                results.append([q.low <= t <= q.high for q, t in both])
+        assert np.mean(held, axis=0) == pytest.approx([0.92, 0.92], abs=0.07)
+        assert np.mean(blind, axis=0)[0] < 0.8
+
     def test_late_runs_do_not_carry_the_estimate_away(self):
         """One run in twenty takes three times as long: the mean of the estimates stays within 10% of the truth."""
         truth, plan = Truth(), replace(PLAN, degrees=((1, 1),), min_repeats=9, max_repeats=9)
