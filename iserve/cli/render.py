@@ -31,8 +31,8 @@ _SOURCE_MARKS = {"measured": "m", "extrapolated": "x", "scaled": "s", "roofline"
 def console(*, at_least: int = 0) -> Console:
     """Standard output; width 120 where it is not a terminal, so that logs keep whole rows.
 
-    Lines of up to ``at_least`` characters are a narrower terminal's to wrap. What is printed is plain text: names of
-    models, folders and errors may hold what rich takes for markup.
+    Lines of up to ``at_least`` characters are a narrower terminal's to wrap. What is printed is plain text: names
+    of models, folders and errors may hold what rich takes for markup.
     """
     out = Console(highlight=False, markup=False, emoji=False)
     out.width = max(out.width if out.is_terminal else 120, at_least)
