@@ -23,7 +23,7 @@ class WorkerUse:
     worker_id: str
     pid: int | None  # with the id, tells a relaunched worker from the one before
     slots: Mapping[str, int]  # ranks per device id
-    promised_bytes: int  # per rank: the limit it was launched with
+    promised_bytes: Mapping[str, int]  # per device id: the limits that its ranks there were launched with
     resident_bytes: int | None = None  # of the whole process group; None: not looked at
     pids: frozenset[int] = frozenset()  # those of its processes that a device lists
     ready: bool = False
@@ -131,7 +131,7 @@ class Monitor:
         for use in uses:
             slots = use.slots.get(device.device_id, 0)
             resident_bytes = (use.resident_bytes or 0) * slots // max(1, use.num_ranks)
-            without_ours_bytes -= max(use.promised_bytes * slots, resident_bytes)
+            without_ours_bytes -= max(use.promised_bytes.get(device.device_id, 0), resident_bytes)
         return max(0, without_ours_bytes)
 
     def _gpu_free(self, device: Device, reading: DeviceReading, uses: Sequence[WorkerUse]) -> int:
@@ -140,17 +140,16 @@ class Monitor:
             return 0
         free_bytes = reading.free_bytes
         for use in uses:
-            slots = use.slots.get(device.device_id, 0)
-            if slots:
-                free_bytes -= max(0, use.promised_bytes * slots - self._used_on_gpu(reading, use, slots))
+            promised_bytes = use.promised_bytes.get(device.device_id, 0)
+            free_bytes -= max(0, promised_bytes - self._used_on_gpu(reading, use, promised_bytes))
         return max(0, free_bytes)
 
     @staticmethod
-    def _used_on_gpu(reading: DeviceReading, use: WorkerUse, slots: int) -> int:
+    def _used_on_gpu(reading: DeviceReading, use: WorkerUse, promised_bytes: int) -> int:
         """Bytes the worker holds, by the driver's process list; where that does not show it (containers hide
         process ids), a ready worker has taken all it was promised and a loading one nothing."""
         by_pid = reading.process_bytes or {}
         listed = [size for pid, size in by_pid.items() if pid in use.pids and size is not None]
         if listed:
             return sum(listed)
-        return use.promised_bytes * slots if use.ready else 0
+        return promised_bytes if use.ready else 0

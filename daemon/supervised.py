@@ -158,7 +158,7 @@ class SupervisedWorker:
             worker_id=self.worker_id,
             pid=lease.pid if lease is not None else None,
             slots=slots,
-            promised_bytes=self.spec.limits.memory_bytes_per_device,
+            promised_bytes=self.spec.promised_bytes(),
             resident_bytes=self._resident_bytes,
             pids=frozenset(pid for pid in listed_pids if self._owns(pid)),
             ready=self.is_ready,

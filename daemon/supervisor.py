@@ -241,16 +241,18 @@ class Supervisor:
             )
         if len({devices[device_id].kind for device_id in slots}) > 1:
             raise ConfigError("a worker runs on GPUs or on CPU shares, not on both")
-        limit_bytes = spec.limits.memory_bytes_per_device
-        if limit_bytes < 0:
-            raise ConfigError(f"memory_bytes_per_device must not be negative, got {limit_bytes}")
-        for device_id, count in slots.items():
+        shares_bytes = (stage.memory_bytes_per_device or 0 for stage in spec.stages)
+        if (least_bytes := min(spec.limits.memory_bytes_per_device, *shares_bytes)) < 0:
+            raise ConfigError(f"memory_bytes_per_device must not be negative, got {least_bytes}")
+        for device_id, need_bytes in spec.promised_bytes().items():
             device = devices[device_id]
-            if count > 1 and device.kind == "cuda":
-                raise ConfigError(f"device {device_id} is given {count} times; a GPU holds one rank of a worker")
-            if count * limit_bytes > device.free_bytes:
+            if slots[device_id] > 1 and device.kind == "cuda":
+                raise ConfigError(
+                    f"device {device_id} is given {slots[device_id]} times; a GPU holds one rank of a worker"
+                )
+            if need_bytes > device.free_bytes:
                 raise InfeasibleError(
-                    f"worker {spec.worker_id} needs {count * limit_bytes / 2**30:.2f} GiB on {device_id}, "
+                    f"worker {spec.worker_id} needs {need_bytes / 2**30:.2f} GiB on {device_id}, "
                     f"{device.free_bytes / 2**30:.2f} GiB are free; stop a worker there or choose another device"
                 )
 

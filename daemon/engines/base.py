@@ -22,6 +22,7 @@ class StageAssignment:
 
     device_ids: tuple[str, ...]
     num_layers: int
+    memory_bytes_per_device: int | None = None  # of its share; None: that of the limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +33,7 @@ class WorkerLimits:
     max_batched_tokens: int
     max_context_tokens: int  # of one sequence, prompt and output together
     kv_tokens: int  # room of the KV cache, over all sequences
-    memory_bytes_per_device: int
+    memory_bytes_per_device: int  # of the stage that takes most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,16 @@ class WorkerSpec:
         for stage in self.stages:
             if len(stage.device_ids) != self.config.tp:
                 raise ConfigError(f"{len(stage.device_ids)} devices in a stage for tp={self.config.tp}")
+
+    def promised_bytes(self) -> dict[str, int]:
+        """By device, what the ranks on it may take together. With an uneven split the stages differ."""
+        promised: dict[str, int] = {}
+        for stage in self.stages:
+            given = stage.memory_bytes_per_device
+            each = self.limits.memory_bytes_per_device if given is None else given
+            for device_id in stage.device_ids:
+                promised[device_id] = promised.get(device_id, 0) + each
+        return promised
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from iserve.plan_document import PlanDocument, plan_document
 from iserve.planning import PlanOptions, make_plan
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
-from placement.types import Placement
+from placement.types import Placement, StagePlacement
 from planner.plan import Ranked
 
 __all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "worker_spec"]
@@ -75,16 +75,23 @@ def worker_spec(
     placement = best.layout
     assert isinstance(placement, Placement), "a feasible candidate of make_plan carries its placement"
     context = min(workload.context_tokens, source.spec.max_context_tokens)
-    most_bytes = max(stage.bytes_per_gpu for stage in placement.stages)
-    room_bytes = min(free_bytes[device_id] for stage in placement.stages for device_id in stage.device_ids)
-    limit_bytes = max(most_bytes, min(int(most_bytes * _MEMORY_HEADROOM), room_bytes))
+
+    def limit_bytes(stage: StagePlacement) -> int:
+        room_bytes = min(free_bytes[device_id] for device_id in stage.device_ids)
+        return max(stage.bytes_per_gpu, min(int(stage.bytes_per_gpu * _MEMORY_HEADROOM), room_bytes))
+
     return WorkerSpec(
         worker_id=worker_id,
         served_model=name,
         checkpoint=str(source.directory),
         config=best.config,
         stages=tuple(
-            StageAssignment(device_ids=stage.device_ids, num_layers=stage.num_layers) for stage in placement.stages
+            StageAssignment(
+                device_ids=stage.device_ids,
+                num_layers=stage.num_layers,
+                memory_bytes_per_device=limit_bytes(stage),
+            )
+            for stage in placement.stages
         ),
         limits=WorkerLimits(
             max_batch=workload.batch,
@@ -93,7 +100,7 @@ def worker_spec(
             ),
             max_context_tokens=context,
             kv_tokens=workload.batch * context,
-            memory_bytes_per_device=limit_bytes,
+            memory_bytes_per_device=max(limit_bytes(stage) for stage in placement.stages),
         ),
     )
 

@@ -286,8 +286,11 @@ class Clock:
 
 
 def use(worker_id: str = "w", device_id: str = "a", **changes: object) -> WorkerUse:
-    values = {"worker_id": worker_id, "pid": 1, "slots": {device_id: 1}, "promised_bytes": 4 * GIB, "ready": True}
-    return WorkerUse(**(values | changes))
+    """Each rank is promised 4 GiB unless ``each_bytes`` says otherwise."""
+    each_bytes = changes.pop("each_bytes", 4 * GIB)
+    values = {"worker_id": worker_id, "pid": 1, "slots": {device_id: 1}, "ready": True} | changes
+    promised = {device: ranks * each_bytes for device, ranks in values["slots"].items()}
+    return WorkerUse(**({"promised_bytes": promised} | values))
 
 
 def free_gib(source: Source, *uses: WorkerUse) -> list[float]:
@@ -323,7 +326,7 @@ def test_two_ranks_on_two_shares_count_half_each():
 def test_free_is_never_negative_and_a_worker_never_adds_to_it(free, promised, resident, slots):
     source = Source("cpu", 10 * GIB, "a")
     source.readings = {"a": DeviceReading(free_bytes=free * GIB)}
-    worker = use(slots={"a": slots}, promised_bytes=promised * GIB, resident_bytes=min(resident, 10 - free) * GIB)
+    worker = use(slots={"a": slots}, each_bytes=promised * GIB, resident_bytes=min(resident, 10 - free) * GIB)
     (with_worker,) = free_gib(source, worker)
     assert 0 <= with_worker <= 10
     if slots:
@@ -336,6 +339,13 @@ def test_a_gpu_is_free_less_what_is_promised_and_not_taken_yet():
     source.readings = {"a": DeviceReading(free_bytes=45 * GIB, process_bytes={7: 3 * GIB, 8: GIB})}
     assert free_gib(source, use(ready=False, pids=frozenset({7}))) == [44]  # has 3 of its 4
     assert free_gib(source, use(ready=True, pids=frozenset())) == [45]  # not listed (a container): has all
+
+
+def test_stages_of_an_uneven_split_take_what_each_was_promised():
+    for kind in ("cpu", "cuda"):
+        source = Source(kind, 10 * GIB, "a", "b")
+        worker = use(slots={"a": 1, "b": 1}, promised_bytes={"a": 7 * GIB, "b": 2 * GIB}, ready=False)
+        assert free_gib(source, worker) == [3, 8]
 
 
 def test_load_is_the_workers_own_account():

@@ -53,9 +53,9 @@ class World:
         self.node.signal_daemon(signal.SIGKILL)
         self.node.start()
 
-    def know_demo(self, *, runtime_bytes: int) -> None:
-        """A profile of the demo model, by which every rank of it takes a little over ``runtime_bytes``."""
-        machine = SyntheticMachine(load_spec(demo_model_path()), Truth(runtime_bytes=runtime_bytes))
+    def know_demo(self, **truth: int) -> None:
+        """A profile of the demo model, by which it takes what ``truth`` says."""
+        machine = SyntheticMachine(load_spec(demo_model_path()), Truth(**truth))
         self.store.put_profile(take_profile(machine), machine_key(self.node.client.node(), get_engine("torch")))
 
     def deploy(self, name: str = "a", **wish: Any) -> DeploymentDocument:
@@ -203,6 +203,23 @@ def test_two_deploys_at_once_choose_one_after_the_other(world: World, ended: Cal
     assert [ended("a"), ended("b")] == ["ready", "ready"]
     devices = [world.controller.deployment(name).device_ids for name in ("a", "b")]
     assert sorted(devices) == [("cpu:0",), ("cpu:1",)]
+
+
+def test_a_split_follows_the_room_there_is(world: World, ended: Callable[..., str]) -> None:
+    """On one device there is less than half of the other's: each stage is promised what it takes, not the most."""
+    world.start()
+    device_bytes = world.free_bytes()
+    world.know_demo(layer_split_bytes=device_bytes // 7, runtime_bytes=2**20)
+    world.node.ready("other", limits=limits(int(device_bytes * 0.6)))  # on cpu:0
+    world.deploy("a", quality="exact")
+    assert ended("a") == "ready"
+    (spec,) = [w.spec for w in world.node.client.workers() if w.spec.worker_id != "other"]
+    layers = {stage.device_ids: stage.num_layers for stage in spec.stages}
+    assert sum(layers.values()) == 8
+    assert layers["cpu:0",] < 4 < layers["cpu:1",]
+    promised = spec.promised_bytes()
+    assert promised["cpu:0"] < device_bytes * 0.4
+    assert promised["cpu:1"] > promised["cpu:0"] * 1.5
 
 
 def test_memory_lent_to_a_profile_is_waited_for_and_a_removal_waits_for_nobody(
