@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.estimates import Estimate, Quantity
 from planner.costs import total_bytes
-from planner.plan import Plan, Ranked
+from planner.plan import Plan, Ranked, WhyNot
 
 __all__ = [
     "BetterDocument",
     "CandidateDocument",
+    "ChangeDocument",
     "EstimateDocument",
     "NearestDocument",
     "PlanDocument",
     "RelaxationDocument",
+    "TogetherDocument",
     "WhyNotDocument",
     "estimate_document",
     "plan_document",
@@ -71,12 +73,38 @@ class RelaxationDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeDocument:
+    limit: str
+    allowed: float
+    needed: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TogetherDocument:
+    changes: tuple[ChangeDocument, ...]
+    config: DeploymentConfig
+    objective: float | None
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WhyNotDocument:
-    """``better``: refused candidates that rank above the chosen one; the rest only when nothing is feasible."""
+    """``better``: refused candidates that rank above the chosen one; the rest only when nothing is feasible.
+
+    Each of ``relax`` is enough alone. ``relax_together`` is what ``nearest`` takes where that is several limits at
+    once, all of which it takes.
+    """
 
     better: tuple[BetterDocument, ...]
     nearest: NearestDocument | None
     relax: tuple[RelaxationDocument, ...]
+    relax_together: TogetherDocument | None = None  # also of plans stored before it was told
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Every way out in words, those of one limit first."""
+        together = () if self.relax_together is None else (self.relax_together.text,)
+        return (*(relaxation.text for relaxation in self.relax), *together)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +165,6 @@ def plan_document(
     conditions_of: Callable[[DeploymentConfig], tuple[str, ...]] = _no_conditions,
 ) -> PlanDocument:
     """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning``)."""
-    why, nearest = plan.why_not, plan.why_not.nearest
     return PlanDocument(
         model=model,
         intent=str(plan.intent.kind),
@@ -148,23 +175,36 @@ def plan_document(
         queueing=plan.queueing,
         candidates=tuple(_candidate(ranked, conditions_of) for ranked in plan.candidates),
         chosen=plan.chosen,
-        why_not=WhyNotDocument(
-            better=tuple(
-                BetterDocument(config=b.config, objective=b.objective, reason=b.reason) for b in why.better
+        why_not=_why_not(plan.why_not),
+    )
+
+
+def _why_not(why: WhyNot) -> WhyNotDocument:
+    nearest, together = why.nearest, why.together
+    return WhyNotDocument(
+        better=tuple(BetterDocument(config=b.config, objective=b.objective, reason=b.reason) for b in why.better),
+        nearest=None
+        if nearest is None
+        else NearestDocument(config=nearest.config, objective=nearest.objective, text=nearest.text),
+        relax=tuple(
+            RelaxationDocument(
+                limit=str(r.limit),
+                allowed=r.allowed,
+                needed=r.needed,
+                config=r.config,
+                objective=r.objective,
+                text=r.text,
+            )
+            for r in why.relaxations
+        ),
+        relax_together=None
+        if together is None
+        else TogetherDocument(
+            changes=tuple(
+                ChangeDocument(limit=str(c.limit), allowed=c.allowed, needed=c.needed) for c in together.changes
             ),
-            nearest=None
-            if nearest is None
-            else NearestDocument(config=nearest.config, objective=nearest.objective, text=nearest.text),
-            relax=tuple(
-                RelaxationDocument(
-                    limit=str(r.limit),
-                    allowed=r.allowed,
-                    needed=r.needed,
-                    config=r.config,
-                    objective=r.objective,
-                    text=r.text,
-                )
-                for r in why.relaxations
-            ),
+            config=together.config,
+            objective=together.objective,
+            text=together.text,
         ),
     )

@@ -216,6 +216,7 @@ def _ranking(plan: Plan, order: dict[DeploymentConfig, int], limit: str | None) 
     ]
     remarks += [] if why.nearest is None else [why.nearest.text]
     remarks += [relaxation.text for relaxation in why.relaxations[:3]]
+    remarks += [] if why.together is None else [why.together.text]
     return Ranking(
         intent=str(plan.intent.kind),
         limit=limit,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +70,10 @@ class Figures:
         ordered = (self.e2e_s > 0) & (self.e2e_s <= self.e2e_high_s) & np.isfinite(self.e2e_high_s)
         return ordered & (self.ttft_high_s >= 0) & (self.tpot_high_s >= 0) & (self.total_bytes >= 0)
 
+    def take(self, rows: Sequence[int]) -> Figures:
+        """The same columns with ``rows`` only, in that order."""
+        return Figures(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
@@ -103,29 +108,31 @@ def total_bytes(memory: MemoryEstimate) -> int:
 
 def figures(estimates: Sequence[Estimate]) -> Figures:
     """The columns of ``estimates``, in their order."""
-    memory, workload = [e.memory for e in estimates], [e.workload for e in estimates]
-    ttft, tpot, power = [e.ttft_s for e in estimates], [e.tpot_s for e in estimates], _power(estimates)
-    output_tokens, ttft_high_s = _column([w.output_tokens for w in workload]), _column([t.high for t in ttft])
-    tpot_high_s = _column([t.high for t in tpot])
+    values = np.fromiter(chain.from_iterable(map(_row, estimates)), np.float64, _ROW * len(estimates))
+    batch, output_tokens, num_gpus, size, ttft_s, ttft_high_s, tpot_s, tpot_high_s, power = values.reshape(
+        -1, _ROW
+    ).T.copy()  # contiguous columns
     return Figures(
-        batch=_column([w.batch for w in workload]),
+        batch=batch,
         output_tokens=output_tokens,
-        num_gpus=_column([m.tp * m.pp for m in memory]),
-        total_bytes=_column([total_bytes(m) for m in memory]),
+        num_gpus=num_gpus,
+        total_bytes=size,
         ttft_high_s=ttft_high_s,
         tpot_high_s=tpot_high_s,
-        e2e_s=_column([t.value for t in ttft]) + (output_tokens - 1) * _column([t.value for t in tpot]),
+        e2e_s=ttft_s + (output_tokens - 1) * tpot_s,
         e2e_high_s=ttft_high_s + (output_tokens - 1) * tpot_high_s,
         power_w_per_gpu=power,
     )
 
 
-def _column(values: Sequence[float]) -> Column:
-    return np.array(values, dtype=np.float64)
+_ROW = 9
 
 
-def _power(estimates: Sequence[Estimate]) -> Column:
-    return _column([np.nan if (power := e.power_w_per_gpu) is None else power.value for e in estimates])
+def _row(estimate: Estimate) -> tuple[float, ...]:
+    work, memory, ttft, tpot = estimate.workload, estimate.memory, estimate.ttft_s, estimate.tpot_s
+    power = math.nan if estimate.power_w_per_gpu is None else estimate.power_w_per_gpu.value
+    gpus, size = memory.tp * memory.pp, total_bytes(memory)
+    return work.batch, work.output_tokens, gpus, size, ttft.value, ttft.high, tpot.value, tpot.high, power
 
 
 class Cost(NamedTuple):

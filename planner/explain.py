@@ -1,46 +1,47 @@
 """Why the better-ranked candidates were refused; with nothing feasible, what it would take. Changes no verdict.
 
 Each relaxation is of one limit alone: following its advice makes the plan feasible. ``nearest`` may take several
-at once; among all candidates that can run at all it prefers those that fit the hardware there is, then those that
-keep the quality, then the smallest sum of |ln(needed / allowed)| over the violated limits, then the better rank.
-Where requests wait too long, the limit can give way or the rate can: each candidate is told by the smaller change.
+at once, and ``together`` then says to what each. Among all candidates that can run at all it prefers those that
+fit the hardware there is, then those that keep the quality, then the smallest sum of |ln(needed / allowed)| over
+the violated limits, then the better rank. Where nothing fits, it prefers fewer missing GPUs to all that, and of
+equals what is least short of memory. Where requests wait too long, the limit can give way or the rate can: each
+candidate is told by the smaller change.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
-from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
-from planner.costs import figures
+from planner.costs import Figures
 from planner.intent import Intent
+from planner.limits import Check, Mask, checks_at_lower_rates, distances, num_missed
 from planner.plan import (
     GIB,
-    INTERVAL_NOTE,
     QUALITIES,
     Better,
+    Change,
     Layout,
     LimitKind,
     Nearest,
     NoRoom,
     Ranked,
     Relaxation,
+    Together,
     Violation,
     WhyNot,
 )
-from planner.queueing import MODEL_NAME, md1_largest_utilisation
+from planner.queueing import MODEL_NAME
 
-__all__ = ["WhatIf", "explain"]
+__all__ = ["WhatIf", "better", "what_it_takes"]
 
 _MOST_BETTER = 5
-_NUMERIC = (LimitKind.TTFT, LimitKind.TPOT, LimitKind.E2E, LimitKind.BUDGET)
-_MARGIN = 1 - 1e-6  # for rates found by bisection
-_WAITING = frozenset({LimitKind.TTFT, LimitKind.E2E, LimitKind.RATE})
+_TOLD_IN_ORDER = tuple(LimitKind)
 
 
 class WhatIf(NamedTuple):
@@ -50,58 +51,9 @@ class WhatIf(NamedTuple):
     fits: Callable[[Estimate], Layout | NoRoom]
 
 
-def explain(
-    ordered: Sequence[Ranked],
-    intent: Intent,
-    *,
-    fits: Callable[[Estimate], Layout | NoRoom],
-    what_if: Sequence[WhatIf],
-    maximize: bool,
-    cost_unit: str,
-) -> WhyNot:
-    """Why not, for a plan's candidates in their final order."""
+def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
+    """The refused that rank above the chosen one, or the best of all where there is none; in the plan's order."""
     chosen = ordered[0] if ordered and ordered[0].feasible else None
-    better = _better(ordered, chosen, maximize)
-    if chosen is not None:
-        return WhyNot(better)
-    able = [ranked for ranked in ordered if ranked.refusal is None and ranked.estimate is not None]
-    alone: dict[LimitKind, list[Ranked]] = {limit: [] for limit in LimitKind}
-    for ranked in able:
-        if len(ranked.violations) == 1:
-            alone[ranked.violations[0].limit].append(ranked)
-    room = _Room(fits)
-    relaxations = [
-        *(_numeric(limit, alone[limit], room, cost_unit) for limit in _NUMERIC),
-        _rate(able, intent, room),
-        _quality(alone[LimitKind.QUALITY], room),
-        _memory(alone[LimitKind.MEMORY]),
-        *(_elsewhere(alone[LimitKind.MEMORY], other) for other in what_if),
-    ]
-    return WhyNot(
-        better, _nearest(_with_rates(able, intent), room), tuple(r for r in relaxations if r is not None)
-    )
-
-
-class _Room:
-    """Asks ``fits`` once per candidate and remembers."""
-
-    def __init__(self, fits: Callable[[Estimate], Layout | NoRoom]) -> None:
-        self._fits = fits
-        self._answers: dict[DeploymentConfig, bool] = {}
-
-    def has(self, ranked: Ranked) -> bool:
-        if ranked.no_room is not None:
-            return False
-        if ranked.config not in self._answers:
-            assert ranked.estimate is not None, "only candidates with an estimate are asked about"
-            self._answers[ranked.config] = not isinstance(self._fits(ranked.estimate), NoRoom)
-        return self._answers[ranked.config]
-
-    def first(self, candidates: Sequence[Ranked]) -> Ranked | None:
-        return next((ranked for ranked in candidates if self.has(ranked)), None)
-
-
-def _better(ordered: Sequence[Ranked], chosen: Ranked | None, maximize: bool) -> tuple[Better, ...]:
     found: list[Better] = []
     for ranked in ordered:
         if ranked.feasible or ranked.objective is None:
@@ -116,6 +68,191 @@ def _better(ordered: Sequence[Ranked], chosen: Ranked | None, maximize: bool) ->
     return tuple(found)
 
 
+def what_it_takes(
+    refused: Sequence[Ranked],
+    asked: Sequence[Check],
+    seen: Figures,
+    intent: Intent,
+    *,
+    fits: Callable[[Estimate], Layout | NoRoom],
+    what_if: Sequence[WhatIf],
+    cost_unit: str,
+) -> WhyNot:
+    """The nearest point and the relaxations of a plan in which nothing is feasible.
+
+    Args:
+        refused: every candidate that has an estimate, best objective first: the rows of ``asked`` and ``seen``.
+    """
+    able = np.array([ranked.refusal is None for ranked in refused], dtype=np.bool_)
+    slower = checks_at_lower_rates(asked, intent, seen)
+    room = _Room(refused, fits)
+    alone = [pair for pair in _missed_alone(asked, able) if pair[0].limit.kind is not LimitKind.RATE]
+    alone += [pair for pair in _missed_alone(slower, able) if pair[0].limit.kind is LimitKind.RATE]
+    alone.sort(key=lambda pair: _TOLD_IN_ORDER.index(pair[0].limit.kind))
+    homeless = np.flatnonzero(able & (num_missed(asked, len(able)) == 0)).tolist()
+    relaxations = [
+        *(_relaxation(check, rows, room, cost_unit) for check, rows in alone),
+        _memory(homeless, room),
+        *(_elsewhere(homeless, room, other) for other in what_if),
+    ]
+    nearest = _nearest(able, asked, slower, room)
+    return WhyNot(
+        nearest=None if nearest is None else _told_nearest(*nearest, room),
+        relaxations=tuple(r for r in relaxations if r is not None),
+        together=None if nearest is None else _together(*nearest, room, cost_unit),
+    )
+
+
+class _Room:
+    """Asks ``fits`` once per candidate and remembers. Rows are positions in ``refused``."""
+
+    def __init__(self, refused: Sequence[Ranked], fits: Callable[[Estimate], Layout | NoRoom]) -> None:
+        self.refused = refused
+        self._fits = fits
+        self._answers = {row: ranked.no_room for row, ranked in enumerate(refused) if ranked.no_room is not None}
+        self._fitting: set[int] = set()
+
+    def lack(self, row: int) -> NoRoom | None:
+        """Why the candidate goes nowhere; None when it has a place."""
+        if row not in self._answers and row not in self._fitting:
+            estimate = self.refused[row].estimate
+            assert estimate is not None, "only candidates with an estimate are asked about"
+            answer = self._fits(estimate)
+            if isinstance(answer, NoRoom):
+                self._answers[row] = answer
+            else:
+                self._fitting.add(row)
+        return self._answers.get(row)
+
+    def first(self, rows: Iterable[int]) -> int | None:
+        return next((row for row in rows if self.lack(row) is None), None)
+
+
+def _missed_alone(checks: Sequence[Check], able: Mask) -> list[tuple[Check, list[int]]]:
+    """Per limit, the candidates that miss nothing else, the smallest change first; of equals the better-ranked."""
+    lone = able & (num_missed(checks, len(able)) == 1)
+    found = []
+    for check in checks:
+        rows = np.flatnonzero(lone & check.missed & (check.actual > 0))  # a rate of 0 is no advice
+        change = -check.actual[rows] if check.limit.kind is LimitKind.RATE else check.actual[rows]
+        found.append((check, rows[np.argsort(change, kind="stable")].tolist()))
+    return found
+
+
+def _relaxation(check: Check, rows: Sequence[int], room: _Room, cost_unit: str) -> Relaxation | None:
+    """The smallest change of one limit that admits one of ``rows``, which miss nothing else and are sorted so."""
+    row = room.first(rows)
+    if row is None:
+        return None
+    best, change = room.refused[row], _change(check.violation(row))
+    model = f" ({MODEL_NAME})" if check.limit.kind is LimitKind.RATE else ""
+    text = f"{_told(change, cost_unit)} would admit {best.config}{model}"
+    return Relaxation(*change, best.config, best.objective, text)
+
+
+def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
+    """The smallest addition of free memory on the GPUs there are."""
+    short = [
+        (lack.shortfall_bytes, row)
+        for row in homeless
+        if (lack := room.lack(row)) is not None and lack.missing_gpus == 0 < lack.shortfall_bytes
+    ]
+    if not short:
+        return None
+    missing_bytes, row = min(short)
+    best, change = room.refused[row], Change(LimitKind.MEMORY, 0.0, float(missing_bytes))
+    return Relaxation(*change, best.config, best.objective, f"{_told(change, '')} would admit {best.config}")
+
+
+def _elsewhere(homeless: Sequence[int], room: _Room, other: WhatIf) -> Relaxation | None:
+    """The best candidate that only memory refuses here and that fits the other cluster."""
+    for row in homeless:
+        best, lack = room.refused[row], room.lack(row)
+        if lack is not None and best.estimate is not None and not isinstance(other.fits(best.estimate), NoRoom):
+            change = Change(LimitKind.MEMORY, 0.0, float(lack.shortfall_bytes))
+            return Relaxation(*change, best.config, best.objective, f"{other.label} would admit {best.config}")
+    return None
+
+
+def _nearest(
+    able: Mask, asked: Sequence[Check], slower: Sequence[Check], room: _Room
+) -> tuple[int, tuple[Violation, ...]] | None:
+    """The row that is nearest, and all that it misses, memory included."""
+    steps, ratios = distances(asked, len(able))
+    _, slower_ratios = distances(slower, len(able))
+    saturated = np.zeros_like(able)
+    for check in asked:
+        if check.limit.kind is LimitKind.RATE:
+            saturated = check.missed  # a wait without end has no distance
+    told_slower = saturated | (slower_ratios < ratios)
+    ratios = np.where(told_slower, slower_ratios, ratios)
+    rows = np.flatnonzero(able)
+    in_order: list[int] = rows[np.lexsort((ratios[rows], steps[rows]))].tolist()  # stable: then the better-ranked
+    row = room.first(in_order)
+    if row is None:
+        row = min(
+            in_order, key=lambda r: _homelessness(room.lack(r), float(steps[r]), float(ratios[r])), default=None
+        )
+    if row is None:
+        return None
+    missed = [check.violation(row) for check in (slower if told_slower[row] else asked) if check.missed[row]]
+    lack = room.lack(row)
+    if lack is not None:
+        missed.append(Violation(LimitKind.MEMORY, 0.0, float(lack.shortfall_bytes), lack.reason))
+    return row, tuple(missed)
+
+
+def _homelessness(lack: NoRoom | None, steps: float, ratios: float) -> tuple[float, ...]:
+    assert lack is not None, "only asked where nothing fits"
+    return lack.missing_gpus, steps, ratios, lack.shortfall_bytes
+
+
+def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Nearest:
+    best, reason = room.refused[row], "; ".join(violation.text for violation in missed)
+    if room.lack(row) is None:
+        text = f"{best.config} comes nearest: {reason}"
+    elif len(missed) > 1:
+        text = f"nothing fits the free memory; {best.config} comes nearest: {reason}"
+    else:
+        text = f"nothing fits the free memory; {best.config} is the least short of it: {reason}"
+    return Nearest(best.config, best.objective, missed, text)
+
+
+def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: str) -> Together | None:
+    """What the limits that the nearest point misses would all have to be; None where it is one alone, or where no
+    number would do: GPUs are missing, or only a rate of 0 keeps the SLO."""
+    lack = room.lack(row)
+    if len(missed) < 2 or (lack is not None and lack.missing_gpus) or any(v.actual <= 0 for v in missed):
+        return None
+    best, changes = room.refused[row], tuple(_change(violation) for violation in missed)
+    told = " and ".join(_told(change, cost_unit) for change in changes)
+    return Together(changes, best.config, best.objective, f"{told}, together, would admit {best.config}")
+
+
+def _change(violation: Violation) -> Change:
+    """What the limit of ``violation`` would have to be, rounded to 3 digits such that it is enough."""
+    limit, allowed, actual, _ = violation
+    if limit in (LimitKind.QUALITY, LimitKind.MEMORY):
+        return Change(limit, allowed, actual)
+    return Change(limit, allowed, _down(actual) if limit is LimitKind.RATE else _up(actual))
+
+
+def _told(change: Change, cost_unit: str) -> str:
+    limit, allowed, needed = change
+    match limit:
+        case LimitKind.QUALITY:
+            return f"quality={QUALITIES[int(allowed)]} -> {QUALITIES[int(needed)]}"
+        case LimitKind.MEMORY:
+            return f"{_up(needed / GIB):g} GiB more free memory on each GPU"
+        case LimitKind.RATE:
+            unit = "requests/s"
+        case LimitKind.BUDGET:
+            unit = cost_unit
+        case _:
+            unit = "s"
+    return f"{limit}={allowed:g} -> {needed:g} {unit}"
+
+
 def _up(value: float) -> float:
     """Rounded up to 3 digits, so that the number that is printed is enough."""
     return _rounded(value, math.ceil)
@@ -126,147 +263,8 @@ def _down(value: float) -> float:
 
 
 def _rounded(value: float, how: Callable[[Fraction], int]) -> float:
+    if float(f"{value:.3g}") == value:
+        return value  # 0.4 is a hair above four tenths, and yet 0.4 is enough
     exact = Fraction(value)  # 0.1 + 0.2 is above 0.3, and must round up to 0.301
     step = Fraction(10) ** (math.floor(math.log10(value)) - 2)
     return float(how(exact / step) * step)
-
-
-def _numeric(limit: LimitKind, alone: Sequence[Ranked], room: _Room, cost_unit: str) -> Relaxation | None:
-    """The smallest change of ``limit`` that admits one of ``alone``, which miss nothing else."""
-    best = room.first(sorted(alone, key=_actual))  # stable: of equals the better-ranked
-    if best is None:
-        return None
-    allowed, needed = best.violations[0].allowed, _up(_actual(best))
-    unit = cost_unit if limit is LimitKind.BUDGET else "s"
-    text = f"{limit}={allowed:g} -> {needed:g} {unit} would admit {best.config}"
-    return Relaxation(limit, allowed, needed, best.config, best.objective, text)
-
-
-def _rates(able: Sequence[Ranked], intent: Intent) -> tuple[list[float], list[bool]]:
-    """Per candidate, the highest rate whose wait leaves it within TTFT and E2E, and whether it is within them when
-    nobody waits. A limit that it misses even then is told without any wait, so it leaves no time for one."""
-    seen = figures([ranked.estimate for ranked in able if ranked.estimate is not None])
-    slack_s, meets = np.full_like(seen.e2e_s, np.inf), np.ones(len(able), dtype=np.bool_)
-    slo = intent.slo
-    for allowed_s, high_s in (
-        (None if slo is None else slo.ttft_s, seen.ttft_high_s),
-        (None if slo is None else slo.e2e_s, seen.e2e_high_s),
-    ):
-        if allowed_s is not None:
-            left_s = allowed_s - high_s
-            meets &= left_s >= 0
-            slack_s = np.minimum(slack_s, np.maximum(left_s, 0.0))
-    rates: list[float] = (
-        md1_largest_utilisation(slack_s / seen.service_s, intent.percentile) / seen.service_s
-    ).tolist()
-    return rates, meets.tolist()
-
-
-def _rate(able: Sequence[Ranked], intent: Intent, room: _Room) -> Relaxation | None:
-    """The highest rate at which some candidate, refused for its queue alone, meets everything."""
-    allowed = intent.rate_per_s
-    queued = [r for r in able if r.violations and all(v.limit in _WAITING for v in r.violations)]
-    if allowed is None or not queued:
-        return None
-    rates, meets = _rates(queued, intent)
-    served = [i for i, rate in enumerate(rates) if meets[i] and rate > 0]  # 0: below what the bisection resolves
-    for index in sorted(served, key=lambda i: -rates[i]):
-        best, needed = queued[index], _down(rates[index] * _MARGIN)
-        if needed < allowed and room.has(best):
-            text = f"rate={allowed:g} -> {needed:g} requests/s would admit {best.config} ({MODEL_NAME})"
-            return Relaxation(LimitKind.RATE, allowed, needed, best.config, best.objective, text)
-    return None
-
-
-def _with_rates(able: Sequence[Ranked], intent: Intent) -> list[Ranked]:
-    """The same candidates. Where the queue is too long: the rate at which the SLO would hold and the
-    limits missed even then, or the wait at the asked rate where it ends and that is the smaller change.
-    """
-    rows = [i for i, r in enumerate(able) if any(v.limit in _WAITING for v in r.violations)]
-    told = list(able)
-    if intent.rate_per_s is None or not rows:
-        return told
-    rates, _ = _rates([able[i] for i in rows], intent)
-    for i, rate in zip(rows, rates, strict=True):
-        slower = _at_rate(able[i], intent, intent.rate_per_s, rate * _MARGIN)
-        saturated = any(v.limit is LimitKind.RATE for v in able[i].violations)
-        if saturated or _distance(slower) < _distance(able[i]):
-            told[i] = slower
-    return told
-
-
-def _at_rate(ranked: Ranked, intent: Intent, allowed: float, rate: float) -> Ranked:
-    """``ranked`` with ``rate`` to blame for its waits, and TTFT and E2E as they are when nobody waits."""
-    note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
-    assert ranked.estimate is not None, "only candidates with an estimate wait"
-    idle_s = {LimitKind.TTFT: ranked.estimate.ttft_s.high, LimitKind.E2E: ranked.estimate.e2e_s.high}
-    others = [
-        v._replace(actual=idle_s.get(v.limit, v.actual), note=INTERVAL_NOTE if v.limit in idle_s else v.note)
-        for v in ranked.violations
-        if v.limit is not LimitKind.RATE
-    ]
-    kept = tuple(v for v in others if v.limit not in idle_s or v.actual > v.allowed)
-    return ranked._replace(violations=(Violation(LimitKind.RATE, allowed, rate, note), *kept))
-
-
-def _quality(alone: Sequence[Ranked], room: _Room) -> Relaxation | None:
-    """The strictest quality that admits one of ``alone``, and the best-ranked of those."""
-    best = room.first(sorted(alone, key=_actual))
-    if best is None:
-        return None
-    allowed, needed = best.violations[0].allowed, _actual(best)
-    text = f"quality={QUALITIES[int(allowed)]} -> {QUALITIES[int(needed)]} would admit {best.config}"
-    return Relaxation(LimitKind.QUALITY, allowed, needed, best.config, best.objective, text)
-
-
-def _memory(alone: Sequence[Ranked]) -> Relaxation | None:
-    """The smallest addition of free memory on the GPUs there are."""
-    short = (
-        ranked
-        for ranked in alone
-        if (room := ranked.no_room) is not None and room.missing_gpus == 0 < room.shortfall_bytes
-    )
-    best = min(short, key=_actual, default=None)
-    if best is None:
-        return None
-    missing = _actual(best)
-    text = f"{_up(missing / GIB):g} GiB more free memory on each GPU would admit {best.config}"
-    return Relaxation(LimitKind.MEMORY, 0.0, missing, best.config, best.objective, text)
-
-
-def _elsewhere(alone: Sequence[Ranked], other: WhatIf) -> Relaxation | None:
-    """The best candidate that only memory refuses here and that fits the other cluster."""
-    for ranked in alone:
-        if ranked.estimate is not None and not isinstance(other.fits(ranked.estimate), NoRoom):
-            text = f"{other.label} would admit {ranked.config}"
-            return Relaxation(LimitKind.MEMORY, 0.0, _actual(ranked), ranked.config, ranked.objective, text)
-    return None
-
-
-def _distance(ranked: Ranked) -> tuple[float, float]:
-    """(quality steps, sum of |ln ratio|) of what ``ranked`` violates, memory apart."""
-    steps = ratios = 0.0
-    for limit, allowed, actual, _ in ranked.violations:
-        if limit is LimitKind.QUALITY:
-            steps += actual - allowed
-        elif limit is not LimitKind.MEMORY:
-            ratios += abs(math.log(actual / allowed)) if actual > 0 else math.inf
-    return steps, ratios
-
-
-def _nearest(able: Sequence[Ranked], room: _Room) -> Nearest | None:
-    best = room.first(sorted(able, key=_distance))
-    if best is not None:
-        text = f"{best.config} comes nearest: {best.reason}"
-        return Nearest(best.config, best.objective, best.violations, text)
-    short = [(r.no_room.missing_gpus, _actual(r), i) for i, r in enumerate(able) if r.no_room is not None]
-    if not short:
-        return None
-    least = able[min(short)[2]]
-    text = f"nothing fits the free memory; {least.config} is the least short of it: {least.reason}"
-    return Nearest(least.config, least.objective, least.violations, text)
-
-
-def _actual(ranked: Ranked) -> float:
-    """What the only limit that ``ranked`` misses would have to be."""
-    return ranked.violations[0].actual

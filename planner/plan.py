@@ -14,13 +14,16 @@ from planner.queueing import MODEL_NAME
 __all__ = [
     "Better",
     "Candidate",
+    "Change",
     "Layout",
+    "Limit",
     "LimitKind",
     "Nearest",
     "NoRoom",
     "Plan",
     "Ranked",
     "Relaxation",
+    "Together",
     "Violation",
     "WhyNot",
 ]
@@ -65,12 +68,17 @@ class LimitKind(StrEnum):
     MEMORY = "memory"
 
 
-class Violation(NamedTuple):
-    """One limit that a candidate misses.
+class Limit(NamedTuple):
+    """One limit of an intent. ``allowed`` is in its unit: seconds, requests/s, the cost model's unit; for quality
+    the position in ``Quality``, for memory 0."""
 
-    ``allowed`` and ``actual`` are in the limit's unit: seconds, requests/s, the cost model's unit; for quality the
-    position in ``Quality``, for memory 0 and the missing bytes per GPU.
-    """
+    kind: LimitKind
+    allowed: float
+    note: str = ""
+
+
+class Violation(NamedTuple):
+    """One limit that a candidate misses, and its own number: for memory the missing bytes per GPU."""
 
     limit: LimitKind
     allowed: float
@@ -100,7 +108,11 @@ class Violation(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """One candidate with its verdict."""
+    """One candidate with its verdict.
+
+    ``missed``: the limits it misses, one value for all candidates that miss the same ones; ``actual``: its own
+    number for each.
+    """
 
     config: DeploymentConfig
     estimate: Estimate | None
@@ -108,9 +120,17 @@ class Ranked(NamedTuple):
     cost: float | None  # per request, in the cost model's unit
     feasible: bool
     refusal: str | None = None  # cannot run at all; no limit can be relaxed to admit it
-    violations: tuple[Violation, ...] = ()
+    missed: tuple[Limit, ...] = ()
+    actual: tuple[float, ...] = ()
     layout: Layout | None = None  # where it would go, when it was found to fit
     no_room: NoRoom | None = None
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        return tuple(
+            Violation(limit.kind, limit.allowed, actual, limit.note)
+            for limit, actual in zip(self.missed, self.actual, strict=True)
+        )
 
     @property
     def reason(self) -> str | None:
@@ -139,8 +159,25 @@ class Relaxation(NamedTuple):
     text: str
 
 
+class Change(NamedTuple):
+    """One limit, from ``allowed`` to ``needed``; both as in :class:`Violation`, memory on each GPU in bytes."""
+
+    limit: LimitKind
+    allowed: float
+    needed: float
+
+
+class Together(NamedTuple):
+    """Several limits that would admit ``config`` when all of them are changed, and no fewer; ``text`` says so."""
+
+    changes: tuple[Change, ...]
+    config: DeploymentConfig
+    objective: float | None
+    text: str
+
+
 class Nearest(NamedTuple):
-    """The feasible point that asks for the least: what it violates now, and what it would give."""
+    """The point that asks for the least: what it violates now, and what it would give."""
 
     config: DeploymentConfig
     objective: float | None
@@ -152,12 +189,14 @@ class Nearest(NamedTuple):
 class WhyNot:
     """``better``: refused candidates that rank above the chosen one, best first, at most a few.
 
-    ``nearest`` and ``relaxations`` are filled in only when nothing is feasible.
+    The others are filled in only when nothing is feasible. ``relaxations``: each of one limit alone, any of which
+    is enough. ``together``: what ``nearest`` takes where that is more than one limit at once.
     """
 
     better: tuple[Better, ...] = ()
     nearest: Nearest | None = None
     relaxations: tuple[Relaxation, ...] = ()
+    together: Together | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

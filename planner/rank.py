@@ -5,9 +5,7 @@ Rules.
 
 *   A candidate is refused by the first of: its own refusal (shape, engine, no estimate); the limits, all of them
     listed; memory.
-*   TTFT, TPOT and E2E limits are judged on the upper end of the estimate's interval. With a rate, the wait at the
-    intent's percentile is added to TTFT and E2E, from an FCFS M/D/1 queue with service time e2e / batch, also at
-    the upper end. The budget and the objective are judged on the value itself.
+*   The limits are judged as :mod:`planner.limits` says; the objective on the value itself.
 *   Ties are broken by fewer GPUs, then less memory, then the order of configurations, so that the order in which
     candidates are listed never matters. The configurations of ``candidates`` are distinct.
 *   ``fits`` is called at most once per candidate, best objective first, and only for candidates that nothing
@@ -17,18 +15,18 @@ Rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
-from planner.explain import WhatIf, explain
-from planner.intent import Intent, Quality, quality_needed
-from planner.plan import INTERVAL_NOTE, QUALITIES, Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Violation
-from planner.queueing import MODEL_NAME, md1_wait_quantile
+from planner.explain import WhatIf, better, what_it_takes
+from planner.intent import Intent
+from planner.limits import Check, checks_as_asked, limits_missed
+from planner.plan import Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
+from planner.queueing import MODEL_NAME
 
 __all__ = ["Fits", "rank"]
 
@@ -54,8 +52,9 @@ def rank(
         what_if: other clusters (such as "one more GPU") to ask when nothing is feasible.
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
-    predicted = [c for c in candidates if c.estimate is not None]
-    judged = _judge(predicted, intent, objective, cost, prices, fits)
+    table = _table([c for c in candidates if c.estimate is not None], intent, objective, cost, prices)
+    checks = checks_as_asked(intent, [c.config for c in table.rows], table.seen, table.costs, cost.unit)
+    judged = _judge(table, checks, intent, objective, cost, fits)
     feasible = [ranked for ranked in judged if ranked.feasible]
     refused = [ranked for ranked in judged if not ranked.feasible]
     blank = [
@@ -65,6 +64,11 @@ def rank(
     ]
     blank.sort(key=lambda ranked: (ranked.config.num_gpus, ranked.config))
     ordered = (*feasible, *refused, *blank)
+    why_not = WhyNot()
+    if not feasible:
+        why_not = what_it_takes(
+            refused, checks, table.seen, intent, fits=fits, what_if=what_if, cost_unit=cost.unit
+        )
     return Plan(
         intent=intent,
         candidates=ordered,
@@ -73,104 +77,61 @@ def rank(
         maximize=objective.maximize,
         cost_unit=cost.unit,
         queueing=None if intent.rate_per_s is None else MODEL_NAME,
-        why_not=explain(
-            ordered, intent, fits=fits, what_if=what_if, maximize=objective.maximize, cost_unit=cost.unit
-        ),
+        why_not=replace(why_not, better=better(ordered, objective.maximize)),
     )
 
 
-def _judge(
-    predicted: Sequence[Candidate], intent: Intent, objective: Objective, cost: Cost, prices: Prices, fits: Fits
-) -> list[Ranked]:
-    """Every candidate that has an estimate, with its figures and its verdict, best objective first."""
+class _Table(NamedTuple):
+    """The candidates that have an estimate, best objective first, and their columns in the same order."""
+
+    rows: list[Candidate]
+    seen: Figures
+    costs: Column  # NaN: unknown, as are the objectives
+    objectives: Column
+
+
+def _table(
+    predicted: Sequence[Candidate], intent: Intent, objective: Objective, cost: Cost, prices: Prices
+) -> _Table:
     seen = figures([c.estimate for c in predicted if c.estimate is not None])
-    with np.errstate(all="ignore"):  # rows that cannot be used are refused here
+    with np.errstate(all="ignore"):  # rows that cannot be used are refused by ``_judge``
         costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
         objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
-        violations = _violations(_checks(predicted, seen, costs, intent, cost.unit), len(predicted))
-    usable, paid, values = seen.usable.tolist(), costs.tolist(), objectives.tolist()
+    order = _order(predicted, seen, -objectives if objective.maximize else objectives)
+    return _Table([predicted[row] for row in order], seen.take(order), costs[order], objectives[order])
+
+
+def _judge(
+    table: _Table, checks: Sequence[Check], intent: Intent, objective: Objective, cost: Cost, fits: Fits
+) -> list[Ranked]:
+    """The verdict on every candidate of ``table``."""
+    unknown = np.isnan(table.objectives) | (np.isnan(table.costs) & (intent.budget is not None))
+    refusals = [candidate.refusal for candidate in table.rows]
+    usable, known = table.seen.usable, ~np.isnan(table.objectives)
+    for row in np.flatnonzero(unknown).tolist():
+        why = (cost.unknown if known[row] else objective.unknown) if usable[row] else _NOT_USABLE
+        refusals[row] = refusals[row] or why
+    missed = limits_missed(checks, len(table.rows))
     judged: list[Ranked] = []
-    for row in _order(predicted, seen, -objectives if objective.maximize else objectives):
-        config, estimate, refusal = predicted[row]
-        value = None if values[row] != values[row] else values[row]
-        spent = None if paid[row] != paid[row] else paid[row]
-        if refusal is None and (value is None or (spent is None and intent.budget is not None)):
-            refusal = (objective.unknown if value is None else cost.unknown) if usable[row] else _NOT_USABLE
-        if refusal is None and value is not None and estimate is not None and not violations[row]:
-            judged.append(_placed(config, estimate, value, spent, fits))
+    for (config, estimate, _), refusal, (limits, actual), value, spent in zip(
+        table.rows, refusals, missed, _or_none(table.objectives), _or_none(table.costs), strict=True
+    ):
+        if refusal is not None:
+            judged.append(Ranked(config, estimate, value, spent, False, refusal))
+        elif limits or estimate is None:
+            judged.append(Ranked(config, estimate, value, spent, False, None, limits, actual))
         else:
-            judged.append(
-                Ranked(config, estimate, value, spent, False, refusal, () if refusal else violations[row])
-            )
+            answer = fits(estimate)
+            if isinstance(answer, NoRoom):
+                limits, actual = (Limit(LimitKind.MEMORY, 0.0, answer.reason),), (float(answer.shortfall_bytes),)
+                judged.append(Ranked(config, estimate, value, spent, False, None, limits, actual, None, answer))
+            else:
+                judged.append(Ranked(config, estimate, value, spent, True, None, (), (), answer))
     return judged
 
 
-def _placed(
-    config: DeploymentConfig, estimate: Estimate, objective: float, cost: float | None, fits: Fits
-) -> Ranked:
-    """The last verdict, memory, on a candidate that nothing else refuses."""
-    answer = fits(estimate)
-    if isinstance(answer, NoRoom):
-        short = Violation(LimitKind.MEMORY, 0.0, float(answer.shortfall_bytes), answer.reason)
-        return Ranked(config, estimate, objective, cost, False, None, (short,), None, answer)
-    return Ranked(config, estimate, objective, cost, True, None, (), answer)
-
-
-class _Check(NamedTuple):
-    """One limit over all candidates."""
-
-    limit: LimitKind
-    allowed: float
-    actual: Column
-    missed: npt.NDArray[np.bool_]
-    note: str
-
-
-def _checks(
-    predicted: Sequence[Candidate], seen: Figures, costs: Column, intent: Intent, cost_unit: str
-) -> list[_Check]:
-    """Every limit that ``intent`` sets, in the order in which reasons are told."""
-    checks: list[_Check] = []
-
-    def at_most(limit: LimitKind, allowed: float | None, actual: Column, note: str) -> None:
-        if allowed is not None:
-            checks.append(_Check(limit, allowed, actual, actual > allowed, note))
-
-    if intent.quality is not Quality.ANY:
-        steps = {quality: float(step) for step, quality in enumerate(QUALITIES)}
-        needed = np.array([steps[quality_needed(c.config)] for c in predicted], dtype=np.float64)
-        at_most(LimitKind.QUALITY, steps[intent.quality], needed, "")
-    at_most(LimitKind.BUDGET, intent.budget, costs, cost_unit)
-    wait_s, note = np.zeros_like(seen.e2e_s), INTERVAL_NOTE
-    rate = intent.rate_per_s
-    if rate is not None:
-        wait_s = seen.service_s * md1_wait_quantile(seen.service_s * rate, intent.percentile)
-        saturated = ~np.isfinite(wait_s)
-        checks.append(_Check(LimitKind.RATE, rate, 1 / seen.service_s, saturated, ""))
-        wait_s[saturated] = 0.0  # the rate is what is wrong then; say it once
-        note = (
-            f"(upper end of the 90% interval and p{intent.percentile:g} of the wait in an {MODEL_NAME} queue "
-            f"at {rate:g} requests/s)"
-        )
-    if intent.slo is not None:
-        at_most(LimitKind.TTFT, intent.slo.ttft_s, seen.ttft_high_s + wait_s, note)
-        at_most(LimitKind.TPOT, intent.slo.tpot_s, seen.tpot_high_s, INTERVAL_NOTE)
-        at_most(LimitKind.E2E, intent.slo.e2e_s, seen.e2e_high_s + wait_s, note)
-    return checks
-
-
-def _violations(checks: Sequence[_Check], num_rows: int) -> list[tuple[Violation, ...]]:
-    """Per candidate, the limits it misses."""
-    found: list[tuple[Violation, ...]] = [()] * num_rows
-    for limit, allowed, actual, missed, note in checks:
-        rows = np.flatnonzero(missed)
-        shared: dict[float, tuple[Violation]] = {}  # thousands miss the quality in one and the same way
-        for row, value in zip(rows.tolist(), actual[rows].tolist(), strict=True):
-            one = shared.get(value)
-            if one is None:
-                one = shared[value] = (Violation(limit, allowed, value, note),)
-            found[row] = found[row] + one if found[row] else one
-    return found
+def _or_none(column: Column) -> list[float | None]:
+    return [None if value != value else value for value in column.tolist()]
 
 
 def _order(predicted: Sequence[Candidate], seen: Figures, ascending: Column) -> list[int]:

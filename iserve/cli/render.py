@@ -211,7 +211,7 @@ def _print_why_not(out: Console, document: PlanDocument) -> None:
         )
     if why.nearest is not None:
         out.print(f"nearest: {why.nearest.text}", overflow="fold")
-    _print_indented(out, (f"relax: {relaxation.text}" for relaxation in why.relax))
+    _print_indented(out, (f"relax: {advice}" for advice in why.advice))
 
 
 def _print_indented(out: Console, lines: Iterable[str]) -> None:

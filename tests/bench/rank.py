@@ -34,8 +34,15 @@ CASES = {
     "latency-slo with a rate, some feasible": Intent(
         kind=IntentKind.LATENCY_SLO, slo=Slo(ttft_s=0.9, e2e_s=4.0), rate_per_s=0.2, quality=Quality.ANY
     ),
+    "cost-slo, none feasible": Intent(kind=IntentKind.COST_SLO, budget=0.01),
     "latency-slo with a rate, none feasible": Intent(
         kind=IntentKind.LATENCY_SLO, slo=Slo(ttft_s=0.01, tpot_s=0.001), rate_per_s=0.2, quality=Quality.ANY
+    ),
+    "latency-slo, none feasible for its queue": Intent(
+        kind=IntentKind.LATENCY_SLO, slo=Slo(ttft_s=0.9, e2e_s=4.0), rate_per_s=2.0, quality=Quality.ANY
+    ),
+    "every limit missed by all": Intent(
+        slo=Slo(ttft_s=0.01, tpot_s=0.001, e2e_s=0.1), rate_per_s=9.0, quality=Quality.EXACT, budget=0.01
     ),
 }
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fingerprint.config import DeploymentConfig, WeightFormat
+from fingerprint.estimates import Estimate
 from planner.explain import WhatIf
 from planner.intent import Intent, Quality, Slo
-from planner.plan import LimitKind, Plan, Relaxation
+from planner.plan import LimitKind, NoRoom, Plan, Relaxation
 from planner.rank import rank
 from tests.planner.candidates import candidate, everything_fits, fits_below
 
@@ -43,8 +44,8 @@ def test_ttft_is_relaxed_to_the_least_that_admits_a_candidate_that_fits() -> Non
     assert plan.why_not.nearest.config == TWO
 
 
-def test_a_limit_that_would_not_do_alone_is_not_offered() -> None:
-    """The only candidate misses TTFT and budget: no single change helps, and the nearest point says both."""
+def test_limits_that_do_only_together_are_told_together() -> None:
+    """The only candidate misses TTFT and budget: no single change helps."""
     plan = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.1), budget=1.0), fits=everything_fits)
     assert plan.why_not.relaxations == ()
     nearest = plan.why_not.nearest
@@ -53,6 +54,47 @@ def test_a_limit_that_would_not_do_alone_is_not_offered() -> None:
         (LimitKind.BUDGET, 1.0, pytest.approx(24.0)),
         (LimitKind.TTFT, 0.1, pytest.approx(0.4)),
     ]
+    together = plan.why_not.together
+    assert together is not None
+    assert together.changes == ((LimitKind.BUDGET, 1.0, 24.0), (LimitKind.TTFT, 0.1, 0.4))
+    assert together.text == (
+        "budget=1 -> 24 GiB*s and ttft=0.1 -> 0.4 s, together, would admit "
+        "tp=1,pp=1,weights=16bit,kv=16bit,pruning=none"
+    )
+
+
+def test_a_nearest_point_that_misses_one_limit_needs_nothing_together() -> None:
+    plan = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.1)), fits=everything_fits)
+    assert [r.limit for r in plan.why_not.relaxations] == [LimitKind.TTFT]
+    assert plan.why_not.together is None
+
+
+def test_where_nothing_fits_either_memory_is_one_of_the_limits() -> None:
+    """Both miss TTFT and fit nowhere; the second is farther from its limit though less short of memory."""
+    plan = rank(
+        [candidate(ONE, gib_per_gpu=30.0), candidate(TWO, gib_per_gpu=20.0, ttft_s=0.8)],
+        Intent(slo=Slo(ttft_s=0.2)),
+        fits=fits_below(10.0),
+    )
+    assert plan.why_not.relaxations == ()
+    nearest, together = plan.why_not.nearest, plan.why_not.together
+    assert nearest is not None
+    assert together is not None
+    assert nearest.config == together.config == ONE
+    assert together.changes == ((LimitKind.TTFT, 0.2, 0.4), (LimitKind.MEMORY, 0.0, 20.0 * 2**30))
+    assert together.text.startswith("ttft=0.2 -> 0.4 s and 20 GiB more free memory on each GPU, together, would")
+    assert nearest.text.startswith("nothing fits the free memory; tp=1,pp=1")
+    assert "needs 30 GiB, 10 GiB are free" in nearest.text
+
+
+def test_no_number_is_promised_where_gpus_are_missing() -> None:
+    def two_more(seen: Estimate) -> NoRoom:
+        return NoRoom("needs 3 GPUs, there is 1", 2**30, missing_gpus=2)
+
+    why_not = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.2)), fits=two_more).why_not
+    assert why_not.nearest is not None
+    assert "needs 3 GPUs, there is 1" in why_not.nearest.text
+    assert (why_not.relaxations, why_not.together) == ((), None)
 
 
 def test_budget_names_its_unit() -> None:

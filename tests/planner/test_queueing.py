@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.queueing import md1_largest_utilisation, md1_wait_cdf, md1_wait_quantile
+from planner.queueing import Md1Waits, md1_wait_cdf, md1_wait_quantile
 
 
 def cdf(u: float, x: float) -> float:
@@ -102,13 +102,40 @@ def test_a_nearly_full_queue_waits_as_heavy_traffic_says(below: float) -> None:
     assert quantile(1 - below, 95.0) == pytest.approx(math.log(20) / (2 * below), rel=1e-3)
 
 
+@pytest.mark.parametrize("percentile", [0.5, 5.0, 50.0, 90.0, 95.0, 99.0, 99.9])
+def test_the_table_is_what_it_tabulates(percentile: float) -> None:
+    u = 1 / (1 + np.exp(-np.linspace(-8.0, 20.0, 20_001)))
+    assert Md1Waits(percentile).wait(u) == pytest.approx(md1_wait_quantile(u, percentile), abs=1e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize("u", [1 - 1e-12, math.nextafter(1.0, 0.0), 1.0, 1.5, 1e9])
+def test_the_table_has_no_end_either(u: float) -> None:
+    assert Md1Waits(50.0).wait(np.array([u])).tolist() == [math.inf]
+
+
 @given(wait=st.floats(0.0, 100.0), percentile=st.floats(50.0, 99.0))
 def test_largest_utilisation_keeps_the_wait(wait: float, percentile: float) -> None:
-    u = float(md1_largest_utilisation(np.array([wait]), percentile)[0])
-    assert 0 < u < 1
-    assert quantile(u, percentile) <= wait
-    assert quantile(min(u + 1e-3, 1.0), percentile) > wait
+    waits = Md1Waits(percentile)
+    u = waits.largest_utilisation(np.array([wait]))
+    assert 0 < u[0] < 1
+    assert waits.wait(u * (1 - 1e-9)) <= wait
+    assert waits.wait(np.minimum(u + 1e-3, 1.0)) > wait
+    assert quantile(float(u[0]), percentile) == pytest.approx(wait, abs=1e-3, rel=1e-4)
+
+
+@given(percentile=st.floats(1e-12, 100, exclude_max=True))
+def test_any_percentile_has_a_table_that_never_falls(percentile: float) -> None:
+    waits = Md1Waits(percentile)
+    assert np.all(np.diff(waits.wait(np.linspace(0.0, 1.0, 500)[:-1])) >= 0)
+    largest = waits.largest_utilisation(np.array([0.0, 0.5, 3.0, 1e6, np.inf]))
+    assert np.all(np.diff(largest) >= 0)
+    assert np.all(np.isfinite(largest))
 
 
 def test_no_time_to_wait_at_all_allows_nothing() -> None:
-    assert md1_largest_utilisation(np.array([-0.1]), 95.0).tolist() == [0.0]
+    assert Md1Waits(95.0).largest_utilisation(np.array([-0.1])).tolist() == [0.0]
+
+
+def test_no_wait_allows_what_finds_the_server_idle() -> None:
+    """P(W = 0) = 1 - u."""
+    assert Md1Waits(95.0).largest_utilisation(np.array([0.0]))[0] == pytest.approx(0.05, rel=1e-12)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +15,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.estimates import Estimate
 from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, quality_needed
-from planner.plan import QUALITIES, Candidate, Layout, LimitKind, NoRoom, Plan, Relaxation
+from planner.plan import QUALITIES, Candidate, Change, Layout, LimitKind, NoRoom, Plan, Relaxation
 from planner.queueing import md1_wait_quantile
 from planner.rank import rank
 from tests.planner.candidates import estimate, fits_below
@@ -176,29 +179,121 @@ def test_a_wider_limit_never_makes_the_best_worse(
     assert no_worse(plan_of(candidates, intent, free * 2), before)
 
 
-def follow(intent: Intent, advice: Relaxation) -> Intent:
-    if advice.limit is LimitKind.QUALITY:
-        return replace(intent, quality=QUALITIES[int(advice.needed)])
-    if advice.limit is LimitKind.BUDGET:
-        return replace(intent, budget=advice.needed)
-    if advice.limit is LimitKind.RATE:
-        return replace(intent, rate_per_s=advice.needed)
-    assert intent.slo is not None
-    return replace(intent, slo=replace(intent.slo, **{f"{advice.limit}_s": advice.needed}))
+Advice = Relaxation | Change
 
 
-@settings(max_examples=300)
+def follow(intent: Intent, free: float, *advice: Advice) -> tuple[Intent, float]:
+    """The intent and the free GiB with every limit of ``advice`` as it says."""
+    for limit, _, needed, *_ in advice:
+        if limit is LimitKind.MEMORY:
+            free += needed / 2**30
+        elif limit is LimitKind.QUALITY:
+            intent = replace(intent, quality=QUALITIES[int(needed)])
+        elif limit is LimitKind.BUDGET:
+            intent = replace(intent, budget=needed)
+        elif limit is LimitKind.RATE:
+            intent = replace(intent, rate_per_s=needed)
+        else:
+            assert intent.slo is not None
+            intent = replace(intent, slo=replace(intent.slo, **{f"{limit}_s": needed}))
+    return intent, free
+
+
+def feasible(plan: Plan) -> set[DeploymentConfig]:
+    return {ranked.config for ranked in plan.candidates if ranked.feasible}
+
+
 @given(**cases)
 def test_following_a_relaxation_makes_the_plan_feasible(
     candidates: list[Candidate], intent: Intent, free: float
 ) -> None:
-    plan = plan_of(candidates, intent, free)
-    for advice in plan.why_not.relaxations:
-        if advice.limit is LimitKind.MEMORY:
-            after = plan_of(candidates, intent, free + advice.needed / 2**30)
+    for advice in plan_of(candidates, intent, free).why_not.relaxations:
+        assert advice.config in feasible(plan_of(candidates, *follow(intent, free, advice))), advice
+
+
+@given(**cases)
+def test_no_smaller_change_of_a_limit_alone_would_do(
+    candidates: list[Candidate], intent: Intent, free: float
+) -> None:
+    """Smaller by what rounding to 3 digits can add, 1%; for memory by one byte."""
+    for advice in plan_of(candidates, intent, free).why_not.relaxations:
+        if advice.limit in (LimitKind.QUALITY, LimitKind.MEMORY):
+            less = advice.needed - 1
         else:
-            after = plan_of(candidates, follow(intent, advice), free)
-        assert advice.config in {r.config for r in after.candidates if r.feasible}, advice
+            less = advice.needed * (1.011 if advice.limit is LimitKind.RATE else 0.989)
+            if (less - advice.allowed) * (advice.needed - advice.allowed) <= 0:
+                continue
+        smaller = advice._replace(needed=less)
+        assert not feasible(plan_of(candidates, *follow(intent, free, smaller))), advice
+
+
+@given(**cases)
+def test_a_limit_is_passed_over_only_where_no_change_of_it_would_do(
+    candidates: list[Candidate], intent: Intent, free: float
+) -> None:
+    plan = plan_of(candidates, intent, free)
+    if plan.chosen is not None:
+        return
+    told = {advice.limit for advice in plan.why_not.relaxations}
+    without: dict[LimitKind, Intent] = {LimitKind.QUALITY: replace(intent, quality=Quality.ANY)}
+    without[LimitKind.BUDGET] = replace(intent, budget=None if intent.budget is None else 1e9)
+    if intent.rate_per_s is not None:
+        without[LimitKind.RATE] = replace(intent, rate_per_s=1e-6)
+    if intent.slo is not None:
+        for limit in (LimitKind.TTFT, LimitKind.TPOT, LimitKind.E2E):
+            name = f"{limit}_s"
+            if getattr(intent.slo, name) is not None:
+                without[limit] = replace(intent, slo=replace(intent.slo, **{name: 1e9}))
+    for limit, wider in without.items():
+        assert (limit in told) == bool(feasible(plan_of(candidates, wider, free))), limit
+    assert (LimitKind.MEMORY in told) == bool(feasible(plan_of(candidates, intent, 1e6)))
+
+
+@given(**cases)
+def test_what_is_relaxed_together_does_and_nothing_of_it_is_spare(
+    candidates: list[Candidate], intent: Intent, free: float
+) -> None:
+    together = plan_of(candidates, intent, free).why_not.together
+    if together is None:
+        return
+    assert together.config in feasible(plan_of(candidates, *follow(intent, free, *together.changes)))
+    for spared in together.changes:
+        others = [change for change in together.changes if change is not spared]
+        assert together.config not in feasible(plan_of(candidates, *follow(intent, free, *others))), spared
+
+
+@given(**cases)
+def test_there_is_always_a_way_where_something_can_run(
+    candidates: list[Candidate], intent: Intent, free: float
+) -> None:
+    plan = plan_of(candidates, intent, free)
+    able = [ranked for ranked in plan.candidates if ranked.refusal is None and ranked.estimate is not None]
+    why_not = plan.why_not
+    assert bool(why_not.relaxations or why_not.together) == bool(able and plan.chosen is None)
+    assert (why_not.nearest is None) == (not able or plan.chosen is not None)
+
+
+@given(**cases)
+def test_the_nearest_of_all_is_the_nearest_of_those_that_are_near_alone(
+    candidates: list[Candidate], intent: Intent, free: float
+) -> None:
+    """Each candidate planned for alone tells its own distance; the law is about choosing among them."""
+
+    def distance(config: DeploymentConfig) -> tuple[float, ...]:
+        alone = plan_of([c for c in candidates if c.config == config], intent, free).why_not.nearest
+        assert alone is not None
+        missed = {violation.limit: violation for violation in alone.violations}
+        short = missed.pop(LimitKind.MEMORY, None)
+        quality = missed.pop(LimitKind.QUALITY, None)
+        steps = 0.0 if quality is None else quality.actual - quality.allowed
+        ratios = sum(abs(math.log(v.actual / v.allowed)) for v in missed.values())
+        return short is not None, steps, round(ratios, 9), 0.0 if short is None else short.actual
+
+    plan = plan_of(candidates, intent, free)
+    if plan.why_not.nearest is None:
+        return
+    able = [ranked.config for ranked in plan.candidates if ranked.refusal is None and ranked.estimate is not None]
+    assert distance(plan.why_not.nearest.config) == min(map(distance, able))
 
 
 @given(**cases)
@@ -206,16 +301,80 @@ def test_the_nearest_point_is_admitted_once_all_it_misses_is_granted(
     candidates: list[Candidate], intent: Intent, free: float
 ) -> None:
     nearest = plan_of(candidates, intent, free).why_not.nearest
-    if nearest is None or any(v.limit is LimitKind.MEMORY for v in nearest.violations):
+    if nearest is None:
         return
-    granted = intent
-    for violation in nearest.violations:
-        slightly = {LimitKind.QUALITY: 1.0, LimitKind.RATE: 1 - 1e-9}.get(violation.limit, 1 + 1e-9)
-        needed = violation.actual * slightly
-        advice = Relaxation(violation.limit, violation.allowed, needed, nearest.config, None, "")
-        granted = follow(granted, advice)
-    after = plan_of(candidates, granted, free)
-    assert nearest.config in {r.config for r in after.candidates if r.feasible}
+    granted = []
+    for limit, allowed, actual, _ in nearest.violations:
+        slightly = {LimitKind.QUALITY: 1.0, LimitKind.RATE: 1 - 1e-9}.get(limit, 1 + 1e-9)
+        granted.append(Change(limit, allowed, actual * slightly))
+    assert nearest.config in feasible(plan_of(candidates, *follow(intent, free, *granted)))
+
+
+def by_hand(candidate: Candidate, intent: Intent, free: float) -> tuple[float, bool] | None:
+    """Objective and verdict of one candidate, by formulas for one alone; None: the objective is not known."""
+    guess = candidate.estimate
+    assert guess is not None
+    gpus, batch, tokens = candidate.config.num_gpus, guess.workload.batch, guess.workload.output_tokens
+    gib = gpus * guess.memory.layer_weight_bytes / 2**30
+    e2e_s = guess.ttft_s.value + (tokens - 1) * guess.tpot_s.value
+    e2e_high_s = guess.ttft_s.high + (tokens - 1) * guess.tpot_s.high
+    cost = {
+        CostModel.MEMORY_LATENCY: gib * e2e_s / batch,
+        CostModel.MEMORY: gib,
+        CostModel.GPU_HOURS: gpus * e2e_s / batch,
+        CostModel.DOLLARS: 2.0 * gpus * e2e_s / batch / 3600,
+    }[intent.cost_model]
+    power = math.nan if guess.power_w_per_gpu is None else guess.power_w_per_gpu.value
+    objective = {
+        IntentKind.MIN_LATENCY: e2e_s,
+        IntentKind.MIN_COST: cost,
+        IntentKind.MIN_MEMORY: gib,
+        IntentKind.MIN_GPU_HOURS: gpus * e2e_s / batch,
+        IntentKind.MAX_THROUGHPUT: batch * tokens / e2e_s,
+        IntentKind.MIN_ENERGY: power * gpus * e2e_s / batch,
+        IntentKind.LATENCY_SLO: cost,
+        IntentKind.COST_SLO: e2e_s,
+    }[intent.kind]
+    if math.isnan(objective):
+        return None
+    fine = candidate.refusal is None and guess.memory.layer_weight_bytes <= free * 2**30
+    fine &= quality_needed(candidate.config) in QUALITIES[: QUALITIES.index(intent.quality) + 1]
+    fine &= intent.budget is None or cost <= intent.budget
+    wait_s = 0.0
+    if intent.rate_per_s is not None:
+        busy = intent.rate_per_s * e2e_high_s / batch
+        wait_s = float(md1_wait_quantile(np.array([busy]), intent.percentile)[0]) * e2e_high_s / batch
+        fine &= math.isfinite(wait_s)
+    slo = intent.slo
+    if slo is not None:
+        fine &= guess.ttft_s.high + wait_s <= (slo.ttft_s or math.inf)
+        fine &= guess.tpot_s.high <= (slo.tpot_s or math.inf)
+        fine &= e2e_high_s + wait_s <= (slo.e2e_s or math.inf)
+    return objective, fine
+
+
+@settings(max_examples=200)
+@given(**cases)
+def test_the_plan_is_what_each_candidate_gives_by_hand(
+    candidates: list[Candidate], intent: Intent, free: float
+) -> None:
+    plan = plan_of(candidates, intent, free)
+    told = {ranked.config: ranked for ranked in plan.candidates}
+    fine = []
+    for candidate in candidates:
+        if candidate.estimate is None:
+            continue
+        expected, ranked = by_hand(candidate, intent, free), told[candidate.config]
+        if expected is None:
+            assert (ranked.objective, ranked.feasible) == (None, False)
+            continue
+        assert ranked.objective == pytest.approx(expected[0])
+        assert ranked.feasible == expected[1]
+        if expected[1]:
+            fine.append(expected[0])
+    if fine:
+        assert plan.best is not None
+        assert plan.best.objective == pytest.approx(max(fine) if plan.maximize else min(fine))
 
 
 @given(
