@@ -18,6 +18,7 @@ from daemon.torch_engine.text import ChatMessage
 from fingerprint.errors import BadInputError, ConfigError, IserveError
 
 __all__ = [
+    "CONTEXT_EXCEEDED",
     "ApiError",
     "Generation",
     "Usage",
@@ -34,6 +35,7 @@ MAX_PROMPTS = 128
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
+CONTEXT_EXCEEDED = "context_length_exceeded"
 
 T = TypeVar("T")
 
@@ -60,6 +62,19 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 
 
@@ -86,7 +101,7 @@ def context_error(prompt_tokens: int, max_tokens: int, context_tokens: int, para
         f"this model's maximum context length is {context_tokens} tokens, "
         f"you asked for {prompt_tokens + max_tokens} ({asked}); shorten the prompt or lower max_tokens",
         param,
-        "context_length_exceeded",
+        CONTEXT_EXCEEDED,
     )
 
 

@@ -113,7 +113,7 @@ async def _run(engine: Engine, streams: Streams, run: ProfileRun) -> RunReading:
     """All of the burst is queued at once; its end is when the engine had sampled the last token."""
     _check_room(engine, run)
     requests = dummy_requests(run, engine.vocab_size)
-    before = engine.totals
+    before = await _in_engine(engine.call(lambda: engine.totals))  # behind a step of a run that was given up
     start_s = end_s = time.perf_counter()
     stream = streams.open(engine, requests)
     try:

@@ -52,6 +52,9 @@ class LocalRunner:
     ) -> None:
         """As the protocol says; also raises UnsupportedModelError for a family this engine does not run."""
         _check_config(config)
+        if any(stage.num_layers < 1 for stage in stages):
+            layers = ", ".join(str(stage.num_layers) for stage in stages)
+            raise EngineError(f"every stage needs at least one layer, asked for {layers}")
         device_ids = tuple(itertools.chain.from_iterable(stage.device_ids for stage in stages))
         if (
             self._group is not None

@@ -24,7 +24,7 @@ from daemon.torch_engine.openai_api import ApiError, Generation, Usage
 from daemon.torch_engine.profile_api import profile_routes
 from daemon.torch_engine.steps import Runner
 from daemon.torch_engine.streams import Choice, Stream, Streams
-from daemon.torch_engine.text import TextCodec, end_token_ids, load_text_codec
+from daemon.torch_engine.text import TextCodec, TextTooLongError, end_token_ids, load_text_codec
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 
@@ -122,6 +122,7 @@ class Worker:
             prompts = list(generation.token_lists)
             vocab_size = self.engine.vocab_size
             for prompt in prompts:
+                self._max_tokens(generation, len(prompt))  # before millions of ids are looked at
                 bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
                 if bad is not None:
                     raise openai_api.bad_request(f"token id {bad} is not in 0 to {vocab_size - 1}", "prompt")
@@ -133,13 +134,20 @@ class Worker:
                     generation.prompt_param,
                 )
 
+            context = self.spec.limits.max_context_tokens
+
             def encode() -> list[tuple[int, ...]]:
                 if generation.chat:
-                    return [tuple(codec.encode_chat(generation.messages))]
-                return [tuple(codec.encode(text)) for text in generation.texts]
+                    return [tuple(codec.encode_chat(generation.messages, context))]
+                return [tuple(codec.encode(text, context)) for text in generation.texts]
 
             length = sum(map(len, generation.texts)) + sum(len(m.content) for m in generation.messages)
-            prompts = await asyncio.to_thread(encode) if length > _LONG_TEXT_CHARS else encode()
+            try:
+                prompts = await asyncio.to_thread(encode) if length > _LONG_TEXT_CHARS else encode()
+            except TextTooLongError as error:
+                raise openai_api.bad_request(
+                    str(error), generation.prompt_param, openai_api.CONTEXT_EXCEEDED
+                ) from error
         if any(not prompt for prompt in prompts):
             raise openai_api.bad_request("the prompt is empty", generation.prompt_param)
         return prompts

@@ -107,10 +107,11 @@ class Choice:
         if self._detokenizer is None:
             return ""
         text, stopped = "", False
+        armed = len(self.tokens) > self.request.min_tokens
         if event.token not in self.request.end_ids:
-            text, stopped = self._matcher.push(self._detokenizer.push(event.token))
+            text, stopped = self._matcher.push(self._detokenizer.push(event.token), armed=armed)
         if not stopped and self.finish is not None:
-            rest, stopped = self._matcher.push(self._detokenizer.flush())
+            rest, stopped = self._matcher.push(self._detokenizer.flush(), armed=armed)
             text += rest
             if not stopped:
                 text += self._matcher.flush()

@@ -16,10 +16,19 @@ import jinja2
 
 from fingerprint.errors import BadInputError, CheckpointError
 
-__all__ = ["ChatMessage", "Detokenizer", "StopMatcher", "TextCodec", "end_token_ids", "load_text_codec"]
+__all__ = [
+    "ChatMessage",
+    "Detokenizer",
+    "StopMatcher",
+    "TextCodec",
+    "TextTooLongError",
+    "end_token_ids",
+    "load_text_codec",
+]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_JOINED_CHARS = 4  # that Unicode normalization may make one of (Greek letters with three accents)
 _TAIL_TOKENS = 6  # of the prompt, so that the first new token is decoded in its context
 
 
@@ -29,6 +38,10 @@ class ChatMessage:
     content: str
 
 
+class TextTooLongError(BadInputError):
+    """A text of more characters than the tokens that it may have can stand for."""
+
+
 class TextCodec:
     """A tokenizer and its chat template. Thread-safe as far as the tokenizer is used here: it is never changed."""
 
@@ -36,14 +49,28 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._size = len(tokenizer)
         self._special = frozenset(tokenizer.all_special_ids)
+        self._longest_chars = _JOINED_CHARS * max(map(len, tokenizer.get_vocab()), default=1)
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.has_chat_template = bool(tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
-        return list(self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer puts around one.
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        Raises:
+            TextTooLongError: the text must have more than ``max_tokens``, by its length alone. It is not tokenized
+                then: 8 MiB took 12 s and more than 1 GB. A text that passes may still have more.
+        """
+        return self._encode(text, max_tokens, special=True)
+
+    def _encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
+        most = max_tokens * self._longest_chars
+        if len(text) > most:
+            raise TextTooLongError(
+                f"the prompt has {len(text):,} characters, {max_tokens} tokens stand for {most:,} at most"
+            )
+        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[ChatMessage], max_tokens: int) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         With the checkpoint's chat template; without one as plain text, ``Role: content`` a line and ``Assistant:``
@@ -51,16 +78,17 @@ class TextCodec:
 
         Raises:
             BadInputError: the template refuses these messages, with its own words.
+            TextTooLongError: as :meth:`encode`.
         """
         if not self.has_chat_template:
             lines = [f"{message.role.capitalize()}: {message.content}\n" for message in messages]
-            return self.encode("".join(lines) + "Assistant:")
+            return self.encode("".join(lines) + "Assistant:", max_tokens)
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise BadInputError(f"the model's chat template refuses these messages: {error}") from error
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._encode(text, max_tokens, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         known = [token for token in tokens if 0 <= token < self._size]  # a vocabulary may be padded beyond it
@@ -120,13 +148,18 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be given out now, and whether a stop string was met (it is not part of the text)."""
+    def push(self, text: str, *, armed: bool = True) -> tuple[str, bool]:
+        """The text that can be given out now, and whether a stop string was met (it is not part of the text).
+
+        No stop string ends in a text that is pushed while not ``armed``; one may begin there.
+        """
         if not self._stops:
             return text, False
+        seen = len(self._held)
         self._held += text
-        matches = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if matches:
+        ends_in_text = ((stop, self._held.find(stop, max(0, seen - len(stop) + 1))) for stop in self._stops)
+        matches = [(at + len(stop), at) for stop, at in ends_in_text if at >= 0]
+        if matches and armed:
             _, at = min(matches)
             given, self._held = self._held[:at], ""
             return given, True

@@ -15,7 +15,8 @@ import transformers
 from daemon.engines.base import StageAssignment
 from daemon.torch_engine import attention, support
 from daemon.torch_engine.formats import FORMATS
-from daemon.torch_engine.runner import LocalRunner
+from daemon.torch_engine.runner import LocalRunner, _result
+from daemon.torch_engine.stage import RankTiming
 from daemon.torch_engine.stage_model import StageModel
 from daemon.torch_engine.steps import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
@@ -209,6 +210,21 @@ def test_step_times_are_of_the_forward(loaded) -> None:
     assert result.handover_s == 0
 
 
+def test_step_times_of_two_stages_of_two_ranks() -> None:
+    """By hand. The slowest rank of each stage: 0.5 + 0.4. From when the last of the first stage was done (1.6) to
+    when the last of the second had its input (1.75): 0.15."""
+    timings = (
+        RankTiming(forward_s=0.3, input_ready_at=1.0, output_begun_at=1.5),
+        RankTiming(forward_s=0.5, input_ready_at=1.1, output_begun_at=1.6),
+        RankTiming(forward_s=0.4, input_ready_at=1.7, output_begun_at=2.1),
+        RankTiming(forward_s=0.2, input_ready_at=1.75, output_begun_at=2.0),
+    )
+    result = _result(torch.zeros(1, 1), timings, tp=2)
+    assert result.handover_s == pytest.approx(0.15)
+    assert result.device_s == pytest.approx(0.5 + 0.4 + 0.15)
+    assert result.busy_s == (0.3, 0.5, 0.4, 0.2)
+
+
 @pytest.mark.parametrize(
     ("items", "match"),
     [
@@ -334,3 +350,11 @@ def test_a_failed_load_leaves_the_runner_fit_for_the_next(
 def test_stages_that_do_not_hold_the_models_layers_are_refused(tiny_checkpoint, tiny_stages, tiny_limits) -> None:
     with pytest.raises(EngineError, match="hold 3 layers, the checkpoint has 4"):
         LocalRunner().load(tiny_checkpoint("llama"), DeploymentConfig(), tiny_stages(3), tiny_limits)
+
+
+@pytest.mark.parametrize("layers", [(4, 0), (5, -1)])
+def test_a_stage_without_layers_is_refused(layers, tiny_checkpoint, tiny_stages, tiny_limits) -> None:
+    with pytest.raises(EngineError, match=f"at least one layer, asked for {layers[0]}, {layers[1]}"):
+        LocalRunner().load(
+            tiny_checkpoint("llama"), DeploymentConfig(pp=2), tiny_stages(4, pp=2, layers=layers), tiny_limits
+        )

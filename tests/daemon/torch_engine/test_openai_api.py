@@ -90,6 +90,10 @@ def test_max_completion_tokens_is_the_newer_name() -> None:
         ("repetition_penalty", 1.1),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
+        ("allowed_token_ids", [1]),
+        ("include_stop_str_in_output", True),
+        ("skip_special_tokens", False),
+        ("chat_template", "{{ 1 }}"),
         ("max_tokens", 0),
         ("max_tokens", "5"),
         ("max_tokens", 1.5),
@@ -117,7 +121,10 @@ def test_refused_by_name(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{"n": 1, "echo": False, "tools": [], "logit_bias": {}, "presence_penalty": 0.0, "user": "me", "new": 1}],
+    [
+        {"n": 1, "echo": False, "tools": [], "logit_bias": {}, "presence_penalty": 0.0, "user": "me", "new": 1},
+        {"skip_special_tokens": True, "include_stop_str_in_output": False, "chat_template_kwargs": {}},
+    ],
 )
 def test_fields_that_ask_for_nothing_or_that_nobody_knows_pass(value: dict[str, Any]) -> None:
     assert completion(**value) == completion()

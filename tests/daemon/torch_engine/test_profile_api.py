@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from daemon.profile_client import WorkerProfileTarget
-from daemon.torch_engine.profile_messages import ProfileRun
+from daemon.torch_engine.profile_messages import ProfileLoad, ProfileRun
+from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import (
     BadInputError,
@@ -188,3 +192,27 @@ def test_bodies_that_are_none(session, http_exchange) -> None:
         assert BadInputError.__name__.encode() in answer
     status, answer = http_exchange(url, "POST", "/v1/completions", {"prompt": [1]})
     assert status == 503
+
+
+def test_who_leaves_a_run_does_not_spoil_the_next(serve, demo_checkpoint: Path) -> None:
+    """The step of the first run that is under way counts for nobody: each step of this runner says 0.25 s."""
+    gate = threading.Semaphore(0)
+    served = serve(lambda history: 5, prepare=lambda runner: setattr(runner, "gate", gate), profiling=True)
+    order = ProfileLoad(
+        checkpoint=str(demo_checkpoint), **FORMATS, layers_per_stage=(8,), max_batch=2, max_context_tokens=64
+    )
+    assert served.request("POST", "/profile/load", to_json(order))[0] == 200
+    first = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]))
+    first.request("POST", "/profile/run", to_json(ProfileRun(batch=2, input_tokens=3, output_tokens=9)))
+    served.until(lambda stats: stats["running"] == 2)
+    first.close()
+    served.until(lambda stats: stats["running"] == stats["waiting"] == 0)
+    with ThreadPoolExecutor(1) as pool:
+        body = to_json(ProfileRun(batch=1, input_tokens=3, output_tokens=2))
+        second = pool.submit(served.request, "POST", "/profile/run", body)
+        engine = served.worker.engine
+        while not (engine._calls or engine.has_work):
+            time.sleep(0.001)
+        gate.release(100)
+        status, reading = second.result()
+    assert (status, reading["device_s"]) == (200, 0.5)

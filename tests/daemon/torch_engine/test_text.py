@@ -16,6 +16,7 @@ from daemon.torch_engine.text import (
     ChatMessage,
     Detokenizer,
     StopMatcher,
+    TextTooLongError,
     end_token_ids,
     load_text_codec,
 )
@@ -120,6 +121,17 @@ def test_where_the_pieces_are_divided_never_matters(stops: list[str], text: str,
     assert stopped(stops, list(text)) == expected
 
 
+def test_a_stop_string_may_begin_but_not_end_before_it_counts() -> None:
+    """ "xab" ends with a whole stop string that does not count, and with the beginning of one that will."""
+    matcher = StopMatcher(["ab", "xabc"])
+    assert matcher.push("ab-", armed=False) == ("ab-", False)
+    assert matcher.push("xab", armed=False) == ("", False)
+    assert matcher.push("c") == ("", True)
+    matcher = StopMatcher(["ab", "xabc"])
+    assert matcher.push("xab", armed=False) == ("", False)
+    assert matcher.push("-ab") == ("xab-", True)
+
+
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["END"])
     assert [matcher.push(part) for part in ("xE", "N", "e", "EN", "D.")] == [
@@ -134,11 +146,29 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 def test_the_demo_tokenizer_and_its_template(demo_checkpoint: Path) -> None:
     codec = load_text_codec(demo_checkpoint)
     assert codec is not None
-    assert codec.decode(codec.encode("héllo €")) == "héllo €"
-    turn = codec.encode_chat([ChatMessage("user", "hi")])
+    assert codec.decode(codec.encode("héllo €", 99)) == "héllo €"
+    turn = codec.encode_chat([ChatMessage("user", "hi")], 99)
     assert codec.decode(turn) == "Q: hi\nA: "
     assert end_token_ids(demo_checkpoint, codec) == {1}
-    assert codec.decode([*codec.encode("a"), 999_999]) == "a"
+    assert codec.decode([*codec.encode("a", 99), 999_999]) == "a"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(demo_checkpoint: Path, tmp_path: Path) -> None:
+    """Not one that may: the demo's longest token, and so the most that ten tokens stand for, is a special one."""
+    codec = load_text_codec(demo_checkpoint)
+    bare = load_text_codec(without_template(demo_checkpoint, tmp_path / "m"))
+    assert codec is not None
+    assert bare is not None
+    special = max(codec._tokenizer.all_special_tokens, key=len)
+    assert len(codec.encode(special * 10, 10)) == 10
+    far_too_long = "x" * (len(special) * 4 * 10 + 1)
+    for refuse in (
+        lambda: codec.encode(far_too_long, 10),
+        lambda: codec.encode_chat([ChatMessage("user", far_too_long)], 10),
+        lambda: bare.encode_chat([ChatMessage("user", far_too_long)], 10),
+    ):
+        with pytest.raises(TextTooLongError, match="10 tokens stand for"):
+            refuse()
 
 
 def without_template(source: Path, target: Path, template: str | None = None) -> Path:
@@ -153,7 +183,7 @@ def test_without_a_template_a_conversation_is_plain_text(demo_checkpoint: Path, 
     codec = load_text_codec(without_template(demo_checkpoint, tmp_path / "m"))
     assert codec is not None
     assert not codec.has_chat_template
-    turn = codec.encode_chat([ChatMessage("system", "Be brief."), ChatMessage("user", "hi")])
+    turn = codec.encode_chat([ChatMessage("system", "Be brief."), ChatMessage("user", "hi")], 99)
     assert codec.decode(turn) == "System: Be brief.\nUser: hi\nAssistant:"
 
 
@@ -165,7 +195,7 @@ def test_a_template_that_refuses(demo_checkpoint: Path, tmp_path: Path, template
     codec = load_text_codec(without_template(demo_checkpoint, tmp_path / "m", template))
     assert codec is not None
     with pytest.raises(BadInputError, match="chat template refuses"):
-        codec.encode_chat([ChatMessage("system", "x")])
+        codec.encode_chat([ChatMessage("system", "x")], 99)
 
 
 def test_no_tokenizer_and_a_broken_one(tmp_path: Path) -> None:

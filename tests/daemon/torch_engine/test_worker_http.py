@@ -22,7 +22,7 @@ BOS, END = 0, 1
 
 def tokens(text: str) -> list[int]:
     """One token a byte."""
-    ids = CODEC.encode(text)
+    ids = CODEC.encode(text, 10_000)
     assert len(ids) == len(text.encode())
     return ids
 
@@ -137,6 +137,15 @@ def test_stop_strings_are_met_across_tokens_and_cut(served, stop: Any, text: str
     served.until(lambda stats: stats["running"] == 0)
 
 
+@pytest.mark.parametrize(("min_tokens", "text"), [(4, "hel"), (5, "hello")])
+def test_a_stop_string_before_min_tokens_does_not_count(served, min_tokens: int, text: str) -> None:
+    """ "l" comes third and fourth, "lo" is complete with the fifth token."""
+    done = client(served).completions.create(
+        model="demo", prompt="ab", stop=["l", "lo"], temperature=0, extra_body={"min_tokens": min_tokens}
+    )
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (text, "stop")
+
+
 def test_extras_that_vllm_has(served) -> None:
     extra = {"ignore_eos": True, "return_token_ids": True}
     done = client(served).completions.create(
@@ -224,6 +233,14 @@ def test_errors_as_the_official_client_sees_them(served) -> None:
     assert "200" in long.value.message
     with pytest.raises(openai.BadRequestError) as much:
         api.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hi"}], max_tokens=119)
+    for endless in (
+        lambda: api.completions.create(model="demo", prompt="z" * 2**20),
+        lambda: api.chat.completions.create(model="demo", messages=[{"role": "user", "content": "z" * 2**20}]),
+        lambda: api.completions.create(model="demo", prompt=[0] * 2**18),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            endless()
+        assert refused.value.code == "context_length_exceeded"
     assert much.value.code == "context_length_exceeded"
     assert "129" in much.value.message
     with pytest.raises(openai.BadRequestError) as many:
