@@ -60,6 +60,7 @@ class Node:
         self.checkpoint = home.parent / "checkpoint"
         self.checkpoint.mkdir()
         self.process: subprocess.Popen[bytes] | None = None
+        self.extra_env: dict[str, str] = {}
         self.client: DaemonClient
 
     def behave(self, **behaviour: object) -> None:
@@ -84,7 +85,14 @@ class Node:
 
     @property
     def env(self) -> dict[str, str]:
-        return os.environ | {"PYTHONPATH": str(ROOT)}
+        return os.environ | {"PYTHONPATH": str(ROOT)} | self.extra_env
+
+    def offer_gpus(self, folder: Path) -> None:
+        """Have the daemon see the two GPUs of fake_nvml.py: laid into ``folder`` as pynvml, which it then finds
+        first. Start it with ``cpu_devices=None``."""
+        folder.mkdir()
+        (folder / "pynvml.py").write_bytes((HERE / "fake_nvml.py").read_bytes())
+        self.extra_env["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
 
     @property
     def daemon_log(self) -> str:
@@ -154,6 +162,12 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield node
     finally:
         node.clear()
+
+
+@pytest.fixture(scope="session")
+def make_node() -> type[Node]:
+    """For suites that keep a node through several tests; they clear it."""
+    return Node
 
 
 @pytest.fixture(scope="module")

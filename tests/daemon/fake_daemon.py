@@ -1,4 +1,7 @@
-"""The real daemon with the stdlib worker in the embedded engine's place: ``fake_daemon.py HOME SETTINGS_JSON``."""
+"""The real daemon with quick settings: ``fake_daemon.py HOME SETTINGS_JSON``.
+
+The stdlib worker is in the embedded engine's place, unless the settings say ``real_engines``.
+"""
 
 import asyncio
 import json
@@ -26,11 +29,14 @@ class FakeEngine(TorchEngine):
 def main() -> int:
     values = json.loads(sys.argv[2])
     restart = RestartPolicy(**values.pop("restart"))
+    real_engines = values.pop("real_engines", False)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     settings = DaemonSettings(home=Path(sys.argv[1]), restart=restart, **values)
     fake = FakeEngine()
     try:
-        asyncio.run(serve(settings, lambda name: fake if name == "torch" else get_engine(name)))
+        asyncio.run(
+            serve(settings, lambda name: fake if name == "torch" and not real_engines else get_engine(name))
+        )
     except IserveError as error:
         print(f"daemon: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,256 @@
+"""What the engine protocol promises of a worker, whichever engine it is: one suite, subclassed per engine.
+
+A real daemon with the real adapters launches real processes; an engine that cannot run here is a strict stand-in
+for its server. Each class has one worker, and its tests run in their order: the last ones end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import pytest
+
+from daemon.engines.base import StageAssignment, WorkerLimits
+from daemon.engines.registry import get_engine
+from daemon.process import group_members
+from daemon.procfs import processes
+from daemon.status import WorkerState, WorkerStatus
+from daemon.worker_stats import WorkerStats
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import IserveError
+
+LAYERS = 4  # of the tiny llama
+CONTEXT = 64
+LIMITS = WorkerLimits(
+    max_batch=3,
+    max_batched_tokens=64,
+    max_context_tokens=CONTEXT,
+    kv_tokens=3 * CONTEXT,
+    memory_bytes_per_device=2**30,
+)
+
+
+def ask(url: str, path: str, body: object = None) -> tuple[int, bytes]:
+    """One request over a plain connection."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+    try:
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+@dataclass
+class Running:
+    """A daemon with one ready worker."""
+
+    node: Any
+    status: WorkerStatus
+
+    def ask(self, path: str, body: object = None) -> tuple[int, Any]:
+        status, data = ask(self.status.url, path, body)
+        return status, json.loads(data) if data else None
+
+    def stats(self) -> WorkerStats:
+        engine = get_engine(self.status.spec.config.engine)
+        status, data = ask(self.status.url, engine.stats_path)
+        assert status == 200
+        return engine.read_stats(self.status.spec, data)
+
+    def session(self) -> set[int]:
+        """Every living process of the worker, its keeper's included."""
+        keeper_pid = self.node.lease().keeper_pid
+        return {stat.pid for stat in processes() if stat.session_id == keeper_pid}
+
+
+class EngineConformance:
+    """Subclass it, name the engine, and prepare the node."""
+
+    engine: ClassVar[str]
+    device: ClassVar[str] = "cpu:0"
+    settings: ClassVar[dict[str, object]] = {}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def prepare(cls) -> Callable[[Any, Path], None]:
+        """Called with the node, not started yet, and a folder."""
+        return lambda _node, _folder: None
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def running(
+        cls,
+        tmp_path_factory: pytest.TempPathFactory,
+        tiny_checkpoint: Callable[[str], Path],
+        make_node: Callable[[Path], Any],
+        prepare: Callable[[Any, Path], None],
+    ) -> Iterator[Running]:
+        folder = tmp_path_factory.mktemp(cls.engine)
+        node = make_node(folder / "home")
+        prepare(node, folder)
+        shutil.copytree(tiny_checkpoint("llama"), node.checkpoint, dirs_exist_ok=True)
+        try:
+            node.start(real_engines=True, **cls.settings)
+            node.client.launch(cls.spec(node))
+            yield Running(node, node.wait("w1", WorkerState.READY))
+        finally:
+            node.clear()
+
+    @classmethod
+    def spec(cls, node: Any, worker_id: str = "w1", **changes: object) -> Any:
+        values: dict[str, object] = {
+            "served_model": "tiny",
+            "config": DeploymentConfig(engine=cls.engine),
+            "stages": (StageAssignment(device_ids=(cls.device,), num_layers=LAYERS),),
+            "limits": LIMITS,
+        }
+        return node.spec(worker_id, **(values | changes))
+
+    # --- it serves ----------------------------------------------------------------------------------------------
+
+    def test_a_ready_worker_is_healthy(self, running: Running) -> None:
+        assert ask(running.status.url, "/health")[0] == 200
+        assert running.status.url == f"http://127.0.0.1:{running.status.spec.port}"
+
+    def test_its_model_goes_by_the_name_that_was_asked_for(self, running: Running) -> None:
+        status, answer = running.ask("/v1/models")
+        assert status == 200
+        assert [model["id"] for model in answer["data"]] == ["tiny"]
+
+    def test_a_prompt_of_token_ids_is_answered_and_counted(self, running: Running) -> None:
+        wish = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        status, answer = running.ask("/v1/completions", wish)
+        assert status == 200
+        assert answer["object"] == "text_completion"
+        assert answer["choices"][0]["finish_reason"] == "length"
+        usage = answer["usage"]
+        counts = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])
+        assert counts == (3, 5, 8)
+
+    def test_a_stream_ends_with_its_usage_and_done(self, running: Running) -> None:
+        wish = {"model": "tiny", "prompt": [1, 2], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        wish |= {"stream": True, "stream_options": {"include_usage": True}}
+        status, data = ask(running.status.url, "/v1/completions", wish)
+        events = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line]
+        assert status == 200
+        assert events[-1] == "[DONE]"
+        last = json.loads(events[-2])
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 4
+
+    @pytest.mark.parametrize(
+        ("wish", "status", "said"),
+        [
+            pytest.param({"model": "other", "prompt": [1]}, 404, "other", id="unknown-model"),
+            pytest.param({"model": "tiny", "prompt": [1] * (CONTEXT + 1)}, 400, str(CONTEXT), id="long-prompt"),
+            pytest.param(
+                {"model": "tiny", "prompt": [1] * 10, "max_tokens": CONTEXT}, 400, str(CONTEXT), id="long-answer"
+            ),
+            pytest.param({"model": "tiny", "prompt": []}, 400, "prompt", id="no-prompt"),
+        ],
+    )
+    def test_a_refusal_is_an_openai_error(
+        self, running: Running, wish: dict[str, object], status: int, said: str
+    ) -> None:
+        got, answer = running.ask("/v1/completions", wish)
+        assert got == status
+        assert said in answer["error"]["message"]
+        assert {"message", "type", "param", "code"} <= set(answer["error"])
+
+    # --- it keeps what it was launched with, and tells how it is ------------------------------------------------
+
+    def test_its_cache_has_the_room_that_was_planned_and_not_much_more(self, running: Running) -> None:
+        stats = running.stats()
+        slack = (LIMITS.max_batch + 1) * 16  # each sequence's last block is partly empty
+        assert LIMITS.kv_tokens <= stats.kv_tokens_total <= LIMITS.kv_tokens + slack
+        assert stats.kv_tokens_free == stats.kv_tokens_total
+
+    def test_what_it_did_is_in_its_statistics(self, running: Running) -> None:
+        before = running.stats()
+        wish = {"model": "tiny", "prompt": [1, 2, 3, 4], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        assert running.ask("/v1/completions", wish)[0] == 200
+        after = running.stats()
+        assert after.model == "tiny"
+        assert after.prompt_tokens - before.prompt_tokens == 4
+        assert after.output_tokens - before.output_tokens == 6
+        assert after.steps > before.steps
+        assert (after.running, after.waiting) == (0, 0)
+
+    def test_more_requests_than_it_may_run_are_all_answered(self, running: Running) -> None:
+        wish = {"model": "tiny", "prompt": [5] * 20, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: running.ask("/v1/completions", wish), range(8)))
+        assert [status for status, _ in answers] == [200] * 8
+
+    def test_versions_are_recorded_without_loading_it(self, running: Running, monkeypatch: Any) -> None:
+        for name, value in running.node.extra_env.items():
+            monkeypatch.setenv(name, value)
+        versions = dict(get_engine(self.engine).versions())
+        assert versions["engine"].startswith(f"{self.engine} ")
+        assert versions["engine"].split()[1]
+
+    # --- it ends ------------------------------------------------------------------------------------------------
+
+    def test_a_port_that_somebody_else_has_is_not_shared(self, running: Running) -> None:
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as vLLM does
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            running.node.client.launch(self.spec(running.node, "w2", port=port))
+            status = running.node.wait("w2", WorkerState.FAILED)
+        assert status.restarts == 0
+        assert "port" in status.error
+        assert "in use" in status.error
+        running.node.client.stop("w2")
+
+    def test_killed_it_is_started_again_and_nothing_of_the_first_is_left(self, running: Running) -> None:
+        before, old = running.status, running.session()
+        os.kill(before.pid, signal.SIGKILL)
+        running.status = running.node.wait("w1", WorkerState.READY, but_not_pid=before.pid)
+        assert running.status.restarts == 1
+        assert not old & {stat.pid for stat in processes()}
+        assert ask(running.status.url, "/health")[0] == 200
+
+    def test_stopped_it_leaves_no_process_and_no_listener(self, running: Running) -> None:
+        old = running.session()
+        assert len(old) >= 2
+        stopped = running.node.client.stop("w1")
+        assert (stopped.state, stopped.error) == (WorkerState.STOPPED, None)
+        assert not old & {stat.pid for stat in processes()}
+        assert group_members(running.status.pid) == ()
+        with pytest.raises(ConnectionRefusedError):
+            ask(running.status.url, "/health")
+
+    def test_a_checkpoint_that_is_none_is_refused_or_fails_once(self, running: Running, tmp_path: Path) -> None:
+        """Engines differ in when they read it; none tries again what cannot be."""
+        (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+        said = ""
+        try:
+            running.node.client.launch(self.spec(running.node, "bad", checkpoint=str(tmp_path)))
+            status = running.node.wait("bad", WorkerState.FAILED)
+            assert status.restarts == 0
+            said = status.error
+        except IserveError as error:
+            said = str(error)
+        with contextlib.suppress(IserveError):
+            running.node.client.stop("bad")
+        assert any(cause in said for cause in ("num_hidden_layers", "safetensors")), said

@@ -1,0 +1,46 @@
+"""Environments with a stand-in for an engine that cannot run here: a real Python with real metadata."""
+
+from __future__ import annotations
+
+import sys
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def make_environment(folder: Path, modules: dict[str, Path], distribution: str, version: str) -> Path:
+    """A virtual environment in ``folder`` in which ``distribution`` is installed; returns its Python.
+
+    Args:
+        modules: the program's file by dotted module name, such as ``vllm.entrypoints.cli.main``.
+    """
+    venv.create(folder, with_pip=False, symlinks=True)
+    packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    for name, source in modules.items():
+        *parents, module = name.split(".")
+        where = packages.joinpath(*parents)
+        where.mkdir(parents=True, exist_ok=True)
+        for depth in range(len(parents)):
+            packages.joinpath(*parents[: depth + 1], "__init__.py").touch()
+        (where / f"{module}.py").write_bytes(source.read_bytes())
+    set_version(packages, distribution, version)
+    return folder / "bin" / "python"
+
+
+def set_version(packages: Path, distribution: str, version: str) -> None:
+    """Have ``version`` of ``distribution`` installed in place of any other, as pip would leave it."""
+    stem = distribution.replace("-", "_")
+    for old in packages.glob(f"{stem}-*.dist-info"):
+        (old / "METADATA").unlink()
+        old.rmdir()
+    info = packages / f"{stem}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+
+
+def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
+    """An environment with the stand-in ``vllm``; returns its Python."""
+    return make_environment(
+        folder, {"vllm.entrypoints.cli.main": HERE / "vllm_standin.py"}, distribution="vllm", version=version
+    )

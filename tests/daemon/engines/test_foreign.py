@@ -1,0 +1,109 @@
+"""Which Python an engine is installed for, found out without importing the engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from daemon.engines import foreign
+from daemon.engines.foreign import Interpreter
+from fingerprint.errors import EngineError
+from tests.daemon.engines.standin import make_environment, set_version
+
+VARIABLE = "ISERVE_ABACUS_PYTHON"
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An environment with abacus 1.2.3, whose module must never be imported."""
+    poison = tmp_path / "poison.py"
+    poison.write_text("raise SystemExit('imported')\n")
+    return make_environment(tmp_path / "env", {"abacus.main": poison}, "abacus", "1.2.3")
+
+
+def packages_of(python: Path) -> Path:
+    (found,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    return found
+
+
+def test_versions_come_from_the_interpreter_that_is_set(monkeypatch, python):
+    set_version(packages_of(python), "beads", "7")
+    monkeypatch.setenv(VARIABLE, str(python))
+    found = Interpreter(VARIABLE, "abacus", beside=("beads", "absent")).find()
+    assert found.python == str(python)
+    assert found.versions == (("abacus", "1.2.3"), ("beads", "7"))
+    assert found.version("abacus") == "1.2.3"
+    assert found.version("absent") == ""
+
+
+def test_without_a_setting_it_is_the_running_interpreter(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Interpreter(VARIABLE, "pytest").find().python == sys.executable
+    with pytest.raises(EngineError, match=f"abacus is not installed: set {VARIABLE} to the Python"):
+        Interpreter(VARIABLE, "abacus").find()
+    assert Interpreter(VARIABLE, "pytest").missing() is None
+
+
+def test_an_interpreter_without_it_is_named(monkeypatch, python):
+    monkeypatch.setenv(VARIABLE, str(python))
+    missing = Interpreter(VARIABLE, "beads").missing()
+    assert missing is not None
+    assert missing.startswith(f"beads is not installed for {VARIABLE}={python}")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(lambda path: None, "cannot be run", id="nothing-there"),
+        pytest.param(lambda path: path.mkdir(), "cannot be run", id="a-folder"),
+        pytest.param(lambda path: path.write_text("#!/bin/sh\n"), "cannot be run", id="not-executable"),
+        pytest.param(lambda path: script(path, "echo hello"), "is not a Python", id="not-a-python"),
+        pytest.param(lambda path: script(path, "echo '[1]'"), "is not a Python", id="another-answer"),
+        pytest.param(
+            lambda path: script(path, "echo broken >&2; exit 3"), r"is not a Python .*\(broken\)", id="fails"
+        ),
+        pytest.param(lambda path: script(path, "exec sleep 60"), "did not answer within", id="hangs"),
+    ],
+)
+def test_a_setting_that_is_no_python_is_one_clear_error(monkeypatch, tmp_path, make, message):
+    make(tmp_path / "python")
+    monkeypatch.setattr(foreign, "_ANSWER_S", 1.0)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "python"))
+    with pytest.raises(EngineError, match=message) as caught:
+        Interpreter(VARIABLE, "abacus").find()
+    assert f"{VARIABLE}={tmp_path / 'python'}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_it_is_asked_once_until_something_is_installed(monkeypatch, python):
+    monkeypatch.setenv(VARIABLE, str(python))
+    asked = []
+    run = foreign.subprocess.run
+    monkeypatch.setattr(foreign.subprocess, "run", lambda *args, **kwargs: asked.append(1) or run(*args, **kwargs))
+    interpreter = Interpreter(VARIABLE, "abacus")
+    assert [interpreter.find().version("abacus") for _ in range(3)] == ["1.2.3"] * 3
+    assert len(asked) == 1
+    packages = packages_of(python)
+    before = os.stat(packages).st_mtime_ns
+    set_version(packages, "abacus", "1.3.0")
+    os.utime(packages, ns=(before + 10**6, before + 10**6))  # clocks of file systems are coarse
+    assert interpreter.find().version("abacus") == "1.3.0"
+    assert len(asked) == 2
+
+
+def test_our_own_python_path_is_not_the_engines(monkeypatch, python, tmp_path):
+    """Else an abacus beside iServe would count as installed there."""
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    set_version(ours, "beads", "9")
+    monkeypatch.setenv("PYTHONPATH", str(ours))
+    monkeypatch.setenv(VARIABLE, str(python))
+    assert Interpreter(VARIABLE, "abacus", beside=("beads",)).find().version("beads") == ""

@@ -1,0 +1,271 @@
+"""vLLM under the real daemon, a strict stand-in in its place: what it promises, and every way to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from daemon.engines.base import StageAssignment
+from daemon.procfs import processes
+from daemon.status import WorkerState
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
+from fingerprint.errors import CheckpointError, ConfigError, EngineError
+from tests.daemon.engines.engine_conformance import CONTEXT, LIMITS, EngineConformance, Running, ask
+from tests.daemon.engines.standin import make_vllm, set_version
+
+GIB = 2**30
+GPUS = ("GPU-aaaa", "GPU-bbbb")
+
+
+class TestVllm(EngineConformance):
+    engine = "vllm"
+    device = "GPU-aaaa"
+    settings: ClassVar = {"cpu_devices": None}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def prepare(cls):
+        def prepare(node, folder):
+            node.offer_gpus(folder / "nvml")
+            node.extra_env["ISERVE_VLLM_PYTHON"] = str(make_vllm(folder / "vllm-env"))
+
+        return prepare
+
+
+@pytest.fixture(scope="module")
+def vllm_python(tmp_path_factory):
+    return make_vllm(tmp_path_factory.mktemp("vllm") / "env")
+
+
+@pytest.fixture
+def vllm_node(node, tmp_path, vllm_python, tiny_checkpoint):
+    """A node with two GPUs and vLLM, its daemon not started yet."""
+    node.offer_gpus(tmp_path / "nvml")
+    node.extra_env["ISERVE_VLLM_PYTHON"] = str(vllm_python)
+    shutil.copytree(tiny_checkpoint("llama"), node.checkpoint, dirs_exist_ok=True)
+    return node
+
+
+def start(node, **settings):
+    return node.start(real_engines=True, cpu_devices=None, **settings)
+
+
+def spec(node, worker_id="w1", *, layers=(4,), tp=1, kv=KvFormat.BITS16, **changes):
+    values = {
+        "config": DeploymentConfig(engine="vllm", tp=tp, pp=len(layers), kv=kv),
+        "stages": tuple(
+            StageAssignment(device_ids=GPUS[index * tp : (index + 1) * tp], num_layers=count)
+            for index, count in enumerate(layers)
+        ),
+        "limits": LIMITS,
+    }
+    return node.spec(worker_id, **(values | changes))
+
+
+def engine_processes(node) -> list[int]:
+    """Server, engine core and workers of every start so far, as they noted themselves."""
+    return [int(line) for line in (node.checkpoint / "processes").read_text().split()]
+
+
+def living(pids: list[int]) -> set[int]:
+    return {stat.pid for stat in processes()} & set(pids)
+
+
+# --- degrees ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "tp"),
+    [
+        pytest.param((4,), 2, id="tp2"),
+        pytest.param((2, 2), 1, id="pp2"),
+        pytest.param((3, 1), 1, id="uneven-pp2"),
+    ],
+)
+def test_several_gpus_are_several_processes_of_one_worker(vllm_node, layers, tp):
+    """With tp=2 the stand-in also refuses to start with NVLink multicast on."""
+    start(vllm_node)
+    vllm_node.client.launch(spec(vllm_node, layers=layers, tp=tp))
+    status = vllm_node.wait("w1", WorkerState.READY)
+    assert ask(status.url, "/version")[1] == b'{"version": "0.24.0"}'
+    pids = engine_processes(vllm_node)
+    assert len(pids) == 4  # server, engine core, a worker per GPU
+    assert living(pids) == set(pids)
+    vllm_node.client.stop("w1")
+    assert not living(pids)
+
+
+@pytest.mark.parametrize("kv", list(KvFormat))
+def test_each_kv_format_has_the_planned_room(vllm_node, kv):
+    start(vllm_node)
+    vllm_node.client.launch(spec(vllm_node, kv=kv))
+    running = Running(vllm_node, vllm_node.wait("w1", WorkerState.READY))
+    assert LIMITS.kv_tokens <= running.stats().kv_tokens_total <= LIMITS.kv_tokens + 16 * (LIMITS.max_batch + 1)
+
+
+def test_dummy_weights_need_no_weights_but_are_never_chosen_silently(vllm_node):
+    (vllm_node.checkpoint / "model.safetensors").unlink()
+    start(vllm_node)
+    with pytest.raises(CheckpointError, match="no safetensors"):
+        vllm_node.client.launch(spec(vllm_node))
+    vllm_node.client.launch(spec(vllm_node, dummy_weights=True))
+    vllm_node.wait("w1", WorkerState.READY)
+
+
+# --- failures --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words", "restarts"),
+    [
+        pytest.param(
+            {"free_bytes": GIB // 2}, ["others use its GPU", "Free memory on device cuda:0"], 2, id="others-use-it"
+        ),
+        pytest.param(
+            {"weight_bytes": 2 * GIB}, ["weights and activations fill", "smaller weight"], 0, id="weights"
+        ),
+        pytest.param({"out_of_memory": True}, ["ran out of GPU memory", "Tried to allocate 2.00"], 2, id="memory"),
+    ],
+)
+def test_a_failed_start_is_told_with_its_fix_and_leaves_nothing(vllm_node, behaviour, words, restarts):
+    """The cause stands far above the last lines of the log, which only say that something failed."""
+    start(vllm_node)
+    vllm_node.behave(**behaviour)
+    vllm_node.client.launch(spec(vllm_node))
+    status = vllm_node.wait("w1", WorkerState.FAILED)
+    assert status.restarts == restarts  # three starts are allowed here; what cannot change is tried once
+    for word in words:
+        assert word in status.error
+    assert "module_149" not in status.error
+    assert not (vllm_node.checkpoint / "processes").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        pytest.param({"layers": (3, 3)}, ConfigError, r"\[3, 3\] do not add up to the model's 4", id="layers"),
+        pytest.param(
+            {"limits": replace(LIMITS, kv_tokens=CONTEXT - 1)}, ConfigError, "one sequence", id="short-cache"
+        ),
+        pytest.param(
+            {"limits": replace(LIMITS, max_batched_tokens=2)}, ConfigError, "max_batched_tokens=2", id="step"
+        ),
+        pytest.param(
+            {"limits": replace(LIMITS, memory_bytes_per_device=0)}, ConfigError, "memory_bytes", id="no-memory"
+        ),
+        pytest.param(
+            {"config": DeploymentConfig(engine="vllm", weights=WeightFormat.GPTQ4)},
+            CheckpointError,
+            "weights=gptq4 on vllm takes a checkpoint made by gptq",
+            id="not-quantized",
+        ),
+    ],
+)
+def test_what_vllm_cannot_keep_is_refused_before_it_starts(vllm_node, changes, error, message):
+    start(vllm_node)
+    with pytest.raises(error, match=message):
+        vllm_node.client.launch(spec(vllm_node, **changes))
+    assert vllm_node.client.workers() == ()
+    assert not list((vllm_node.home / "workers").glob("*"))
+
+
+def test_what_only_vllm_knows_of_is_given_up_at_once(vllm_node):
+    """A context beyond the model's: the class of the error says that another start cannot help."""
+    start(vllm_node)
+    limits = replace(LIMITS, max_context_tokens=128, kv_tokens=384, max_batched_tokens=384)
+    vllm_node.client.launch(spec(vllm_node, limits=limits))
+    status = vllm_node.wait("w1", WorkerState.FAILED)
+    assert status.restarts == 0
+    assert "a context of 128 tokens is longer than the model's 64" in status.error
+
+
+def test_an_engine_core_that_is_killed_takes_the_server_along_and_both_are_started_again(vllm_node):
+    start(vllm_node)
+    vllm_node.client.launch(spec(vllm_node, tp=2))
+    before = vllm_node.wait("w1", WorkerState.READY)
+    old = engine_processes(vllm_node)
+    os.kill(old[1], signal.SIGKILL)
+    after = vllm_node.wait("w1", WorkerState.READY, but_not_pid=before.pid)
+    assert after.restarts == 1
+    assert "EngineDeadError" in vllm_node.client.log("w1")
+    assert not living(old)
+
+
+def test_with_daemon_and_keeper_killed_nothing_holds_the_gpu(vllm_node, until):
+    """The engine's own processes do not mind their parent's death; the guard does."""
+    start(vllm_node)
+    vllm_node.client.launch(spec(vllm_node, tp=2))
+    vllm_node.wait("w1", WorkerState.READY)
+    pids = engine_processes(vllm_node)
+    vllm_node.signal_daemon(signal.SIGKILL)
+    os.kill(vllm_node.lease().keeper_pid, signal.SIGKILL)
+    until(lambda: not living(pids))
+
+
+def test_an_orphan_ends_when_its_lease_runs_out(vllm_node, until):
+    start(vllm_node)
+    vllm_node.client.launch(spec(vllm_node, lease_ttl_s=1.0, tp=2))
+    vllm_node.wait("w1", WorkerState.READY)
+    pids = engine_processes(vllm_node)
+    vllm_node.signal_daemon(signal.SIGKILL)
+    until(lambda: not living(pids))
+    until(lambda: (vllm_node.home / "workers" / "w1" / "exit.json").exists())
+    assert json.loads((vllm_node.home / "workers" / "w1" / "exit.json").read_text())["reason"] == "lease expired"
+
+
+def test_a_new_daemon_adopts_a_running_server(vllm_node):
+    start(vllm_node)
+    vllm_node.client.launch(spec(vllm_node))
+    before = vllm_node.wait("w1", WorkerState.READY)
+    vllm_node.signal_daemon(signal.SIGKILL)
+    start(vllm_node)
+    assert vllm_node.wait("w1", WorkerState.READY).pid == before.pid
+
+
+def test_a_deaf_server_is_ended_with_all_its_processes(vllm_node):
+    start(vllm_node)
+    vllm_node.behave(deaf=True)
+    vllm_node.client.launch(spec(vllm_node, tp=2))
+    vllm_node.wait("w1", WorkerState.READY)
+    pids = engine_processes(vllm_node)
+    assert vllm_node.client.stop("w1").state is WorkerState.STOPPED
+    assert not living(pids)
+
+
+# --- the installation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.19.2", "0.25.0", "unknown"])
+def test_a_release_that_was_never_read_is_not_started(vllm_node, tmp_path, version):
+    python = make_vllm(tmp_path / "env", version)
+    vllm_node.extra_env["ISERVE_VLLM_PYTHON"] = str(python)
+    start(vllm_node)
+    with pytest.raises(EngineError, match=rf"vllm {version} .* install one of 0.20 to 0.24"):
+        vllm_node.client.launch(spec(vllm_node))
+
+
+def test_an_upgrade_under_a_running_daemon_is_seen(vllm_node, tmp_path):
+    python = make_vllm(tmp_path / "env", "0.19.2")
+    (packages,) = Path(tmp_path / "env" / "lib").glob("python*/site-packages")
+    vllm_node.extra_env["ISERVE_VLLM_PYTHON"] = str(python)
+    start(vllm_node)
+    with pytest.raises(EngineError, match=r"0\.19\.2"):
+        vllm_node.client.launch(spec(vllm_node))
+    set_version(packages, "vllm", "0.20.2")
+    vllm_node.client.launch(spec(vllm_node))
+    assert ask(vllm_node.wait("w1", WorkerState.READY).url, "/version")[1] == b'{"version": "0.20.2"}'
+
+
+def test_a_cpu_share_is_refused(node, tmp_path, vllm_python, tiny_checkpoint):
+    node.extra_env["ISERVE_VLLM_PYTHON"] = str(vllm_python)
+    shutil.copytree(tiny_checkpoint("llama"), node.checkpoint, dirs_exist_ok=True)
+    node.start(real_engines=True)
+    with pytest.raises(ConfigError, match="vllm needs NVIDIA GPUs, cpu:0 is none"):
+        node.client.launch(spec(node, stages=(StageAssignment(device_ids=("cpu:0",), num_layers=4),)))
