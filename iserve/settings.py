@@ -57,8 +57,8 @@ class Settings:
                 raise ConfigError(f"{name} must be in 0..65535, got {getattr(self, name)}")
         if self.port == self.api_port != 0:
             raise ConfigError(f"port and api_port are both {self.port}; give them different ports")
-        if self.cpu_devices is not None and not 1 <= self.cpu_devices <= 1024:
-            raise ConfigError(f"cpu_devices must be in 1..1024, got {self.cpu_devices}")
+        if self.cpu_devices is not None and not 1 <= self.cpu_devices <= 64:
+            raise ConfigError(f"cpu_devices must be in 1..64, got {self.cpu_devices}")
         make_policy(self.policy)
         if not 0 <= self.load_threshold <= 1:
             raise ConfigError(f"load_threshold must be in 0..1, got {self.load_threshold}")

@@ -120,9 +120,10 @@ class Placer:
         _check(snapshot)
         self._link_group_size = link_group_size or 1
         tiers = policy.tiers(snapshot.gpus)
-        known = {gpu.device_id for tier in tiers for gpu in tier}
+        known = {(gpu.node_id, gpu.device_id) for tier in tiers for gpu in tier}
         rest = sorted(
-            (gpu for gpu in snapshot.gpus if gpu.device_id not in known), key=lambda g: (g.node_id, g.gpu_index)
+            (gpu for gpu in snapshot.gpus if (gpu.node_id, gpu.device_id) not in known),
+            key=lambda g: (g.node_id, g.gpu_index),
         )
         everything = [gpu for tier in tiers for gpu in tier] + rest
         self._tiers = [self._seats(tier) for tier in tiers]
@@ -172,11 +173,11 @@ class Placer:
 
 def _check(snapshot: ClusterSnapshot) -> None:
     """Raises: ConfigError: a device listed twice, or a load that is not a fraction."""
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     for gpu in snapshot.gpus:
-        if gpu.device_id in seen:
+        if (gpu.node_id, gpu.device_id) in seen:
             raise ConfigError(f"device {gpu.device_id} is listed twice in the cluster snapshot")
-        seen.add(gpu.device_id)
+        seen.add((gpu.node_id, gpu.device_id))
         if not 0 <= gpu.load_fraction <= 1:
             raise ConfigError(f"device {gpu.device_id} has a load of {gpu.load_fraction}, not between 0 and 1")
 

@@ -18,9 +18,9 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuState:
-    """One GPU now. ``device_id`` is unique in the cluster (a GPU's UUID; ``node/cpu:0`` for a CPU share)."""
+    """One GPU, or one share of a CPU, now. ``node_id`` and ``device_id`` together are unique in the cluster."""
 
-    device_id: str
+    device_id: str  # as its node's daemon names it and takes it: a GPU's UUID, "cpu:0" for a CPU share
     node_id: str
     gpu_index: int  # position on its node; neighbours in a link group have adjacent indexes
     total_bytes: int

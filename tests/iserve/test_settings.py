@@ -53,6 +53,7 @@ def test_the_home_is_the_same_from_every_folder(tmp_path: Path, monkeypatch: pyt
     [
         ("PORT", "70000"),
         ("CPU_DEVICES", "0"),
+        ("CPU_DEVICES", "65"),
         ("LOAD_THRESHOLD", "1.5"),
         ("PROFILE_SECONDS", "-1"),
         ("API_PORT", "8080"),

@@ -14,7 +14,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimates import MemoryEstimate, Source
 from placement.fit import Placer, demand, fit, split_layers
 from placement.policies import Hybrid, LeastLoaded, Packing
-from placement.types import BlockDemand, ClusterSnapshot, Placement, Refusal
+from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement, Refusal
 from tests.placement.clusters import (
     blocks,
     brute_force_fits,
@@ -257,6 +257,17 @@ def test_one_placer_answers_for_many_demands() -> None:
     placer = Placer(snapshot, Hybrid())
     for wanted in (blocks(2), blocks(9, pp=2), blocks(5, pp=2), blocks(2, tp=2), blocks(2)):
         assert placer.fit(wanted) == fit(wanted, snapshot, Hybrid())
+
+
+def test_nodes_may_call_their_devices_alike() -> None:
+    """Every node's first CPU share is ``cpu:0``: only with the node is the name one device's."""
+    shares = [
+        GpuState(device_id="cpu:0", node_id=node, gpu_index=0, total_bytes=50, free_bytes=50)
+        for node in ("a", "b")
+    ]
+    answer = fit(blocks(10, pp=2), cluster(*shares), LeastLoaded())
+    assert isinstance(answer, Placement), answer
+    assert {(stage.node_id, stage.device_ids) for stage in answer.stages} == {("a", ("cpu:0",)), ("b", ("cpu:0",))}
 
 
 @pytest.mark.parametrize(
