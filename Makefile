@@ -35,6 +35,7 @@ test-long: setup
 	$(BIN)/pytest -m "long" --durations=25
 
 # Predictions against whole models, about ten minutes; on a machine that does nothing else (docs/accuracy.md).
+# Kept in iServe's home, where `iserve report` finds it.
 accuracy: setup
 	$(BIN)/python -m tests.bench.full_model_accuracy --json accuracy.json
 

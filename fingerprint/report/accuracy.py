@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
+from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Quantity
 from fingerprint.measurements import MachineInfo
 
-__all__ = ["AccuracyRecord", "AccuracyRow"]
+__all__ = ["AccuracyRecord", "AccuracyRow", "machine_key"]
+
+
+def machine_key(machine: MachineInfo) -> str:
+    """Equal for machines on which one full model's measurement speaks for another: devices and versions.
+
+    A CPU's measured peaks and its free memory differ from launch to launch and are left out.
+    """
+    found = (
+        machine.device.name,
+        machine.num_devices,
+        machine.cores_per_device,
+        machine.cpu_model,
+        machine.driver,
+        machine.versions,
+    )
+    return hashlib.sha256(to_json(found)).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from fingerprint.report.times import MeasuredTime, TimePanel, TimeSeries
 __all__ = [
     "MEMORY_PARTS",
     "ParetoPoint",
+    "error_bar",
     "memory_bar",
     "pareto_chart",
     "pareto_front",
@@ -144,7 +145,17 @@ def _layer_ticks(num_layers: int) -> list[int]:
 def whisker(interval: Interval, most: float, least: float, title: str) -> Markup:
     """A value with its interval on a line that shows where zero is; stretches to its table cell."""
     x = linear(min(least, 0.0), most, 1, 199)
-    reaches_zero = interval.low <= 0
+    return _span(interval, x, title, "unresolved" if interval.low <= 0 else "resolved")
+
+
+def error_bar(error: Interval, limit: float, title: str, *, inside: bool) -> Markup:
+    """A prediction's error and its interval about the measured value, which is the line; cut at ``limit``."""
+    value, low, high = (min(max(end, -limit), limit) for end in (error.value, error.low, error.high))
+    x = linear(-limit, limit, 1, 199)
+    return _span(Interval(value, low, high), x, title, "resolved" if inside else "unresolved")
+
+
+def _span(interval: Interval, x: Scale, title: str, class_: str) -> Markup:
     return el(
         "svg",
         el("title", title),
@@ -153,7 +164,7 @@ def whisker(interval: Interval, most: float, least: float, title: str) -> Markup
             "g",
             _line(x(interval.low), 8, x(interval.high), 8, "span"),
             el("rect", x=x(interval.value) - 1.5, y=3, width=3, height=10),
-            class_="unresolved" if reaches_zero else "resolved",
+            class_=class_,
         ),
         viewBox="0 0 200 16",
         preserveAspectRatio="none",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fingerprint.estimators.linear import Interval
+from fingerprint.report import charts
 from fingerprint.report.accuracy import AccuracyRecord, AccuracyRow
 from fingerprint.report.markup import Child, Markup, el, join
 from fingerprint.report.tables import bullets, quantity, table, time_cell
@@ -12,6 +14,7 @@ from fingerprint.report.values import Report
 
 __all__ = ["errors"]
 
+_LIMIT = 1.0  # of the drawn errors, relative
 _QUANTITIES = {
     "ttft_s": "TTFT",
     "tpot_s": "TPOT",
@@ -26,8 +29,9 @@ def errors(report: Report) -> Markup:
     if record is None or not record.rows:
         return el(
             "p",
-            "No full model was measured for this report. A record of one fills this section (option --truth); "
-            "intervals say how far an estimate may be off until then.",
+            "No full model was measured on this machine with these versions. `make accuracy` in the source tree "
+            "measures the demo model and another, and this page then shows it; --truth takes a record from "
+            "elsewhere. Until then the intervals say how far an estimate may be off.",
         )
     own = [row for row in record.rows if row.shape_hash == report.spec.shape_hash]
     others = [row for row in record.rows if row.shape_hash != report.spec.shape_hash]
@@ -60,6 +64,13 @@ def _summary(record: AccuracyRecord) -> str:
     )
 
 
+def _relative(row: AccuracyRow) -> Interval:
+    """The prediction and its ends over what was measured, less one."""
+    ends = (row.predicted.value, row.predicted.low, row.predicted.high)
+    value, low, high = (end / row.measured - 1 if row.measured else 0.0 for end in ends)
+    return Interval(value, low, high)
+
+
 def _error_table(rows: Sequence[AccuracyRow]) -> Markup:
     made = []
     for row in rows:
@@ -72,6 +83,8 @@ def _error_table(rows: Sequence[AccuracyRow]) -> Markup:
             predicted = el("td", gib(row.predicted.value), el("small", within), source, class_="n")
             measured = el("td", gib(row.measured), class_="n")
         verdict = el("span", "inside", class_="good") if row.inside else el("span", "outside", class_="bad")
+        error = _relative(row)
+        named = f"{label(row.config)}, {row.quantity}: {percent(row.relative_error)}"
         made.append(
             el(
                 "tr",
@@ -80,8 +93,17 @@ def _error_table(rows: Sequence[AccuracyRow]) -> Markup:
                 predicted,
                 measured,
                 el("td", percent(row.relative_error)),
+                el("td", charts.error_bar(error, _LIMIT, named, inside=row.inside)),
                 el("td", verdict, el("small", "below resolution") if row.below_resolution else None),
             )
         )
-    names = ("configuration", "quantity", "predicted", "measured", "error", "90% interval")
+    names = (
+        "configuration",
+        "quantity",
+        "predicted",
+        "measured",
+        "error",
+        f"against measured, ±{_LIMIT:.0%}",
+        "90% interval",
+    )
     return table(names, made, left=(0, 1))

@@ -34,7 +34,7 @@ def report(
     ] = None,
     truth: Annotated[
         Path | None,
-        typer.Option("--truth", help="Measured whole models, as tests/bench/full_model_accuracy.py writes."),
+        typer.Option("--truth", help="Measured whole models instead of those that `make accuracy` left here."),
     ] = None,
     cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
     quality: o.QualityOption = o.DEFAULT_INTENT.quality,
@@ -101,12 +101,14 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     """By the stored profile, on the devices of this home's node."""
     from daemon.engines.registry import get_engine
     from fingerprint.measurements import Profile
+    from iserve.accuracy_store import find_accuracy
     from iserve.api_types import ModelDocument, NodeDocument
     from iserve.cli.live import client
     from iserve.controller.deployer import deployable_engine, estimator_for
     from iserve.controller.node import hardware_of
     from iserve.model_source import resolve
     from iserve.report_service import build_report, find_profile
+    from iserve.settings import load_settings
 
     wanted = deployable_engine(engine).name
     controller = client()
@@ -120,6 +122,8 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
         profile = find_profile(profiles, model, None)  # its files are gone, what was measured is not
     else:
         profile = find_profile(profiles, source.name, source.spec.shape_hash)
+    if accuracy is None:
+        accuracy = find_accuracy(load_settings().home, profile.spec.shape_hash, profile.machine)
     nodes = [node for node in controller.get("/api/v1/nodes", tuple[NodeDocument, ...]) if node.reachable]
     if not nodes:
         raise UnavailableError("this node's daemon is away; `iserve status` looks, try again in a moment")

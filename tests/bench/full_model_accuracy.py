@@ -11,7 +11,8 @@ tokens between. The prediction is for a longer output than the fingerprints were
 full-model runs do not interleave: a machine that changes its speed between them shows as error, so run it when
 nothing else does; the load average is recorded.
 
-The JSON is what ``iserve report MODEL --truth FILE`` takes.
+The record is kept in iServe's home (``ISERVE_HOME``), where ``iserve report MODEL`` finds it by the model's shape
+and the machine; ``--json`` writes it to a file as well, which ``iserve report MODEL --truth FILE`` takes anywhere.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import default_plan
 from fingerprint.report import AccuracyRecord, AccuracyRow
 from fingerprint.robust import locate
+from iserve.accuracy_store import store_accuracy
 from iserve.demo import demo_model_path
+from iserve.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
 DEGREES = ((1, 1), (2, 1), (1, 2))
@@ -420,6 +423,8 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     )
     for said in record.notes:
         note(said)
+    for path in store_accuracy(load_settings().home, record):
+        note(f"kept in {path}; `iserve report` shows it with this machine's profile of that model")
     if chosen.json is not None:
         chosen.json.write_bytes(to_json(record, indent=2))
     return 0

@@ -227,6 +227,10 @@ def test_errors_are_signed_and_judged(report: Report, record: AccuracyRecord) ->
         "0.25 before",
     ):
         assert told in text
+    drawn = [
+        svg for svg in svgs(page) if svg.attrib["class"] == "whiskers" and svg.attrib["aria-label"].endswith("%")
+    ]
+    assert [svg[2].attrib["class"] for svg in drawn] == ["resolved", "unresolved"]
     assert "truth c-16bit" in {svg.get("class") for drawing in svgs(page) for svg in drawing.iter("polygon")}
     assert "No full model was measured" in render_report(report)
 

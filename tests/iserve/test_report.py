@@ -18,14 +18,16 @@ import iserve.cli.live
 from daemon.engines.registry import capabilities_for
 from daemon.status import DeviceStatus
 from fingerprint.codec import to_json
-from fingerprint.config import WeightFormat
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.errors import BadInputError, NotFoundError, NotMeasuredError
+from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfilePlan
-from fingerprint.report import AccuracyRecord, Report, render_report
+from fingerprint.report import AccuracyRecord, AccuracyRow, Report, render_report
+from iserve.accuracy_store import find_accuracy, store_accuracy
 from iserve.api_types import ModelDocument, NodeDocument
 from iserve.cli.app import app
 from iserve.client import ControllerClient
@@ -259,18 +261,80 @@ def controller(profile: Profile, model: Path, monkeypatch: pytest.MonkeyPatch) -
     running.close()
 
 
-def test_a_page_from_the_stored_profile_with_its_errors(
-    controller: Controller, profile: Profile, tmp_path: Path
-) -> None:
-    record = AccuracyRecord(
-        created_at="2026-01-01",
+def record_of(profile: Profile, *, measured: float, created_at: str = "2026-01-01") -> AccuracyRecord:
+    """The whole model's TTFT: predicted 1 s, and ``measured``."""
+    row = AccuracyRow(
+        model="synthetic",
+        shape_hash=profile.spec.shape_hash,
+        num_layers=profile.spec.num_layers,
+        config=DeploymentConfig(),
+        workload=Workload(4, 512, 17),
+        quantity="ttft_s",
+        predicted=Quantity(1.0, 0.5, 1.5, Source.EXTRAPOLATED),
+        measured=measured,
+        measured_low=measured,
+        measured_high=measured,
+        repeats=5,
+    )
+    return AccuracyRecord(
+        created_at=created_at,
         command="bench",
         machine=profile.machine,
         load_average_before=0.0,
         load_average_after=0.0,
-        rows=(),
-        notes=(),
+        rows=(row,),
     )
+
+
+def errors_of(page: Path) -> str:
+    return page.read_text().partition('<section id="errors">')[2].partition("</section>")[0]
+
+
+def test_a_measured_whole_model_is_on_the_page_without_being_asked_for(
+    controller: Controller, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, page = tmp_path / "home", tmp_path / "page.html"
+    monkeypatch.setenv("ISERVE_HOME", str(home))
+    command = ("synthetic", "-o", str(page), "--output-tokens", "17")
+    assert invoke(*command)[0] == 0
+    assert "No full model was measured on this machine" in errors_of(page)
+    (kept,) = store_accuracy(home, record_of(profile, measured=0.8))
+    assert list((home / "accuracy").iterdir()) == [kept]  # nothing half-made beside it
+    assert invoke(*command)[0] == 0
+    assert "This model: synthetic" in errors_of(page)
+    assert "+25.0%" in errors_of(page)
+    assert "full model measured, 16bit" in page.read_text()  # the diamond beside the fitted line
+    truth = tmp_path / "truth.json"
+    truth.write_bytes(to_json(record_of(profile, measured=0.4)))
+    assert invoke(*command, "--truth", str(truth))[0] == 0
+    assert "+150.0%" in errors_of(page)
+    assert "+25.0%" not in errors_of(page)
+
+
+def test_a_record_is_found_by_shape_and_machine(profile: Profile, tmp_path: Path) -> None:
+    shape, machine = profile.spec.shape_hash, profile.machine
+    assert find_accuracy(tmp_path / "no-home", shape, machine) is None
+    older, newer = (record_of(profile, measured=0.8, created_at=f"2026-0{month}-01") for month in (1, 2))
+    store_accuracy(tmp_path, older)
+    store_accuracy(tmp_path, newer)
+    assert find_accuracy(tmp_path, shape, machine) == newer
+    assert find_accuracy(tmp_path, "another shape", machine) == newer  # other models, same machine
+    slower = replace(machine, device=replace(machine.device, memory_bytes_per_s=1.0, memory_bytes=1))
+    assert find_accuracy(tmp_path, shape, slower) == newer  # peaks are measured anew in every launch
+    for other in (replace(machine, cpu_model="another"), replace(machine, versions=(("engine", "synthetic 2"),))):
+        assert find_accuracy(tmp_path, shape, other) is None
+
+
+def test_a_home_that_cannot_be_written_to_is_named(profile: Profile, tmp_path: Path) -> None:
+    (tmp_path / "accuracy").write_text("in the way")
+    with pytest.raises(NotFoundError, match="accuracy"):
+        store_accuracy(tmp_path, record_of(profile, measured=0.8))
+
+
+def test_a_page_from_the_stored_profile_with_its_errors(
+    controller: Controller, profile: Profile, tmp_path: Path
+) -> None:
+    record = replace(record_of(profile, measured=1.0), rows=())
     truth, page = tmp_path / "truth.json", tmp_path / "page.html"
     truth.write_bytes(to_json(record))
     code, told = invoke("synthetic", "-o", str(page), "--truth", str(truth), "--output-tokens", "17")
