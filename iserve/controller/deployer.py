@@ -14,7 +14,7 @@ from daemon.client import DaemonClient
 from daemon.engines.base import Engine, StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import capabilities_for, get_engine
 from fingerprint.checkpoint import Checkpoint
-from fingerprint.codec import from_json, to_json
+from fingerprint.codec import to_json
 from fingerprint.config import Workload
 from fingerprint.errors import InfeasibleError, IserveError, NotFoundError
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
@@ -23,6 +23,7 @@ from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
 from iserve.controller.node import hardware_of
 from iserve.controller.profiling import Profiler, ask_daemon, estimator_for, launched, wait_until_ready
+from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.model_source import ModelSource
 from iserve.plan_document import PlanDocument, plan_document
 from iserve.planning import PlanOptions, make_plan
@@ -139,9 +140,9 @@ class Deployer:
             self._report_progress(row.name, None)
 
     def _run(self, row: DeploymentRow) -> None:
-        body = DeployBody.model_validate_json(row.request)
-        if row.worker is not None:
-            recorded = from_json(row.worker, WorkerSpec, what="the recorded worker")
+        body = recorded_wish(row)
+        recorded = recorded_worker(row)
+        if recorded is not None:
             try:
                 self._launch(row, lambda: recorded)
                 return

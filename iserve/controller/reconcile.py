@@ -10,11 +10,11 @@ import logging
 import threading
 import time
 
-from daemon.engines.base import WorkerSpec
 from daemon.process import write_file_atomically
 from daemon.status import NodeStatus, WorkerState
-from fingerprint.codec import from_json, to_json
+from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
+from iserve.controller.records import recorded_worker
 from iserve.controller.service import Controller
 from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from iserve.state.store import DeploymentRow
@@ -82,11 +82,8 @@ class Reconciler:
     def _end_orphans(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
         """Stop workers that no deployment owns: those of a profile whose controller was killed, say, or one that
         did not come to serve in time and would hold its memory for nobody."""
-        owned = {
-            from_json(row.worker, WorkerSpec).worker_id
-            for row in rows
-            if row.worker is not None and row.phase not in _GIVEN_UP
-        }
+        workers = (recorded_worker(row) for row in rows if row.phase not in _GIVEN_UP)
+        owned = {worker.worker_id for worker in workers if worker is not None}
         present = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
         now = time.monotonic()
         orphans = present - owned - self._controller.profiler.workers
@@ -139,17 +136,17 @@ class Reconciler:
 
 def _is_lost(row: DeploymentRow, node: NodeStatus) -> bool:
     """Whether the daemon does not know the worker of a deployment that was ready, or it was stopped there."""
-    if row.worker is None:
+    worker = recorded_worker(row)
+    if worker is None:
         return True
-    worker_id = from_json(row.worker, WorkerSpec).worker_id
-    states = [w.state for w in node.workers if w.spec.worker_id == worker_id]
+    states = [w.state for w in node.workers if w.spec.worker_id == worker.worker_id]
     return not states or states[0] is WorkerState.STOPPED
 
 
 def _route(row: DeploymentRow, node: NodeStatus | None) -> Route | None:
-    if row.worker is None or row.phase not in _ROUTED:
+    spec = recorded_worker(row)
+    if spec is None or row.phase not in _ROUTED:
         return None
-    spec = from_json(row.worker, WorkerSpec)
     seen = next((w for w in node.workers if w.spec.worker_id == spec.worker_id), None) if node else None
     return Route(
         name=row.name,

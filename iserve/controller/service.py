@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
-from daemon.engines.base import WorkerSpec
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json
@@ -41,6 +40,7 @@ from iserve.api_types import (
 from iserve.controller.deployer import Deployer, deployable_engine
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
 from iserve.controller.profiling import Profiler
+from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
@@ -254,9 +254,10 @@ class Controller:
         self._pool.submit(work)
 
     def _remove(self, row: DeploymentRow) -> None:
-        if row.worker is not None:
+        worker = recorded_worker(row)  # one that cannot be read is nobody's once the row is gone, and ended then
+        if worker is not None:
             with contextlib.suppress(NotFoundError):
-                self.daemon().stop(from_json(row.worker, WorkerSpec).worker_id)
+                self.daemon().stop(worker.worker_id)
         self.store.delete_deployment(row.id)
         self.store.add_event(None, "removed", f"{row.name}: removed")
 
@@ -301,9 +302,10 @@ class Controller:
 
     def logs(self, name: str, lines: int) -> str:
         row = self.store.deployment(name)
-        if row.worker is None:
+        worker = recorded_worker(row)
+        if worker is None:
             raise NotFoundError(f"the deployment {name!r} has no worker yet (it is {row.phase})")
-        return self.daemon().log(from_json(row.worker, WorkerSpec).worker_id, lines)
+        return self.daemon().log(worker.worker_id, lines)
 
     def events(self, *, after: int, name: str | None, limit: int) -> tuple[EventRow, ...]:
         deployment_id = None if name is None else self.store.deployment(name).id
@@ -317,18 +319,21 @@ class Controller:
                 self._progress[name] = progress
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
-        body = DeployBody.model_validate_json(row.request)
-        spec = None if row.worker is None else from_json(row.worker, WorkerSpec)
+        spec, wish, error = recorded_worker(row), DeployBody(model="?"), row.error
+        try:
+            wish = recorded_wish(row)
+        except IserveError as unreadable:
+            error = str(unreadable)
         seen = None if node is None or spec is None else _worker(node, spec.worker_id)
         with self._lock:
             progress = self._progress.get(row.name)
         gateway = self.gateway_process.record()
         return DeploymentDocument(
             name=row.name,
-            model=body.model or DEMO_MODEL_NAME,
-            intent=str(body.intent),
+            model=wish.model or DEMO_MODEL_NAME,
+            intent=str(wish.intent),
             status=_status(row, node, seen),
-            error=row.error or (None if seen is None else seen.error),
+            error=error or (None if seen is None else seen.error),
             base_url=None if gateway is None else f"{gateway.url}/v1",
             config=None if spec is None else spec.config,
             layers_per_stage=() if spec is None else tuple(stage.num_layers for stage in spec.stages),

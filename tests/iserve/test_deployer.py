@@ -254,6 +254,40 @@ def test_memory_lent_to_a_profile_is_waited_for_and_a_removal_waits_for_nobody(
     assert ended("a") == "ready"
 
 
+def test_records_of_another_version_trouble_only_their_own_deployment(
+    world: World, until: Until, ended: Callable[..., str]
+) -> None:
+    world.start()
+    world.know_demo(runtime_bytes=2**20)
+    world.deploy("good")
+    assert ended("good") == "ready"
+    asked = world.store.add_deployment("asked", b'{"no_such_wish": 1}')
+    world.store.update_deployment(asked.id, phase="ready")
+    chosen = world.store.add_deployment(
+        "chosen", DeployBody(name="chosen", output_tokens=16).model_dump_json().encode()
+    )
+    world.store.update_deployment(chosen.id, phase="ready", worker=b'{"no_such_spec": 1}')
+    reconciler = Reconciler(world.controller)
+
+    def settled() -> bool:
+        reconciler.tick()
+        return (world.phase("asked"), world.phase("chosen")) == ("failed", "ready") and len(world.states()) == 2
+
+    until(settled, "what cannot be read has failed, or was chosen anew")
+    routes = (world.node.home / "run" / "routes.json").read_text()
+    assert '"name":"good"' in routes
+    found = {document.name: document for document in world.controller.deployments()}
+    assert found["good"].status == "ready"
+    assert "recorded by another version of iServe" in (found["asked"].error or "")
+    world.controller.remove("asked")
+
+    def is_gone() -> bool:
+        reconciler.tick()
+        return "asked" not in {document.name for document in world.controller.deployments()}
+
+    until(is_gone, "it can be removed")
+
+
 def test_removing_what_is_removed_meanwhile_is_no_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.start()
     row = world.store.add_deployment("a", DeployBody(name="a").model_dump_json().encode())

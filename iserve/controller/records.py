@@ -1,0 +1,44 @@
+"""What a deployment's row holds, as values. One that an iServe of another version wrote may be beyond reading:
+that is one deployment's trouble, never that of the others."""
+
+from __future__ import annotations
+
+import logging
+
+from pydantic import ValidationError
+
+from daemon.engines.base import WorkerSpec
+from fingerprint.codec import from_json
+from fingerprint.errors import BadInputError, ConfigError
+from iserve.api_types import DeployBody
+from iserve.state.store import DeploymentRow
+
+__all__ = ["recorded_wish", "recorded_worker"]
+
+log = logging.getLogger(__name__)
+
+
+def recorded_wish(row: DeploymentRow) -> DeployBody:
+    """What was asked for.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return DeployBody.model_validate_json(row.request)
+    except ValidationError as error:
+        raise ConfigError(
+            f"what was asked for {row.name} was recorded by another version of iServe and cannot be read "
+            f"({error.error_count()} faults); remove the deployment and deploy it again"
+        ) from error
+
+
+def recorded_worker(row: DeploymentRow) -> WorkerSpec | None:
+    """The worker that was chosen; None before that, and where it cannot be read: then it is chosen anew."""
+    if row.worker is None:
+        return None
+    try:
+        return from_json(row.worker, WorkerSpec, what=f"the recorded worker of {row.name}")
+    except BadInputError as error:
+        log.warning("%s", error)
+        return None
