@@ -22,7 +22,7 @@ import sys
 from daemon.descendants import become_subreaper, end_all_children, set_parent_death_signal, signal_group
 from daemon.torch_engine.exit_codes import PORT_IN_USE
 
-__all__ = ["main", "port_is_free"]
+__all__ = ["end_like", "main", "port_is_free"]
 
 _COULD_NOT_START = 127
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT)
@@ -126,7 +126,7 @@ class _Guard:
                     return
 
 
-def _end_like(status: int) -> int:
+def end_like(status: int) -> int:
     """End as the engine did: by the same signal, with no core file of our own."""
     if status >= 0:
         return status
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     if arguments.python_path:
         env["PYTHONPATH"] = arguments.python_path
-    return _end_like(_Guard(arguments.command, env).run())
+    return end_like(_Guard(arguments.command, env).run())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from daemon.engines.base import Engine
-from daemon.engines.tensorrt_llm import TensorRtLlmEngine
+from daemon.engines.tensorrt_llm.adapter import TensorRtLlmEngine
 from daemon.engines.torch import TorchEngine
 from daemon.engines.vllm.adapter import VllmEngine
 from fingerprint.capability import EngineCapabilities

@@ -1,13 +1,13 @@
 """TensorRT-LLM 1.2: starts ``trtllm-serve`` with the PyTorch backend from the environment that a setting names.
 
-Written from its documentation and never run: the tests hold it against a strict stand-in for ``trtllm-serve``. The
-parts are in ``daemon.engines.tensorrt``.
+Written from its documentation and never run: the tests hold it against a strict stand-in for ``trtllm-serve``.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,22 +16,25 @@ from daemon.devices import Device
 from daemon.engines.base import Command, WorkerSpec
 from daemon.engines.failures import explain
 from daemon.engines.foreign import Installation, Interpreter, guarded
-from daemon.engines.tensorrt.checkpoint import check_formats, stored_formats
-from daemon.engines.tensorrt.failures import SIGNS
-from daemon.engines.tensorrt.iterations import IterationReader
-from daemon.engines.tensorrt.options import as_yaml, llm_options
-from daemon.engines.tensorrt.table import TABLE
+from daemon.engines.tensorrt_llm.checkpoint import check_formats, stored_formats
+from daemon.engines.tensorrt_llm.failures import SIGNS
+from daemon.engines.tensorrt_llm.options import as_yaml, llm_options
+from daemon.engines.tensorrt_llm.table import TABLE
 from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities
+from fingerprint.checkpoint import Checkpoint
+from fingerprint.codec import from_json
 from fingerprint.config_json import read_config
-from fingerprint.errors import ConfigError, EngineError, IserveError
+from fingerprint.errors import BadInputError, ConfigError, EngineError, IserveError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec, match_device
 from fingerprint.model_spec import ModelSpec
 
 __all__ = ["TensorRtLlmEngine"]
 
+_DISTRIBUTION = "tensorrt-llm"
 _OPTIONS_FILE = "llm_options.yaml"
+_OUR_PACKAGES = str(Path(__file__).parents[3])  # for the face; it hides them from the engine
 _KNOWN_RELEASE = re.compile(r"1\.2\.\d")  # 1.2.0, 1.2.1, and candidates such as 1.2.0rc5
 
 
@@ -39,52 +42,68 @@ class TensorRtLlmEngine:
     """Its workers are one HTTP process and a rank per GPU, spawned through MPI."""
 
     name = TABLE.engine
-    stats_path = "/metrics"
+    stats_path = "/stats"
 
     def __init__(self) -> None:
-        self._interpreter = Interpreter("ISERVE_TENSORRT_LLM_PYTHON", "tensorrt-llm", ("torch", "transformers"))
-        self._iterations = IterationReader()
+        self._interpreter = Interpreter(
+            "ISERVE_TENSORRT_LLM_PYTHON", _DISTRIBUTION, beside=("torch", "transformers")
+        )
 
     def capabilities(self) -> EngineCapabilities:
-        return replace(TABLE, unavailable=self._interpreter.missing())
+        try:
+            self._installed()
+        except EngineError as error:
+            return replace(TABLE, unavailable=str(error))
+        return TABLE
 
     def versions(self) -> tuple[tuple[str, str], ...]:
         try:
-            found = self._interpreter.find()
+            found = self._installed()
         except EngineError:
             return ()
         return (
-            ("engine", f"tensorrt-llm {found.version('tensorrt-llm')}"),
-            ("torch", found.version("torch")),
-            ("transformers", found.version("transformers")),
+            ("engine", f"{self.name} {found.version(_DISTRIBUTION)}"),
+            *((name, version) for name, version in found.versions if name != _DISTRIBUTION),
         )
 
+    def _installed(self) -> Installation:
+        """Raises EngineError: not there, without its server, or a release whose options were not read."""
+        found = self._interpreter.find()
+        version = found.version(_DISTRIBUTION)
+        if not _KNOWN_RELEASE.match(version):
+            raise EngineError(
+                f"TensorRT-LLM {version} of {found.python} is not one that iServe knows: install 1.2, or set "
+                f"{self._interpreter.variable} to the Python of an environment that has it"
+            )
+        if not _server(found).is_file():
+            raise EngineError(f"there is no trtllm-serve beside {found.python}; install TensorRT-LLM there anew")
+        return found
+
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
-        """``trtllm-serve`` under our guard; all limits are in its options file.
+        """``trtllm-serve`` behind our face, under our guard; all limits are in its options file.
 
         Raises:
             EngineError: not installed, or not a 1.2 release.
             ConfigError: the table refuses the configuration, or a profile is asked for.
-            CheckpointError: the checkpoint is not in the planned formats, or brings code of its own.
+            CheckpointError: the checkpoint has no safetensors, is not in the planned formats, or brings code of
+                its own.
         """
-        found = self._interpreter.find()
-        if not _KNOWN_RELEASE.match(version := found.version("tensorrt-llm")):
-            raise EngineError(
-                f"TensorRT-LLM {version} is installed, this adapter was written for 1.2; install 1.2.1"
-            )
+        found = self._installed()
         if spec.profiling:
-            raise ConfigError("tensorrt-llm has no profiling routes; profile on torch or vllm")
+            raise ConfigError("tensorrt-llm has no profiling worker yet; profile on torch or vllm")
         directory = Path(spec.checkpoint)
         stored = stored_formats(directory)
         # our own reader takes 16-bit models only; what is quantized, and how, has just been read
         model = read_spec(read_config(directory) | {"quantization_config": None})
         _check_runs(spec, model, devices)
         check_formats(stored, spec.config, directory)
-        argv = (found.python, _server(found), "serve", str(directory.resolve()), "--backend", "pytorch")
-        where = ("--host", spec.host, "--port", str(spec.port))
+        if not spec.dummy_weights:
+            Checkpoint.open(directory)
         options = ("--extra_llm_api_options", str(folder / _OPTIONS_FILE))
+        server = (found.python, str(_server(found)), "serve", "{model}", "--backend", "pytorch", *options)
+        face = (sys.executable, "-m", "daemon.engines.tensorrt_llm.face", str(folder / "spec.json"))
         return Command(
-            argv=guarded(spec, (*argv, *where, *options)),
+            argv=guarded(spec, (*face, *server), python_path=_OUR_PACKAGES),
             env=(
                 ("PATH", os.pathsep.join((str(Path(found.python).parent), os.environ.get("PATH", os.defpath)))),
                 ("HF_HUB_OFFLINE", "1"),
@@ -96,20 +115,18 @@ class TensorRtLlmEngine:
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
-        return self._iterations.read(spec, body)
+        try:
+            return from_json(body, WorkerStats, what="stats")
+        except BadInputError as error:
+            raise EngineError(f"worker {spec.worker_id}: {error}") from error
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
         return explain(self.name, spec, exit_code, log_tail, SIGNS)
 
 
-def _server(found: Installation) -> str:
-    """The console script of the same environment. Raises EngineError: it is not there."""
-    script = Path(found.python).parent / "trtllm-serve"
-    if not script.is_file():
-        raise EngineError(
-            f"there is no trtllm-serve beside {found.python}; install TensorRT-LLM there with its scripts"
-        )
-    return str(script)
+def _server(found: Installation) -> Path:
+    """The console script of the same environment."""
+    return Path(found.python).parent / "trtllm-serve"
 
 
 def _check_runs(spec: WorkerSpec, model: ModelSpec, devices: Mapping[str, Device]) -> None:

@@ -51,6 +51,8 @@ def llm_options(spec: WorkerSpec, model: ModelSpec) -> dict[str, object]:
         "cuda_graph_config": {"max_batch_size": limits.max_batch},  # its default ends at 128
         "enable_iter_perf_stats": True,  # or /metrics stays empty
     }
+    if spec.dummy_weights:
+        options["load_format"] = "dummy"
     layers = tuple(stage.num_layers for stage in spec.stages)
     if layers != even_split(sum(layers), config.pp):  # its own default; the key is absent in early 1.2 candidates
         options["pp_partition"] = list(layers)

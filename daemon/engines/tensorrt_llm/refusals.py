@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-__all__ = ["openai_error"]
+__all__ = ["error_body", "openai_error"]
 
 
 class _Flat(msgspec.Struct, frozen=True):
@@ -61,5 +61,11 @@ def openai_error(body: bytes) -> bytes | None:
         if sign.search(message):
             message, code = f"{meaning} (the engine said: {message})", its_code
             break
-    error = {"message": message, "type": "invalid_request_error", "param": flat.param, "code": code}
-    return msgspec.json.encode({"error": error})
+    return error_body(message, code=code, param=flat.param)
+
+
+def error_body(
+    message: str, *, code: str | None = None, param: str | None = None, kind: str = "invalid_request_error"
+) -> bytes:
+    """The body that OpenAI clients parse."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
