@@ -70,7 +70,7 @@ class Figures:
         ordered = (self.e2e_s > 0) & (self.e2e_s <= self.e2e_high_s) & np.isfinite(self.e2e_high_s)
         return ordered & (self.ttft_high_s >= 0) & (self.tpot_high_s >= 0) & (self.total_bytes >= 0)
 
-    def take(self, rows: Sequence[int]) -> Figures:
+    def take(self, rows: npt.NDArray[np.intp]) -> Figures:
         """The same columns with ``rows`` only, in that order."""
         return Figures(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 

@@ -22,7 +22,6 @@ from planner.queueing import MODEL_NAME, Md1Waits
 __all__ = [
     "Check",
     "Mask",
-    "Missed",
     "checks_as_asked",
     "checks_at_lower_rates",
     "distances",
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 Mask = npt.NDArray[np.bool_]
-Missed = tuple[tuple[Limit, ...], tuple[float, ...]]
 
 _MARGIN = 1 - 1e-6  # a rate found by its wait, less the rounding of the way there
 _WAITING = frozenset({LimitKind.TTFT, LimitKind.E2E, LimitKind.RATE})
@@ -109,18 +107,21 @@ def num_missed(checks: Sequence[Check], num_rows: int) -> npt.NDArray[np.int64]:
     return sum((check.missed.astype(np.int64) for check in checks), start=np.zeros(num_rows, dtype=np.int64))
 
 
-def limits_missed(checks: Sequence[Check], num_rows: int) -> list[Missed]:
-    """Per candidate, the limits it misses in the order of ``checks``, and its own number for each."""
-    found: list[Missed] = [((), ())] * num_rows
+def limits_missed(
+    checks: Sequence[Check], num_rows: int
+) -> tuple[list[tuple[Limit, ...]], list[tuple[float, ...]]]:
+    """Per candidate, the limits it misses in the order of ``checks``; and its own number for each of them."""
+    limits: list[tuple[Limit, ...]] = [()] * num_rows
+    actual: list[tuple[float, ...]] = [()] * num_rows
     which = sum((check.missed << bit for bit, check in enumerate(checks)), start=np.zeros(num_rows, np.int64))
     for pattern in np.unique(which[which > 0]).tolist():  # candidates that miss the same limits are told together
         rows = np.flatnonzero(which == pattern)
         missed = [check for bit, check in enumerate(checks) if pattern >> bit & 1]
-        limits = tuple(check.limit for check in missed)
+        same = tuple(check.limit for check in missed)
         columns = [check.actual[rows].tolist() for check in missed]
-        for row, actual in zip(rows.tolist(), zip(*columns, strict=True), strict=True):
-            found[row] = limits, actual
-    return found
+        for row, own in zip(rows.tolist(), zip(*columns, strict=True), strict=True):
+            limits[row], actual[row] = same, own
+    return limits, actual
 
 
 def distances(checks: Sequence[Check], num_rows: int) -> tuple[Column, Column]:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fingerprint.estimates import Estimate
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
@@ -98,7 +99,7 @@ def _table(
         costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
         objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
     order = _order(predicted, seen, -objectives if objective.maximize else objectives)
-    return _Table([predicted[row] for row in order], seen.take(order), costs[order], objectives[order])
+    return _Table([predicted[row] for row in order.tolist()], seen.take(order), costs[order], objectives[order])
 
 
 def _judge(
@@ -111,10 +112,14 @@ def _judge(
     for row in np.flatnonzero(unknown).tolist():
         why = (cost.unknown if known[row] else objective.unknown) if usable[row] else _NOT_USABLE
         refusals[row] = refusals[row] or why
-    missed = limits_missed(checks, len(table.rows))
     judged: list[Ranked] = []
-    for (config, estimate, _), refusal, (limits, actual), value, spent in zip(
-        table.rows, refusals, missed, _or_none(table.objectives), _or_none(table.costs), strict=True
+    for (config, estimate, _), refusal, limits, actual, value, spent in zip(
+        table.rows,
+        refusals,
+        *limits_missed(checks, len(table.rows)),
+        _or_none(table.objectives),
+        _or_none(table.costs),
+        strict=True,
     ):
         if refusal is not None:
             judged.append(Ranked(config, estimate, value, spent, False, refusal))
@@ -134,18 +139,15 @@ def _or_none(column: Column) -> list[float | None]:
     return [None if value != value else value for value in column.tolist()]
 
 
-def _order(predicted: Sequence[Candidate], seen: Figures, ascending: Column) -> list[int]:
+def _order(predicted: Sequence[Candidate], seen: Figures, ascending: Column) -> npt.NDArray[np.intp]:
     """Rows by objective, then fewer GPUs, less memory, and the order of configurations; unknown ones last."""
     keys = (seen.total_bytes, seen.num_gpus, ascending)  # lexsort: the last key counts most, and NaN sorts last
-    by_figures = np.lexsort(keys)
+    order = np.lexsort(keys)
     tied = np.ones(max(len(predicted) - 1, 0), dtype=np.bool_)
     for key in keys:
-        left, right = key[by_figures[:-1]], key[by_figures[1:]]
+        left, right = key[order[:-1]], key[order[1:]]
         tied &= (left == right) | (np.isnan(left) & np.isnan(right))
-    order: list[int] = by_figures.tolist()
-    start = 0
-    for end in (*np.flatnonzero(~tied).tolist(), len(order) - 1):
-        if end > start:
-            order[start : end + 1] = sorted(order[start : end + 1], key=lambda row: predicted[row].config)
-        start = end + 1
+    runs = np.flatnonzero(np.diff(tied, prepend=False, append=False)).reshape(-1, 2)  # first and last of equals
+    for first, last in runs.tolist():
+        order[first : last + 1] = sorted(order[first : last + 1].tolist(), key=lambda row: predicted[row].config)
     return order
