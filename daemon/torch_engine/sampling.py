@@ -18,6 +18,8 @@ __all__ = ["Sampler", "SamplingParams", "sample"]
 
 _GREEDY_BELOW = 1e-5  # a temperature under this is greedy: the quotient would only overflow
 _BLOCK = 512  # tokens; near the square root of a large vocabulary
+_BAND = math.exp(-2)  # likeliest tokens are looked for in bands of weight, each this much lighter than the last
+_LIGHTEST = 1e-7  # where bands stop to pay: some passes over all weights cost as much as one partition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ class Sampler:
         params = self.params
         weights = np.exp((logits_V - logits_V.max()) * np.float32(1 / params.temperature))
         if params.top_k and params.top_k < len(weights):
-            weights[weights < np.partition(weights, -params.top_k)[-params.top_k]] = 0.0
+            weights[weights < _kth_largest(weights, params.top_k)] = 0.0
         if params.top_p < 1:
             weights = _nucleus(weights, params.top_p)
         return _pick(weights, self._random.random())
@@ -84,16 +86,39 @@ def _reach(cumulative: np.ndarray, target: float) -> tuple[int, float]:
     return index, target - (float(cumulative[index - 1]) if index else 0.0)
 
 
+def _kth_largest(weights_V: np.ndarray, k: int) -> float:
+    """As a partition of all weights says, which takes milliseconds for a large vocabulary: most never matter."""
+    low = float(weights_V.max())
+    likely = weights_V[:0]
+    while len(likely) < k and low > _LIGHTEST:
+        low *= _BAND
+        likely = weights_V[weights_V >= low]
+    return np.partition(likely if len(likely) >= k else weights_V, -k)[-k]
+
+
 def _nucleus(weights_V: np.ndarray, top_p: float) -> np.ndarray:
-    """The weights with all but the likeliest tokens set to 0: those needed to reach ``top_p`` of the whole."""
+    """The weights with all but the likeliest tokens set to 0: those needed to reach ``top_p`` of the whole.
+
+    Only the band of weights in which ``top_p`` is reached has to be sorted; what is above it is needed as it is.
+    """
     # All tokens below (1 - top_p) / V of the whole weigh less than 1 - top_p together: none of them is needed.
     total = float(weights_V.sum(dtype=np.float64))
-    candidates = np.flatnonzero(weights_V >= (1 - top_p) / len(weights_V) * total)
-    order = candidates[np.argsort(-weights_V[candidates], kind="stable")]
-    cumulative = np.cumsum(weights_V[order], dtype=np.float64)
+    lightest = (1 - top_p) / len(weights_V) * total
+    candidates = np.flatnonzero(weights_V >= lightest)
+    weights = weights_V[candidates]
+    high, low, above = math.inf, float(weights.max()) * _BAND, 0.0
+    while True:
+        band = np.flatnonzero((weights >= low) & (weights < high))
+        mass = float(weights[band].sum(dtype=np.float64))
+        if low <= lightest or above + mass >= top_p * total:
+            break
+        high, low, above = low, low * _BAND, above + mass
+    order = band[np.argsort(-weights[band], kind="stable")]
+    cumulative = above + np.cumsum(weights[order], dtype=np.float64)
     keep = int(np.searchsorted(cumulative, top_p * total, side="left")) + 1
+    needed = candidates[np.concatenate((np.flatnonzero(weights >= high), order[:keep]))]
     kept = np.zeros_like(weights_V)
-    kept[order[:keep]] = weights_V[order[:keep]]
+    kept[needed] = weights_V[needed]
     return kept
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.torch_engine.sampling import Sampler, SamplingParams, sample
+from daemon.torch_engine.sampling import Sampler, SamplingParams, _kth_largest, _nucleus, sample
 from fingerprint.errors import ConfigError
 
 
@@ -117,6 +117,31 @@ def test_what_is_drawn_is_in_the_nucleus(logits: list[float], top_p: float, temp
     for token in draw(params, logits, 5):
         likelier = weights[weights > weights[token] * (1 + 1e-4)].sum() / weights.sum()
         assert likelier < top_p + 1e-4
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.sampled_from([1, 2, 5, 300, 5000]),
+    spread=st.sampled_from([0.0, 0.1, 3.0, 30.0]),
+    top_k=st.integers(1, 400),
+    top_p=st.one_of(st.floats(0.001, 0.999), st.sampled_from([1e-9, 1 - 1e-9])),
+)
+def test_both_filters_keep_what_sorting_everything_keeps(
+    seed: int, vocab: int, spread: float, top_k: int, top_p: float
+) -> None:
+    """Rounded, so that there are ties; with a spread of 30 most weights are 0 in float32."""
+    logits = np.random.default_rng(seed).normal(0, spread, vocab).round(2)
+    weights = np.exp(logits - logits.max()).astype(np.float32)
+    top_k = min(top_k, vocab)
+    assert _kth_largest(weights, top_k) == np.sort(weights)[-top_k]
+    order = np.argsort(-weights, kind="stable")
+    reached = np.cumsum(weights[order], dtype=np.float64)
+    kept = np.flatnonzero(_nucleus(weights, top_p))
+    assert np.array_equal(np.sort(order[: len(kept)]), kept), "the likeliest, of equals the first"
+    rounding = 1e-9 * reached[-1]
+    assert reached[len(kept) - 1] >= top_p * reached[-1] - rounding
+    assert len(kept) == 1 or reached[len(kept) - 2] < top_p * reached[-1] + rounding
 
 
 def test_an_empty_batch() -> None:
