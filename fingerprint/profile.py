@@ -4,8 +4,9 @@ Decides what to run, in which order and when to stop. Knows nothing of how an en
 fingerprint is cut: both come as arguments. One launch per (tp, pp) serves all fingerprints and formats.
 
 The order: every pass goes over all fingerprints and all points of a launch, forth and then back, so that a slow
-drift of the machine falls on all of them alike; the first run of every point, and the first after every load,
-is never counted.
+drift of the machine falls on all of them alike. Every visit is a load of its own, even where the way turns: how
+far loads differ is part of what is measured. The first run of every point, and the first after every load, is
+never counted.
 """
 
 from __future__ import annotations
@@ -309,16 +310,14 @@ class _Launch:
 
     def __init__(self, driver: _Driver, session: ProfileSession, tp: int, pp: int) -> None:
         self.driver, self.session, self.tp, self.pp = driver, session, tp, pp
-        self.loaded: _Visit | None = None
         self._kv_tokens = 0
 
     def pass_over(self, visits: list[_Visit], deadline: float, soft: float) -> bool:
         """Run every point that needs it, once after ``soft`` and maybe more before; False when none does."""
         wanted = [(visit, shapes) for visit in visits if (shapes := self._open_shapes(visit))]
         for visit, shapes in wanted:
-            if self.loaded != visit:
-                self._load(visit, deadline)
-                shapes = [s for s in shapes if s in self.shapes]  # warming up may have dropped some
+            self._load(visit, deadline)
+            shapes = [s for s in shapes if s in self.shapes]  # warming up may have dropped some
             for repeat in range(self._repeats_of(visit, shapes)):
                 if repeat and self.driver.budget.clock() >= soft:
                     break
@@ -360,7 +359,6 @@ class _Launch:
         checkpoint = driver.fingerprints(visit.num_layers)
         action = _load_action(self.tp, self.pp, visit)
         first = action not in budget.seen_s
-        self.loaded = None
         max_batch = max(s.batch for s in driver.shapes)
         max_context_tokens = max(s.input_tokens + s.output_tokens for s in driver.shapes)
         with budget.spend(action, deadline):
@@ -372,7 +370,7 @@ class _Launch:
                 max_batch=max_batch,
                 max_context_tokens=max_context_tokens,
             )
-        self.loaded, self._kv_tokens = visit, max_batch * max_context_tokens
+        self._kv_tokens = max_batch * max_context_tokens
         driver.num_loads += 1
         if first:
             self._first_runs(visit, deadline)

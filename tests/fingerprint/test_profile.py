@@ -73,6 +73,14 @@ class TestWhatIsRun:
             assert len(set(point.loads)) >= 2
             assert {loaded[load - 1] for load in point.loads} == {(point.tp, point.pp, point.num_layers)}
 
+    def test_the_minimum_of_runs_takes_two_loads_of_every_fingerprint(self):
+        """Of the first and the last one too, where the way back begins."""
+        machine = SyntheticMachine()
+        plan = default_plan(machine.spec, Workload(), weights=(WeightFormat.BITS16, WeightFormat.INT8))
+        result = take_profile(machine, replace(plan, budget_s=1e6))
+        assert {len(point.runs) for point in result.timing} <= {3, 4}
+        assert min(len(set(point.loads)) for point in result.timing) == 2
+
     def test_memory_is_read_after_the_smallest_and_the_largest_step(self):
         result = take_profile(SyntheticMachine(), PLAN)
         for degree in ((1, 1), (2, 1), (1, 2)):
