@@ -50,7 +50,8 @@ class Installation:
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("ISERVE_", "OPENAI_"))}
         own = {"ISERVE_HOME": str(self.home), "ISERVE_PORT": "0", "ISERVE_API_PORT": "0"}
-        return kept | own | QUICK | {"HF_HUB_OFFLINE": "1"} | self.settings
+        given = kept | own | QUICK | {"HF_HUB_OFFLINE": "1"} | self.settings
+        return {name: value for name, value in given.items() if value}  # a setting of "" is one that is not made
 
     def run(self, *arguments: object, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """``iserve ARGUMENTS`` as a person would type it."""

@@ -99,15 +99,21 @@ def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
 
 
 def _memory_fraction(spec: WorkerSpec, devices: Mapping[str, Device]) -> str:
-    """``--gpu-memory-utilization``: vLLM starts only where that much is free; rounded down."""
-    total_bytes = max(device.total_bytes for device in devices.values())
-    fraction = math.floor(10_000 * spec.limits.memory_bytes_per_device / total_bytes) / 10_000
-    if not 0 < fraction <= 1:
-        raise ConfigError(
-            f"memory_bytes_per_device={spec.limits.memory_bytes_per_device} must be above 0.01% and at most all "
-            f"of the device's {total_bytes} bytes"
-        )
-    return f"{fraction:.4f}"
+    """``--gpu-memory-utilization``: vLLM starts only where that part of every GPU is free; rounded down.
+
+    One number for all its GPUs, so it is that of the GPU which was promised the smallest part. It does not bound
+    what vLLM takes: weights, steps and the KV cache's exact bytes add up to that.
+    """
+    parts = {}
+    for device_id, promised_bytes in spec.promised_bytes().items():
+        total_bytes = devices[device_id].total_bytes
+        parts[device_id] = math.floor(10_000 * promised_bytes / total_bytes) / 10_000
+        if not 0 < parts[device_id] <= 1:
+            raise ConfigError(
+                f"{promised_bytes} bytes of {device_id} must be above 0.01% and at most all of its {total_bytes}; "
+                "change memory_bytes_per_device"
+            )
+    return f"{min(parts.values()):.4f}"
 
 
 def _check(spec: WorkerSpec, model: ModelSpec, devices: Mapping[str, Device]) -> None:

@@ -224,6 +224,13 @@ def test_a_memory_limit_that_is_no_part_of_the_device_is_refused(checkpoint, mem
         options(replace(spec, limits=limits))
 
 
+def test_stages_of_differing_memory_are_gated_by_the_smallest_part(checkpoint):
+    spec = worker(checkpoint(), layers=(24, 8))
+    large, small = spec.stages
+    stages = (large, replace(small, memory_bytes_per_device=14 * GIB))
+    assert options(replace(spec, stages=stages))["--gpu-memory-utilization"] == "0.1000"
+
+
 def test_the_memory_limit_is_rounded_down(checkpoint):
     spec = worker(checkpoint())
     limits = replace(spec.limits, memory_bytes_per_device=spec.limits.memory_bytes_per_device + 10**7)

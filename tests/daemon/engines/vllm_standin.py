@@ -4,7 +4,7 @@ It takes the documented flags and no other, makes the documented checks with the
 with SO_REUSEPORT before it "loads", is as many processes as vLLM is (none of which minds its parent's death), and
 answers with the documented bodies. A token is a byte of text or an id. What cannot be checked without a GPU is
 told by ``behaviour.json`` in the model's folder (``once``: for one start): ``free_bytes`` and ``total_bytes`` of a
-GPU, ``weight_bytes``, ``out_of_memory``, ``load_s``, ``token_s``, ``deaf`` (ignores SIGTERM).
+GPU, ``weight_bytes``, ``load_s``, ``token_s``, ``deaf`` (ignores SIGTERM).
 """
 
 import argparse
@@ -167,12 +167,8 @@ class Engine:
                 f"less than desired GPU memory utilization ({given.gpu_memory_utilization}, {wanted / GIB:.2f} "
                 "GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
             )
-        if behaviour.get("weight_bytes", 0) > wanted:
-            fail(
-                "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` "
-                "when initializing the engine"
-            )
-        if behaviour.get("out_of_memory"):
+        # With the cache's bytes given, the fraction bounds nothing: what does not fit runs out of memory.
+        if behaviour.get("weight_bytes", 0) + given.kv_cache_memory_bytes > free:
             fail(
                 "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
                 "capacity of 47.53 GiB of which 1.20 GiB is free."

@@ -1,0 +1,100 @@
+"""`iserve deploy --engine vllm`, the whole way: plan, placement, daemon, keeper, guard, gateway.
+
+Stand-ins are only what cannot be here: two GPUs of a strict NVML, the profile's numbers, and vLLM's server.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from daemon.client import DaemonClient
+from daemon.engines.registry import get_engine
+from fingerprint.families import load_spec
+from fingerprint.gpus import gpu_spec
+from iserve.controller.profiling import machine_key
+from iserve.demo import demo_model_path
+from iserve.state.store import Store
+from tests.daemon.engines.standin import make_vllm
+from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
+
+NVML = Path(__file__).parents[1] / "daemon" / "fake_nvml.py"
+WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "2")
+
+
+def take_to_be_measured(installation: Any) -> None:
+    """Keep a profile of the demo model on vLLM, as if it had been measured on these GPUs."""
+    installation.run("up")
+    installation.record("daemon")
+    node = DaemonClient.from_record(installation.home / "run" / "daemon.json").node()
+    installation.run("down")
+    assert [device.kind for device in node.devices] == ["cuda", "cuda"]
+    machine = SyntheticMachine(load_spec(demo_model_path()), engine="vllm")
+    profile = take_profile(machine)
+    profile = replace(profile, machine=replace(profile.machine, device=gpu_spec("a6000")))
+    store = Store.open(installation.home / "state.db")
+    store.put_profile(profile, machine_key(node, get_engine("vllm")))
+    store.close()
+
+
+@pytest.fixture
+def vllm_home(tmp_path: Path, make_installation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A home on a node with two GPUs and vLLM, the demo model profiled there."""
+    (tmp_path / "nvml").mkdir()
+    (tmp_path / "nvml" / "pynvml.py").write_bytes(NVML.read_bytes())
+    python = make_vllm(tmp_path / "env")
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
+    python_path = os.pathsep.join(filter(None, (str(tmp_path / "nvml"), os.environ.get("PYTHONPATH"))))
+    installation = make_installation(
+        None, ISERVE_CPU_DEVICES="", ISERVE_VLLM_PYTHON=str(python), PYTHONPATH=python_path
+    )
+    take_to_be_measured(installation)
+    return installation
+
+
+def test_deploy_serve_refuse_survive_remove(
+    vllm_home: Any, until: Callable[..., Any], kill: Callable[[int], None]
+) -> None:
+    """One way through the house; each step needs the one before."""
+    deployed = vllm_home.json("deploy", "--engine", "vllm", "--name", "chat", *WORK)
+    assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "vllm")
+    assert deployed["config"]["weights"] in ("16bit", "fp8")  # all that needs no checkpoint made beforehand
+
+    client = vllm_home.openai()
+    assert [model.id for model in client.models.list()] == ["chat"]
+    whole = client.completions.create(model="chat", prompt="hello", max_tokens=8, temperature=0)
+    assert whole.choices[0].text == "abcdefgh"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 8)
+    chat = client.chat.completions.create(model="chat", messages=[{"role": "user", "content": "hi"}], max_tokens=3)
+    assert chat.choices[0].message.content == "abc"
+    pieces = client.completions.create(model="chat", prompt="x", max_tokens=4, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == "abcd"
+
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="chat", prompt="x" * 100, max_tokens=8)
+    assert refused.value.status_code == 400
+    assert "maximum context length is 64 tokens" in refused.value.message
+    assert refused.value.body["type"] == "BadRequestError"  # type: ignore[index]
+
+    (worker_id,) = vllm_home.worker_pids()
+    before = vllm_home.worker_pids()[worker_id]
+    kill(before)
+    until(lambda: vllm_home.worker_pids().get(worker_id) not in (None, before), "the worker is started again")
+    until(lambda: "ready" in str(vllm_home.json("status")), "it is ready again")
+    again = client.completions.create(model="chat", prompt="hello", max_tokens=2, temperature=0)
+    assert again.choices[0].text == "ab"
+
+    vllm_home.kill("controller")
+    vllm_home.run("up")
+    assert [row["name"] for row in vllm_home.json("ps")] == ["chat"]
+    assert "Available routes" in vllm_home.run("logs", "chat").stdout
+    vllm_home.run("rm", "chat")
+    assert vllm_home.json("ps") == []
+    assert not [line for line in vllm_home.processes().values() if "vllm.entrypoints" in line]
