@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
@@ -61,6 +61,7 @@ class Note(Selection):
     """What whoever runs one of these configurations must know or do first."""
 
     text: str
+    beforehand: bool = False  # the checkpoint itself must have been prepared; iServe prepares none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,13 @@ class EngineCapabilities:
         there = () if self.deployable else (f"{self.engine} can be planned for, not deployed: {self.unavailable}",)
         noted = (note.text for note in self.notes if note.applies(spec, config, gpu))
         return tuple(dict.fromkeys((*there, *noted)))
+
+    def unprepared(self) -> EngineCapabilities:
+        """The table for a checkpoint that is in 16 bits and whole: what needs a prepared one is refused."""
+        taken = [field.name for field in fields(Selection)]
+        needing = (note for note in self.notes if note.beforehand)
+        added = (Exclusion(reason=note.text, **{name: getattr(note, name) for name in taken}) for note in needing)
+        return replace(self, exclusions=(*self.exclusions, *added))
 
     def _degree_refusal(self, axis: str, largest: int) -> str:
         return f"{self.engine} runs {axis} up to {largest}" + (

@@ -186,7 +186,8 @@ class Deployer:
         """Rank everything on the devices that are free now."""
         node = ask_daemon(self._daemon, DaemonClient.node)
         hardware = hardware_of(node, profile.machine.device)
-        plan = make_plan(source.spec, hardware, estimator_for(profile), [engine.capabilities()], options)
+        table = engine.capabilities().unprepared()  # only 16-bit checkpoints are taken in
+        plan = make_plan(source.spec, hardware, estimator_for(profile), [table], options)
         document = plan_document(plan, model=source.name, hardware=hardware.label, workload=options.workload)
         return PlannedDeployment(document, plan.best, {d.device_id: d.free_bytes for d in node.devices})
 

@@ -216,7 +216,7 @@ class Profiler:
                     device = target.machine().device  # launches the worker that the first degree then uses
                     launch_s = time.monotonic() - started
                     left_s = max(1.0, max_seconds - launch_s)
-                    plan = _plan(source.spec, engine.capabilities(), device, node, workload, left_s)
+                    plan = _plan(source.spec, engine.capabilities().unprepared(), device, node, workload, left_s)
                     measured = profile(
                         source.name, source.spec, target, fingerprints, plan, progress=progress, launch_s=launch_s
                     )

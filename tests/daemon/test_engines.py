@@ -153,7 +153,12 @@ BEFOREHAND = "quantized beforehand"
         ("tensorrt-llm", "llama", "weights=int8", ["not installed", BEFOREHAND, NOT_RUN]),
         ("tensorrt-llm", "llama", "weights=fp8,kv=fp8", ["not installed", BEFOREHAND, NOT_RUN]),
         ("tensorrt-llm", "llama", "kv=fp8", ["not installed", NOT_RUN]),
-        ("tensorrt-llm", "llama", "pruning=wanda", ["not installed", "dense weights", NOT_RUN]),
+        (
+            "tensorrt-llm",
+            "llama",
+            "pruning=wanda",
+            ["not installed", "pruned beforehand", "dense weights", NOT_RUN],
+        ),
     ],
 )
 def test_what_running_it_takes_is_told_per_configuration(engine, family, config, told):
@@ -161,6 +166,24 @@ def test_what_running_it_takes_is_told_per_configuration(engine, family, config,
     said = table.conditions(model(family), parse_config(config, engine=engine), H200)
     assert len(said) == len(told)
     assert all(expected in text for expected, text in zip(told, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "refusal"),
+    [
+        ("weights=fp8", "tensorrt-llm: needs a checkpoint quantized beforehand"),
+        ("weights=int8", "tensorrt-llm: needs a checkpoint quantized beforehand"),
+        ("pruning=wanda", "tensorrt-llm: needs a checkpoint pruned beforehand"),
+        ("kv=fp8", None),
+        ("tp=2,pp=2", None),
+    ],
+)
+def test_a_plain_checkpoint_runs_only_what_needs_no_preparing(config, refusal):
+    (table,) = capabilities_for("tensorrt-llm")
+    asked = parse_config(config, engine="tensorrt-llm")
+    assert table.refusal(model("llama"), asked, H200) is None
+    said = table.unprepared().refusal(model("llama"), asked, H200)
+    assert said is None if refusal is None else said.startswith(refusal)
 
 
 def test_auto_is_every_engine_with_the_deployable_first():

@@ -35,7 +35,7 @@ __all__ = ["TensorRtLlmEngine"]
 _DISTRIBUTION = "tensorrt-llm"
 _OPTIONS_FILE = "llm_options.yaml"
 _OUR_PACKAGES = str(Path(__file__).parents[3])  # for the face; it hides them from the engine
-_KNOWN_RELEASE = re.compile(r"1\.2\.\d")  # 1.2.0, 1.2.1, and candidates such as 1.2.0rc5
+_KNOWN_RELEASE = re.compile(r"1\.2\.\d+(\.post\d+)?")  # no candidates: early ones lack options
 
 
 class TensorRtLlmEngine:
@@ -70,7 +70,7 @@ class TensorRtLlmEngine:
         """Raises EngineError: not there, without its server, or a release whose options were not read."""
         found = self._interpreter.find()
         version = found.version(_DISTRIBUTION)
-        if not _KNOWN_RELEASE.match(version):
+        if not _KNOWN_RELEASE.fullmatch(version):
             raise EngineError(
                 f"TensorRT-LLM {version} of {found.python} is not one that iServe knows: install 1.2, or set "
                 f"{self._interpreter.variable} to the Python of an environment that has it"

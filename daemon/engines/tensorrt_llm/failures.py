@@ -53,8 +53,8 @@ SIGNS = (
     Sign(
         re.compile(r"LLM got invalid argument: (?P<key>\w+)"),
         EngineError,
-        "the installed release does not know the option {key}; install TensorRT-LLM 1.2.1 (pp_partition, for "
-        "stages of differing numbers of layers, is absent in the first candidates of 1.2)",
+        "the installed release does not know the option {key}; install TensorRT-LLM 1.2.1, or plan without what "
+        "it is for (pp_partition: stages of differing numbers of layers)",
     ),
     Sign(
         re.compile(r"The following arguments are specific to TensorRT backend"),

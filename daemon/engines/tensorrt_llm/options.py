@@ -54,7 +54,7 @@ def llm_options(spec: WorkerSpec, model: ModelSpec) -> dict[str, object]:
     if spec.dummy_weights:
         options["load_format"] = "dummy"
     layers = tuple(stage.num_layers for stage in spec.stages)
-    if layers != even_split(sum(layers), config.pp):  # its own default; the key is absent in early 1.2 candidates
+    if layers != even_split(sum(layers), config.pp):  # its own default, which it takes without the key
         options["pp_partition"] = list(layers)
     return options
 

@@ -46,6 +46,8 @@ TABLE = EngineCapabilities(
     },
     max_tp=8,
     max_pp=8,
+    degree_reason="larger ones are several nodes, which iServe does not span",
+    lora_reason="which of its model classes take adapters was not read",
     verified=False,
     exclusions=(
         Exclusion(
@@ -78,6 +80,12 @@ TABLE = EngineCapabilities(
         Note(
             weights=frozenset(WeightFormat) - {WeightFormat.BITS16},
             text="needs a checkpoint quantized beforehand; there is no online quantization",
+            beforehand=True,
+        ),
+        Note(
+            pruning=frozenset(Pruning) - {Pruning.NONE},
+            text="needs a checkpoint pruned beforehand",
+            beforehand=True,
         ),
         Note(pruning=DENSE_STORED - {Pruning.NONE}, text="served as dense weights"),
         Note(text="not run: its adapter was tested against the engine's documentation only"),

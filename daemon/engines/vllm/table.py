@@ -66,6 +66,7 @@ TABLE = EngineCapabilities(
         Note(
             weights=_FOUR_BITS,
             text="needs a checkpoint quantized beforehand; there is no online 4-bit quantization",
+            beforehand=True,
         ),
         Note(
             weights=frozenset({WeightFormat.FP8}),

@@ -133,7 +133,7 @@ def test_without_the_setting_it_is_planned_for_and_not_started(monkeypatch, chec
         engine.command(make_spec(checkpoint), tmp_path, devices())
 
 
-@pytest.mark.parametrize("version", ["1.1.0", "1.3.0", "0.20.0", "1.20.0"])
+@pytest.mark.parametrize("version", ["1.1.0", "1.2.0rc2", "1.3.0", "0.20.0", "1.20.0"])
 def test_a_release_that_it_was_not_written_for_is_refused(tmp_path, monkeypatch, checkpoint, version):
     monkeypatch.setenv(VARIABLE, str(make_tensorrt_llm(tmp_path / "env", version)))
     with pytest.raises(
