@@ -71,7 +71,7 @@ def spec(node, worker_id="w1", *, layers=(4,), tp=1, kv=KvFormat.BITS16, **chang
 
 def engine_processes(node) -> list[int]:
     """Server, engine core and workers of every start so far, as they noted themselves."""
-    return [int(line) for line in (node.checkpoint / "processes").read_text().split()]
+    return [int(line) for line in (node.home / "workers" / "w1" / "processes").read_text().split()]
 
 
 def living(pids: list[int]) -> set[int]:
@@ -143,7 +143,7 @@ def test_a_failed_start_is_told_with_its_fix_and_leaves_nothing(vllm_node, behav
     for word in words:
         assert word in status.error
     assert "module_149" not in status.error
-    assert not (vllm_node.checkpoint / "processes").exists()
+    assert not (vllm_node.home / "workers" / "w1" / "processes").exists()  # no start came so far
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ class Engine:
         return given.kv_cache_memory_bytes // page // max(layers)
 
     def start_processes(self):
-        """An engine core with a worker for each GPU; their ids go to ``processes`` in the model's folder."""
+        """An engine core with a worker for each GPU; their ids go to ``processes`` in the working directory."""
         sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
         core = (
             "import os, subprocess, sys\n"
@@ -204,7 +204,7 @@ class Engine:
         )
         self.core = subprocess.Popen([sys.executable, "-S", "-c", core], stdout=subprocess.PIPE, text=True)
         lines = list(iter(self.core.stdout.readline, "ready\n"))
-        with (Path(self.given.model_tag) / "processes").open("a") as file:
+        with Path("processes").open("a") as file:
             file.write("".join([f"{os.getpid()}\n", f"{self.core.pid}\n", *lines]))
 
     def generate(self, prompt_length, max_tokens):
