@@ -1,8 +1,16 @@
-"""Writes docs/cli.md and docs/rest.md from the code: ``python docs/generate.py`` (``--check`` only compares)."""
+"""Writes docs/cli.md, docs/rest.md and the answers in README.md from the code.
+
+``python docs/generate.py``; with ``--check`` it only compares.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +18,33 @@ from tempfile import TemporaryDirectory
 from typer.main import get_command
 
 DOCS = Path(__file__).parent
+README = DOCS.parent / "README.md"
+
+_LLAMA_2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "float16",
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+# Facts of the published models, as many as a plan needs.
+CONFIGS = {
+    "Llama-2-7b-hf": {
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    "Llama-2-70b-hf": {
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+}
 
 
 def cli_reference() -> str:
@@ -104,18 +139,44 @@ def _type(schema: dict[str, object]) -> str:
     return str(schema.get("type", ""))
 
 
-PAGES = {"cli.md": cli_reference, "rest.md": rest_reference}
+def readme() -> str:
+    """The page as it is, with the answer under every ``$ iserve ...`` as it is now."""
+    with TemporaryDirectory() as folder:
+        for name, config in CONFIGS.items():
+            (Path(folder) / name).mkdir()
+            (Path(folder) / name / "config.json").write_text(json.dumps(_LLAMA_2 | config))
+
+        def answered(block: re.Match[str]) -> str:
+            return f"```\n$ {block[1]}\n{_answer(shlex.split(block[1]), Path(folder))}\n```"
+
+        return re.sub(r"```\n\$ (iserve .*)\n(?:(?!```).*\n)*```", answered, README.read_text())
+
+
+def _answer(command: list[str], folder: Path) -> str:
+    """What the command prints where nothing is set and nothing has ever run."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", "from iserve.cli import main; main()", *command[1:]],
+        env=kept | {"ISERVE_HOME": str(folder / "home"), "PYTHONPATH": str(DOCS.parent)},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines())
+
+
+PAGES = {DOCS / "cli.md": cli_reference, DOCS / "rest.md": rest_reference, README: readme}
 
 
 def main() -> int:
     """1 when ``--check`` finds a page that the code no longer says."""
     stale = []
-    for name, make in PAGES.items():
+    for path, make in PAGES.items():
         text = make().rstrip() + "\n"
-        path = DOCS / name
         if "--check" in sys.argv:
             if not path.exists() or path.read_text() != text:
-                stale.append(name)
+                stale.append(path.name)
         else:
             path.write_text(text)
     if stale:

@@ -120,8 +120,10 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
         if all(p.model != model for p in profiles):
             raise
         profile = find_profile(profiles, model, None)  # its files are gone, what was measured is not
+        name = profile.model
     else:
         profile = find_profile(profiles, source.name, source.spec.shape_hash)
+        name = source.name  # the profile may be that of another model of this shape
     if accuracy is None:
         accuracy = find_accuracy(load_settings().home, profile.spec.shape_hash, profile.machine)
     nodes = [node for node in controller.get("/api/v1/nodes", tuple[NodeDocument, ...]) if node.reachable]
@@ -129,9 +131,7 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
         raise UnavailableError("this node's daemon is away; `iserve status` looks, try again in a moment")
     hardware = hardware_of(nodes[0], profile.machine.device)
     engines = [get_engine(wanted).capabilities()]
-    return build_report(
-        profile.model, profile.spec, hardware, estimator_for(profile), engines, options, accuracy=accuracy
-    )
+    return build_report(name, profile.spec, hardware, estimator_for(profile), engines, options, accuracy=accuracy)
 
 
 def _check_target(target: Path) -> None:

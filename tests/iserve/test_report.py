@@ -345,6 +345,21 @@ def test_a_page_from_the_stored_profile_with_its_errors(
     assert "extrapolated" in text
 
 
+def test_a_twins_profile_serves_under_the_models_own_name(
+    profile: Profile, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile is of a shape; the page is of the model that was asked for."""
+    running = Controller((replace(profile, spec=load_spec(model)),), model)
+    url = f"http://127.0.0.1:{running.server.server_port}"
+    monkeypatch.setattr(iserve.cli.live, "client", lambda: ControllerClient(url, "token"))
+    try:
+        code, told = invoke("unprofiled", "-o", str(tmp_path / "page.html"))
+    finally:
+        running.close()
+    assert code == 0, told
+    assert told.startswith(f"{tmp_path / 'page.html'}: unprofiled on ")
+
+
 def test_without_a_profile_it_says_how_to_take_one(controller: Controller, tmp_path: Path) -> None:
     with pytest.raises(NotMeasuredError, match="iserve profile unprofiled"):
         invoke("unprofiled", "-o", str(tmp_path / "page.html"))
