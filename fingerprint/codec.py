@@ -12,7 +12,7 @@ import msgspec
 
 from fingerprint.errors import BadInputError
 
-__all__ = ["from_builtins", "from_json", "to_builtins", "to_json"]
+__all__ = ["from_json", "to_builtins", "to_json"]
 
 T = TypeVar("T")
 
@@ -38,11 +38,3 @@ def from_json(data: bytes | str, kind: type[T], *, what: str = "JSON") -> T:
 def to_builtins(value: object) -> Any:
     """The same tree as dicts, lists, strings and numbers, for a JSON library that is not ours."""
     return msgspec.to_builtins(value)
-
-
-def from_builtins(value: object, kind: type[T], *, what: str = "value") -> T:
-    """Inverse of :func:`to_builtins`, with the checks of :func:`from_json`."""
-    try:
-        return msgspec.convert(value, type=kind)
-    except msgspec.ValidationError as error:
-        raise BadInputError(f"{what} is not a valid {kind.__name__}: {error}") from error

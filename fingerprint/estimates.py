@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -10,7 +9,6 @@ from typing import Protocol
 from fingerprint.config import DeploymentConfig, Workload
 
 __all__ = [
-    "ConfigurationMap",
     "Estimate",
     "Estimator",
     "MemoryEstimate",
@@ -126,9 +124,6 @@ class Estimate:
             self.ttft_s.high + steps * self.tpot_s.high,
             self.tpot_s.source if steps else self.ttft_s.source,
         )
-
-
-ConfigurationMap = Mapping[DeploymentConfig, Estimate]
 
 
 class Estimator(Protocol):

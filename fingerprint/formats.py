@@ -7,7 +7,6 @@ Not included: allocator rounding, and what a kernel re-packs at load time.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat
@@ -24,7 +23,6 @@ __all__ = [
     "layer_weight_bytes",
     "layer_weight_bytes_per_gpu",
     "linear_element_bytes",
-    "stored_fraction",
 ]
 
 WEIGHT_16BIT_BYTES = 2.0
@@ -36,7 +34,6 @@ _FP8_SCALE_BYTES = 4.0  # one fp32 scale per matrix, as in compressed-tensors an
 
 # 2:4 keeps 2 of 4 elements and a 2-bit position for each: (2 * 16 + 2 * 2) / (4 * 16) bits, the semi-structured
 # layout of the sparse tensor cores.
-_TWO_FOUR_STORED = 9 / 16
 # Kept as full matrices with zeros in them: unstructured 50%, 4:8, and 2:4 where the engine has no layout for it.
 DENSE_STORED = frozenset({Pruning.NONE, Pruning.SPARSEGPT, Pruning.WANDA, Pruning.WANDA_4_8})
 # Structured: whole heads and MLP channels go. The share of the layers' linear parameters that stays.
@@ -94,32 +91,18 @@ def linear_element_bytes(spec: ModelSpec, weights: WeightFormat) -> float:
 
 
 def kept_fraction(pruning: Pruning) -> float:
-    """Share of the linear multiply-adds still done; zeros in a dense matrix are multiplied all the same."""
+    """Share of the linear weights still stored and multiplied; zeros in a dense matrix are so all the same.
+
+    2:4 counts as dense: no engine here keeps it compressed.
+    """
     return _LLM_PRUNER_KEPT if pruning is Pruning.LLM_PRUNER_25 else 1.0
 
 
-def stored_fraction(config: DeploymentConfig, *, engines_storing_2_4: Collection[str] = ()) -> float:
-    """Stored bytes of the linear weights over those of the dense matrices in the same weight format.
-
-    Args:
-        engines_storing_2_4: engines that keep 2:4 weights compressed (9/16 at 16 bits); dense on others.
-    """
-    if config.pruning is Pruning.WANDA_2_4 and config.engine in engines_storing_2_4:
-        if config.weights is WeightFormat.BITS16:
-            return _TWO_FOUR_STORED
-        # the 2-bit positions do not shrink with the elements: half the elements, and half a bit per dense element
-        bits = {WeightFormat.INT8: 8, WeightFormat.FP8: 8, WeightFormat.INT4: 4, WeightFormat.GPTQ4: 4}
-        return 0.5 + 1 / bits[config.weights]
-    return kept_fraction(config.pruning)
-
-
-def layer_weight_bytes(
-    spec: ModelSpec, config: DeploymentConfig, *, engines_storing_2_4: Collection[str] = ()
-) -> float:
+def layer_weight_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
     """Bytes of one copy of one hidden layer, over all TP ranks when nothing is replicated."""
     linear = spec.layer_linear_params * linear_element_bytes(spec, config.weights)
     rest = (spec.layer_params - spec.layer_linear_params) * WEIGHT_16BIT_BYTES
-    return linear * stored_fraction(config, engines_storing_2_4=engines_storing_2_4) + rest
+    return linear * kept_fraction(config.pruning) + rest
 
 
 def kv_heads_per_gpu(spec: ModelSpec, tp: int) -> float:
@@ -127,16 +110,13 @@ def kv_heads_per_gpu(spec: ModelSpec, tp: int) -> float:
     return spec.num_kv_heads / min(tp, spec.num_kv_heads)
 
 
-def layer_weight_bytes_per_gpu(
-    spec: ModelSpec, config: DeploymentConfig, *, engines_storing_2_4: Collection[str] = ()
-) -> float:
+def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> float:
     """Bytes of one hidden layer on one GPU of the TP group.
 
     Linear matrices are divided by ``tp``; the K and V projections by at most the number of KV heads; norms, biases
     and routers are on every rank (a column-parallel bias is in truth divided: under 0.1% of a layer).
     """
-    fraction = stored_fraction(config, engines_storing_2_4=engines_storing_2_4)
-    element_bytes = linear_element_bytes(spec, config.weights) * fraction
+    element_bytes = linear_element_bytes(spec, config.weights) * kept_fraction(config.pruning)
     kv_params = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
     rest = (spec.layer_params - spec.layer_linear_params) * WEIGHT_16BIT_BYTES
     split = (spec.layer_linear_params - kv_params) / config.tp + kv_params / min(config.tp, spec.num_kv_heads)

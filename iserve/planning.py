@@ -142,10 +142,10 @@ class EngineChooser:
         return "; ".join(dict.fromkeys(str(reason) for reason in reasons))
 
     def conditions(self, config: DeploymentConfig) -> tuple[str, ...]:
-        """What running ``config`` takes on the engine it names."""
-        return next(
-            e.conditions(self._spec, config, self._gpu) for e in self._engines if e.engine == config.engine
-        )
+        """What running ``config`` takes on the engine it names, and whether anybody ran that engine's table."""
+        table = next(engine for engine in self._engines if engine.engine == config.engine)
+        unseen = f"{table.engine}: capability table not verified by running it"
+        return (*table.conditions(self._spec, config, self._gpu), *(() if table.verified else (unseen,)))
 
 
 class FitsOn:

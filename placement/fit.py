@@ -137,7 +137,7 @@ class Placer:
         order = [
             _Seat(
                 rank,
-                max(0, min(gpu.free_bytes, gpu.total_bytes)),
+                _free_bytes(gpu),
                 gpu.node_id,
                 (gpu.node_id, gpu.gpu_index // size),
                 gpu,

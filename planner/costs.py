@@ -77,25 +77,18 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """What GPU time costs here.
-
-    ``shared``: GPUs are shared with other deployments, and each is paid by the share of its memory that is used;
-    otherwise a GPU is paid as a whole.
+    """What GPU time costs here; a GPU is paid as a whole, whoever else is on it.
 
     Raises:
-        ConfigError: a price or memory that is not positive and finite, or a share of a memory that is not known.
+        ConfigError: a price that is not positive and finite.
     """
 
     usd_per_gpu_hour: float | None = None
-    gpu_memory_bytes: int | None = None
-    shared: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("price", self.usd_per_gpu_hour), ("GPU memory", self.gpu_memory_bytes)):
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"the {name} must be positive and finite, got {value}")
-        if self.shared and self.gpu_memory_bytes is None:
-            raise ConfigError("to pay a shared GPU by its memory share, its memory must be given")
+        price = self.usd_per_gpu_hour
+        if price is not None and not (math.isfinite(price) and price > 0):
+            raise ConfigError(f"the price must be positive and finite, got {price}")
 
 
 def total_bytes(memory: MemoryEstimate) -> int:
@@ -158,10 +151,7 @@ def _gpu_hours(f: Figures, prices: Prices) -> Column:
 def _dollars(f: Figures, prices: Prices) -> Column:
     if prices.usd_per_gpu_hour is None:
         return np.full_like(f.e2e_s, np.nan)
-    usd_per_gpu_s = prices.usd_per_gpu_hour / 3600
-    if prices.shared and prices.gpu_memory_bytes is not None:
-        return usd_per_gpu_s * f.total_bytes / prices.gpu_memory_bytes * f.e2e_s / f.batch
-    return usd_per_gpu_s * f.gpu_seconds
+    return prices.usd_per_gpu_hour / 3600 * f.gpu_seconds
 
 
 _NEVER = "it is always known"

@@ -19,6 +19,7 @@ from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity,
 from fingerprint.estimators.l2 import L2, Latency, LayerEffect, MeasuredKey, TimingFit, key_of
 from fingerprint.estimators.linear import Interval
 from fingerprint.estimators.m2 import M2
+from fingerprint.estimators.registry import Predicts, estimator_class
 from fingerprint.measurements import Profile
 
 __all__ = ["FingerprintedEstimator", "distance", "nearest", "scaled"]
@@ -68,14 +69,26 @@ class FingerprintedEstimator:
         profile: at least fingerprints of two depths at tp = pp = 1, in one format.
         roofline: an estimator for the same model and device; only ratios of its numbers are used.
         max_batched_tokens: largest prefill step the engine will be started with.
+        memory, latency: strategies by their names in the registry.
+
+    Raises:
+        NotFoundError: no such strategy.
     """
 
     name = "fingerprinted"
 
-    def __init__(self, profile: Profile, roofline: Estimator, *, max_batched_tokens: int = 8192) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        roofline: Estimator,
+        *,
+        max_batched_tokens: int = 8192,
+        memory: str = "M2",
+        latency: str = "L2",
+    ) -> None:
         self.profile = profile
-        self.m2 = M2(profile, max_batched_tokens=max_batched_tokens)
-        self.l2 = L2(profile)
+        self.m2: M2 = estimator_class(memory, Predicts.MEMORY)(profile, max_batched_tokens=max_batched_tokens)
+        self.l2: L2 = estimator_class(latency, Predicts.LATENCY)(profile)
         self._roofline = roofline
         self._anchors: dict[tuple[MeasuredKey, Workload], _Anchor] = {}
         self._estimates: dict[tuple[DeploymentConfig, Workload], Estimate] = {}

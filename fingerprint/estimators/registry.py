@@ -1,41 +1,56 @@
-"""Estimators by name. Which one fits a question is the caller's decision; how each is built is its own affair.
+"""Estimators and the strategies they are made of, by name. How each is built is its own affair.
 
-Classes are imported when asked for, so that planning from a datasheet loads no statistics library.
+An estimator answers for a whole configuration (``fingerprint.estimates.Estimator``). A strategy answers for its
+memory or its latency alone, from a profile: the paper's M2 and L2. Classes are imported when asked for, so that
+planning from a datasheet loads no statistics library.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fingerprint.errors import NotFoundError
 
-if TYPE_CHECKING:
-    from fingerprint.estimates import Estimator
+__all__ = ["Predicts", "estimator_class", "estimator_names"]
 
-__all__ = ["estimator_class", "estimator_names"]
 
-# A new estimator is one file, one row here, and one subclass of the conformance test. Constructors differ, because
-# estimators learn from different things (a datasheet, a profile); the rows share ``estimate`` and ``name``.
+class Predicts(StrEnum):
+    """What a class answers for."""
+
+    EVERYTHING = "everything"  # ``estimate(config, workload) -> Estimate``
+    MEMORY = "memory"  # ``memory(config, workload) -> MemoryEstimate``
+    LATENCY = "latency"  # ``latency(config, workload) -> Latency``
+
+
+# A new one is one file, one row here, and one subclass of the conformance test. Constructors of estimators differ,
+# because they learn from different things (a datasheet, a profile); strategies are all given the profile.
 _CLASSES = {
-    "fingerprinted": "fingerprint.estimators.fingerprinted:FingerprintedEstimator",
-    "roofline": "fingerprint.estimators.roofline:RooflineEstimator",
+    Predicts.EVERYTHING: {
+        "fingerprinted": "fingerprint.estimators.fingerprinted:FingerprintedEstimator",
+        "roofline": "fingerprint.estimators.roofline:RooflineEstimator",
+    },
+    Predicts.MEMORY: {"M2": "fingerprint.estimators.m2:M2"},
+    Predicts.LATENCY: {"L2": "fingerprint.estimators.l2:L2"},
 }
 
 
-def estimator_names() -> tuple[str, ...]:
-    """The registered names, sorted."""
-    return tuple(sorted(_CLASSES))
+def estimator_names(predicts: Predicts = Predicts.EVERYTHING) -> tuple[str, ...]:
+    """The registered names of those that predict that, sorted."""
+    return tuple(sorted(_CLASSES[predicts]))
 
 
-def estimator_class(name: str) -> type[Any]:
-    """The class registered as ``name``; its instances follow ``fingerprint.estimates.Estimator``.
+def estimator_class(name: str, predicts: Predicts = Predicts.EVERYTHING) -> type[Any]:
+    """The class registered as ``name`` among those that predict that.
 
     Raises:
-        NotFoundError: no such estimator.
+        NotFoundError: no such class.
     """
-    if name not in _CLASSES:
-        raise NotFoundError(f"no estimator is called {name!r}; there are {', '.join(estimator_names())}")
-    module, _, attribute = _CLASSES[name].partition(":")
-    found: type[Estimator] = getattr(import_module(module), attribute)
+    path = _CLASSES[predicts].get(name)
+    if path is None:
+        known = ", ".join(estimator_names(predicts))
+        raise NotFoundError(f"no estimator of {predicts} is called {name!r}; there are {known}")
+    module, _, attribute = path.partition(":")
+    found: type[Any] = getattr(import_module(module), attribute)
     return found

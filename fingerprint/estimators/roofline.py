@@ -9,7 +9,6 @@ the calibrated ones is inside the interval, and a measurement always takes prece
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ from fingerprint.formats import (
     kv_heads_per_gpu,
     layer_weight_bytes_per_gpu,
     linear_element_bytes,
-    stored_fraction,
 )
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import KV_ELEMENT_BYTES, ModelSpec
@@ -108,8 +106,6 @@ class RooflineEstimator:
         gpu: the device; the links between devices are the datasheet's.
         constants: attained efficiencies and intervals.
         max_batched_tokens: largest prefill step in tokens; bounds activations, cuts long prompts.
-        engines_storing_2_4: engines that keep 2:4 weights compressed. Empty: none of the engines described here
-            has been seen to, so 2:4 counts as dense.
     """
 
     name = "roofline"
@@ -121,7 +117,6 @@ class RooflineEstimator:
         *,
         constants: RooflineConstants = CALIBRATED,
         max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
-        engines_storing_2_4: Collection[str] = (),
     ) -> None:
         if max_batched_tokens < 1:
             raise ConfigError(f"max_batched_tokens must be at least 1, got {max_batched_tokens}")
@@ -129,7 +124,6 @@ class RooflineEstimator:
         self._gpu = gpu
         self._constants = constants
         self._max_batched_tokens = max_batched_tokens
-        self._engines_storing_2_4 = frozenset(engines_storing_2_4)
         self._shards: dict[DeploymentConfig, _Shard] = {}
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
@@ -253,8 +247,8 @@ class RooflineEstimator:
 
     def _make_shard(self, config: DeploymentConfig) -> _Shard:
         spec, gpu, tp = self._spec, self._gpu, config.tp
-        fraction = stored_fraction(config, engines_storing_2_4=self._engines_storing_2_4)
-        layer_bytes = layer_weight_bytes_per_gpu(spec, config, engines_storing_2_4=self._engines_storing_2_4)
+        fraction = kept_fraction(config.pruning)
+        layer_bytes = layer_weight_bytes_per_gpu(spec, config)
         expert_bytes = spec.layer_expert_params * linear_element_bytes(spec, config.weights) * fraction / tp
         active = spec.layer_linear_params - spec.layer_expert_params
         if spec.num_experts:

@@ -15,7 +15,6 @@ from fingerprint.formats import (
     layer_weight_bytes,
     layer_weight_bytes_per_gpu,
     linear_element_bytes,
-    stored_fraction,
 )
 from fingerprint.model_spec import ModelSpec
 
@@ -122,21 +121,6 @@ def test_zeros_in_a_dense_matrix_take_their_room(pruning: Pruning) -> None:
     assert layer_weight_bytes(LLAMA_2_7B, DeploymentConfig(pruning=pruning)) == dense
 
 
-def test_two_four_is_nine_sixteenths_only_where_it_is_stored_so() -> None:
-    config = DeploymentConfig(pruning=Pruning.WANDA_2_4, engine="sparse")
-    assert stored_fraction(config) == 1
-    assert stored_fraction(config, engines_storing_2_4={"sparse"}) == 9 / 16
-    assert (
-        layer_weight_bytes(LLAMA_2_7B, config, engines_storing_2_4={"sparse"}) == 2 * 202_375_168 * 9 / 16 + 16_384
-    )
-
-
-def test_two_four_of_int8_keeps_its_positions() -> None:
-    # of four elements two stay: 2 x 8 bits and 2 x 2 bits of position, out of 4 x 8
-    config = DeploymentConfig(weights=WeightFormat.INT8, pruning=Pruning.WANDA_2_4, engine="sparse")
-    assert stored_fraction(config, engines_storing_2_4={"sparse"}) == 20 / 32
-
-
 def test_structured_pruning_removes_a_quarter_of_the_linear_weights() -> None:
     pruned = layer_weight_bytes(LLAMA_2_7B, DeploymentConfig(pruning=Pruning.LLM_PRUNER_25))
     assert pruned == 2 * 202_375_168 * 0.75 + 16_384
@@ -170,4 +154,4 @@ def test_more_ranks_never_hold_more_each_nor_less_in_all(config: DeploymentConfi
 @given(config=configs, spec=st.sampled_from(MODELS))
 def test_no_format_takes_more_than_16_bit(config: DeploymentConfig, spec: ModelSpec) -> None:
     dense = layer_weight_bytes(spec, DeploymentConfig())
-    assert 0.15 * dense < layer_weight_bytes(spec, config, engines_storing_2_4={"torch"}) <= dense
+    assert 0.15 * dense < layer_weight_bytes(spec, config) <= dense

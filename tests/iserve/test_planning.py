@@ -17,7 +17,7 @@ from fingerprint.gpus import parse_gpus
 from fingerprint.model_spec import ModelSpec
 from iserve.plan_document import PlanDocument
 from iserve.plan_service import OneEstimateDocument, estimate_for_gpu, plan_for_gpus
-from iserve.planning import FitsOn, Hardware, PlanOptions, make_plan
+from iserve.planning import EngineChooser, FitsOn, Hardware, PlanOptions, make_plan
 from placement.types import ClusterSnapshot, GpuState
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import NoRoom
@@ -157,3 +157,13 @@ def test_one_gpu_on_each_of_two_nodes_misses_gpus_not_memory() -> None:
     made = make_plan(spec, hardware, RooflineEstimator(spec, gpu), capabilities_for("vllm"), PlanOptions())
     assert made.chosen is None
     assert all("tp=2" not in r.text for r in made.why_not.relaxations if "more free memory" in r.text)
+
+
+def test_a_table_that_nobody_ran_is_said_to_be_one() -> None:
+    gpu, _ = parse_gpus("a6000:1")
+    chooser = EngineChooser(spec_of("Llama-2-70b"), gpu, capabilities_for("auto"))
+    said = {name: chooser.conditions(DeploymentConfig(engine=name)) for name in ("torch", "vllm", "tensorrt-llm")}
+    unseen = "{}: capability table not verified by running it"
+    told = {name for name, conditions in said.items() if unseen.format(name) in conditions}
+    assert told == {e.engine for e in capabilities_for("auto") if not e.verified} >= {"tensorrt-llm"}
+    assert "torch" not in told

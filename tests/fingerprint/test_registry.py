@@ -1,0 +1,40 @@
+"""Estimators and strategies by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fingerprint.errors import NotFoundError
+from fingerprint.estimators.registry import Predicts, estimator_class, estimator_names
+
+
+@pytest.mark.parametrize(
+    ("predicts", "names", "method"),
+    [
+        (Predicts.EVERYTHING, ("fingerprinted", "roofline"), "estimate"),
+        (Predicts.MEMORY, ("M2",), "memory"),
+        (Predicts.LATENCY, ("L2",), "latency"),
+    ],
+)
+def test_every_name_is_a_class_that_answers(predicts: Predicts, names: tuple[str, ...], method: str) -> None:
+    assert estimator_names(predicts) == names
+    for name in names:
+        assert callable(getattr(estimator_class(name, predicts), method))
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(NotFoundError, match="no estimator of memory is called 'L2'; there are M2"):
+        estimator_class("L2", Predicts.MEMORY)
+    with pytest.raises(NotFoundError, match="no estimator of everything is called 'M2'; there are finger"):
+        estimator_class("M2")
+
+
+def test_the_roofline_needs_no_statistics_library() -> None:
+    code = (
+        "import sys; from fingerprint.estimators.registry import estimator_class; estimator_class('roofline'); "
+        "sys.exit('sklearn' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
