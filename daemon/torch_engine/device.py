@@ -22,7 +22,7 @@ _ALL = 2**20
 _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 
 
-def measure_device(*, memory_bytes: int, price_usd_per_gpu_hour: float | None = None) -> GpuSpec:
+def measure_device(*, memory_bytes: int) -> GpuSpec:
     """The device torch computes on now. Takes about half a second on a CPU.
 
     Args:
@@ -36,11 +36,11 @@ def measure_device(*, memory_bytes: int, price_usd_per_gpu_hour: float | None = 
         known = match_device(torch.cuda.get_device_name())
         if known is not None:
             return known
-        return _measured("cuda", torch.cuda.get_device_name(), memory_bytes, price_usd_per_gpu_hour)
-    return _measured("cpu", "cpu", memory_bytes, price_usd_per_gpu_hour)
+        return _measured("cuda", torch.cuda.get_device_name(), memory_bytes)
+    return _measured("cpu", "cpu", memory_bytes)
 
 
-def _measured(kind: str, name: str, memory_bytes: int, price_usd_per_gpu_hour: float | None) -> GpuSpec:
+def _measured(kind: str, name: str, memory_bytes: int) -> GpuSpec:
     bandwidth = _bytes_per_s(kind)
     return GpuSpec(
         name=name,
@@ -53,7 +53,6 @@ def _measured(kind: str, name: str, memory_bytes: int, price_usd_per_gpu_hour: f
         link_bytes_per_s=bandwidth / 2,
         link_group_size=_ALL if kind == "cpu" else 1,  # all shares of a CPU reach each other through memory
         pcie_bytes_per_s=bandwidth / 2,
-        price_usd_per_gpu_hour=price_usd_per_gpu_hour,
     )
 
 

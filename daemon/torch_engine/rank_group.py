@@ -26,7 +26,7 @@ from daemon.torch_engine.rank_wire import Answer, Order, Verb, encode, receive_a
 from daemon.torch_engine.ranks import STEP_TIMEOUT_S, join
 from daemon.torch_engine.stage import RankTiming, Stage
 from daemon.torch_engine.steps import StepPlan
-from daemon.torch_engine.topology import LoadOrder, RankPlace, make_groups
+from daemon.torch_engine.topology import Groups, LoadOrder, RankPlace, make_groups
 from fingerprint.errors import EngineError, IserveError
 from fingerprint.measurements import RankMemory
 
@@ -103,6 +103,7 @@ class RankGroup:
         self._place = place
         self._children: list[_Child] = []
         self._folder: Path | None = None
+        self._groups: Groups | None = None
         self._joined = False
         self._closed = False
         world = len(device_ids)
@@ -142,6 +143,7 @@ class RankGroup:
         self._tell(Order(Verb.LOAD, load=order))
         stage: Stage | None = None
         failed: IserveError | None = None
+        assert self._groups is not None
         try:
             stage = Stage(order, self._place, self._groups, self._device)
         except IserveError as error:
@@ -273,7 +275,11 @@ class RankGroup:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _abort_when_gone(self, child: _Child) -> None:
-        """A kernel that waits for a dead peer's data never ends by itself; gloo's calls do."""
+        """A kernel that waits for a dead peer's data never ends by itself; gloo's calls do. Each group has a
+        communicator of its own, and what hangs may be of any of them."""
         child.process.wait()
         if not self._closed:
-            dist.group.WORLD._get_backend(self._device.torch_device).abort()
+            own = self._groups.tensor if self._groups is not None else None
+            for group in dict.fromkeys((own, dist.group.WORLD)):
+                if group is not None:
+                    group._get_backend(self._device.torch_device).abort()

@@ -46,11 +46,6 @@ class RankPlace:
     def tp_index(self) -> int:
         return self.rank % self.tp
 
-    @property
-    def leads_last_stage(self) -> bool:
-        """The rank that ends up with the logits."""
-        return self.rank == (self.pp - 1) * self.tp
-
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -63,9 +58,13 @@ class Groups:
 
 
 def make_groups(place: RankPlace) -> Groups:
-    """All ranks call this together, once the default process group is there (one rank: it need not be)."""
-    own = None
-    if place.tp > 1:
+    """All ranks call this together, once the default process group is there (one rank: it need not be).
+
+    A single stage is the default group: another one of the same ranks would be a second communicator, with buffers
+    of its own on each GPU, and a second one to abort.
+    """
+    own = dist.group.WORLD if place.tp > 1 else None
+    if place.tp > 1 and place.pp > 1:
         for stage in range(place.pp):  # every rank takes part in making every group
             group = dist.new_group(list(range(stage * place.tp, (stage + 1) * place.tp)))
             own = group if stage == place.stage else own
