@@ -1,4 +1,4 @@
-"""Writes docs/cli.md, docs/rest.md and the answers in README.md from the code.
+"""Writes docs/cli.md, docs/rest.md, docs/engine-tables.md and the answers in README.md from the code.
 
 ``python docs/generate.py``; with ``--check`` it only compares.
 """
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from engine_tables import engine_tables
 from typer.main import get_command
 
 DOCS = Path(__file__).parent
@@ -166,7 +167,12 @@ def _answer(command: list[str], folder: Path) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.splitlines())
 
 
-PAGES = {DOCS / "cli.md": cli_reference, DOCS / "rest.md": rest_reference, README: readme}
+PAGES = {
+    DOCS / "cli.md": cli_reference,
+    DOCS / "rest.md": rest_reference,
+    DOCS / "engine-tables.md": engine_tables,
+    README: readme,
+}
 
 
 def main() -> int:

@@ -1,0 +1,181 @@
+"""The page of what each engine runs, from the engines' own tables: ``docs/generate.py`` writes it.
+
+Every cell is an answer of ``EngineCapabilities``, asked as a plan asks; a reason that recurs is a numbered note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from daemon.engines.registry import ENGINES
+from fingerprint.capability import EngineCapabilities, Selection
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.families import FAMILIES
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["engine_tables"]
+
+_GENERATIONS = (
+    ("CPU", None),
+    ("Volta 7.0", (7, 0)),
+    ("Turing 7.5", (7, 5)),
+    ("Ampere 8.0", (8, 0)),
+    ("Ampere 8.6", (8, 6)),
+    ("Ada 8.9", (8, 9)),
+    ("Hopper 9.0", (9, 0)),
+    ("Blackwell 10.0", (10, 0)),
+)
+_HEAD = """\
+# What each engine runs
+
+Made by `docs/generate.py` from the tables that plans are made with (`daemon/engines/`). Asked for a shape that
+every degree divides; what a model's own shape rules out (heads that `tp` does not divide, more stages than layers)
+is not an engine's matter and comes on top. A table that is not verified was read in the engine's sources and
+documentation, and nothing of it was run.
+"""
+
+
+def engine_tables() -> str:
+    """The page."""
+    return "\n".join([_HEAD, *(_section(engine.capabilities()) for engine in ENGINES.values())])
+
+
+class _Reasons:
+    """Numbers the reasons for the noes of one engine."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine, self._numbers = engine, dict[str, int]()
+
+    def cell(self, refusal: str | None) -> str:
+        if refusal is None:
+            return "yes"
+        said = refusal.removeprefix(f"{self._engine}: ").removeprefix(f"{self._engine} ")
+        text = said.partition(": ")[2] or said  # what is refused, the table shows itself
+        return f"no [{self._numbers.setdefault(text, len(self._numbers) + 1)}]"
+
+    def lines(self) -> list[str]:
+        return [f"{number}. {text}" for text, number in self._numbers.items()]
+
+
+def _section(table: EngineCapabilities) -> str:
+    reasons, name = _Reasons(table.engine), table.engine
+    best = _gpu(None if table.cpu else (9, 0))
+
+    def formats(values: Iterable[object], config: Callable[[object], DeploymentConfig]) -> list[list[str]]:
+        return [
+            [
+                f"`{value}`",
+                *(reasons.cell(table.refusal(_model("llama"), config(value), _gpu(c))) for _, c in _GENERATIONS),
+            ]
+            for value in values
+        ]
+
+    by_generation = ["", *(generation for generation, _ in _GENERATIONS)]
+    families = [
+        [
+            f"`{family}`",
+            reasons.cell(table.refusal(_model(family), DeploymentConfig(engine=name), best)),
+            reasons.cell(table.refusal(_model(family), DeploymentConfig(tp=2, engine=name), best)),
+            reasons.cell(table.refusal(_model(family), DeploymentConfig(pp=2, engine=name), best)),
+            reasons.cell(_uneven(table, family, best)),
+            reasons.cell(table.lora_refusal(_model(family), DeploymentConfig(engine=name), best)),
+        ]
+        for family in FAMILIES
+    ]
+    parts = [
+        f"## {name}\n",
+        f"{'Verified by running it' if table.verified else 'Not verified'}; tp up to {table.max_tp}, "
+        f"pp up to {table.max_pp}.\n",
+        _table(["family", "runs", "tp", "pp", "uneven pp", "LoRA"], families),
+        _table(["weights", *by_generation[1:]], formats(WeightFormat, lambda w: _config(name, weights=w))),
+        _table(["KV", *by_generation[1:]], formats(KvFormat, lambda k: _config(name, kv=k))),
+        _table(["pruning", *by_generation[1:]], formats(Pruning, lambda p: _config(name, pruning=p))),
+        *_rest(table),
+    ]
+    return "\n".join([*parts, *(("Reasons:\n", *reasons.lines(), "") if reasons.lines() else ())])
+
+
+def _rest(table: EngineCapabilities) -> list[str]:
+    """What holds for some combinations only, and what running some of them takes."""
+    parts = []
+    particular = [e for e in table.exclusions if e.families is not None or e.cut_group_size is not None]
+    if particular:
+        lines = (f"*   {_where(e)}: {e.reason}" for e in particular)
+        parts.append("Not run in some combinations:\n\n" + "\n".join(lines) + "\n")
+    if table.notes:
+        lines = (f"*   {_where(note)}: {note.text}" for note in table.notes)
+        parts.append("To know:\n\n" + "\n".join(lines) + "\n")
+    return parts
+
+
+def _where(selection: Selection) -> str:
+    chosen = (
+        ("families", selection.families),
+        ("weights", selection.weights),
+        ("KV", selection.kv),
+        ("pruning", selection.pruning),
+    )
+    parts = [
+        f"{axis} " + ", ".join(f"`{value}`" for value in sorted(map(str, values)))
+        for axis, values in chosen
+        if values is not None
+    ]
+    if selection.below_compute_capability is not None:
+        parts.append("GPUs below {}.{}".format(*selection.below_compute_capability))
+    if selection.cut_group_size is not None:
+        parts.append(f"degrees that cut groups of {selection.cut_group_size}")
+    return "; ".join(parts) or "always"
+
+
+def _uneven(table: EngineCapabilities, family: str, gpu: GpuSpec) -> str | None:
+    return (
+        table.refusal(_model(family), DeploymentConfig(pp=2, engine=table.engine), gpu) or table.uneven_pp_reason
+    )
+
+
+def _config(engine: str, **formats: object) -> DeploymentConfig:
+    return DeploymentConfig(engine=engine, **formats)  # type: ignore[arg-type]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _gpu(capability: tuple[int, int] | None) -> GpuSpec:
+    fp8 = capability is not None and capability >= (8, 9)
+    return GpuSpec(
+        name="table",
+        memory_bytes=2**36,
+        memory_bytes_per_s=1e12,
+        flops_16bit_per_s=1e14,
+        flops_8bit_per_s=None,
+        flops_fp8_per_s=2e14 if fp8 else None,
+        compute_capability=capability,
+        link_bytes_per_s=1e10,
+        link_group_size=8,
+        pcie_bytes_per_s=1e10,
+    )
+
+
+def _model(family: str) -> ModelSpec:
+    """Of sizes that every degree and group divides."""
+    return ModelSpec(
+        family=family,
+        architecture="",
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=16384,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=32768,
+        max_context_tokens=4096,
+        tied_embeddings=False,
+        layer_params=1,
+        layer_linear_params=1,
+        embedding_params=1,
+        head_params=1,
+        final_norm_params=1,
+    )
