@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, permutations, product
 
 import pytest
 from hypothesis import given
@@ -295,3 +295,51 @@ def test_a_gpu_never_has_more_free_than_it_has() -> None:
     lying = cluster(gpu(0, 10**9, total_bytes=20), gpu(1, -5))
     assert isinstance(fit(blocks(3), lying, Hybrid()), Refusal)
     assert isinstance(fit(blocks(2), lying, Hybrid()), Placement)
+
+
+def linked_fits(wanted: BlockDemand, snapshot: ClusterSnapshot, size: int, longest: int) -> bool:
+    """Whether every TP group can lie in one link group: then each link group is a node of its own."""
+    split = tuple(replace(one, node_id=f"{one.node_id}/{one.gpu_index // size}") for one in snapshot.gpus)
+    return brute_force_fits(wanted, ClusterSnapshot(split), longest)
+
+
+@given(wanted=demands(), snapshot=snapshots(), size=st.sampled_from([2, 3, 4]))
+def test_tp_groups_keep_to_link_groups_where_that_costs_no_evenness(
+    wanted: BlockDemand, snapshot: ClusterSnapshot, size: int
+) -> None:
+    answer = fit(wanted, snapshot, Packing(), link_group_size=size)
+    if not isinstance(answer, Placement):
+        return
+    group_of = {one.device_id: (one.node_id, one.gpu_index // size) for one in snapshot.gpus}
+    linked = all(len({group_of[device] for device in stage.device_ids}) == 1 for stage in answer.stages)
+    if wanted.tp > 1 and linked_fits(wanted, snapshot, size, max(answer.layers_per_stage)):
+        assert linked
+    assert not brute_force_fits(wanted, snapshot, longest=max(answer.layers_per_stage) - 1)
+
+
+def evenest(wanted: BlockDemand, snapshot: ClusterSnapshot, used: tuple[str, ...]) -> list[int]:
+    """The most even split over the GPUs ``used``, by trying every order of every grouping of them."""
+    gpus = {one.device_id: one for one in snapshot.gpus}
+    best: list[int] | None = None
+    for order in permutations(used):
+        groups = [[gpus[d] for d in order[i : i + wanted.tp]] for i in range(0, len(order), wanted.tp)]
+        if any(len({one.node_id for one in group}) > 1 for group in groups):
+            continue
+        rooms = [min(one.free_bytes for one in group) for group in groups]
+        for layers in product(range(1, wanted.num_layers + 1), repeat=wanted.pp):
+            if sum(layers) == wanted.num_layers and all(
+                wanted.stage_bytes(stage, n) <= room
+                for stage, (n, room) in enumerate(zip(layers, rooms, strict=True))
+            ):
+                split = sorted(layers, reverse=True)
+                best = split if best is None or split < best else best
+    assert best is not None
+    return best
+
+
+@given(wanted=demands(), snapshot=snapshots())
+def test_no_order_of_the_chosen_gpus_splits_more_evenly(wanted: BlockDemand, snapshot: ClusterSnapshot) -> None:
+    answer = fit(wanted, snapshot, Packing())
+    if isinstance(answer, Placement) and wanted.tp * wanted.pp <= 4:
+        found = sorted(answer.layers_per_stage, reverse=True)
+        assert found == evenest(wanted, snapshot, answer.device_ids)
