@@ -78,6 +78,8 @@ class Interpreter:
                 )
             return _installation(sys.executable, versions)
         python = str(Path(python).expanduser())
+        if os.sep in python and not os.path.isabs(python):  # each process has a working directory of its own
+            raise EngineError(f"{self.variable}={python} is a relative path; give the whole path of a Python")
         versions = self._versions(python)
         if versions[self.distribution] is None:
             raise EngineError(

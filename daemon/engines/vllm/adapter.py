@@ -20,7 +20,9 @@ from fingerprint.errors import EngineError, IserveError
 __all__ = ["VllmEngine"]
 
 _OLDEST, _NEWEST = (0, 20), (0, 24)
-_PROFILING_WORKER = Path(__file__).parents[2] / "vllm_worker" / "__main__.py"
+_DAEMON = Path(__file__).parents[2]
+_PROFILING_WORKER = _DAEMON / "vllm_worker" / "__main__.py"
+_STEP_TIMER = _DAEMON / "step_timer"  # found by vLLM as a plugin when it is on its path
 
 
 class VllmEngine:
@@ -65,7 +67,7 @@ class VllmEngine:
         python = self._installed().python
         if spec.profiling:
             worker = (python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
-            return Command(guarded(spec, worker), launch.environment(spec, devices))
+            return Command(guarded(spec, worker, python_path=str(_STEP_TIMER)), launch.environment(spec, devices))
         model = launch.read_model(spec)
         server = (python, "-m", "vllm.entrypoints.cli.main", *launch.arguments(spec, model, devices))
         return Command(guarded(spec, server), launch.environment(spec, devices))

@@ -181,7 +181,6 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
     env = [
         ("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         ("CUDA_VISIBLE_DEVICES", ",".join(indexes)),
-        ("VLLM_PP_LAYER_PARTITION", ",".join(str(stage.num_layers) for stage in spec.stages)),
         ("VLLM_NO_USAGE_STATS", "1"),
         ("DO_NOT_TRACK", "1"),
         ("HF_HUB_OFFLINE", "1"),
@@ -190,6 +189,8 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
         ("TOKENIZERS_PARALLELISM", "false"),
         ("VLLM_ENGINE_READY_TIMEOUT_S", "86400"),  # how long a start may take is the daemon's to say
     ]
+    if not spec.profiling:  # which loads fingerprints of various depths
+        env.append(("VLLM_PP_LAYER_PARTITION", ",".join(str(stage.num_layers) for stage in spec.stages)))
     if spec.config.tp > 1:
         env += [
             ("VLLM_ALLREDUCE_USE_SYMM_MEM", "0"),

@@ -78,6 +78,12 @@ def test_a_setting_that_is_no_python_is_one_clear_error(monkeypatch, tmp_path, m
     assert "\n" not in str(caught.value)
 
 
+def test_a_relative_path_is_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "env/bin/python")
+    with pytest.raises(EngineError, match="relative path; give the whole path"):
+        Interpreter(VARIABLE, "abacus").find()
+
+
 def script(path: Path, text: str) -> None:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)

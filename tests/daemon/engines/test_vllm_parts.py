@@ -425,3 +425,6 @@ def test_a_profiling_worker_runs_our_own_program_in_its_interpreter(monkeypatch,
     assert command.argv[at + 1] == str(python)
     assert program.endswith("/daemon/vllm_worker/__main__.py")
     assert rest == ["--spec", str(tmp_path / "spec.json")]
+    path = command.argv[command.argv.index("--python-path") + 1]
+    assert path.endswith("/daemon/step_timer")
+    assert "VLLM_PP_LAYER_PARTITION" not in dict(command.env)
