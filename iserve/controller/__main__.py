@@ -22,12 +22,15 @@ import uvicorn
 from daemon.process import ProcessRecord, is_alive, own_record, read_record, write_record
 from fingerprint.errors import ConflictError, IserveError, UnavailableError
 from iserve.controller.app import create_app
+from iserve.controller.http_protocol import BoundedProtocol
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
 
 log = logging.getLogger("iserve.controller")
+
+_BACKLOG = 64  # also how many are accepted at a time
 
 
 @contextmanager
@@ -83,7 +86,7 @@ def _listen(settings: Settings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.api_port))
-        listener.listen()
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConflictError(
@@ -131,7 +134,8 @@ def run(settings: Settings) -> None:
         server = uvicorn.Server(
             uvicorn.Config(
                 create_app(controller, token),
-                http="h11",
+                http=BoundedProtocol,
+                backlog=_BACKLOG,
                 log_config=None,
                 access_log=False,
                 timeout_keep_alive=30,
