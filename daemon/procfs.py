@@ -6,12 +6,13 @@ is never taken for the old process; a zombie counts as gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessStat", "is_running", "processes", "read_stat", "start_time_ticks"]
+__all__ = ["ProcessStat", "is_running", "pids_with", "processes", "read_stat", "start_time_ticks"]
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -59,6 +60,15 @@ def processes(*, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
             stat = read_stat(int(name), proc=proc)
             if stat is not None and not stat.is_gone:
                 yield stat
+
+
+def pids_with(variable: str, value: str, *, proc: Path = Path("/proc")) -> Iterator[int]:
+    """Processes that were started with this environment variable, those whose environment we may read."""
+    wanted = f"{variable}={value}".encode()
+    for stat in processes(proc=proc):
+        with contextlib.suppress(OSError):
+            if wanted in (proc / str(stat.pid) / "environ").read_bytes().split(b"\0"):
+                yield stat.pid
 
 
 def start_time_ticks(pid: int) -> int | None:

@@ -403,7 +403,7 @@ class SupervisedWorker:
                 return
             self._unwatch_exit()
             if not await asyncio.to_thread(self.process.end, grace_s=self._settings.stop_grace_s):
-                left = sorted(self.process.pids())
+                left = sorted(self.process.left())
                 raise UnavailableError(
                     f"worker {self.worker_id}: processes {left} cannot be ended; look at the node"
                 )

@@ -29,7 +29,7 @@ from daemon.lease import (
     write_file,
 )
 from daemon.process import spawn_detached, write_file_atomically
-from daemon.procfs import is_running, processes
+from daemon.procfs import is_running, pids_with, processes
 from daemon.settings import DaemonSettings
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, UnavailableError
@@ -38,6 +38,7 @@ __all__ = ["Phase", "WorkerProcess", "config_hash", "read_spec"]
 
 SPEC_FILE = "spec.json"
 _KEEPER_LOG = "keeper.log"
+_MARK = "ISERVE_WORKER_FOLDER"  # in the environment of all that a worker starts, whatever session it moves to
 _KEEPER_START_S = 10.0  # a keeper that has not locked its folder by then never will
 _POLL_S = 0.05
 
@@ -84,7 +85,7 @@ class WorkerProcess:
         order = KeeperOrder(
             worker_id=spec.worker_id,
             argv=list(command.argv),
-            env=dict(command.env),
+            env=dict(command.env) | {_MARK: str(self.folder)},
             cores=list(cores),
             port=spec.port,
             config_hash=config_hash(spec),
@@ -170,9 +171,16 @@ class WorkerProcess:
             and stat.start_time_ticks >= lease.keeper_start_time_ticks
         )
 
+    def left(self) -> frozenset[int]:
+        """:meth:`pids`, and what moved to another session: a killed keeper can no longer tell its descendants.
+
+        Reads every process's environment.
+        """
+        return self.pids() | frozenset(pids_with(_MARK, str(self.folder)))
+
     def kill_engine(self) -> None:
         """Kill every process of the worker but the keeper, which then writes how it ended."""
-        for pid in self.pids():
+        for pid in self.left():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -195,7 +203,7 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.lease.keeper_pid, signal.SIGKILL)  # deaf; the kernel then kills the engine
         deadline = time.monotonic() + 5.0
-        while self.pids():
+        while self.left():
             if time.monotonic() > deadline:
                 return False
             self.kill_engine()

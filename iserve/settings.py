@@ -25,7 +25,7 @@ _WHAT = {
     "str": "a text",
 }
 # Read by other parts of the project, not settings: the test suite's data, a worker's cores.
-_NOT_SETTINGS = frozenset({"ISERVE_REFERENCE_DATA", "ISERVE_DEVICE_CORES"})
+_NOT_SETTINGS = frozenset({"ISERVE_REFERENCE_DATA", "ISERVE_DEVICE_CORES", "ISERVE_WORKER_FOLDER"})
 
 
 def _default_home() -> Path:

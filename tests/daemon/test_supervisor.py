@@ -125,6 +125,21 @@ def test_a_worker_that_died_with_its_daemon_is_not_listed(node, until, alive):
     assert node.ready("w1").pid != before.pid  # and its id is free again
 
 
+def test_nothing_of_a_worker_outlives_its_keeper_and_the_daemon(node, alive):
+    """Both killed at once: the next daemon ends what is left, though nothing but a mark tells whose it is."""
+    node.start()
+    node.behave(grandchildren=True)
+    node.ready()
+    grandchildren = [int(line) for line in (node.checkpoint / "grandchildren").read_text().split()]
+    keeper_pid = node.lease().keeper_pid
+    node.signal_daemon(signal.SIGKILL)
+    os.kill(keeper_pid, signal.SIGKILL)
+    assert any(alive(pid) for pid in grandchildren)
+    node.start()
+    assert node.client.workers() == ()
+    assert not any(alive(pid) for pid in grandchildren)
+
+
 def test_a_killed_worker_is_started_again(node, alive):
     node.start()
     before = node.ready()
@@ -183,10 +198,13 @@ def test_a_killed_keeper_takes_the_worker_along_and_it_is_started_again(node, al
     node.start()
     node.behave(grandchildren=True)
     before = node.ready()
+    grandchildren = [int(line) for line in (node.checkpoint / "grandchildren").read_text().split()]
+    node.behave()
     os.kill(node.lease().keeper_pid, signal.SIGKILL)
     after = node.wait("w1", WorkerState.READY, but_not_pid=before.pid)
     assert not alive(before.pid)
     assert group_members(before.pid) == ()
+    assert not any(alive(pid) for pid in grandchildren)  # not even the one in a session of its own
     assert after.restarts == 1
 
 
