@@ -1,0 +1,270 @@
+"""Times every engine step inside a worker process, and can make a cut model run as deep as the whole one.
+
+One file that needs torch and the standard library alone, because it runs in the interpreter of another engine. vLLM
+loads it as a ``vllm.general_plugins`` entry point (the folder of this file on ``PYTHONPATH``) in each of its
+processes; it does nothing unless ``ISERVE_STEP_TIMER`` is set:
+
+* ``rpc``: records are asked for through ``LLM.collective_rpc("iserve_timer_start" / "iserve_timer_read")``;
+* a path ending in ``.jsonl``: every process writes its records there, ``{pid}`` in the path filled in.
+
+A step on the GPU's own timeline has three parts, told apart by CUDA events: ``lead`` (inputs are made), ``forward``
+(the model: exactly the replay of its CUDA graph, or the call), ``tail`` (logits and sampling); ``gap`` is what
+lies between the last step's tail and this one's lead, when the GPU waited for the host.
+
+**Repeating.** With ``repeat`` = r the forward of every step runs r times on the same inputs: keys and values are
+written r times to the same places, so nothing but time changes. A fingerprint of k layers then takes the time of
+k * r layers, with the overlap of host and GPU, the clocks and the power of the whole model, in a fingerprint's
+memory. It holds while one layer's weights are larger than the GPU's cache (else a repeat finds them there).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COLUMNS = (
+    "host_s",  # time.perf_counter() when the host began the step
+    "tokens",  # scheduled, over all sequences
+    "sequences",
+    "prefill_tokens",
+    "context_tokens",  # in the cache before the step, over all sequences
+    "attention_pairs",  # query-key pairs that causal attention computes, one head, one layer
+    "gap_s",
+    "lead_s",
+    "forward_s",
+    "tail_s",
+)
+_LIMIT = 200_000  # steps kept; later ones are not recorded
+
+
+def attention_pairs(scheduled: list[int], computed: list[int]) -> int:
+    """Query-key pairs of causal attention: each new token sees all before it and itself."""
+    return sum(q * c + q * (q + 1) // 2 for q, c in zip(scheduled, computed, strict=True))
+
+
+class _Step:
+    __slots__ = ("begin", "end", "facts", "forward_begin", "forward_end")
+
+    def __init__(self, facts: tuple[float, ...]) -> None:
+        self.facts = facts
+        self.begin = self.forward_begin = self.forward_end = self.end = None
+
+
+class StepTimer:
+    """The timer of one worker process. All calls come from the thread that runs the model."""
+
+    def __init__(self) -> None:
+        self.repeat = 1
+        self.recording = False
+        self.in_step = False
+        self._in_forward = False
+        self._steps: list[_Step] = []
+        self._current: _Step | None = None
+        self._spare: list[torch.cuda.Event] = []
+
+    def start(self) -> None:
+        self._reset()
+        self.recording = True
+
+    def stop(self) -> None:
+        self.recording = False
+
+    def _reset(self) -> None:
+        for step in self._steps:
+            self._give_back(step)
+        self._steps.clear()
+        self._current = None
+
+    def _give_back(self, step: _Step) -> None:
+        events = (step.begin, step.forward_begin, step.forward_end, step.end)
+        self._spare.extend(e for e in events if e is not None)
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        self.in_step = scheduler_output.total_num_scheduled_tokens > 0
+        self._current = None
+        if self.recording and self.in_step and len(self._steps) < _LIMIT:
+            self._current = _Step(_facts(scheduler_output))
+            self._current.begin = self._event()
+
+    def run_forward(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """``forward``, timed as the step's forward and repeated; inside another forward just called."""
+        if not self.in_step or self._in_forward or torch.cuda.is_current_stream_capturing():
+            return forward(*args, **kwargs)
+        self._in_forward = True
+        step = self._current
+        try:
+            if step is not None:
+                step.forward_begin = self._event()
+            for _ in range(self.repeat):
+                output = forward(*args, **kwargs)
+            if step is not None:
+                step.forward_end = self._event()
+            return output
+        finally:
+            self._in_forward = False
+
+    def end_step(self) -> None:
+        step, self._current = self._current, None
+        if step is not None and step.forward_end is not None:
+            step.end = self._event()
+            self._steps.append(step)
+
+    def read(self, *, wait: bool = True) -> list[list[float]]:
+        """Rows of :data:`COLUMNS` for the steps whose GPU work is done, which are then forgotten."""
+        if wait:
+            torch.cuda.synchronize()
+        done = [step for step in self._steps if step.end.query()]
+        rows, last_end = [], None
+        for step in done:
+            gap = 0.0 if last_end is None else last_end.elapsed_time(step.begin)
+            lead = step.begin.elapsed_time(step.forward_begin)
+            forward = step.forward_begin.elapsed_time(step.forward_end)
+            tail = step.forward_end.elapsed_time(step.end)
+            rows.append([*step.facts, *(ms / 1e3 for ms in (gap, lead, forward, tail))])
+            last_end = step.end
+        del self._steps[: len(done)]
+        for step in done:
+            self._give_back(step)
+        return rows
+
+
+def _facts(scheduler_output: Any) -> tuple[float, ...]:
+    """What a step computes, from vLLM's scheduler output (one that has tokens)."""
+    by_request = scheduler_output.num_scheduled_tokens
+    tokens, sequences = scheduler_output.total_num_scheduled_tokens, len(by_request)
+    cached = scheduler_output.scheduled_cached_reqs
+    new = scheduler_output.scheduled_new_reqs
+    context = sum(cached.num_computed_tokens) + sum(r.num_computed_tokens for r in new)
+    if tokens == sequences and not new:  # decode alone, the common step: one token each
+        return (time.perf_counter(), tokens, sequences, 0, context, context + tokens)
+    scheduled = [by_request[r] for r in cached.req_ids] + [by_request[r.req_id] for r in new]
+    computed = [*cached.num_computed_tokens, *(r.num_computed_tokens for r in new)]
+    decoding = sum(q == 1 for q in scheduled[: len(cached.req_ids)])
+    pairs = attention_pairs(scheduled, computed)
+    return (time.perf_counter(), tokens, sequences, tokens - decoding, context, pairs)
+
+
+TIMER = StepTimer()
+
+
+def register() -> None:
+    """Entry point for vLLM. Does nothing unless asked; safe to call again."""
+    asked = os.environ.get("ISERVE_STEP_TIMER")
+    if not asked:
+        return
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if hasattr(Worker, "iserve_timer_start"):
+        return
+    _hook_vllm(Worker)
+    if asked != "rpc":
+        _write_to(Path(asked.replace("{pid}", str(os.getpid()))))
+
+
+def _hook_vllm(worker_class: Any) -> None:
+    load_model, execute, sample = worker_class.load_model, worker_class.execute_model, worker_class.sample_tokens
+
+    @functools.wraps(load_model)
+    def load_model_then_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_model(self, *args, **kwargs)
+        model = self.model_runner.get_model()
+        model.forward = functools.partial(TIMER.run_forward, model.forward)
+        return result
+
+    @functools.wraps(execute)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        TIMER.begin_step(scheduler_output)
+        try:
+            output = execute(self, scheduler_output)
+        finally:
+            TIMER.in_step = False
+        if output is not None:  # not the last pipeline stage: nothing is sampled here
+            TIMER.end_step()
+        return output
+
+    @functools.wraps(sample)
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        output = sample(self, grammar_output)
+        TIMER.end_step()
+        return output
+
+    replay = torch.cuda.CUDAGraph.replay
+
+    @functools.wraps(replay)
+    def timed_replay(self: Any) -> None:
+        TIMER.run_forward(replay, self)
+
+    worker_class.load_model = load_model_then_hook
+    worker_class.execute_model = execute_model
+    worker_class.sample_tokens = sample_tokens
+    torch.cuda.CUDAGraph.replay = timed_replay
+    worker_class.iserve_timer_start = _rpc_start
+    worker_class.iserve_timer_read = _rpc_read
+    worker_class.iserve_memory = _rpc_memory
+
+
+def _rpc_start(_worker: Any, repeat: int, record: bool) -> None:
+    """Repeat every forward ``repeat`` times from now on, and record when asked."""
+    if repeat < 1:
+        raise ValueError(f"repeat must be at least 1, got {repeat}")
+    TIMER.repeat = repeat
+    if record:
+        TIMER.start()
+    else:
+        TIMER.stop()
+
+
+def _rpc_read(_worker: Any) -> list[list[float]]:
+    TIMER.stop()
+    return TIMER.read()
+
+
+def _rpc_memory(worker: Any) -> dict[str, float]:
+    """Bytes as vLLM itself counted them when it sized the KV cache (``Worker.determine_available_memory``)."""
+    names = ("peak_activation_memory", "non_torch_memory", "cudagraph_memory_estimate", "requested_memory")
+    counted = {name: int(getattr(worker, name, 0)) for name in names}
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return {
+        "weights": int(worker.model_runner.model_memory_usage),
+        **counted,
+        "available_kv": int(getattr(worker, "available_kv_cache_memory_bytes", 0)),
+        "blocks": int(worker.cache_config.num_gpu_blocks or 0),
+        "torch_reserved": torch.cuda.memory_reserved(),
+        "torch_peak": torch.cuda.max_memory_allocated(),
+        "device_used": total_bytes - free_bytes,
+        "device_total": total_bytes,
+    }
+
+
+def _write_to(path: Path, interval_s: float = 1.0) -> None:
+    """Append finished steps to ``path`` every second, from a thread of its own."""
+    lock = threading.Lock()
+
+    def flush(*, wait: bool) -> None:
+        with lock:
+            rows = TIMER.read(wait=wait)
+            if rows:
+                with path.open("a") as file:
+                    file.writelines(json.dumps(dict(zip(COLUMNS, row, strict=True))) + "\n" for row in rows)
+
+    def loop() -> None:
+        while True:
+            time.sleep(interval_s)
+            flush(wait=False)
+
+    TIMER.recording = True
+    atexit.register(flush, wait=True)
+    threading.Thread(target=loop, daemon=True, name="iserve-step-timer").start()
