@@ -182,8 +182,12 @@ class WorkerProfileSession:
         )
         self._call("POST", "/profile/load", order, dict[str, str])
 
-    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
-        order = ProfileRun(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
+    def run(
+        self, *, batch: int, input_tokens: int, output_tokens: int, repeat: int = 1, steps: bool = False
+    ) -> RunReading:
+        order = ProfileRun(
+            batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, repeat=repeat, steps=steps
+        )
         return self._call("POST", "/profile/run", order, RunReading)
 
     def memory(self) -> tuple[RankMemory, ...]:

@@ -22,6 +22,7 @@ __all__ = [
     "ProfileTarget",
     "RankMemory",
     "RunReading",
+    "StepReading",
     "TimingPoint",
 ]
 
@@ -50,6 +51,9 @@ class RankMemory:
     activation_peak_bytes: int  # over the largest step that was run
     pp_buffer_bytes: int
     runtime_bytes: int
+    graph_bytes: int = 0  # captured CUDA graphs, where the engine counts them apart
+    kv_blocks: int = 0  # that the engine would have made had nobody limited them; 0: it does not say
+    kv_block_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +71,26 @@ class MemoryPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepReading:
+    """One engine step, timed on the device's own timeline (``daemon/step_timer``)."""
+
+    tokens: int  # computed, over all sequences
+    sequences: int
+    prefill_tokens: int
+    context_tokens: int  # in the KV cache before the step, over all sequences
+    attention_pairs: int  # query-key pairs of causal attention, one head, one layer
+    gap_s: float  # the device waited for the host before the step
+    lead_s: float  # inputs were made
+    forward_s: float  # the model: the replay of its graph, or the call
+    tail_s: float  # logits and sampling
+
+    @property
+    def cadence_s(self) -> float:
+        """From the end of the step before to the end of this one."""
+        return self.gap_s + self.lead_s + self.forward_s + self.tail_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunReading:
     """One run: ``batch`` prompts handed over at once, ``output_tokens`` each.
 
@@ -80,6 +104,7 @@ class RunReading:
     handover_s: float = 0.0  # stage-to-stage transfer inside device_s, summed over steps
     sm_clock_mhz: float | None = None
     power_w: float | None = None
+    steps: tuple[StepReading, ...] = ()  # of the slowest stage's rank, when they were asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +120,7 @@ class TimingPoint:
     input_tokens: int
     output_tokens: int
     runs: tuple[RunReading, ...]
+    repeat: int = 1  # times that every step's forward was run: the depth is num_layers * repeat
     loads: tuple[int, ...] = ()  # which load of the profile each run was of; empty: not recorded
 
 
@@ -131,8 +157,19 @@ class ProfileSession(Protocol):
         """Replace what is loaded by ``checkpoint`` in these formats, with KV room for the batch."""
         ...
 
-    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
-        """One burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
+    def run(
+        self, *, batch: int, input_tokens: int, output_tokens: int, repeat: int = 1, steps: bool = False
+    ) -> RunReading:
+        """One burst of dummy requests: random token ids, greedy, end-of-sequence ignored.
+
+        Args:
+            repeat: times that each step's forward is run on the same inputs, so that the fingerprint takes the
+                time of a model that many times as deep.
+            steps: record every step.
+
+        Raises:
+            ConfigError: the engine has no step timer, and more than a plain run was asked.
+        """
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:

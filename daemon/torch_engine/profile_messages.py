@@ -34,11 +34,13 @@ class ProfileRun:
     batch: int
     input_tokens: int
     output_tokens: int
+    repeat: int = 1
+    steps: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "input_tokens", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("batch", "input_tokens", "output_tokens", "repeat"):
+            if not 1 <= getattr(self, name) <= 100_000_000:
+                raise ConfigError(f"{name} must be between 1 and 100,000,000, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
