@@ -32,7 +32,9 @@ __all__ = [
 ]
 
 MAX_PROMPTS = 128
+MAX_MESSAGES = 10_000
 MAX_STOPS = 4
+MAX_STOP_TOKENS = 1024
 MAX_STOP_CHARS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 CONTEXT_EXCEEDED = "context_length_exceeded"
@@ -213,6 +215,8 @@ def parse_chat(raw: bytes) -> Generation:
     body = _convert(fields, _ChatBody)
     if not body.messages:
         raise bad_request("messages must hold at least one message", "messages")
+    if len(body.messages) > MAX_MESSAGES:
+        raise bad_request(f"{len(body.messages)} messages, at most {MAX_MESSAGES} are allowed", "messages")
     messages = tuple(ChatMessage(message.role, _content(message)) for message in body.messages)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return _generation(body, limit, chat=True, messages=messages)
@@ -287,9 +291,13 @@ def _generation(body: _Body, max_tokens: int | None, *, chat: bool, **prompts: A
         raise bad_request(f"stop holds {len(stops)} strings, at most {MAX_STOPS} are allowed", "stop")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise bad_request(f"each stop must have 1 to {MAX_STOP_CHARS} characters", "stop")
-    bad = next((token for token in body.stop_token_ids or () if token < 0), None)
-    if bad is not None:
-        raise bad_request(f"stop_token_ids must be at least 0, got {bad}", "stop_token_ids")
+    stop_tokens = tuple(body.stop_token_ids or ())
+    if len(stop_tokens) > MAX_STOP_TOKENS:  # each step of the whole batch would go through them
+        raise bad_request(
+            f"{len(stop_tokens)} stop_token_ids, at most {MAX_STOP_TOKENS} are allowed", "stop_token_ids"
+        )
+    if any(token < 0 for token in stop_tokens):
+        raise bad_request(f"stop_token_ids must be at least 0, got {min(stop_tokens)}", "stop_token_ids")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
     return Generation(
@@ -299,7 +307,7 @@ def _generation(body: _Body, max_tokens: int | None, *, chat: bool, **prompts: A
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         sampling=_sampling(body),
         stops=stops,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop_token_ids=stop_tokens,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),

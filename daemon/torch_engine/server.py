@@ -33,6 +33,7 @@ __all__ = ["MAX_BODY_BYTES", "Worker", "make_app"]
 MAX_BODY_BYTES = 32 * 2**20
 _BODY_TIMEOUT_S = 60.0
 _LONG_TEXT_CHARS = 4096  # longer prompts are tokenized beside the event loop
+_TURN_CHARS = 64  # what a template takes for one turn, in characters that take as long
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Worker:
         if generation.model is not None and generation.model != self.spec.served_model:
             raise ApiError(
                 404,
-                f"there is no model {generation.model!r} here; this worker serves {self.spec.served_model!r}",
+                f"there is no model {generation.model[:200]!r} here; this worker serves {self.spec.served_model!r}",
                 "invalid_request_error",
                 "model",
                 "model_not_found",
@@ -141,9 +142,10 @@ class Worker:
                     return [tuple(codec.encode_chat(generation.messages, context))]
                 return [tuple(codec.encode(text, context)) for text in generation.texts]
 
-            length = sum(map(len, generation.texts)) + sum(len(m.content) for m in generation.messages)
+            length = sum(map(len, generation.texts)) + sum(len(m.role + m.content) for m in generation.messages)
+            is_long = length + _TURN_CHARS * len(generation.messages) > _LONG_TEXT_CHARS
             try:
-                prompts = await asyncio.to_thread(encode) if length > _LONG_TEXT_CHARS else encode()
+                prompts = await asyncio.to_thread(encode) if is_long else encode()
             except TextTooLongError as error:
                 raise openai_api.bad_request(
                     str(error), generation.prompt_param, openai_api.CONTEXT_EXCEEDED

@@ -105,6 +105,7 @@ def test_max_completion_tokens_is_the_newer_name() -> None:
         ("top_k", -5),
         ("seed", "x"),
         ("stop_token_ids", [5, -1]),
+        ("stop_token_ids", [5] * 1025),
         ("stop", ["a"] * 5),
         ("stop", [""]),
         ("stop", 7),
@@ -132,7 +133,15 @@ def test_fields_that_ask_for_nothing_or_that_nobody_knows_pass(value: dict[str, 
 
 @pytest.mark.parametrize(
     "messages",
-    [None, [], "hi", [{"content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}], [{"role": 1}]],
+    [
+        None,
+        [],
+        "hi",
+        [{"role": "user"}] * 10_001,
+        [{"content": "x"}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": 1}],
+    ],
 )
 def test_messages_that_are_none(messages: object) -> None:
     with pytest.raises(ApiError) as refused:
