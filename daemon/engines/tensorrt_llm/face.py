@@ -52,11 +52,15 @@ class Face:
         self._client: aiohttp.ClientSession
         self._iterations = Iterations()
         self._drain: asyncio.Task[None] | None = None
-        self._has_news = False  # a request was passed on since the statistics were last drained
+        self._has_news = False  # a request ran since the statistics were last drained
         self._in_flight = 0
         self.draining = False
 
-    def app(self) -> web.Application:
+    def runner(self) -> web.AppRunner:
+        """A client that leaves cancels its handler, which takes the request off the engine."""
+        return web.AppRunner(self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+
+    def _app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._open_client)
         app.add_routes(
@@ -137,6 +141,7 @@ class Face:
         if refusal is not None:
             return refusal
         self._in_flight += 1
+        self._has_news = True
         try:
             async with self._client.post(
                 self._url + request.path, data=body, headers={"Content-Type": "application/json"}
@@ -238,7 +243,7 @@ async def _run(spec: WorkerSpec, argv: Sequence[str]) -> int:
     port = _free_port(spec.host)
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
     face = Face(spec, f"http://{host}:{port}")
-    runner = web.AppRunner(face.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = face.runner()
     await runner.setup()
     try:
         await web.TCPSite(runner, spec.host, spec.port).start()

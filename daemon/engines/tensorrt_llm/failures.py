@@ -79,7 +79,7 @@ SIGNS = (
         "it has no such KV format; plan with kv=16bit or kv=fp8",
     ),
     Sign(
-        re.compile(r"KV cache quantization\b.*\bdoesn't match"),
+        re.compile(r"(?i:kv|quant)[^\n]*\bdoesn't match"),
         ConfigError,
         "the KV format contradicts the checkpoint's own; plan with the one that the checkpoint was made for",
     ),

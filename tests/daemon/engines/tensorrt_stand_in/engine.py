@@ -55,6 +55,8 @@ class Behaviour:
     free_bytes: int = 1 << 34  # of each GPU, once weights and activations are there
     no_metrics: bool = False  # as in the one report of an empty list
     metrics_wait_s: float = 2.0  # for new records, as documented
+    break_after: int | None = None  # tokens of a stream, after which the connection ends
+    token_s: float = 0.0
     port_is_stolen: bool = False  # between the guard's look and the bind
     once: bool = False
 
@@ -88,6 +90,8 @@ class Engine:
         self._records: list[dict[str, object]] = []
         self._there = threading.Condition()
         self._iterations = 0
+        self.looks = 0  # at the statistics
+        self.cut = threading.Event()  # a client has left in the middle of its answer
 
     def _split(self) -> list[int]:
         layers, given = self._config["num_hidden_layers"], self.options["pp_partition"]
@@ -154,6 +158,7 @@ class Engine:
                 self._note(prompt_tokens=taken, active=1)
             yield "tok "
             for _ in range(output_tokens - 1):
+                time.sleep(self.behaviour.token_s)
                 self._note(prompt_tokens=0, active=1)
                 yield "tok "
 
@@ -204,6 +209,7 @@ class Engine:
 
     def drain_records(self) -> list[dict[str, object]]:
         """New records, each given once; waits a while for the first."""
+        self.looks += 1
         if not self.options["enable_iter_perf_stats"] or self.behaviour.no_metrics:
             return []
         with self._there:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -99,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         if asked.get("stream"):
             self._stream(pieces, usage if (asked.get("stream_options") or {}).get("include_usage") else None)
         else:
-            self._json(200, self._answer("".join(pieces), "length") | {"usage": usage})
+            self._whole(pieces, usage)
 
     def _check(self, asked: dict) -> tuple[int, int]:
         """Tokens of prompt and answer. Raises BadRequestError."""
@@ -140,21 +142,44 @@ class _Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, **body, "finish_reason": finish}
         return {"id": "x", "object": kind, "created": 0, "model": self.engine.name, "choices": [choice]}
 
+    def _whole(self, pieces: Iterator[str], usage: dict) -> None:
+        """As an ASGI server does, it sees a client that leaves while it waits."""
+        text = ""
+        for piece in pieces:
+            text += piece
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                self.close_connection = True
+                self.engine.cut.set()
+                return
+        self._json(200, self._answer(text, "length") | {"usage": usage})
+
     def _stream(self, pieces: Iterator[str], usage: dict | None) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        self.send_header("Connection", "close")
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for piece in pieces:
-            self._event(self._answer(piece, None, streamed=True))
+        try:
+            for number, piece in enumerate(pieces):
+                if number == self.engine.behaviour.break_after:
+                    self.close_connection = True  # and no end of the body: it broke off
+                    return
+                self._event(self._answer(piece, None, streamed=True))
+        except OSError:
+            self.close_connection = True
+            self.engine.cut.set()
+            return
         self._event(self._answer("", "length", streamed=True))
         if usage is not None:
             self._event(self._answer("", None, streamed=True) | {"choices": [], "usage": usage})
-        self.wfile.write(b"data: [DONE]\n\n")
-        self.close_connection = True
+        self._chunk(b"data: [DONE]\n\n")
+        self._chunk(b"")
 
     def _event(self, body: dict) -> None:
-        self.wfile.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+        self._chunk(b"data: " + json.dumps(body).encode() + b"\n\n")
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         self.wfile.flush()
 
     def _flat(self, message: str) -> None:
