@@ -216,7 +216,8 @@ class _Driver:
         need_s = sum(budget.expected_s(action) for action in actions)
         if need_s > budget.left_s:
             raise OutOfTimeError(
-                f"a launch with its first fingerprint takes about {need_s:.1f} s, {budget.left_s:.1f} s are left"
+                f"a launch with its first fingerprint takes about {need_s:.1f} s, {max(budget.left_s, 0.0):.1f} s "
+                "are left when the worker before has ended"
             )
 
     def _note_missing(self, tp: int, pp: int, reason: str) -> None:

@@ -132,8 +132,8 @@ class TimingFit:
             unit = np.eye(rows.shape[1])[column]
             if full.reaches(unit):
                 part = (full.predict(unit), self._host_runs)
-                first = column == _HOST_LAYER_COLUMNS[0]
-                effect = combine([part], also=[self.between_loads([part], first, once_more=False)])
+                shared, _ = self.between_loads([part], column == _HOST_LAYER_COLUMNS[0])
+                effect = combine([part], at_least=shared)
                 if effect.low > 0 or effect.high < 0:
                     columns.append(column)
         return columns, LinearModel(rows[:, columns], self._host_runs, scale, non_negative=False)
@@ -168,7 +168,8 @@ class TimingFit:
         found = []
         for row, first in zip(rows, (True, False), strict=True):
             part = (self._device.predict(row, constrained=False), self._device_runs)
-            found.append(combine([part], also=[self.between_loads([part], first, once_more=False)]))
+            shared, _ = self.between_loads([part], first)
+            found.append(combine([part], at_least=shared))
         return LayerEffect(self.key, batch, prompt, found[0], found[1])
 
     @property
@@ -249,25 +250,28 @@ class TimingFit:
     def predict(self, workload: Workload, layers: float, first: bool) -> Interval:
         """A prefill (``first``) or a decode step of ``layers`` layers, in a load of its own."""
         parts = self.parts(workload, layers, first)
-        return combine(parts, also=[self.between_loads(parts, first)])
+        shared, once_more = self.between_loads(parts, first)
+        return combine(parts, at_least=shared, also=once_more)
 
     def between_loads(
-        self, parts: Sequence[tuple[Prediction, Sequence[Array]]], first: bool, *, once_more: bool = True
-    ) -> tuple[float, float]:
-        """Variance that loads bring into the sum of ``parts``, and its degrees of freedom.
+        self, parts: Sequence[tuple[Prediction, Sequence[Array]]], first: bool
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Variance, with its degrees of freedom, that loads bring into the sum of ``parts``: the fingerprints' own
+        loads, and the one that will be served.
 
         A load's level is shared by all points of its fingerprint, so their contributions add before they are
-        squared. ``once_more``: what is predicted is a load again, with a level of its own.
+        squared.
         """
         spread = self._spread.first if first else self._spread.next
         each = np.zeros(len(self.points))
         for prediction, runs in parts:
             each += prediction.shares / prediction.misfit * np.array([values.mean() for values in runs])
-        total = sum(prediction.value for prediction, _ in parts) ** 2 if once_more else 0.0
+        shared = 0.0
         for depth in self.depths:
             own = [i for i, point in enumerate(self.points) if point.num_layers == depth]
-            total += float(each[own].sum()) ** 2 * share_of_loads([self.points[i] for i in own])
-        return spread.relative**2 * total, spread.dof
+            shared += float(each[own].sum()) ** 2 * share_of_loads([self.points[i] for i in own])
+        value, variance = sum(prediction.value for prediction, _ in parts), spread.relative**2
+        return (variance * shared, spread.dof), (variance * value**2, spread.dof)
 
     def floor_s(self, workload: Workload, first: bool) -> float:
         """Low end of what the deepest fingerprint took: more layers never take less. 0 when not determined."""
@@ -275,7 +279,8 @@ class TimingFit:
         if not self._device.reaches(self._device_at(workload, deepest, first)):
             return 0.0
         parts = self.parts(workload, deepest, first)[:1]
-        return combine(parts, also=[self.between_loads(parts, first)]).low
+        shared, once_more = self.between_loads(parts, first)
+        return combine(parts, at_least=shared, also=once_more).low
 
     def handover_parts(self, workload: Workload, first: bool) -> tuple[Prediction, list[Array]] | None:
         """One boundary's part of a step; None when it was not measured there."""
@@ -312,12 +317,12 @@ class TimingFit:
         pair = [short_runs, long_runs]
         design = np.array([[1.0, short - 1.0], [1.0, long - 1.0]])
         model = LinearModel(design, pair, _scale(pair), non_negative=True)
-        share = 1 + share_of_loads([point for point in self.points if point.num_layers == self.num_layers])
+        share = share_of_loads([point for point in self.points if point.num_layers == self.num_layers])
 
         def solved(row: list[float], spread: Spread) -> Interval:
             prediction = model.predict(np.array(row))
-            loads = (spread.relative * prediction.value) ** 2 * share
-            return combine([(prediction, pair)], also=[(loads, spread.dof)])
+            one = (spread.relative * prediction.value) ** 2
+            return combine([(prediction, pair)], at_least=(one * share, spread.dof), also=(one, spread.dof))
 
         ttft, tpot = solved([1.0, 0.0], self._spread.first), solved([0.0, 1.0], self._spread.next)
         return Latency(_quantity(ttft, Source.MEASURED), _quantity(tpot, Source.MEASURED))
@@ -381,7 +386,8 @@ class L2:
             boundaries = config.pp - 1
             hops = Prediction(prediction.value * boundaries, prediction.shares * boundaries)
             parts = base.parts(workload, base.num_layers, first)
-            whole = combine(parts, [(hops, runs)], also=[base.between_loads(parts, first)])
+            shared, once_more = base.between_loads(parts, first)
+            whole = combine(parts, [(hops, runs)], at_least=shared, also=once_more)
             low = max(whole.low, base.floor_s(workload, first))
             quantities.append(_quantity(Interval(whole.value, low, whole.high), Source.EXTRAPOLATED))
         return Latency(quantities[0], quantities[1])

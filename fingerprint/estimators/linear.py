@@ -118,14 +118,18 @@ def _filled(located: list[Location], runs: Sequence[Array], scale: Array) -> lis
 
 
 def combine(
-    *groups: Sequence[tuple[Prediction, Sequence[Array]]], also: Sequence[tuple[float, float]] = ()
+    *groups: Sequence[tuple[Prediction, Sequence[Array]]],
+    at_least: tuple[float, float] = (0.0, math.inf),
+    also: tuple[float, float] = (0.0, math.inf),
 ) -> Interval:
     """Sum of predictions, with what their runs share counted once.
 
     Args:
         groups: predictions with the runs they were fitted to. Within a group, run j of observation i is the same
             run in all (the device's and the host's part of it, say); groups are independent of each other.
-        also: further independent errors of the sum: variance, and the degrees of freedom it is known with.
+        at_least: variance of the sum, and its degrees of freedom, when runs are not as independent as they look;
+            it counts where it is the larger.
+        also: variance of a further, independent error, and its degrees of freedom.
     """
     value = 0.0
     located: list[Location] = []
@@ -139,7 +143,10 @@ def combine(
             [np.abs(p.shares) * np.array([np.abs(run).mean() for run in runs]) for p, runs in parts], axis=0
         )
         located += _filled([locate(values) for values in mixed], mixed, sizes)
-    errors = [(loc.standard_error**2, float(loc.dof)) for loc in located] + list(also)
+    errors = [(loc.standard_error**2, float(loc.dof)) for loc in located]
+    if at_least[0] > sum(variance for variance, _ in errors):
+        errors = [at_least]
+    errors.append(also)
     total = sum(variance for variance, _ in errors)
     if total <= 0:
         return Interval(value, value, value)

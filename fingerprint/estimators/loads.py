@@ -4,8 +4,9 @@ All runs of one load share where the allocator put the weights, how threads fell
 they ran. Repeats within a load do not show that, so the spread between loads is told from the loads themselves; it
 is part of every prediction, because what is predicted is served by one load more.
 
-Per fingerprint this is a two-way layout, points against loads: a load's level is the mean of its points'
-deviations; what the points deviate by beyond their load's level is noise, and taken off (method of moments).
+A load's level is the mean over its points of how far each is from its own mean over the loads. The noise of the
+runs is in it, averaged over them, and is not taken off: of a few loads the difference of two variances may come
+out as nothing, and an interval from that would promise what nobody measured.
 """
 
 from __future__ import annotations
@@ -111,13 +112,7 @@ def _pooled(tables: Sequence[_Table]) -> Spread:
         means = table.mean(axis=1, keepdims=True)
         if (means <= 0).any():  # steps that noise hides
             continue
-        deviations = table / means - 1
-        levels = deviations.mean(axis=0)
+        levels = (table / means - 1).mean(axis=0)
         total += float((levels**2).sum())
         dof += num_loads - 1
-        if num_points > 1:
-            noise = ((deviations - levels) ** 2).sum() / ((num_points - 1) * (num_loads - 1))
-            total -= float(noise) / num_points * (num_loads - 1)
-    if dof == 0:
-        return Spread(_UNKNOWN_RELATIVE_SPREAD, math.inf)
-    return Spread(math.sqrt(max(0.0, total / dof)), dof)
+    return Spread(math.sqrt(total / dof), dof) if dof else Spread(_UNKNOWN_RELATIVE_SPREAD, math.inf)
