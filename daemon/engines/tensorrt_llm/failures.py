@@ -37,12 +37,12 @@ SIGNS = (
     ),
     Sign(
         re.compile(r"Executor creation failed due to insufficient GPU memory"),
-        InfeasibleError,
+        EngineError,
         f"it ran out of GPU memory while it started; {_LESS}",
     ),
     Sign(
         re.compile(r"CUDA runtime error in ::cudaMalloc"),
-        InfeasibleError,
+        EngineError,
         f"its KV cache did not get its memory; {_LESS}",
     ),
     Sign(
@@ -85,7 +85,7 @@ SIGNS = (
     ),
     Sign(
         re.compile(r"CUDA out of memory|OutOfMemoryError"),
-        InfeasibleError,
+        EngineError,
         f"it ran out of GPU memory; {_LESS}",
     ),
     Sign(

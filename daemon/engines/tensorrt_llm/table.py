@@ -88,6 +88,5 @@ TABLE = EngineCapabilities(
             beforehand=True,
         ),
         Note(pruning=DENSE_STORED - {Pruning.NONE}, text="served as dense weights"),
-        Note(text="not run: its adapter was tested against the engine's documentation only"),
     ),
 )

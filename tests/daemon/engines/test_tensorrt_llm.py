@@ -365,8 +365,7 @@ def test_each_documented_way_to_fail_is_told_with_its_fix(on_node, checkpoint, b
         await supervisor.launch(make_spec(checkpoint))
         status = await failed(supervisor)
         assert error in status.error
-        permanent = behaviour.get("fail") in ("out-of-memory", "cuda-malloc")
-        assert status.restarts == (0 if permanent else 1)
+        assert status.restarts == 1  # others may have had the memory or the port: it is tried again, and given up
         assert not supervisor._workers["w1"].process.pids()
 
     on_node(scene)
