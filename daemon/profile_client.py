@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from daemon.torch_engine.profile_messages import ProfileError, ProfileLoad, ProfileRun
+from daemon.torch_engine.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
 from fingerprint import errors
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
@@ -171,6 +171,7 @@ class WorkerProfileSession:
         layers_per_stage: tuple[int, ...],
         max_batch: int,
         max_context_tokens: int,
+        kv_tokens: int = 0,
     ) -> None:
         order = ProfileLoad(
             checkpoint=str(checkpoint),
@@ -179,16 +180,26 @@ class WorkerProfileSession:
             layers_per_stage=layers_per_stage,
             max_batch=max_batch,
             max_context_tokens=max_context_tokens,
+            kv_tokens=kv_tokens,
         )
         self._call("POST", "/profile/load", order, dict[str, str])
 
-    def run(
-        self, *, batch: int, input_tokens: int, output_tokens: int, repeat: int = 1, steps: bool = False
-    ) -> RunReading:
-        order = ProfileRun(
-            batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, repeat=repeat, steps=steps
-        )
+    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
+        order = ProfileRun(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
         return self._call("POST", "/profile/run", order, RunReading)
+
+    def bursts(
+        self, *, batch: int, input_tokens: int, output_tokens: int, repeat: int, most: int, until_s: float
+    ) -> tuple[RunReading, ...]:
+        order = ProfileBursts(
+            batch=batch,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            repeat=repeat,
+            most=most,
+            until_s=until_s,
+        )
+        return self._call("POST", "/profile/bursts", order, tuple[RunReading, ...])
 
     def memory(self) -> tuple[RankMemory, ...]:
         return self._call("GET", "/profile/memory", None, tuple[RankMemory, ...])

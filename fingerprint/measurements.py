@@ -23,6 +23,7 @@ __all__ = [
     "RankMemory",
     "RunReading",
     "StepReading",
+    "StepTimedSession",
     "TimingPoint",
 ]
 
@@ -157,19 +158,8 @@ class ProfileSession(Protocol):
         """Replace what is loaded by ``checkpoint`` in these formats, with KV room for the batch."""
         ...
 
-    def run(
-        self, *, batch: int, input_tokens: int, output_tokens: int, repeat: int = 1, steps: bool = False
-    ) -> RunReading:
-        """One burst of dummy requests: random token ids, greedy, end-of-sequence ignored.
-
-        Args:
-            repeat: times that each step's forward is run on the same inputs, so that the fingerprint takes the
-                time of a model that many times as deep.
-            steps: record every step.
-
-        Raises:
-            ConfigError: the engine has no step timer, and more than a plain run was asked.
-        """
+    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
+        """One burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:
@@ -179,6 +169,44 @@ class ProfileSession(Protocol):
     def close(self) -> None:
         """End the worker and give its memory back. Safe to call twice."""
         ...
+
+
+class StepTimedSession(Protocol):
+    """A worker whose engine carries our step timer: it times every step and can repeat each step's forward."""
+
+    def load(
+        self,
+        checkpoint: Path,
+        *,
+        weights: WeightFormat,
+        kv: KvFormat,
+        layers_per_stage: tuple[int, ...],
+        max_batch: int,
+        max_context_tokens: int,
+        kv_tokens: int,
+    ) -> None:
+        """Replace what is loaded by ``checkpoint`` (a config.json is enough) with random weights.
+
+        Args:
+            max_batch: sequences that the engine is started for, as a deployment would be.
+            kv_tokens: room of the KV cache, over all sequences.
+        """
+        ...
+
+    def bursts(
+        self, *, batch: int, input_tokens: int, output_tokens: int, repeat: int, most: int, until_s: float
+    ) -> tuple[RunReading, ...]:
+        """Bursts of dummy requests back to back, with their steps: at least one, until ``most`` or ``until_s``.
+
+        Args:
+            repeat: times that each step's forward is run on the same inputs, so that the fingerprint takes the
+                time of a model that many times as deep.
+        """
+        ...
+
+    def memory(self) -> tuple[RankMemory, ...]: ...
+
+    def close(self) -> None: ...
 
 
 class ProfileTarget(Protocol):

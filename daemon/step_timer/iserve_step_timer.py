@@ -1,15 +1,15 @@
 """Times every engine step inside a worker process, and can make a cut model run as deep as the whole one.
 
-One file that needs torch and the standard library alone, because it runs in the interpreter of another engine. vLLM
-loads it as a ``vllm.general_plugins`` entry point (the folder of this file on ``PYTHONPATH``) in each of its
+One file that needs torch and the standard library alone, because it runs in the interpreter of another engine.
+vLLM loads it as a ``vllm.general_plugins`` entry point (the folder of this file on ``PYTHONPATH``) in each of its
 processes; it does nothing unless ``ISERVE_STEP_TIMER`` is set:
 
 * ``rpc``: records are asked for through ``LLM.collective_rpc("iserve_timer_start" / "iserve_timer_read")``;
-* a path ending in ``.jsonl``: every process writes its records there, ``{pid}`` in the path filled in.
+* a path: every process appends its records there as JSON lines, ``{pid}`` in the path filled in.
 
-A step on the GPU's own timeline has three parts, told apart by CUDA events: ``lead`` (inputs are made), ``forward``
-(the model: exactly the replay of its CUDA graph, or the call), ``tail`` (logits and sampling); ``gap`` is what
-lies between the last step's tail and this one's lead, when the GPU waited for the host.
+A step on the GPU's own timeline has three parts, told apart by CUDA events: ``lead`` (inputs are made),
+``forward`` (the model: exactly the replay of its CUDA graph, or the call), ``tail`` (logits and sampling);
+``gap`` is what lies between the last step's tail and this one's lead, when the GPU waited for the host.
 
 **Repeating.** With ``repeat`` = r the forward of every step runs r times on the same inputs: keys and values are
 written r times to the same places, so nothing but time changes. A fingerprint of k layers then takes the time of
@@ -88,7 +88,10 @@ class StepTimer:
         self._spare.extend(e for e in events if e is not None)
 
     def _event(self) -> torch.cuda.Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        try:
+            event = self._spare.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -175,14 +178,28 @@ def register() -> None:
 
 
 def _hook_vllm(worker_class: Any) -> None:
-    load_model, execute, sample = worker_class.load_model, worker_class.execute_model, worker_class.sample_tokens
+    load_model, initialize = worker_class.load_model, worker_class.initialize_from_config
+    execute, sample = worker_class.execute_model, worker_class.sample_tokens
 
     @functools.wraps(load_model)
     def load_model_then_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load_model(self, *args, **kwargs)
         model = self.model_runner.get_model()
         model.forward = functools.partial(TIMER.run_forward, model.forward)
+        capture = self.model_runner.capture_model
+
+        def capture_model() -> Any:
+            self.iserve_graph_bytes = capture()
+            return self.iserve_graph_bytes
+
+        self.model_runner.capture_model = capture_model
         return result
+
+    @functools.wraps(initialize)
+    def initialize_from_config(self: Any, kv_cache_config: Any) -> Any:
+        self.iserve_kv_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        self.iserve_blocks = kv_cache_config.num_blocks
+        return initialize(self, kv_cache_config)
 
     @functools.wraps(execute)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
@@ -208,6 +225,7 @@ def _hook_vllm(worker_class: Any) -> None:
         TIMER.run_forward(replay, self)
 
     worker_class.load_model = load_model_then_hook
+    worker_class.initialize_from_config = initialize_from_config
     worker_class.execute_model = execute_model
     worker_class.sample_tokens = sample_tokens
     torch.cuda.CUDAGraph.replay = timed_replay
@@ -232,18 +250,19 @@ def _rpc_read(_worker: Any) -> list[list[float]]:
     return TIMER.read()
 
 
-def _rpc_memory(worker: Any) -> dict[str, float]:
+def _rpc_memory(worker: Any) -> dict[str, int]:
     """Bytes as vLLM itself counted them when it sized the KV cache (``Worker.determine_available_memory``)."""
     names = ("peak_activation_memory", "non_torch_memory", "cudagraph_memory_estimate", "requested_memory")
-    counted = {name: int(getattr(worker, name, 0)) for name in names}
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     return {
         "weights": int(worker.model_runner.model_memory_usage),
-        **counted,
+        **{name: int(getattr(worker, name, 0)) for name in names},
         "available_kv": int(getattr(worker, "available_kv_cache_memory_bytes", 0)),
-        "blocks": int(worker.cache_config.num_gpu_blocks or 0),
+        "graphs": int(getattr(worker, "iserve_graph_bytes", 0) or 0),
+        "kv_bytes": int(getattr(worker, "iserve_kv_bytes", 0)),
+        "blocks": int(getattr(worker, "iserve_blocks", 0)),
+        "block_tokens": int(worker.cache_config.block_size),
         "torch_reserved": torch.cuda.memory_reserved(),
-        "torch_peak": torch.cuda.max_memory_allocated(),
         "device_used": total_bytes - free_bytes,
         "device_total": total_bytes,
     }

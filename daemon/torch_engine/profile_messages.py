@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import ConfigError
 
-__all__ = ["ProfileError", "ProfileLoad", "ProfileRun"]
+__all__ = ["ProfileBursts", "ProfileError", "ProfileLoad", "ProfileRun"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,7 @@ class ProfileLoad:
     layers_per_stage: tuple[int, ...]
     max_batch: int
     max_context_tokens: int
+    kv_tokens: int = 0  # room of the KV cache; 0: max_batch * max_context_tokens
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context_tokens"):
@@ -34,13 +35,28 @@ class ProfileRun:
     batch: int
     input_tokens: int
     output_tokens: int
-    repeat: int = 1
-    steps: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "input_tokens", "output_tokens", "repeat"):
-            if not 1 <= getattr(self, name) <= 100_000_000:
-                raise ConfigError(f"{name} must be between 1 and 100,000,000, got {getattr(self, name)}")
+        for name in ("batch", "input_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileBursts:
+    """``POST /profile/bursts``, of an engine with our step timer. Answers a list of ``RunReading``."""
+
+    batch: int
+    input_tokens: int
+    output_tokens: int
+    repeat: int
+    most: int
+    until_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "input_tokens", "output_tokens", "repeat", "most"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
