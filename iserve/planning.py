@@ -7,7 +7,7 @@ Starts nothing and measures nothing. Used by the command line (on GPUs that need
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Workload
@@ -19,9 +19,8 @@ from placement.fit import Placer, demand
 from placement.policies import make_policy
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.costs import Prices
-from planner.explain import WhatIf
 from planner.intent import Intent
-from planner.plan import Candidate, NoRoom, Plan
+from planner.plan import Candidate, LimitKind, NoRoom, Plan, Relaxation
 from planner.rank import rank
 from planner.space import configuration_space, shape_refusal
 
@@ -84,7 +83,8 @@ def make_plan(
     engines: Sequence[EngineCapabilities],
     options: PlanOptions,
 ) -> Plan:
-    """Rank the whole configuration space of ``spec`` on ``hardware``.
+    """Rank the whole configuration space of ``spec`` on ``hardware``. Where nothing is feasible, one more GPU and
+    twice as many are planned for as well, with all that fits on those, and the fewest that do are told.
 
     Args:
         engines: tables to choose from, in order of preference; a configuration goes to the first that runs it.
@@ -92,26 +92,43 @@ def make_plan(
     Raises:
         ConfigError: the workload is longer than the model's context, or there is no engine or device.
     """
-    workload = options.workload
-    check_context(spec, workload)
+    check_context(spec, options.workload)
     if not engines:
         raise ConfigError("there is no engine to plan for")
+    plan = _plan_on(hardware, spec, estimator, engines, options)
+    if plan.best is not None or hardware.gpu.compute_capability is None:  # nobody adds a share to a CPU
+        return plan
+    num_gpus = len(hardware.snapshot.gpus)
+    for more in sorted({1, num_gpus}):
+        best = _plan_on(_with_more(hardware, more), spec, estimator, engines, options).best
+        if best is not None:
+            idle = "one more idle GPU" if more == 1 else f"{more} more idle GPUs"
+            text = f"{idle} would admit {best.config}"
+            advice = Relaxation(LimitKind.GPUS, num_gpus, num_gpus + more, best.config, best.objective, text)
+            why_not = replace(plan.why_not, relaxations=(*plan.why_not.relaxations, advice))
+            return replace(plan, why_not=why_not)
+    return plan
+
+
+def _plan_on(
+    hardware: Hardware,
+    spec: ModelSpec,
+    estimator: Estimator,
+    engines: Sequence[EngineCapabilities],
+    options: PlanOptions,
+) -> Plan:
     num_gpus = len(hardware.snapshot.gpus)
     chooser = EngineChooser(spec, hardware.gpu, engines)
     candidates = []
     for config in configuration_space(spec, hardware.gpu, num_gpus, chooser.name):
         refusal = shape_refusal(spec, config, num_gpus)
-        estimate = estimator.estimate(config, workload) if refusal is None else None
+        estimate = estimator.estimate(config, options.workload) if refusal is None else None
         candidates.append(Candidate(config, estimate, refusal or chooser.refusal(config)))
     return rank(
         candidates,
         options.intent,
         fits=FitsOn(hardware, options),
         prices=Prices(usd_per_gpu_hour=hardware.gpu.price_usd_per_gpu_hour),
-        what_if=[
-            WhatIf("one more idle GPU", FitsOn(_with_more(hardware, 1), options)),
-            WhatIf("twice as many GPUs", FitsOn(_with_more(hardware, num_gpus), options)),
-        ],
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,17 +37,10 @@ from planner.plan import (
 )
 from planner.queueing import MODEL_NAME
 
-__all__ = ["WhatIf", "better", "what_it_takes"]
+__all__ = ["better", "what_it_takes"]
 
 _MOST_BETTER = 5
 _TOLD_IN_ORDER = tuple(LimitKind)
-
-
-class WhatIf(NamedTuple):
-    """Another cluster to ask about, and what to call it: ``one more idle GPU``."""
-
-    label: str
-    fits: Callable[[Estimate], Layout | NoRoom]
 
 
 def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
@@ -75,7 +67,6 @@ def what_it_takes(
     intent: Intent,
     *,
     fits: Callable[[Estimate], Layout | NoRoom],
-    what_if: Sequence[WhatIf],
     cost_unit: str,
 ) -> WhyNot:
     """The nearest point and the relaxations of a plan in which nothing is feasible.
@@ -93,7 +84,6 @@ def what_it_takes(
     relaxations = [
         *(_relaxation(check, rows, room, cost_unit) for check, rows in alone),
         _memory(homeless, room),
-        *(_elsewhere(homeless, room, other) for other in what_if),
     ]
     nearest = _nearest(able, asked, slower, room)
     return WhyNot(
@@ -162,16 +152,6 @@ def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
     missing_bytes, row = min(short)
     best, change = room.refused[row], Change(LimitKind.MEMORY, 0.0, float(missing_bytes))
     return Relaxation(*change, best.config, best.objective, f"{_told(change, '')} would admit {best.config}")
-
-
-def _elsewhere(homeless: Sequence[int], room: _Room, other: WhatIf) -> Relaxation | None:
-    """The best candidate that only memory refuses here and that fits the other cluster."""
-    for row in homeless:
-        best, lack = room.refused[row], room.lack(row)
-        if lack is not None and best.estimate is not None and not isinstance(other.fits(best.estimate), NoRoom):
-            change = Change(LimitKind.MEMORY, 0.0, float(lack.shortfall_bytes))
-            return Relaxation(*change, best.config, best.objective, f"{other.label} would admit {best.config}")
-    return None
 
 
 def _nearest(

@@ -66,6 +66,7 @@ class LimitKind(StrEnum):
     RATE = "rate"
     QUALITY = "quality"
     MEMORY = "memory"
+    GPUS = "gpus"
 
 
 class Limit(NamedTuple):
@@ -149,7 +150,10 @@ class Better(NamedTuple):
 
 
 class Relaxation(NamedTuple):
-    """One limit changed alone, from ``allowed`` to ``needed``, would admit ``config``; ``text`` says so."""
+    """One limit changed alone, from ``allowed`` to ``needed``, would admit ``config``; ``text`` says so.
+
+    Of ``gpus``, which only a plan on other hardware can tell, they are numbers of devices.
+    """
 
     limit: LimitKind
     allowed: float

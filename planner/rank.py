@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from fingerprint.estimates import Estimate
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
-from planner.explain import WhatIf, better, what_it_takes
+from planner.explain import better, what_it_takes
 from planner.intent import Intent
 from planner.limits import Check, checks_as_asked, limits_missed
 from planner.plan import Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
@@ -43,14 +43,12 @@ def rank(
     *,
     fits: Fits,
     prices: Prices = _NO_PRICES,
-    what_if: Sequence[WhatIf] = (),
 ) -> Plan:
     """Order ``candidates`` by ``intent`` and choose the best that keeps every limit and fits.
 
     Args:
         fits: where a candidate would go, or :class:`NoRoom`. Pure: one answer per estimate.
         prices: needed by the cost model ``dollars`` only.
-        what_if: other clusters (such as "one more GPU") to ask when nothing is feasible.
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
     table = _table([c for c in candidates if c.estimate is not None], intent, objective, cost, prices)
@@ -67,9 +65,7 @@ def rank(
     ordered = (*feasible, *refused, *blank)
     why_not = WhyNot()
     if not feasible:
-        why_not = what_it_takes(
-            refused, checks, table.seen, intent, fits=fits, what_if=what_if, cost_unit=cost.unit
-        )
+        why_not = what_it_takes(refused, checks, table.seen, intent, fits=fits, cost_unit=cost.unit)
     return Plan(
         intent=intent,
         candidates=ordered,

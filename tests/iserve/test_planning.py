@@ -17,10 +17,10 @@ from fingerprint.gpus import parse_gpus
 from fingerprint.model_spec import ModelSpec
 from iserve.plan_document import PlanDocument
 from iserve.plan_service import OneEstimateDocument, estimate_for_gpu, plan_for_gpus
-from iserve.planning import EngineChooser, FitsOn, Hardware, PlanOptions, make_plan
+from iserve.planning import EngineChooser, FitsOn, Hardware, PlanOptions, hypothetical_hardware, make_plan
 from placement.types import ClusterSnapshot, GpuState
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
-from planner.plan import NoRoom
+from planner.plan import LimitKind, NoRoom, Plan
 
 GIB = 2**30
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000}
@@ -167,3 +167,34 @@ def test_a_table_that_nobody_ran_is_said_to_be_one() -> None:
     told = {name for name, conditions in said.items() if unseen.format(name) in conditions}
     assert told == {e.engine for e in capabilities_for("auto") if not e.verified} >= {"tensorrt-llm"}
     assert "torch" not in told
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "needed"),
+    [
+        pytest.param(1, PlanOptions(), 2, id="memory"),
+        pytest.param(2, PlanOptions(intent=Intent(slo=Slo(tpot_s=0.1))), 4, id="an-slo"),
+        pytest.param(1, PlanOptions(intent=Intent(slo=Slo(tpot_s=0.001))), None, id="no-number-of-them"),
+    ],
+)
+def test_more_gpus_are_told_with_what_they_would_run(count: int, options: PlanOptions, needed: int | None) -> None:
+    """Llama-2-70B in int8 is on two A6000 what it is not on one: in the space of two, and small enough."""
+    gpu, _ = parse_gpus("a6000")
+    spec = spec_of("Llama-2-70b")
+
+    def plan_on(number: int) -> Plan:
+        hardware = hypothetical_hardware(gpu, number)
+        return make_plan(spec, hardware, RooflineEstimator(spec, gpu), capabilities_for("auto"), options)
+
+    plan = plan_on(count)
+    assert plan.chosen is None
+    told = [r for r in plan.why_not.relaxations if r.limit is LimitKind.GPUS]
+    if needed is None:
+        assert told == []
+        assert plan_on(2 * count).chosen is None
+        return
+    (advice,) = told
+    assert (advice.allowed, advice.needed) == (count, needed)
+    best = plan_on(needed).best
+    assert best is not None
+    assert (best.config, best.objective) == (advice.config, advice.objective)
