@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -105,11 +106,11 @@ def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
 
 
 def _home(home: Path) -> Finding:
-    try:
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        free = shutil.disk_usage(home).free
-    except OSError as error:
-        return Finding(False, f"home {home} cannot be used: {error.strerror}")
+    """It is not made here: looking changes nothing."""
+    there = next(folder for folder in (home, *home.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding(False, f"home {home} cannot be used: {there} cannot be written to; set ISERVE_HOME")
+    free = shutil.disk_usage(there).free
     return Finding(free > _LOW_DISK_BYTES, f"home {home}: {free / 2**30:.1f} GiB of disk free")
 
 

@@ -135,7 +135,7 @@ def profile(
 ) -> None:
     """Measure MODEL's fingerprints (one and two of its layers) on the devices that are free now."""
     from fingerprint.codec import to_json
-    from fingerprint.errors import EngineError
+    from fingerprint.errors import EngineError, UnavailableError
     from fingerprint.measurements import Profile
     from iserve.api_types import ProfileJobDocument
     from iserve.cli.live import client, model_argument
@@ -156,7 +156,10 @@ def profile(
             job = controller.get(f"/api/v1/profiles/jobs/{job.job_id}", ProfileJobDocument)
     if job.status == "failed":
         raise EngineError(job.error or "the profile failed")
-    measured = next(p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if p.model == job.model)
+    taken = [p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if p.model == job.model]
+    measured = max(taken, key=lambda p: p.created_at, default=None)  # another engine may have an older one
+    if measured is None:
+        raise UnavailableError(f"the profile of {job.model} was taken and is gone again; take it once more")
     if as_json:
         typer.echo(to_json(measured, indent=2).decode())
         return

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from iserve.api_types import PlanBody
 from iserve.cli import main
 from iserve.cli.live import folder_argument, model_argument
-from iserve.settings import load_settings
+from iserve.cli.options import Wish
+from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
 
 _LLAMA = {
@@ -281,6 +283,25 @@ def test_the_installations_policy_holds_for_plans_too(
     assert "no-such" in iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:2").line
     monkeypatch.setenv("ISERVE_POLICY", "packing")
     assert iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:2", "--policy", "hybrid").code == 0
+
+
+def test_doctor_looks_and_makes_nothing(
+    iserve: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"home {tmp_path / 'home'}: " in iserve("doctor").out
+    assert not (tmp_path / "home").exists()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ISERVE_HOME", str(tmp_path / "file" / "home"))
+    assert f"PROBLEM: home {tmp_path / 'file' / 'home'} cannot be used" in iserve("doctor").out
+
+
+def test_the_command_line_and_the_rest_api_wish_alike() -> None:
+    """The same fields with the same defaults, whatever is left out."""
+    assert PlanBody().model_dump(exclude={"model", "gpus"}) == Wish().body()
+    asked = Wish(slo="ttft=0.5,e2e=10", rate=2.0, percentile=99, policy="packing", engine="torch", batch=4)
+    assert PlanBody.model_validate(asked.body()).options(
+        default_policy="hybrid", load_threshold=0.25
+    ) == asked.checked(Settings(load_threshold=0.25))
 
 
 def test_what_cannot_be_written_is_one_line(model: Callable[[str], Path], tmp_path: Path) -> None:
