@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from daemon.devices import Device, DeviceReading
 
-__all__ = ["NvmlDevices"]
+__all__ = ["NvmlDevices", "driver_version"]
 
 log = logging.getLogger(__name__)
 
@@ -94,3 +94,19 @@ class NvmlDevices:
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError as error:
             log.info("NVML shutdown: %s", error)
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA driver; None where there is none, or no library to ask it with."""
+    try:
+        import pynvml  # of the extra "gpu"
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None

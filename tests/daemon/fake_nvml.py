@@ -81,6 +81,11 @@ def nvmlDeviceGetCount():
     return len(GPUS)
 
 
+def nvmlSystemGetDriverVersion():
+    _called("nvmlSystemGetDriverVersion")
+    return "570.86.15"
+
+
 _kept: list[_Handle] = []
 
 

@@ -11,10 +11,12 @@ from daemon.devices import Device
 from daemon.engines.base import Command, WorkerSpec
 from daemon.engines.failures import explain
 from daemon.engines.foreign import Installation, Interpreter, guarded
+from daemon.engines.machine import gpu_machine
 from daemon.engines.vllm import launch, metrics, signs
 from daemon.engines.vllm.table import TABLE
 from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities
+from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError
 
 __all__ = ["VllmEngine"]
@@ -67,7 +69,12 @@ class VllmEngine:
         python = self._installed().python
         if spec.profiling:
             worker = (python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
-            return Command(guarded(spec, worker, python_path=str(_STEP_TIMER)), launch.environment(spec, devices))
+            machine = to_json(gpu_machine(devices.values(), self.versions())).decode()
+            return Command(
+                guarded(spec, worker, python_path=str(_STEP_TIMER)),
+                launch.environment(spec, devices),
+                (("machine.json", machine),),
+            )
         model = launch.read_model(spec)
         server = (python, "-m", "vllm.entrypoints.cli.main", *launch.arguments(spec, model, devices))
         return Command(guarded(spec, server), launch.environment(spec, devices))

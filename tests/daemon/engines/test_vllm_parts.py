@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from daemon.devices import Device
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.machine import gpu_machine
 from daemon.engines.vllm import launch, metrics
 from daemon.engines.vllm.adapter import VllmEngine
+from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import (
     CheckpointError,
@@ -24,6 +27,7 @@ from fingerprint.errors import (
     UnavailableError,
     UnsupportedModelError,
 )
+from fingerprint.measurements import MachineInfo
 
 GIB = 2**30
 # Llama-3.1-8B: 8 KV heads of 128, 32 layers
@@ -39,7 +43,9 @@ LLAMA_8B = {
     "max_position_embeddings": 131072,
 }
 DEVICES = {
-    f"GPU-{index}": Device(device_id=f"GPU-{index}", index=index, kind="cuda", name="H200", total_bytes=140 * GIB)
+    f"GPU-{index}": Device(
+        device_id=f"GPU-{index}", index=index, kind="cuda", name="NVIDIA H200", total_bytes=140 * GIB
+    )
     for index in range(4)
 }
 
@@ -419,7 +425,8 @@ def test_a_profiling_worker_runs_our_own_program_in_its_interpreter(monkeypatch,
 
     python = make_vllm(tmp_path / "env")
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
-    command = VllmEngine().command(replace(worker(Path("/none")), profiling=True), tmp_path, DEVICES)
+    one = {"GPU-0": DEVICES["GPU-0"]}
+    command = VllmEngine().command(replace(worker(Path("/none")), profiling=True), tmp_path, one)
     at = command.argv.index("--", command.argv.index("daemon.engines.guard"))
     program, *rest = command.argv[at + 2 :]
     assert command.argv[at + 1] == str(python)
@@ -428,3 +435,23 @@ def test_a_profiling_worker_runs_our_own_program_in_its_interpreter(monkeypatch,
     path = command.argv[command.argv.index("--python-path") + 1]
     assert path.endswith("/daemon/step_timer")
     assert "VLLM_PP_LAYER_PARTITION" not in dict(command.env)
+    ((name, text),) = command.files
+    machine = from_json(text, MachineInfo)
+    assert name == "machine.json"
+    assert (machine.device.name, machine.num_devices) == ("h200-sxm", 1)
+    assert machine.versions == (("engine", "vllm 0.24.0"),)
+
+
+def test_the_drivers_version_is_recorded_and_its_absence_too(fake_nvml, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml)
+    assert gpu_machine(DEVICES.values(), ()).driver == "570.86.15"
+    fake_nvml.FAILING["nvmlInit", ""] = fake_nvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    assert gpu_machine(DEVICES.values(), ()).driver is None
+
+
+def test_a_gpu_without_a_datasheet_is_not_profiled():
+    unknown = [replace(device, name="NVIDIA Abacus") for device in DEVICES.values()]
+    with pytest.raises(ConfigError, match="no datasheet of 'NVIDIA Abacus'"):
+        gpu_machine(unknown, ())
+    with pytest.raises(ConfigError, match="one kind of GPU"):
+        gpu_machine([unknown[0], *DEVICES.values()], ())
