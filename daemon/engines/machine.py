@@ -26,8 +26,8 @@ def gpu_machine(devices: Iterable[Device], versions: tuple[tuple[str, str], ...]
     known = match_device(names[0])
     if known is None:
         raise ConfigError(
-            f"there is no datasheet of {names[0]!r} in fingerprint/data/gpus.json; add its row, or profile with engine "
-            "torch, which measures it"
+            f"there is no datasheet of {names[0]!r} in fingerprint/data/gpus.json; add its row, or profile with "
+            "engine torch, which measures it"
         )
     host = read_machine()
     return MachineInfo(
