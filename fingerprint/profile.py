@@ -221,14 +221,13 @@ class _Driver:
             )
 
     def _note_missing(self, tp: int, pp: int, reason: str) -> None:
-        least, budget_s = self.plan.min_repeats, self.plan.budget_s
-        counts = self._run_counts(tp, pp)
+        least, counts = self.plan.min_repeats, self._run_counts(tp, pp)
         if reason:
-            self.notes.append(f"tp={tp} pp={pp} left out: {reason}; the budget of {budget_s:.0f} s was too short")
+            self.notes.append(f"tp={tp} pp={pp} left out, the budget was too short: {reason}")
         elif short := sum(count < least for count in counts):
             self.notes.append(
-                f"tp={tp} pp={pp}: {short} of {len(counts)} points have fewer than {least} runs; the budget of "
-                f"{budget_s:.0f} s was too short"
+                f"tp={tp} pp={pp}: {short} of {len(counts)} points have fewer than {least} runs, the budget was "
+                "too short"
             )
 
     def fewest_runs(self, tp: int, pp: int) -> int:
