@@ -53,8 +53,9 @@ class RankMemory:
     pp_buffer_bytes: int
     runtime_bytes: int
     graph_bytes: int = 0  # captured CUDA graphs, where the engine counts them apart
-    kv_blocks: int = 0  # that the engine would have made had nobody limited them; 0: it does not say
+    kv_room_tokens: int = 0  # that ``kv_bytes`` hold, block by block; 0: the engine does not say
     kv_block_tokens: int = 0
+    kv_blocks: int = 0  # that the engine would have made had nobody limited them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,8 +166,9 @@ def _rank_memory(rank: int, stage: int, counted: dict[str, int]) -> dict[str, An
         "pp_buffer_bytes": 0,  # inside the activations
         "runtime_bytes": counted["non_torch_memory"],
         "graph_bytes": counted["graphs"],
-        "kv_blocks": counted["available_kv"] // block_bytes if block_bytes else 0,
+        "kv_room_tokens": counted["blocks"] * counted["block_tokens"],
         "kv_block_tokens": counted["block_tokens"],
+        "kv_blocks": counted["available_kv"] // block_bytes if block_bytes else 0,
     }
 
 

@@ -1,0 +1,366 @@
+"""Profiles an engine that carries our step timer: fingerprints, every forward repeated to the model's depth.
+
+A fingerprint of k layers per stage with every forward run r = N / (p * k) times takes the whole model's time in a
+fingerprint's memory (``daemon/step_timer``). What a repeat costs beside its layers shows between the depths k = 2
+and k = 1. An engine start takes longer than all that is measured after it, so each fingerprint is started once
+and run through all its points; the budget counts the GPU's seconds after the starts.
+
+Bursts run back to back until the GPU's clock and power have settled, since a GPU that works for 200 ms under its
+power cap is slower than one that works for 7.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from fingerprint.config import KvFormat, WeightFormat, Workload
+from fingerprint.errors import ConfigError, EngineError, IserveError, NotMeasuredError
+from fingerprint.measurements import (
+    MachineInfo,
+    MemoryPoint,
+    Profile,
+    RunReading,
+    StepTimedSession,
+    TimingPoint,
+)
+from fingerprint.model_spec import ModelSpec
+from fingerprint.profile import ProfileProgress
+
+__all__ = ["DepthTiedPlan", "StepTimedTarget", "depth_tied_plan", "depth_tied_profile"]
+
+Point = tuple[int, int]  # batch, input tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DepthTiedPlan:
+    """What is to be measured. Points are (batch, input tokens)."""
+
+    degrees: tuple[tuple[int, int], ...] = ((1, 1),)  # (tp, pp)
+    weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,)
+    kv: tuple[KvFormat, ...] = (KvFormat.BITS16,)
+    points: tuple[Point, ...]
+    shallow_points: tuple[Point, ...]  # of these, what the one-layer fingerprint runs: for the cost of a repeat
+    plain_points: tuple[Point, ...] = ()  # run unrepeated at both depths too, for the strategies that want that
+    long_output: int = 33
+    max_batch: int  # sequences that the engine is started for
+    max_context_tokens: int
+    settle_s: float = 0.5  # bursts of one output token go on for as long
+    most_bursts: int = 12
+    long_bursts: int = 2
+    plain_bursts: int = 3
+    budget_s: float = 90.0  # of the GPU, after engine starts
+
+    def __post_init__(self) -> None:
+        if not self.points or not set(self.shallow_points) <= set(self.points):
+            raise ConfigError("a plan needs points, and its shallow ones must be among them")
+        if any(b < 1 or n < 1 or b > self.max_batch for b, n in self.points):
+            raise ConfigError(
+                f"batches and inputs of {self.points} must be 1 at least, batches {self.max_batch} at most"
+            )
+        longest = max(n for _, n in self.points) + self.long_output
+        if longest > self.max_context_tokens:
+            raise ConfigError(
+                f"{longest} tokens of the longest point exceed the context {self.max_context_tokens}"
+            )
+        if self.long_output < 3:
+            raise ConfigError(f"long_output must be at least 3, got {self.long_output}")
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room of the KV cache that the largest point needs."""
+        return max(b * (n + self.long_output) for b, n in self.points)
+
+
+def depth_tied_plan(
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    max_batch: int,
+    weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,),
+    kv: tuple[KvFormat, ...] = (KvFormat.BITS16,),
+    degrees: tuple[tuple[int, int], ...] = ((1, 1),),
+    budget_s: float = 90.0,
+    max_burst_tokens: int = 131_072,
+) -> DepthTiedPlan:
+    """Points around ``workload``: its batch, one, and between; its input, and a quarter of it.
+
+    Raises:
+        ConfigError: a context too short to generate in.
+    """
+    long_output = min(33, spec.max_context_tokens // 2)
+    longest = min(workload.input_tokens, spec.max_context_tokens - long_output)
+    top = max(1, min(workload.batch, max_burst_tokens // max(1, longest)))
+    batches = {1, top, max(1, round(top**0.5)), max(top, min(8, max_burst_tokens // max(1, longest)))}
+    inputs = {longest, max(1, longest // 4)}
+    points = tuple(sorted((b, n) for b in batches for n in inputs))
+    cheap = sorted(points, key=lambda point: point[0] * point[1])
+    return DepthTiedPlan(
+        degrees=degrees,
+        weights=weights,
+        kv=kv,
+        points=points,
+        shallow_points=tuple(cheap[: max(1, (len(cheap) + 1) // 2)]),
+        long_output=long_output,
+        max_batch=max(max_batch, *batches),
+        max_context_tokens=min(spec.max_context_tokens, max(longest + long_output, workload.context_tokens)),
+        budget_s=budget_s,
+    )
+
+
+class StepTimedTarget(Protocol):
+    """An engine on some GPUs that carries our step timer."""
+
+    engine: str
+
+    def machine(self) -> MachineInfo: ...
+
+    def open_step_timed(self, *, tp: int, pp: int) -> StepTimedSession:
+        """Launch a worker on tp * pp GPUs; raises as ``ProfileTarget.open``."""
+        ...
+
+
+def depth_tied_profile(
+    source_name: str,
+    spec: ModelSpec,
+    target: StepTimedTarget,
+    fingerprints: Callable[[int], Path],
+    plan: DepthTiedPlan,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    progress: Callable[[ProfileProgress], None] = lambda _: None,
+) -> Profile:
+    """Measure ``spec`` on ``target``. Sessions are closed whatever happens.
+
+    A fingerprint that fails (out of memory, a flag the engine refuses, a kill) is noted with the engine's own last
+    words, and the rest goes on. Depths whose times contradict each other (two layers faster than one) are measured
+    once more and then left out.
+
+    Args:
+        fingerprints: a directory with the config.json of the first k layers; weights are not read.
+
+    Raises:
+        IserveError: nothing at all could be measured; the first failure.
+    """
+    driver = _Driver(spec, target, fingerprints, plan, clock, progress)
+    driver.run_all()
+    return Profile(
+        model=source_name,
+        spec=spec,
+        engine=target.engine,
+        machine=target.machine(),
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        budget_s=plan.budget_s,
+        spent_s=driver.spent_s,
+        complete=driver.complete,
+        memory=tuple(driver.memory),
+        timing=tuple(driver.timing),
+        notes=tuple(driver.notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One configuration of the plan."""
+
+    tp: int
+    pp: int
+    weights: WeightFormat
+    kv: KvFormat
+
+    def __str__(self) -> str:
+        return f"tp={self.tp} pp={self.pp} {self.weights}" + (
+            "" if self.kv == KvFormat.BITS16 else f" kv={self.kv}"
+        )
+
+
+@dataclass
+class _Driver:
+    spec: ModelSpec
+    target: StepTimedTarget
+    fingerprints: Callable[[int], Path]
+    plan: DepthTiedPlan
+    clock: Callable[[], float]
+    progress: Callable[[ProfileProgress], None]
+    memory: list[MemoryPoint] = field(default_factory=list)
+    timing: list[TimingPoint] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    spent_s: float = 0.0
+    complete: bool = True
+    _done: int = 0
+    _cost_s: dict[tuple[int, int, int], float] = field(default_factory=dict)  # per token of a repeated burst
+
+    def run_all(self) -> None:
+        first_error: IserveError | None = None
+        for tp, pp in self.plan.degrees:
+            depths = [k for k in (2, 1) if k * pp <= self.spec.num_layers]
+            if not depths:
+                self.notes.append(f"tp={tp} pp={pp} left out: the model has {self.spec.num_layers} layers")
+                continue
+            try:
+                session = self.target.open_step_timed(tp=tp, pp=pp)
+            except IserveError as error:
+                first_error = first_error or error
+                self._failed(f"tp={tp} pp={pp}", error)
+                continue
+            try:
+                for weights in self.plan.weights:
+                    for kv in self.plan.kv:
+                        case = _Case(tp, pp, weights, kv)
+                        try:
+                            self._case(session, case, depths)
+                        except IserveError as error:
+                            first_error = first_error or error
+                            self._failed(str(case), error)
+            finally:
+                session.close()
+        if not self.timing and first_error is not None:
+            raise first_error
+
+    def _failed(self, what: str, error: IserveError) -> None:
+        self.complete = False
+        self.notes.append(f"{what} failed: {error}")
+
+    def _case(self, session: StepTimedSession, case: _Case, depths: list[int]) -> None:
+        for attempt in (1, 2):
+            measured = [point for depth in depths for point in self._depth(session, case, depth)]
+            problem = contradiction(measured)
+            if problem is None:
+                self.timing += measured
+                return
+            if attempt == 1:
+                self.notes.append(f"{case}: {problem}; measured again")
+        self.complete = False
+        raise NotMeasuredError(f"{case} is unusable, measured twice: {problem}")
+
+    def _depth(self, session: StepTimedSession, case: _Case, depth: int) -> list[TimingPoint]:
+        plan, num_layers = self.plan, depth * case.pp
+        repeat = max(1, self.spec.num_layers // num_layers)
+        self._tell(f"{case}: starting the engine on {num_layers} layers")
+        session.load(
+            self.fingerprints(num_layers),
+            weights=case.weights,
+            kv=case.kv,
+            layers_per_stage=(depth,) * case.pp,
+            max_batch=plan.max_batch,
+            max_context_tokens=plan.max_context_tokens,
+            kv_tokens=plan.kv_tokens,
+        )
+        measured: list[TimingPoint] = []
+        for batch, input_tokens in sorted(plan.points if depth > 1 else plan.shallow_points, key=_tokens):
+            measured += self._point(session, case, num_layers, repeat, (batch, input_tokens))
+        for point in sorted(plan.plain_points, key=_tokens):
+            for output in (1, plan.long_output):
+                measured += self._bursts(
+                    session, case, num_layers, 1, point, output, plan.plain_bursts, plan.settle_s
+                )
+        self.memory.append(
+            MemoryPoint(
+                num_layers=num_layers,
+                tp=case.tp,
+                pp=case.pp,
+                weights=case.weights,
+                kv=case.kv,
+                max_batched_tokens=0,  # the engine's own peak, over the largest step it allows
+                ranks=session.memory(),
+                kv_tokens=plan.kv_tokens,
+            )
+        )
+        return measured
+
+    def _point(
+        self, session: StepTimedSession, case: _Case, num_layers: int, repeat: int, point: Point
+    ) -> list[TimingPoint]:
+        """Bursts of one token until settled, then the long ones."""
+        plan = self.plan
+        foreseen_s = self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * _tokens(point) * 2
+        if self.spent_s + foreseen_s > plan.budget_s:
+            self.complete = False
+            self.notes.append(
+                f"{case}, {num_layers} layers: batch {point[0]} with {point[1]} in left out, the budget of "
+                f"{plan.budget_s:g} GPU-seconds is spent"
+            )
+            return []
+        begun = self.clock()
+        short = self._bursts(session, case, num_layers, repeat, point, 1, plan.most_bursts, plan.settle_s)
+        long = self._bursts(
+            session, case, num_layers, repeat, point, plan.long_output, plan.long_bursts, plan.settle_s
+        )
+        self._cost_s[case.tp, case.pp, num_layers] = min(
+            (self.clock() - begun) / 2 / _tokens(point),
+            self._cost_s.get((case.tp, case.pp, num_layers), float("inf")),
+        )
+        return short + long
+
+    def _bursts(
+        self,
+        session: StepTimedSession,
+        case: _Case,
+        num_layers: int,
+        repeat: int,
+        point: Point,
+        output: int,
+        most: int,
+        until_s: float,
+    ) -> list[TimingPoint]:
+        batch, input_tokens = point
+        self._tell(f"{case}, {num_layers} x {repeat} layers: batch {batch}, {input_tokens} in, {output} out")
+        begun = self.clock()
+        runs: tuple[RunReading, ...] = session.bursts(
+            batch=batch,
+            input_tokens=input_tokens,
+            output_tokens=output,
+            repeat=repeat,
+            most=most,
+            until_s=until_s,
+        )
+        self.spent_s += self.clock() - begun
+        self._done += 1
+        if not runs:
+            raise EngineError(f"no run at batch {batch}, {input_tokens} in")
+        return [
+            TimingPoint(
+                num_layers=num_layers,
+                tp=case.tp,
+                pp=case.pp,
+                weights=case.weights,
+                kv=case.kv,
+                batch=batch,
+                input_tokens=input_tokens,
+                output_tokens=output,
+                runs=runs,
+                repeat=repeat,
+            )
+        ]
+
+    def _tell(self, running: str) -> None:
+        plan = self.plan
+        each = 2 * (len(plan.points) + len(plan.shallow_points)) + 4 * len(plan.plain_points)
+        total = each * len(plan.degrees) * len(plan.weights) * len(plan.kv)
+        self.progress(ProfileProgress(self._done, max(total, self._done), self.spent_s, plan.budget_s, running))
+
+
+def _tokens(point: Point) -> int:
+    return point[0] * point[1]
+
+
+def contradiction(points: list[TimingPoint]) -> str | None:
+    """Where a decode step of more layers took less time than one of fewer, unrepeated alike; None: nowhere."""
+    steps: dict[tuple[int, int], dict[int, float]] = {}
+    for point in points:
+        decoding = [s.forward_s for run in point.runs for s in run.steps if not s.prefill_tokens]
+        if decoding:
+            each = sorted(decoding)[len(decoding) // 2] / point.repeat
+            steps.setdefault((point.batch, point.input_tokens), {})[point.num_layers] = each
+    for (batch, input_tokens), by_depth in steps.items():
+        for fewer, more in zip(sorted(by_depth), sorted(by_depth)[1:], strict=False):
+            if by_depth[more] <= by_depth[fewer]:
+                return (
+                    f"a step of {more} layers took {1e3 * by_depth[more]:.3f} ms, of {fewer} layers "
+                    f"{1e3 * by_depth[fewer]:.3f} ms (batch {batch}, {input_tokens} in)"
+                )
+    return None

@@ -1,0 +1,132 @@
+"""The estimator of engines that carry our step timer: L3 and the engine's own memory counts where they reach.
+
+What neither reaches (another degree or format) is the nearest measured configuration times
+``roofline(asked) / roofline(nearest)``, source ``scaled``; so no number of a ranking is the roofline's alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
+from fingerprint.estimators.calibration import Calibration, shipped_calibration
+from fingerprint.estimators.counted_memory import CountedMemory
+from fingerprint.estimators.fingerprinted import nearest, scaled
+from fingerprint.estimators.l2 import Latency, MeasuredKey
+from fingerprint.estimators.l3 import L3
+from fingerprint.measurements import Profile
+
+__all__ = ["DepthTiedEstimator"]
+
+
+class DepthTiedEstimator:
+    """Predicts every configuration of the profiled model on the profiled machine and engine.
+
+    Args:
+        profile: taken by ``fingerprint.depth_tied_profile``.
+        roofline: an estimator for the same model and device; only ratios of its numbers are used.
+        calibration: measured errors of other models.
+    """
+
+    name = "depth-tied"
+
+    def __init__(self, profile: Profile, roofline: Estimator, calibration: Calibration | None = None) -> None:
+        self.profile = profile
+        self.l3 = L3(profile, roofline, shipped_calibration() if calibration is None else calibration)
+        self.memory = CountedMemory(profile)
+        self._roofline = roofline
+        self._estimates: dict[tuple[DeploymentConfig, Workload], Estimate] = {}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the numbers must know."""
+        return self.profile.notes
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        """Predict ``config`` under ``workload``.
+
+        Raises:
+            NotMeasuredError: another engine than the profile's, or a profile without any usable point.
+        """
+        found = self._estimates.get((config, workload))
+        if found is None:
+            found = self._estimates[config, workload] = self._estimate(config, workload)
+        return found
+
+    def _estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        if config.engine != self.profile.engine:
+            raise NotMeasuredError(
+                f"{self.profile.model} was profiled on {self.profile.engine}, {config.engine} is asked; "
+                f"profile it with --engine {config.engine}"
+            )
+        latency = self._latency(config, workload)
+        return Estimate(
+            config=config,
+            workload=workload,
+            memory=self._memory(config, workload),
+            ttft_s=latency.ttft_s,
+            tpot_s=latency.tpot_s,
+            power_w_per_gpu=self._power(config, workload),
+        )
+
+    def _latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
+        if self.l3.reaches(config):
+            return self.l3.latency(config, workload)
+        near = nearest(config, (self._config(key) for key in self.l3.points))
+        measured = self.l3.latency(near, workload)
+        asked, there = self._roofline.estimate(config, workload), self._roofline.estimate(near, workload)
+        return Latency(
+            scaled(measured.ttft_s, asked.ttft_s, there.ttft_s),
+            scaled(measured.tpot_s, asked.tpot_s, there.tpot_s),
+        )
+
+    def _memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
+        try:
+            return self.memory.memory(config, workload)
+        except NotMeasuredError:
+            near = nearest(config, (self._config(key) for key in self.memory.measured))
+        measured = self.memory.memory(near, workload)
+        asked = self._roofline.estimate(config, workload).memory
+        there = self._roofline.estimate(near, workload).memory
+
+        def item(of: Callable[[MemoryEstimate], int]) -> int:
+            return math.ceil(of(measured) * of(asked) / of(there)) if of(there) else of(asked)
+
+        return MemoryEstimate(
+            tp=config.tp,
+            pp=config.pp,
+            num_layers=asked.num_layers,
+            layer_weight_bytes=item(lambda m: m.layer_weight_bytes),
+            layer_kv_bytes=item(lambda m: m.layer_kv_bytes),
+            first_stage_bytes=item(lambda m: m.first_stage_bytes),
+            last_stage_bytes=item(lambda m: m.last_stage_bytes),
+            activation_bytes=item(lambda m: m.activation_bytes),
+            pp_buffer_bytes=item(lambda m: m.pp_buffer_bytes),
+            runtime_bytes=item(lambda m: m.runtime_bytes),
+            relative_error=math.hypot(measured.relative_error, asked.relative_error),
+            source=Source.SCALED,
+        )
+
+    def _power(self, config: DeploymentConfig, workload: Workload) -> Quantity | None:
+        """Mean power read at the nearest point of the nearest configuration; the roofline's when none was."""
+        near = nearest(config, (self._config(key) for key in self.l3.points))
+        read = [
+            (abs(math.log2(p.batch / workload.batch)) + abs(math.log2(p.input_tokens / workload.input_tokens)), w)
+            for p in self.profile.timing
+            if (p.tp, p.pp, p.weights, p.kv) == (near.tp, near.pp, near.weights, near.kv) and p.output_tokens > 1
+            for w in (run.power_w for run in p.runs)
+            if w is not None
+        ]
+        if not read:
+            return self._roofline.estimate(config, workload).power_w_per_gpu
+        closest = min(distance for distance, _ in read)
+        watts = [w for distance, w in read if distance == closest]
+        mean = sum(watts) / len(watts)
+        source = Source.EXTRAPOLATED if near == config else Source.SCALED
+        return Quantity(mean, min(watts), max(watts), source)
+
+    def _config(self, key: MeasuredKey) -> DeploymentConfig:
+        return DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=self.profile.engine)

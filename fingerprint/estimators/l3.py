@@ -1,0 +1,296 @@
+"""L3: latency from depth-tied fingerprints, whose forward was repeated to the whole model's depth.
+
+With N layers, p stages and fingerprints of k layers per stage run r = N // (p k) times, a step takes
+``r (o + p k h) + c``: h one layer, o what a repeat costs beside its layers (embedding, last norm, a graph's start,
+the host's call), c what happens once. Two depths tell o, since both run (nearly) N layers:
+``T(k, r) - T(k', r') = (r - r') o``. The whole model is ``T(k, r) - (r - 1) o + (N - r p k) h``.
+
+What is predicted is what a client sees of a batch handed over at once: TTFT is the time of a burst of one output
+token, of bursts back to back; ``TPOT = (T(n) - TTFT) / (n - 1)`` for n output tokens, where T(n) starts on a
+cooler GPU (its prefill is a little faster) whose first decode steps still run at the prefill's lower clock. Both
+are measured, so both are in it.
+
+Between measured points the logarithm of (measured / roofline) is smooth: a Gaussian process over log2 batch and
+log2 input tokens carries it, with an interval that widens away from what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel
+from sklearn.linear_model import LinearRegression
+
+from fingerprint.config import DeploymentConfig, Pruning, Workload
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Estimator, Quantity, Source
+from fingerprint.estimators.calibration import Calibration
+from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
+from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
+
+__all__ = ["L3", "Overhead", "WholePoint", "whole_points"]
+
+_LENGTH_OCTAVES = 2.5  # of batch or input, over which the ratio to the roofline keeps its value
+_RATIO_SPREAD = 0.2  # of its logarithm, prior to any measurement
+_SETTLED_SHARE = 0.5  # of a point's bursts: the later ones
+_Z90 = 1.6449
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Seconds that one repeat costs beside its layers: ``fixed + per_token * tokens``."""
+
+    fixed_s: float
+    per_token_s: float
+
+    def at(self, tokens: int) -> float:
+        return self.fixed_s + self.per_token_s * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class WholePoint:
+    """What the whole model takes at one measured point, repeats' overhead taken off."""
+
+    batch: int
+    input_tokens: int
+    ttft_s: float
+    first_s: float  # until the first token in the runs that go on, on a cooler GPU
+    steps_s: tuple[float, ...]  # the following decode steps of the whole batch, in order
+    drained_s: float  # that the last steps took less, because sequences whose prompt came early had ended
+    relative_spread: float  # half of the 90% interval of one burst's time, over that time
+
+    @property
+    def steady_s(self) -> float:
+        """A decode step once clocks have recovered from the prefill."""
+        return statistics.median(self.steps_s[len(self.steps_s) // 2 :])
+
+    def tpot_s(self, output_tokens: int, growth_s: float = 0.0) -> float:
+        """``(T(n) - TTFT) / (n - 1)`` for n output tokens.
+
+        Args:
+            growth_s: what a decode step grows by with every token of context of each sequence.
+        """
+        steps = max(1, output_tokens - 1)
+        seen = self.steps_s[:steps]
+        rest = steps - len(seen)
+        middle = 0.75 * len(self.steps_s)  # of the steps behind ``steady_s``
+        grown = growth_s * (len(seen) + rest / 2 - middle)
+        decode_s = sum(seen) + rest * (self.steady_s + grown) - self.drained_s
+        return (self.first_s + decode_s - self.ttft_s) / steps
+
+
+def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[WholePoint, ...]:
+    """The whole model at every point that the deepest repeated fingerprint ran with two output lengths.
+
+    Args:
+        points: of one configuration.
+        num_layers: of the whole model.
+
+    Raises:
+        NotMeasuredError: no fingerprint was repeated.
+    """
+    repeated = [p for p in points if p.repeat > 1 or p.num_layers == num_layers]
+    if not repeated:
+        raise NotMeasuredError("no fingerprint was run with its forward repeated; profile the model again")
+    deepest = max(p.num_layers for p in repeated)
+    short = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens == 1}
+    long = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens > 1}
+    first, step = _overheads(repeated, deepest)
+    found = []
+    for at in sorted(short.keys() & long.keys()):
+        found.append(_whole(short[at], long[at], num_layers, first, step))
+    return tuple(found)
+
+
+def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, first: Overhead, step: Overhead) -> WholePoint:
+    repeat, missing = short.repeat, num_layers - short.repeat * short.num_layers
+    share = 1 + missing / (repeat * short.num_layers)  # layers that repeats do not reach, as more of the same
+    prompt = short.batch * short.input_tokens
+    first_less = (repeat - 1) * first.at(prompt)
+    step_less = (repeat - 1) * step.at(short.batch)
+    settled = _settled(short)
+    steps, drained_s = _decode_steps(long)
+    in_run = statistics.median(run.e2e_s - sum(s.cadence_s for s in _decoding(run)) for run in long.runs)
+    return WholePoint(
+        batch=short.batch,
+        input_tokens=short.input_tokens,
+        ttft_s=max(0.0, statistics.median(settled) * share - first_less),
+        first_s=max(0.0, in_run * share - first_less),
+        steps_s=tuple(max(0.0, s * share - step_less) for s in steps),
+        drained_s=drained_s * share,
+        relative_spread=_spread(settled),
+    )
+
+
+def _settled(point: TimingPoint) -> list[float]:
+    times = [run.e2e_s for run in point.runs]
+    return times[min(len(times) - 1, math.floor(len(times) * (1 - _SETTLED_SHARE))) :]
+
+
+def _spread(times: list[float]) -> float:
+    if len(times) < 2:
+        return 0.02  # one long burst; over seconds the clock's noise averages out
+    return _Z90 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.mean(times)
+
+
+def _decoding(run: RunReading) -> list[StepReading]:
+    return [step for step in run.steps if not step.prefill_tokens]
+
+
+def _decode_steps(point: TimingPoint) -> tuple[list[float], float]:
+    """The decode steps of the whole batch in order, each the median over the bursts; and what was drained."""
+    by_run = [[s.cadence_s for s in _decoding(run) if s.sequences == point.batch] for run in point.runs]
+    shortest = min(len(steps) for steps in by_run)
+    if shortest == 0:
+        raise NotMeasuredError(f"no decode step was recorded at batch {point.batch}, {point.input_tokens} in")
+    steps = [statistics.median(steps[i] for steps in by_run) for i in range(shortest)]
+    steady = statistics.median(steps[shortest // 2 :])
+    drained = [
+        sum(max(0.0, steady - s.cadence_s) for s in _decoding(run) if s.sequences < point.batch)
+        for run in point.runs
+    ]
+    return steps, statistics.median(drained)
+
+
+def _overheads(points: list[TimingPoint], deepest: int) -> tuple[Overhead, Overhead]:
+    """Of a repeat in a first token and in a decode step, from what two depths ran alike."""
+    by_depth: dict[int, dict[tuple[int, int, bool], TimingPoint]] = {}
+    for point in points:
+        at = (point.batch, point.input_tokens, point.output_tokens > 1)
+        by_depth.setdefault(point.num_layers, {})[at] = point
+    first: list[tuple[int, float, float]] = []
+    step: list[tuple[int, float, float]] = []
+    for depth, others in by_depth.items():
+        for at, other in others.items():
+            same = by_depth[deepest].get(at)
+            if depth == deepest or same is None or other.repeat == same.repeat:
+                continue
+            more = other.repeat - same.repeat
+            if at[2]:
+                there, here = (statistics.median(_decode_steps(p)[0]) for p in (other, same))
+                step.append((at[0], (there - here) / more, here))
+            else:
+                there, here = (statistics.median(_settled(p)) for p in (other, same))
+                first.append((at[0] * at[1], (there - here) / more, here))
+    return _fit_overhead(first), _fit_overhead(step)
+
+
+def _fit_overhead(seen: list[tuple[int, float, float]]) -> Overhead:
+    """Non-negative least squares of (tokens, seconds per repeat, burst's seconds); noise grows with the burst."""
+    if not seen:
+        return Overhead(0.0, 0.0)
+    tokens, cost, burst = (np.array(column, dtype=float) for column in zip(*seen, strict=True))
+    fit = LinearRegression(positive=True, fit_intercept=False)
+    fit.fit(np.column_stack([np.ones_like(tokens), tokens]), cost, sample_weight=1 / burst**2)
+    fixed, per_token = fit.coef_
+    return Overhead(float(fixed), float(per_token))
+
+
+class L3:
+    """Latency of every configuration that was profiled depth-tied.
+
+    Args:
+        profile: with repeated points.
+        roofline: of the same model and device; only its shape between the points is used.
+        calibration: how far such predictions were off on other models; widens every interval.
+    """
+
+    name = "L3"
+
+    def __init__(self, profile: Profile, roofline: Estimator, calibration: Calibration) -> None:
+        self.profile = profile
+        self._roofline = roofline
+        self._calibration = calibration
+        self.points: Mapping[MeasuredKey, tuple[WholePoint, ...]] = _by_key(profile)
+
+    def reaches(self, config: DeploymentConfig) -> bool:
+        """Whether this very configuration was run."""
+        return config.pruning is Pruning.NONE and key_of(config) in self.points
+
+    def latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
+        """Predict ``config`` under ``workload``.
+
+        Raises:
+            NotMeasuredError: the configuration was not run.
+        """
+        if not self.reaches(config):
+            raise NotMeasuredError(f"{config} was not profiled on {self.profile.engine}")
+        points = self.points[key_of(config)]
+        growth = {batch: _growth(points, batch) for batch in {p.batch for p in points}}
+        ttft, tpot = [], []
+        for point in points:
+            at = Workload(batch=point.batch, input_tokens=point.input_tokens, output_tokens=workload.output_tokens)
+            roofline = self._roofline.estimate(config, at)
+            ttft.append(math.log(point.ttft_s / roofline.ttft_s.value))
+            tpot.append(
+                math.log(point.tpot_s(workload.output_tokens, growth[point.batch]) / roofline.tpot_s.value)
+            )
+        asked = self._roofline.estimate(config, workload)
+        measured = any((p.batch, p.input_tokens) == (workload.batch, workload.input_tokens) for p in points)
+        source = Source.EXTRAPOLATED if measured or _within(points, workload) else Source.SCALED
+        return Latency(
+            self._between(points, ttft, workload, asked.ttft_s, "ttft", source),
+            self._between(points, tpot, workload, asked.tpot_s, "tpot", source),
+        )
+
+    def _between(
+        self,
+        points: tuple[WholePoint, ...],
+        log_ratios: list[float],
+        workload: Workload,
+        roofline: Quantity,
+        metric: str,
+        source: Source,
+    ) -> Quantity:
+        where = np.log2([[p.batch, p.input_tokens] for p in points])
+        mean = statistics.fmean(log_ratios)
+        noise = np.array([max(0.003, p.relative_spread / _Z90) ** 2 for p in points])
+        process = GaussianProcessRegressor(
+            ConstantKernel(_RATIO_SPREAD**2) * RBF(_LENGTH_OCTAVES), alpha=noise, optimizer=None
+        )
+        process.fit(where, np.array(log_ratios) - mean)
+        asked = np.log2([[workload.batch, workload.input_tokens]])
+        (shift,), (deviation,) = process.predict(asked, return_std=True)
+        value = roofline.value * math.exp(mean + float(shift))
+        below, above = self._calibration.bounds(metric, exclude_shape=self.profile.spec.shape_hash)
+        spread = _Z90 * float(deviation)
+        return Quantity(
+            value,
+            value * math.exp(-math.hypot(below, spread)),
+            value * math.exp(math.hypot(above, spread)),
+            source,
+        )
+
+
+def _by_key(profile: Profile) -> dict[MeasuredKey, tuple[WholePoint, ...]]:
+    grouped: dict[MeasuredKey, list[TimingPoint]] = {}
+    for point in profile.timing:
+        grouped.setdefault(MeasuredKey(point.tp, point.pp, point.weights, point.kv), []).append(point)
+    found = {}
+    for key, points in grouped.items():
+        try:
+            whole = whole_points(tuple(points), profile.spec.num_layers)
+        except NotMeasuredError:
+            continue
+        if whole:
+            found[key] = whole
+    return found
+
+
+def _growth(points: tuple[WholePoint, ...], batch: int) -> float:
+    """Seconds by which a decode step grows per token of every sequence's context; 0 with one input length."""
+    same = [(p.input_tokens, p.steady_s) for p in points if p.batch == batch]
+    if len({n for n, _ in same}) < 2:
+        return 0.0
+    tokens, seconds = np.array(same, dtype=float).T
+    return max(0.0, float(np.polyfit(tokens, seconds, 1)[0]))
+
+
+def _within(points: tuple[WholePoint, ...], workload: Workload) -> bool:
+    batches, inputs = [p.batch for p in points], [p.input_tokens for p in points]
+    return min(batches) <= workload.batch <= max(batches) and min(inputs) <= workload.input_tokens <= max(inputs)
