@@ -219,16 +219,16 @@ async def in_state(supervisor: Supervisor, state: WorkerState, worker_id: str = 
             await asyncio.sleep(0.02)
 
 
-Scene = Callable[[Callable[[Supervisor], Coroutine[Any, Any, None]]], None]
+Scene = Callable[[Supervisor], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
-def on_node(tmp_path: Path, fake_nvml: ModuleType, engine: TensorRtLlmEngine) -> Scene:
+def on_node(tmp_path: Path, fake_nvml: ModuleType, engine: TensorRtLlmEngine) -> Callable[..., None]:
     """Run a scene on a node of two GPUs."""
 
-    def run(scene: Callable[[Supervisor], Coroutine[Any, Any, None]]) -> None:
+    def run(scene: Scene, **settings: object) -> None:
         async def play() -> None:
-            async with node(tmp_path / "home", fake_nvml, engine) as supervisor:
+            async with node(tmp_path / "home", fake_nvml, engine, **settings) as supervisor:
                 await scene(supervisor)
 
         asyncio.run(play())
@@ -300,6 +300,23 @@ def test_it_comes_up_serves_within_its_limits_and_leaves_nothing(on_node, engine
         assert not running(everything)
 
     on_node(scene)
+
+
+def test_a_worker_that_is_stopped_finishes_what_it_answers(on_node, checkpoint):
+    behave(checkpoint, token_s=0.05)
+
+    async def scene(supervisor: Supervisor) -> None:
+        await supervisor.launch(make_spec(checkpoint))
+        status = await in_state(supervisor, WorkerState.READY)
+        asked = asyncio.create_task(ask(status, "/v1/completions", {"prompt": "a", "max_tokens": 30}))
+        async with asyncio.timeout(WAIT_S):
+            while (await ask(status, "/stats"))[0] != 200:  # until it has begun
+                await asyncio.sleep(0.01)
+        await supervisor.stop("w1")
+        code, body = await asked
+        assert (code, json.loads(body)["usage"]["completion_tokens"]) == (200, 30)
+
+    on_node(scene, stop_grace_s=WAIT_S)
 
 
 def test_its_account_is_the_plans(on_node, engine, checkpoint):
@@ -424,17 +441,28 @@ def test_a_worker_stopped_while_it_loads_leaves_no_rank(on_node, checkpoint):
     on_node(scene)
 
 
-def test_a_killed_engine_is_started_again(on_node, checkpoint):
+@pytest.mark.parametrize("killed", ["guard", "face", "server"])
+def test_whichever_of_its_processes_is_killed_it_is_started_again(on_node, checkpoint, killed):
+    """And nothing of the first is left: not the ranks, which are in sessions of their own and ignore SIGTERM."""
     behave(checkpoint)
+
+    def parent(pid: int) -> int:
+        return next(stat.parent_pid for stat in processes() if stat.pid == pid)
 
     async def scene(supervisor: Supervisor) -> None:
         await supervisor.launch(make_spec(checkpoint))
         first = await in_state(supervisor, WorkerState.READY)
-        os.kill(first.pid, signal.SIGKILL)
+        (rank,) = ranks(checkpoint)
+        server = parent(rank)
+        chain = {"server": server, "face": parent(server), "guard": parent(parent(server))}
+        assert chain["guard"] == first.pid
+        everything = frozenset(chain.values()) | {rank}
+        os.kill(chain[killed], signal.SIGKILL)
         async with asyncio.timeout(WAIT_S):
             while (status := await in_state(supervisor, WorkerState.READY)).pid == first.pid:
                 await asyncio.sleep(0.02)
         assert status.restarts == 1
+        assert not running(everything)
 
     on_node(scene)
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def _run(argv: list[str]) -> int:
     server.server_activate()
     print("INFO:     Application startup complete.", flush=True)
     serve(server, engine)
+    while engine.in_flight:  # it drains, without a deadline
+        time.sleep(0.01)
     engine.end_ranks()
     return 0
 

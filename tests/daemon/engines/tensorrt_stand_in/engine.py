@@ -90,6 +90,7 @@ class Engine:
         self._records: list[dict[str, object]] = []
         self._there = threading.Condition()
         self._iterations = 0
+        self.in_flight = 0
         self.looks = 0  # at the statistics
         self.cut = threading.Event()  # a client has left in the middle of its answer
 

@@ -98,6 +98,13 @@ class _Handler(BaseHTTPRequestHandler):
             "total_tokens": prompt_tokens + output_tokens,
         }
         pieces = self.engine.generate(prompt_tokens, output_tokens)
+        self.engine.in_flight += 1
+        try:
+            self._reply(asked, pieces, usage)
+        finally:
+            self.engine.in_flight -= 1
+
+    def _reply(self, asked: dict, pieces: Iterator[str], usage: dict) -> None:
         if asked.get("stream"):
             self._stream(pieces, usage if (asked.get("stream_options") or {}).get("include_usage") else None)
         else:
