@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from daemon.process import ProcessRecord, is_alive, kill_group, read_record, spawn_detached
+from daemon.procfs import start_time_ticks
 from fingerprint.errors import UnavailableError
 from iserve.settings import Settings
 
@@ -21,7 +22,8 @@ __all__ = ["Companion", "daemon_companion", "gateway_companion", "last_line"]
 log = logging.getLogger(__name__)
 
 _LOG_BYTES = 8 * 2**20
-_RESPAWN_S = 1.0  # never more than one start in so long
+_RESPAWN_S = 1.0  # never more than one start in so long; after one that failed, twice as long
+_MAX_RESPAWN_S = 30.0
 
 
 class Companion:
@@ -34,7 +36,9 @@ class Companion:
         self._settings = settings
         self._argv = tuple(argv)
         self._start_timeout_s = start_timeout_s
-        self._last_start = -1e9
+        self._next_start_s = float("-inf")
+        self._failures = 0  # starts in a row that came to nothing
+        self._why = f"the {name} is starting"
         self.record_path = settings.run_folder / f"{name}.json"
         self.log_path = settings.log_folder / f"{name}.log"
 
@@ -51,12 +55,17 @@ class Companion:
         """
         record = self.record()
         if record is not None:
+            self._failures = 0
             return record
-        now = time.monotonic()
-        if now - self._last_start < _RESPAWN_S:
-            raise UnavailableError(f"the {self.name} is starting")
-        self._last_start = now
-        return self._start()
+        now_s = time.monotonic()
+        if now_s < self._next_start_s:
+            raise UnavailableError(self._why)
+        self._next_start_s = now_s + min(_MAX_RESPAWN_S, _RESPAWN_S * 2.0**self._failures)
+        try:
+            return self._start()
+        except UnavailableError as error:
+            self._failures, self._why = self._failures + 1, str(error)
+            raise
 
     def _start(self) -> ProcessRecord:
         try:
@@ -72,7 +81,7 @@ class Companion:
             record = self.record()
             if record is not None and record.pid == pid:
                 return record
-            if not Path(f"/proc/{pid}").exists():
+            if start_time_ticks(pid) is None:  # ended, reaped or not: in a container nobody may do that
                 break
             time.sleep(0.05)
         else:

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 _UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching"})
 _GIVEN_UP = frozenset({"refused", "failed"})
 _ROUTED = frozenset({"launching", "ready"})  # a worker is there, or about to be: its clients wait a little
+_SAY_AGAIN_S = 60.0
 _ORPHAN_GRACE_S = 5.0  # a worker may be launched a moment before its record is read
 
 
@@ -37,6 +38,7 @@ class Reconciler:
         self._tick_s = tick_s
         self._published: tuple[object, ...] | None = None
         self._orphans: dict[str, float] = {}
+        self._said_s: dict[str, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="reconcile", daemon=True)
 
@@ -53,10 +55,18 @@ class Reconciler:
             try:
                 self.tick()
             except IserveError as error:
-                log.warning("%s", error)
+                self._warn(error)
             except Exception:
                 log.exception("reconcile")
             self._stopping.wait(self._tick_s)
+
+    def _warn(self, error: IserveError) -> None:
+        """Once a minute for one reason: it comes up at every pass, and would fill the disk."""
+        now_s, text = time.monotonic(), str(error)
+        self._said_s = {said: at_s for said, at_s in self._said_s.items() if now_s - at_s < _SAY_AGAIN_S}
+        if text not in self._said_s:
+            self._said_s[text] = now_s
+            log.warning("%s", text)
 
     def tick(self) -> None:
         """One pass."""
@@ -65,7 +75,7 @@ class Reconciler:
             try:
                 companion.ensure()
             except UnavailableError as error:
-                log.warning("%s", error)
+                self._warn(error)
         rows = controller.store.deployments()  # before the node: what is recorded as ready is then seen there
         node = controller.observe()
         self.publish(rows, node)  # first, so that no request is sent to a worker that is about to be stopped
