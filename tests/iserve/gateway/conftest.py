@@ -149,8 +149,9 @@ class FakeWorker:
             await response.write(_frame({**head, "choices": [], "usage": USAGE}))
         if mode == "bad-chunk":
             assert request.transport is not None
+            await self._held()  # apart from the frames: read together with them they would be lost too
             request.transport.write(b"no length\r\n")
-            await self._held()
+            await asyncio.sleep(PATIENCE_S)
         if mode == "own-error":
             await response.write(_frame({"error": {"message": "out of pages", "type": "server_error"}}))
         elif mode != "no-done":

@@ -119,16 +119,20 @@ class TestWorkerFails:
 
     def test_silence_is_bounded(self, gateway, make_worker, make_route) -> None:
         worker = make_worker("wait")
-        gateway.publish(make_route(worker.target()), limits=GatewayLimits(upstream_timeout_s=0.3))
+        gateway.publish(make_route(worker.target()), limits=GatewayLimits(upstream_timeout_s=1.5))
         assert (gateway.complete().status, gateway.complete().error["code"]) == (504, "upstream_timeout")
         worker.mode = "hold"
         assert "fell silent" in json.loads(frames(gateway.complete(stream=True).body)[-1])["error"]["message"]
 
     def test_a_malformed_chunk_does_not_hold_a_stream_for_ever(self, gateway, make_worker, make_route) -> None:
         worker = make_worker("bad-chunk")
-        gateway.publish(make_route(worker.target()), limits=GatewayLimits(upstream_timeout_s=0.3))
-        data = frames(gateway.complete(stream=True).body)
+        gateway.publish(make_route(worker.target()), limits=GatewayLimits(upstream_timeout_s=1.5))
+        connection, response = open_stream(gateway)
+        assert b"one" in response.readline()
+        worker.go_on.set()
+        data = frames(response.read().lstrip())
         assert json.loads(data[-1])["error"]["code"] == "stream_cut"
+        connection.close()
 
     def test_a_complete_stream_ends_whatever_its_connection_does(self, gateway, worker, until) -> None:
         worker.mode = "done-hold"
