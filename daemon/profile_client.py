@@ -107,6 +107,10 @@ class WorkerProfileTarget:
             self._spare = session
         return self._machine
 
+    def open_step_timed(self, *, tp: int, pp: int) -> WorkerProfileSession:
+        """:meth:`open`, of an engine whose capabilities say ``step_timed``."""
+        return self.open(tp=tp, pp=pp)
+
     def open(self, *, tp: int, pp: int) -> WorkerProfileSession:
         if (tp, pp) == (1, 1) and self._spare is not None:
             session, self._spare = self._spare, None

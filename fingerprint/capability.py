@@ -82,6 +82,7 @@ class EngineCapabilities:
         family_reasons: why a family that others run is not among ``families``.
         unavailable: why no worker of it can be started here, and what to change; None where one can.
         verified: False where the table was read in documentation and never run.
+        step_timed: whether its profiling worker carries our step timer (``fingerprint.depth_tied_profile``).
     """
 
     engine: str
@@ -95,6 +96,7 @@ class EngineCapabilities:
     cpu: bool = False
     unavailable: str | None = None
     verified: bool = False
+    step_timed: bool = False
     notes: tuple[Note, ...] = ()
     degree_reason: str = ""
     uneven_pp_reason: str | None = None

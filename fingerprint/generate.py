@@ -26,7 +26,7 @@ from fingerprint.families import FAMILIES, Blueprint, read_blueprint, read_confi
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 from fingerprint.tensor_shapes import Role, TensorShape, elements
 
-__all__ = ["COMPANION_FILES", "GenerateResult", "generate", "generate_dummy"]
+__all__ = ["COMPANION_FILES", "GenerateResult", "generate", "generate_dummy", "generate_shape"]
 
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
@@ -146,6 +146,24 @@ def generate_dummy(
     new_config = cut_config(config, chosen, family.layers_keys)
     written = _write(target, new_config, tensors, config_dir, chosen, blueprint.spec.num_layers, progress)
     return GenerateResult(directory=target, layers=chosen, source_bytes=0, bytes_read=0, bytes_written=written)
+
+
+def generate_shape(config_dir: Path, target: Path, num_layers: int) -> None:
+    """Write to ``target`` the config.json and tokenizer of the first ``num_layers`` layers, and no weights.
+
+    For an engine that makes random weights itself.
+
+    Raises:
+        BadInputError: ``num_layers`` is not in 1..the model's.
+        ConflictError, CheckpointError, NotFoundError, ConfigError, UnsupportedModelError: as :func:`generate`.
+    """
+    config = read_config(config_dir)
+    blueprint = read_blueprint(config)
+    chosen = _checked_layers(range(num_layers), blueprint.spec.num_layers)
+    new_config = cut_config(config, chosen, FAMILIES[blueprint.spec.family].layers_keys)
+    with new_directory(target, needed_bytes=0) as part:
+        (part / "config.json").write_text(json.dumps(new_config, indent=2) + "\n", encoding="utf-8")
+        _copy_beside(config_dir if config_dir.is_dir() else config_dir.parent, part)
 
 
 def _checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:

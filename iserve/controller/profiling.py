@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.depth_tied_profile import depth_tied_plan, depth_tied_profile
 from fingerprint.errors import (
     EngineError,
     InfeasibleError,
@@ -31,14 +32,15 @@ from fingerprint.errors import (
     UnavailableError,
     UnsupportedModelError,
 )
+from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
-from fingerprint.generate import generate, generate_dummy
+from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
-from fingerprint.profile_plan import ProfilePlan, default_plan
+from fingerprint.profile_plan import default_plan
 from iserve.model_source import ModelSource
 from iserve.state.store import Store
 from planner.space import shape_refusal
@@ -208,19 +210,14 @@ class Profiler:
                 return meanwhile
             node = ask_daemon(daemon, self._without_leftovers)
             folder = self._folder / uuid.uuid4().hex
-            fingerprints = _Fingerprints(source, folder)
+            step_timed = engine.capabilities().step_timed
+            fingerprints = _Fingerprints(source, folder, weights=not step_timed)
+            take = _take_depth_tied if step_timed else _take_plain
             try:
                 fingerprints(1)  # a checkpoint that cannot be cut costs no launch
                 with self._target(source, engine, daemon, node) as target:
-                    started = time.monotonic()
-                    device = target.machine().device  # launches the worker that the first degree then uses
-                    launch_s = time.monotonic() - started
-                    left_s = max(1.0, max_seconds - launch_s)
-                    plan = _plan(source.spec, engine.capabilities().unprepared(), device, node, workload, left_s)
-                    measured = profile(
-                        source.name, source.spec, target, fingerprints, plan, progress=progress, launch_s=launch_s
-                    )
-                measured = replace(measured, budget_s=max_seconds, spent_s=measured.spent_s + launch_s)
+                    reach = _Reach(source.spec, engine.capabilities().unprepared(), len(node.devices))
+                    measured = take(source, target, fingerprints, reach, workload, max_seconds, progress)
                 _check_usable(measured, workload)
             finally:
                 self._workers = frozenset()
@@ -278,9 +275,12 @@ def _check_usable(measured: Profile, workload: Workload) -> None:
         ) from error
 
 
-def estimator_for(profile: Profile) -> FingerprintedEstimator:
+def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
     """What was measured, and the roofline of the same device to scale it by."""
-    return FingerprintedEstimator(profile, RooflineEstimator(profile.spec, profile.machine.device))
+    roofline = RooflineEstimator(profile.spec, profile.machine.device)
+    if any(point.repeat > 1 for point in profile.timing):
+        return DepthTiedEstimator(profile, roofline)
+    return FingerprintedEstimator(profile, roofline)
 
 
 def _within_what_is_free(spec: WorkerSpec, node: NodeStatus) -> WorkerSpec:
@@ -298,40 +298,82 @@ def _quietest(node: NodeStatus) -> list[DeviceStatus]:
     return sorted(node.devices, key=lambda d: (d.load_fraction, -d.free_bytes, d.index))
 
 
-def _plan(
-    spec: ModelSpec,
-    engine: EngineCapabilities,
-    gpu: GpuSpec,
-    node: NodeStatus,
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What the engine runs of the model on the node's devices."""
+
+    spec: ModelSpec
+    engine: EngineCapabilities
+    num_devices: int
+
+    def formats_and_degrees(self, gpu: GpuSpec) -> tuple[tuple[WeightFormat, ...], tuple[tuple[int, int], ...]]:
+        """Raises UnsupportedModelError: nothing at all."""
+
+        def runs(config: DeploymentConfig) -> bool:
+            shape = shape_refusal(self.spec, config, self.num_devices)
+            return shape is None and self.engine.refusal(self.spec, config, gpu) is None
+
+        name = self.engine.engine
+        weights = tuple(w for w in WeightFormat if runs(DeploymentConfig(weights=w, engine=name)))
+        degrees = tuple(
+            (tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2)) if runs(DeploymentConfig(tp=tp, pp=pp, engine=name))
+        )
+        if not weights or not degrees:
+            reason = self.engine.refusal(self.spec, DeploymentConfig(engine=name), gpu)
+            raise UnsupportedModelError(f"{name} cannot run this model here: {reason}")
+        return weights, degrees
+
+
+def _take_plain(
+    source: ModelSource,
+    target: WorkerProfileTarget,
+    fingerprints: _Fingerprints,
+    reach: _Reach,
     workload: Workload,
     max_seconds: float,
-) -> ProfilePlan:
-    def runs(config: DeploymentConfig) -> bool:
-        shape = shape_refusal(spec, config, len(node.devices))
-        return shape is None and engine.refusal(spec, config, gpu) is None
+    progress: Callable[[ProfileProgress], None],
+) -> Profile:
+    """Fingerprints as they are, on an engine that loads one after the other in a moment."""
+    started = time.monotonic()
+    device = target.machine().device  # launches the worker that the first degree then uses
+    launch_s = time.monotonic() - started
+    weights, degrees = reach.formats_and_degrees(device)
+    left_s = max(1.0, max_seconds - launch_s)
+    plan = default_plan(source.spec, workload, weights=weights, degrees=degrees, budget_s=left_s)
+    measured = profile(source.name, source.spec, target, fingerprints, plan, progress=progress, launch_s=launch_s)
+    return replace(measured, budget_s=max_seconds, spent_s=measured.spent_s + launch_s)
 
-    name = engine.engine
-    weights = tuple(w for w in WeightFormat if runs(DeploymentConfig(weights=w, engine=name)))
-    degrees = tuple(
-        (tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2)) if runs(DeploymentConfig(tp=tp, pp=pp, engine=name))
+
+def _take_depth_tied(
+    source: ModelSource,
+    target: WorkerProfileTarget,
+    fingerprints: _Fingerprints,
+    reach: _Reach,
+    workload: Workload,
+    max_seconds: float,
+    progress: Callable[[ProfileProgress], None],
+) -> Profile:
+    """Every forward repeated to the model's depth; ``max_seconds`` counts the GPU's time after engine starts."""
+    weights, degrees = reach.formats_and_degrees(target.machine().device)
+    plan = depth_tied_plan(
+        source.spec, workload, max_batch=workload.batch, weights=weights, degrees=degrees, budget_s=max_seconds
     )
-    if not weights or not degrees:
-        reason = engine.refusal(spec, DeploymentConfig(engine=name), gpu)
-        raise UnsupportedModelError(f"{name} cannot run this model here: {reason}")
-    return default_plan(spec, workload, weights=weights, degrees=degrees, budget_s=max_seconds)
+    return depth_tied_profile(source.name, source.spec, target, fingerprints, plan, progress=progress)
 
 
 class _Fingerprints:
     """Cuts each fingerprint when it is first asked for."""
 
-    def __init__(self, source: ModelSource, folder: Path) -> None:
-        self._source, self._folder = source, folder
+    def __init__(self, source: ModelSource, folder: Path, *, weights: bool) -> None:
+        self._source, self._folder, self._weights = source, folder, weights
 
     def __call__(self, num_layers: int) -> Path:
         target = self._folder / f"{num_layers}-layers"
         if not target.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
-            if self._source.has_weights:
+            if not self._weights:  # the engine makes random ones
+                generate_shape(self._source.directory, target, num_layers)
+            elif self._source.has_weights:
                 generate(self._source.directory, target, range(num_layers))
             else:
                 generate_dummy(self._source.directory, target, num_layers, seed=0)

@@ -44,6 +44,7 @@ TABLE = EngineCapabilities(
     lora_families=_WITH_LORA,
     lora_reason="its model class takes no adapters",
     verified=False,
+    step_timed=True,
     exclusions=(
         Exclusion(
             below_compute_capability=(7, 5),
