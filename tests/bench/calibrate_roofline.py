@@ -16,7 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from roofline_tables import (
+from scipy.optimize import least_squares
+
+from fingerprint.config import WeightFormat
+from fingerprint.estimators.roofline import CALIBRATED, RooflineConstants
+from fingerprint.gpus import gpu_spec
+from tests.bench.roofline_tables import (
+    SHAPES,
     SLOW,
     Row,
     Tables,
@@ -31,11 +37,6 @@ from roofline_tables import (
     splitwise_rows,
     ttft_rows,
 )
-from scipy.optimize import least_squares
-
-from fingerprint.config import WeightFormat
-from fingerprint.estimators.roofline import CALIBRATED, RooflineConstants
-from fingerprint.gpus import gpu_spec
 
 TTFT_WEIGHT = 3.0  # 46 rows of TTFT stand against 970 of whole runs
 FITTED = (
@@ -293,25 +294,34 @@ def report_power(tables: Tables) -> None:
     print(f"\naverage power over TDP, {len(known)} runs: 5% {low:.2f}, median {middle:.2f}, 95% {high:.2f}")
 
 
-def calibrate(tables: Tables) -> tuple[RooflineConstants, RooflineConstants]:
-    """Every fitted constant (intervals included), and the same with the slow engine's host; prints the reports."""
+def calibrate(tables: Tables, *, leave_out: str | None = None) -> tuple[RooflineConstants, RooflineConstants]:
+    """Every fitted constant (intervals included), and the same with the slow engine's host; prints the reports.
+
+    Args:
+        leave_out: a value of ``SHAPES``; no row of a model of that shape is looked at.
+    """
+
+    def others(rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if SHAPES[row.model] != leave_out]
+
     link_efficiency, handover_s = operators(tables)
     gemm_check(tables)
     base = replace(CALIBRATED, link_efficiency=link_efficiency, handover_latency_s=handover_s)
     print()
-    runs = keep_sound(tables, bench_rows(tables, ("A100", "H100")), "LLM-Inference-Bench, A100 and H100")
-    old_ttft = splitwise_rows(tables, "ttft")
+    runs = keep_sound(tables, others(bench_rows(tables, ("A100", "H100"))), "LLM-Inference-Bench, A100 and H100")
+    old_ttft = others(splitwise_rows(tables, "ttft"))
     # TP 2 only: from TP 4 on the engine of 2023 waits for its host even in prefill
-    rows = [*runs, *ttft_rows(tables, ("A100", "H100")), *(row for row in old_ttft if row.config.tp == 2)]
+    rows = [*runs, *others(ttft_rows(tables, ("A100", "H100"))), *(row for row in old_ttft if row.config.tp == 2)]
     published, of_slow = fit(tables, rows, base)
-    sound = [row for row in quantized_rows(tables) if not is_emulated(row)]
-    published = replace(published, quantized_efficiency=fit_quantized(tables, sound, published, of_slow))
+    sound = [row for row in others(quantized_rows(tables)) if not is_emulated(row)]
+    factor = fit_quantized(tables, sound, published, of_slow) if sound else 1.0  # 1: as 16 bits, nothing is known
+    published = replace(published, quantized_efficiency=factor)
     own = np.array([tables.errors([row], of_slow if row.engine == SLOW else published)[0] for row in rows])
     kind = "Fit, each engine with its own host terms"
     report_by(kind, rows, own, lambda row: (row.kind, row.engine, row.gpu))
     errors = tables.errors(rows, published)
     report_by("Published constants", rows, errors, lambda row: (row.kind, row.engine, row.gpu))
-    low_load = present_day_rows(tables, "ttft")
+    low_load = others(present_day_rows(tables, "ttft"))
     on_top_s = np.array([row.seconds for row in low_load]) - tables.predict(low_load, published)
     published = replace(published, client_overhead_s=float(np.quantile(on_top_s, 0.95)))
     host_bound = tables.errors([row for row in old_ttft if row.config.tp > 2], published)
