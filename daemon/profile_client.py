@@ -193,7 +193,15 @@ class WorkerProfileSession:
         return self._call("POST", "/profile/run", order, RunReading)
 
     def bursts(
-        self, *, batch: int, input_tokens: int, output_tokens: int, repeat: int, most: int, until_s: float
+        self,
+        *,
+        batch: int,
+        input_tokens: int,
+        output_tokens: int,
+        repeat: int = 1,
+        most: int,
+        until_s: float,
+        steps: bool = True,
     ) -> tuple[RunReading, ...]:
         order = ProfileBursts(
             batch=batch,
@@ -202,6 +210,7 @@ class WorkerProfileSession:
             repeat=repeat,
             most=most,
             until_s=until_s,
+            steps=steps,
         )
         return self._call("POST", "/profile/bursts", order, tuple[RunReading, ...])
 

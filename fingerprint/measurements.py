@@ -106,6 +106,7 @@ class RunReading:
     handover_s: float = 0.0  # stage-to-stage transfer inside device_s, summed over steps
     sm_clock_mhz: float | None = None
     power_w: float | None = None
+    held_bytes: int | None = None  # of the GPUs' memory in use during the run, all processes, the driver's word
     steps: tuple[StepReading, ...] = ()  # of the slowest stage's rank, when they were asked for
 
 
@@ -195,13 +196,22 @@ class StepTimedSession(Protocol):
         ...
 
     def bursts(
-        self, *, batch: int, input_tokens: int, output_tokens: int, repeat: int, most: int, until_s: float
+        self,
+        *,
+        batch: int,
+        input_tokens: int,
+        output_tokens: int,
+        repeat: int = 1,
+        most: int,
+        until_s: float,
+        steps: bool = True,
     ) -> tuple[RunReading, ...]:
-        """Bursts of dummy requests back to back, with their steps: at least one, until ``most`` or ``until_s``.
+        """Bursts of dummy requests back to back: at least one, until ``most`` or ``until_s``.
 
         Args:
             repeat: times that each step's forward is run on the same inputs, so that the fingerprint takes the
                 time of a model that many times as deep.
+            steps: record every step; without it the timer is off.
         """
         ...
 

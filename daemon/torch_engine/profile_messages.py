@@ -52,6 +52,7 @@ class ProfileBursts:
     repeat: int
     most: int
     until_s: float
+    steps: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch", "input_tokens", "output_tokens", "repeat", "most"):

@@ -120,7 +120,7 @@ class Hosted:
         parameters = _greedy(output_tokens)
         runs: list[tuple[float, float]] = []
         try:
-            llm.collective_rpc("iserve_timer_start", args=(order["repeat"], True))
+            llm.collective_rpc("iserve_timer_start", args=(order["repeat"], order["steps"]))
             with _Nvml() as nvml, _Sampler(nvml) as sampler:
                 begun = time.perf_counter()
                 while not runs or (len(runs) < order["most"] and runs[-1][1] - begun < order["until_s"]):
@@ -193,13 +193,14 @@ def _reading(start: float, end: float, rows: list[list[list[float]]], sampler: _
     by_rank = [[row for row in rank if start <= row[0] < end] for rank in rows]
     steps = max(by_rank, key=lambda rank: sum(row[8] for row in rank))
     device_s = sum(row[8] for row in steps)
-    clock_mhz, power_w = sampler.mean(start, end)
+    clock_mhz, power_w, held_bytes = sampler.mean(start, end)
     return {
         "e2e_s": end - start,
         "device_s": device_s,
         "host_s": max(0.0, end - start - device_s),
         "sm_clock_mhz": clock_mhz,
         "power_w": power_w,
+        "held_bytes": held_bytes,
         "steps": [
             {
                 **{name: int(value) for name, value in zip(_STEP, row[1:6], strict=True)},
@@ -233,11 +234,13 @@ class _Nvml:
     def total_bytes(self) -> list[int]:
         return [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in self._handles]
 
-    def clock_and_power(self) -> tuple[float, float]:
-        """SM clock in MHz and power in W, means over the GPUs."""
+    def look(self) -> tuple[float, float, int]:
+        """SM clock in MHz and power in W, means over the GPUs; bytes in use, over all of them."""
         nvml, count = self._nvml, len(self._handles)
         clocks = sum(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) for handle in self._handles)
-        return clocks / count, sum(nvml.nvmlDeviceGetPowerUsage(h) for h in self._handles) / 1e3 / count
+        watts = sum(nvml.nvmlDeviceGetPowerUsage(handle) for handle in self._handles) / 1e3
+        held = sum(int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
+        return clocks / count, watts / count, held
 
 
 def _visible(nvml: Any) -> list[int]:
@@ -250,11 +253,11 @@ def _visible(nvml: Any) -> list[int]:
 
 
 class _Sampler:
-    """Looks at clock and power now and then while bursts run, from a thread of its own."""
+    """Looks at clock, power and memory now and then while bursts run, from a thread of its own."""
 
     def __init__(self, nvml: _Nvml) -> None:
         self._nvml = nvml
-        self._seen: list[tuple[float, float, float]] = []
+        self._seen: list[tuple[float, float, float, int]] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="clock-and-power")
 
@@ -268,14 +271,15 @@ class _Sampler:
 
     def _loop(self) -> None:
         while not self._end.is_set():
-            self._seen.append((time.perf_counter(), *self._nvml.clock_and_power()))
+            self._seen.append((time.perf_counter(), *self._nvml.look()))
             self._end.wait(_SAMPLE_S)
 
-    def mean(self, start: float, end: float) -> tuple[float | None, float | None]:
-        """Over what was seen within a burst; of the nearest look, when none fell into it."""
+    def mean(self, start: float, end: float) -> tuple[float | None, float | None, int | None]:
+        """Mean clock and power and most memory of what was seen within a burst; else of the nearest look."""
         within = [look for look in self._seen if start <= look[0] < end]
         if not within and self._seen:
             within = [min(self._seen, key=lambda look: abs(look[0] - start))]
         if not within:
-            return None, None
-        return sum(look[1] for look in within) / len(within), sum(look[2] for look in within) / len(within)
+            return None, None, None
+        count = len(within)
+        return sum(x[1] for x in within) / count, sum(x[2] for x in within) / count, max(x[3] for x in within)

@@ -43,13 +43,13 @@ _Z90 = 1.6449
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds that one repeat costs beside its layers: ``fixed + per_token * tokens``."""
+    """Seconds that one repeat costs beside its layers: ``per_pass * passes + per_token * tokens``."""
 
-    fixed_s: float
+    per_pass_s: float
     per_token_s: float
 
-    def at(self, tokens: int) -> float:
-        return self.fixed_s + self.per_token_s * tokens
+    def at(self, passes: float, tokens: float) -> float:
+        return self.per_pass_s * passes + self.per_token_s * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class WholePoint:
     ttft_s: float
     first_s: float  # until the first token in the runs that go on, on a cooler GPU
     steps_s: tuple[float, ...]  # the following decode steps of the whole batch, in order
-    drained_s: float  # that the last steps took less, because sequences whose prompt came early had ended
+    drained_s: tuple[float, ...]  # what each of the last steps took less: sequences that began early had ended
     relative_spread: float  # half of the 90% interval of one burst's time, over that time
 
     @property
@@ -72,6 +72,9 @@ class WholePoint:
     def tpot_s(self, output_tokens: int, growth_s: float = 0.0) -> float:
         """``(T(n) - TTFT) / (n - 1)`` for n output tokens.
 
+        The GPU cools while it decodes, so of fewer tokens than were measured the prefill is taken to be cooler by
+        that share: with one token, T(n) is the TTFT.
+
         Args:
             growth_s: what a decode step grows by with every token of context of each sequence.
         """
@@ -80,12 +83,24 @@ class WholePoint:
         rest = steps - len(seen)
         middle = 0.75 * len(self.steps_s)  # of the steps behind ``steady_s``
         grown = growth_s * (len(seen) + rest / 2 - middle)
-        decode_s = sum(seen) + rest * (self.steady_s + grown) - self.drained_s
-        return (self.first_s + decode_s - self.ttft_s) / steps
+        decode_s = sum(seen) + rest * (self.steady_s + grown) - sum(self.drained_s[-steps:])
+        cooled = min(1.0, steps / self._measured_steps)
+        return (cooled * (self.first_s - self.ttft_s) + decode_s) / steps
+
+    @property
+    def _measured_steps(self) -> int:
+        return len(self.steps_s) + len(self.drained_s)
+
+    @property
+    def usable(self) -> bool:
+        """Whether every time is positive: noise larger than what is measured makes some that are not."""
+        return self.ttft_s > 0 and all(self.tpot_s(1 + n) > 0 for n in range(1, self._measured_steps + 1))
 
 
 def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[WholePoint, ...]:
     """The whole model at every point that the deepest repeated fingerprint ran with two output lengths.
+
+    A point where no decode step held the whole batch tells nothing of it and is left out.
 
     Args:
         points: of one configuration.
@@ -97,39 +112,59 @@ def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Whol
     repeated = [p for p in points if p.repeat > 1 or p.num_layers == num_layers]
     if not repeated:
         raise NotMeasuredError("no fingerprint was run with its forward repeated; profile the model again")
-    deepest = max(p.num_layers for p in repeated)
+    repeated = [p for p in repeated if p.output_tokens == 1 or _decodes_together(p)]
+    deepest = max((p.num_layers for p in repeated), default=0)
     short = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens == 1}
     long = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens > 1}
     first, step = _overheads(repeated, deepest)
-    found = []
-    for at in sorted(short.keys() & long.keys()):
-        found.append(_whole(short[at], long[at], num_layers, first, step))
-    return tuple(found)
+    found = (_whole(short[at], long[at], num_layers, first, step) for at in sorted(short.keys() & long.keys()))
+    return tuple(point for point in found if point.usable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Took:
+    """Seconds of a burst until its first tokens, or of one decode step, and what was run in them."""
+
+    seconds: float
+    forward_s: float  # of one stage
+    passes: float
+    tokens: float
 
 
 def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, first: Overhead, step: Overhead) -> WholePoint:
-    repeat, missing = short.repeat, num_layers - short.repeat * short.num_layers
-    share = 1 + missing / (repeat * short.num_layers)  # layers that repeats do not reach, as more of the same
-    prompt = short.batch * short.input_tokens
-    first_less = (repeat - 1) * first.at(prompt)
-    step_less = (repeat - 1) * step.at(short.batch)
-    settled = _settled(short)
-    steps, drained_s = _decode_steps(long)
-    in_run = statistics.median(run.e2e_s - sum(s.cadence_s for s in _decoding(run)) for run in long.runs)
+    settled, in_run = _first(short), _first(long)
+
+    def step_s(reading: StepReading) -> float:
+        took = _Took(reading.cadence_s, reading.forward_s, 1, reading.sequences)
+        return _whole_s(long, took, step, num_layers)
+
+    by_run = [[step_s(s) for s in _together(long, run)] for run in long.runs]
+    steps = tuple(statistics.median(in_order) for in_order in zip(*by_run, strict=False))
+    steady = statistics.median(steps[len(steps) // 2 :])
+    fewer = [[step_s(s) for s in _decoding(run) if s.sequences < long.batch] for run in long.runs]
+    drained = tuple(max(0.0, steady - statistics.median(in_order)) for in_order in zip(*fewer, strict=False))
     return WholePoint(
         batch=short.batch,
         input_tokens=short.input_tokens,
-        ttft_s=max(0.0, statistics.median(settled) * share - first_less),
-        first_s=max(0.0, in_run * share - first_less),
-        steps_s=tuple(max(0.0, s * share - step_less) for s in steps),
-        drained_s=drained_s * share,
-        relative_spread=_spread(settled),
+        ttft_s=_whole_s(short, settled, first, num_layers),
+        first_s=_whole_s(long, in_run, first, num_layers),
+        steps_s=steps,
+        drained_s=drained,
+        relative_spread=_spread([run.e2e_s for run in _settled(short)]),
     )
 
 
-def _settled(point: TimingPoint) -> list[float]:
-    times = [run.e2e_s for run in point.runs]
-    return times[min(len(times) - 1, math.floor(len(times) * (1 - _SETTLED_SHARE))) :]
+def _whole_s(point: TimingPoint, took: _Took, overhead: Overhead, num_layers: int) -> float:
+    """``T - (r - 1) o + (N - r p k) h``, one layer's h from the forward's own time."""
+    once = overhead.at(took.passes, took.tokens)
+    missing = num_layers - point.repeat * point.num_layers
+    layer_s = max(0.0, took.forward_s * point.pp / point.repeat - once) / point.num_layers
+    return took.seconds - (point.repeat - 1) * once + missing * layer_s
+
+
+def _settled(point: TimingPoint) -> tuple[RunReading, ...]:
+    runs = point.runs
+    return runs[min(len(runs) - 1, math.floor(len(runs) * (1 - _SETTLED_SHARE))) :]
 
 
 def _spread(times: list[float]) -> float:
@@ -138,57 +173,77 @@ def _spread(times: list[float]) -> float:
     return _Z90 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.mean(times)
 
 
+def _first(point: TimingPoint) -> _Took:
+    """Until the first tokens: of settled bursts, or of those that went on."""
+    runs = _settled(point) if point.output_tokens == 1 else point.runs
+    prompts = [[s for s in run.steps if s.prefill_tokens] for run in runs]
+    return _Took(
+        statistics.median(run.e2e_s - sum(s.cadence_s for s in _decoding(run)) for run in runs),
+        statistics.median(sum(s.forward_s for s in steps) for steps in prompts),
+        statistics.median(len(steps) for steps in prompts),
+        statistics.median(sum(s.tokens for s in steps) for steps in prompts),
+    )
+
+
 def _decoding(run: RunReading) -> list[StepReading]:
     return [step for step in run.steps if not step.prefill_tokens]
 
 
-def _decode_steps(point: TimingPoint) -> tuple[list[float], float]:
-    """The decode steps of the whole batch in order, each the median over the bursts; and what was drained."""
-    by_run = [[s.cadence_s for s in _decoding(run) if s.sequences == point.batch] for run in point.runs]
-    shortest = min(len(steps) for steps in by_run)
-    if shortest == 0:
-        raise NotMeasuredError(f"no decode step was recorded at batch {point.batch}, {point.input_tokens} in")
-    steps = [statistics.median(steps[i] for steps in by_run) for i in range(shortest)]
-    steady = statistics.median(steps[shortest // 2 :])
-    drained = [
-        sum(max(0.0, steady - s.cadence_s) for s in _decoding(run) if s.sequences < point.batch)
-        for run in point.runs
-    ]
-    return steps, statistics.median(drained)
+def _together(point: TimingPoint, run: RunReading) -> list[StepReading]:
+    """Decode steps of the whole batch."""
+    return [step for step in _decoding(run) if step.sequences == point.batch]
+
+
+def _decodes_together(point: TimingPoint) -> bool:
+    return all(_together(point, run) for run in point.runs)
+
+
+def _step(point: TimingPoint) -> _Took:
+    """One decode step of the whole batch, the median."""
+    steps = [s for run in point.runs for s in _together(point, run)]
+    seconds, forward = (
+        statistics.median(of) for of in zip(*((s.cadence_s, s.forward_s) for s in steps), strict=True)
+    )
+    return _Took(seconds, forward, 1, point.batch)
 
 
 def _overheads(points: list[TimingPoint], deepest: int) -> tuple[Overhead, Overhead]:
-    """Of a repeat in a first token and in a decode step, from what two depths ran alike."""
+    """Of a repeat in a first token and in a decode step, from what two depths ran alike.
+
+    With n = r p k layers run, ``T - T' = (r - r') o + (n - n') h``; where the repeats of both do not divide N alike,
+    n differs by a layer or two, and h is the deeper one's forward less o.
+    """
     by_depth: dict[int, dict[tuple[int, int, bool], TimingPoint]] = {}
     for point in points:
         at = (point.batch, point.input_tokens, point.output_tokens > 1)
         by_depth.setdefault(point.num_layers, {})[at] = point
-    first: list[tuple[int, float, float]] = []
-    step: list[tuple[int, float, float]] = []
+    first: list[tuple[_Took, float]] = []
+    step: list[tuple[_Took, float]] = []
     for depth, others in by_depth.items():
         for at, other in others.items():
             same = by_depth[deepest].get(at)
             if depth == deepest or same is None or other.repeat == same.repeat:
                 continue
-            more = other.repeat - same.repeat
-            if at[2]:
-                there, here = (statistics.median(_decode_steps(p)[0]) for p in (other, same))
-                step.append((at[0], (there - here) / more, here))
-            else:
-                there, here = (statistics.median(_settled(p)) for p in (other, same))
-                first.append((at[0] * at[1], (there - here) / more, here))
+            of = _step if at[2] else _first
+            there, here = of(other), of(same)
+            more_layers = (other.repeat * other.num_layers - same.repeat * same.num_layers) / same.num_layers
+            excess_s = there.seconds - here.seconds - more_layers * here.forward_s * same.pp / same.repeat
+            (step if at[2] else first).append((here, excess_s / (other.repeat - same.repeat - more_layers)))
     return _fit_overhead(first), _fit_overhead(step)
 
 
-def _fit_overhead(seen: list[tuple[int, float, float]]) -> Overhead:
-    """Non-negative least squares of (tokens, seconds per repeat, burst's seconds); noise grows with the burst."""
+def _fit_overhead(seen: list[tuple[_Took, float]]) -> Overhead:
+    """Non-negative least squares of seconds per repeat over passes and tokens; noise grows with the burst."""
     if not seen:
         return Overhead(0.0, 0.0)
-    tokens, cost, burst = (np.array(column, dtype=float) for column in zip(*seen, strict=True))
+    work = np.array([[took.passes, took.tokens] for took, _ in seen])
+    cost, seconds = np.array([c for _, c in seen]), np.array([took.seconds for took, _ in seen])
+    if np.linalg.matrix_rank(work) < 2:  # one size alone does not tell the two apart: as if nothing grew
+        work[:, 1] = 0.0
     fit = LinearRegression(positive=True, fit_intercept=False)
-    fit.fit(np.column_stack([np.ones_like(tokens), tokens]), cost, sample_weight=1 / burst**2)
-    fixed, per_token = fit.coef_
-    return Overhead(float(fixed), float(per_token))
+    fit.fit(work, cost, sample_weight=1 / seconds**2)
+    per_pass, per_token = fit.coef_
+    return Overhead(float(per_pass), float(per_token))
 
 
 class L3:

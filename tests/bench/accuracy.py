@@ -1,0 +1,390 @@
+"""Predictions from fingerprints against whole models measured on the same GPU and engine: errors and coverage.
+
+Run: ``python -m tests.bench.accuracy [RESULTS_DIR] [--json FILE] [--write-errors]``.
+
+Reads what ``tests.bench.accuracy_measure`` recorded (``tests/bench/results/h200`` by default), predicts every
+point of every model from its fingerprints alone, and prints, as Markdown: the errors per model, how many truths
+lie inside the 90% intervals (calibrated on the other models, never on the model's own truth), memory, what
+profiling cost, and the same points by the paper's method taken literally, the roofline and AIConfigurator where it
+has an answer. ``--write-errors`` renews ``fingerprint/data/depth_tied_errors.json``, which the intervals of users'
+models come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Quantity, Source
+from fingerprint.estimators.calibration import Calibration, MeasuredError
+from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.l2 import L2
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.measurements import TimingPoint
+from tests.bench.accuracy_measure import OUTPUT, Recorded
+
+RESULTS = Path(__file__).parent / "results"
+ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
+AICONFIGURATOR = RESULTS / "aiconfigurator_h200.json"
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerPoint:
+    """The part of a point of ``tests.bench.aiconfigurator_static`` that is compared."""
+
+    model: str
+    backend: str
+    tp: int
+    pp: int
+    weights: str
+    batch: int
+    input_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What AIConfigurator said of it; None where it has no data."""
+
+    point: AnswerPoint
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """The whole model at one point: medians of its runs."""
+
+    batch: int
+    input_tokens: int
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(batch=self.batch, input_tokens=self.input_tokens, output_tokens=OUTPUT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One predicted number beside its truth."""
+
+    model: str
+    weights: str
+    method: str
+    metric: str  # "ttft" | "tpot"
+    batch: int
+    input_tokens: int
+    truth_s: float
+    predicted_s: float
+    low_s: float
+    high_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.truth_s - 1
+
+    @property
+    def inside(self) -> bool:
+        return self.low_s <= self.truth_s <= self.high_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRow:
+    """What the engine logged of the whole model, and what was predicted. Bytes per GPU."""
+
+    model: str
+    weights: str
+    weights_bytes: int
+    weights_predicted: int
+    non_kv_bytes: int  # weights, activations, context, graphs
+    non_kv_predicted: int
+    blocks: int
+    blocks_predicted: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostRow:
+    """What the fingerprints and the whole model took of the GPU."""
+
+    model: str
+    weights: str
+    profile_s: float
+    profile_start_s: float
+    profile_gib_s: float
+    whole_s: float
+    whole_start_s: float
+    whole_gib_s: float
+
+
+def load(folder: Path) -> list[Recorded]:
+    """Every recording in ``folder``, by name."""
+    return [
+        from_json(gzip.decompress(path.read_bytes()), Recorded, what=str(path))
+        for path in sorted(folder.glob("*.json.gz"))
+    ]
+
+
+def truths(recorded: Recorded) -> list[Truth]:
+    """TTFT = T(1), TPOT = (T(65) - T(1)) / 64, medians over the runs."""
+    times = {
+        (p.batch, p.input_tokens, p.output_tokens): statistics.median(run.e2e_s for run in p.runs)
+        for p in recorded.whole
+    }
+    return [
+        Truth(b, n, short, (times[b, n, OUTPUT] - short) / (OUTPUT - 1))
+        for (b, n, output), short in sorted(times.items())
+        if output == 1 and (b, n, OUTPUT) in times
+    ]
+
+
+def _rows(recorded: Recorded, method: str, truth: Truth, ttft: Quantity, tpot: Quantity) -> list[Row]:
+    return [
+        Row(
+            model=recorded.model,
+            weights=recorded.weights,
+            method=method,
+            metric=metric,
+            batch=truth.batch,
+            input_tokens=truth.input_tokens,
+            truth_s=true_s,
+            predicted_s=predicted.value,
+            low_s=predicted.low,
+            high_s=predicted.high,
+        )
+        for metric, true_s, predicted in (("ttft", truth.ttft_s, ttft), ("tpot", truth.tpot_s, tpot))
+    ]
+
+
+def _config(recorded: Recorded) -> DeploymentConfig:
+    return DeploymentConfig(tp=recorded.tp, pp=recorded.pp, weights=recorded.weights, engine="vllm")
+
+
+def predict_l3(recorded: Recorded, calibration: Calibration) -> list[Row]:
+    """Ours: depth-tied fingerprints."""
+    estimator = DepthTiedEstimator(recorded.profile, _roofline(recorded), calibration)
+    rows = []
+    for truth in truths(recorded):
+        found = estimator.estimate(_config(recorded), truth.workload)
+        rows += _rows(recorded, "L3", truth, found.ttft_s, found.tpot_s)
+    return rows
+
+
+def predict_l2(recorded: Recorded) -> list[Row]:
+    """The paper's method: wall-clock of one and two layers, two output lengths; where those were run so."""
+    plain = tuple(p for p in recorded.profile.timing if p.repeat == 1)
+    if not plain:
+        return []
+    strategy = L2(replace(recorded.profile, timing=plain))
+    ran = {(p.batch, p.input_tokens) for p in plain}
+    rows = []
+    for truth in truths(recorded):
+        if (truth.batch, truth.input_tokens) in ran:
+            try:
+                latency = strategy.latency(_config(recorded), truth.workload)
+            except NotMeasuredError:
+                continue
+            rows += _rows(recorded, "L2 (paper)", truth, latency.ttft_s, latency.tpot_s)
+    return rows
+
+
+def predict_roofline(recorded: Recorded) -> list[Row]:
+    """From the datasheet, nothing measured."""
+    roofline = _roofline(recorded)
+    rows = []
+    for truth in truths(recorded):
+        found = roofline.estimate(_config(recorded), truth.workload)
+        rows += _rows(recorded, "roofline", truth, found.ttft_s, found.tpot_s)
+    return rows
+
+
+def predict_aiconfigurator(recorded: Recorded, answers: Sequence[Answer]) -> list[Row]:
+    """AIConfigurator's static mode for the same engine version, where it has data; it gives no interval."""
+    found = {
+        (a.point.batch, a.point.input_tokens): a
+        for a in answers
+        if a.ttft_s is not None
+        and a.tpot_s is not None
+        and a.point.model.rpartition("/")[2] == recorded.model
+        and (a.point.backend, a.point.weights, a.point.tp, a.point.pp)
+        == ("vllm", recorded.weights, recorded.tp, recorded.pp)
+    }
+    rows = []
+    for truth in truths(recorded):
+        answer = found.get((truth.batch, truth.input_tokens))
+        if answer is not None and answer.ttft_s is not None and answer.tpot_s is not None:
+            ttft, tpot = (Quantity(s, s, s, Source.ROOFLINE) for s in (answer.ttft_s, answer.tpot_s))
+            rows += _rows(recorded, "AIConfigurator 0.12.0", truth, ttft, tpot)
+    return rows
+
+
+def _roofline(recorded: Recorded) -> RooflineEstimator:
+    return RooflineEstimator(recorded.profile.spec, recorded.profile.machine.device)
+
+
+def measured_errors(recorded: Sequence[Recorded]) -> tuple[MeasuredError, ...]:
+    """ln(measured / predicted) of L3 at every point; predictions' values do not depend on any calibration."""
+    found = []
+    for one in recorded:
+        versions = dict(one.profile.machine.versions)
+        for row in predict_l3(one, Calibration()):
+            found.append(
+                MeasuredError(
+                    model=one.model,
+                    shape_hash=one.profile.spec.shape_hash,
+                    engine=versions.get("engine", "vllm"),
+                    gpu=one.profile.machine.device.name,
+                    weights=one.weights,
+                    metric=row.metric,
+                    batch=row.batch,
+                    input_tokens=row.input_tokens,
+                    log_error=round(math.log(row.truth_s / row.predicted_s), 5),
+                )
+            )
+    return tuple(found)
+
+
+def memory_row(recorded: Recorded) -> MemoryRow:
+    """The engine's counts of its fullest rank against the prediction."""
+    estimator = DepthTiedEstimator(recorded.profile, _roofline(recorded), Calibration()).memory
+    found = estimator.memory(_config(recorded), Workload())
+    layers = recorded.profile.spec.num_layers // recorded.pp
+    stage = max((found.stage(i, layers) for i in range(recorded.pp)), key=lambda s: s.weights_bytes)
+    rank = max(recorded.whole_memory, key=lambda r: r.weights_bytes)
+    return MemoryRow(
+        model=recorded.model,
+        weights=recorded.weights,
+        weights_bytes=rank.weights_bytes,
+        weights_predicted=stage.weights_bytes,
+        non_kv_bytes=rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes + rank.graph_bytes,
+        non_kv_predicted=stage.weights_bytes + stage.activation_bytes + stage.runtime_bytes,
+        blocks=min(r.kv_blocks for r in recorded.whole_memory),
+        blocks_predicted=estimator.kv_blocks(_config(recorded), recorded.budget_bytes),
+    )
+
+
+def cost_row(recorded: Recorded) -> CostRow:
+    """GPU time and memory x time; engine starts are counted at the memory held after them."""
+    repeated = [p for p in recorded.profile.timing if p.repeat > 1]
+
+    def gib_s(points: Iterable[TimingPoint]) -> float:
+        return sum(run.e2e_s * (run.held_bytes or 0) / GIB for p in points for run in p.runs)
+
+    return CostRow(
+        model=recorded.model,
+        weights=recorded.weights,
+        profile_s=sum(run.e2e_s for p in repeated for run in p.runs),
+        profile_start_s=recorded.profile_start_s,
+        profile_gib_s=gib_s(repeated),
+        whole_s=sum(run.e2e_s for p in recorded.whole for run in p.runs),
+        whole_start_s=sum(recorded.start_s) - recorded.profile_start_s,
+        whole_gib_s=gib_s(recorded.whole),
+    )
+
+
+def summary(rows: Sequence[Row], of: Callable[[Row], str]) -> list[tuple[str, str, int, float, float, float]]:
+    """(group, metric, points, median error, worst error, share inside), errors as absolute fractions."""
+    found = []
+    for group in dict.fromkeys(of(row) for row in rows):
+        for metric in ("tpot", "ttft"):
+            these = [row for row in rows if of(row) == group and row.metric == metric]
+            if these:
+                errors = [abs(row.error) for row in these]
+                inside = sum(row.inside for row in these) / len(these)
+                found.append((group, metric, len(these), statistics.median(errors), max(errors), inside))
+    return found
+
+
+def markdown(
+    rows: Sequence[Row], memory: Sequence[MemoryRow], costs: Sequence[CostRow], others: Sequence[Row]
+) -> str:
+    """The tables of ``docs/accuracy.md``."""
+    lines = ["| model | number | points | median error | worst error | inside the 90% interval |"]
+    lines.append("| --- | --- | --: | --: | --: | --: |")
+
+    def add(table: list[tuple[str, str, int, float, float, float]]) -> None:
+        for group, metric, count, median, worst, inside in table:
+            share = f"{inside:.0%}" if group != "AIConfigurator 0.12.0" else "gives none"
+            lines.append(f"| {group} | {metric.upper()} | {count} | {median:.1%} | {worst:.1%} | {share} |")
+
+    add(summary(rows, lambda row: f"{row.model} {row.weights}"))
+    add(summary(rows, lambda row: "all"))
+    lines += [
+        "",
+        "| model | weights | non-KV memory | KV blocks (engine / predicted) |",
+        "| --- | --: | --: | --: |",
+    ]
+    for one in memory:
+        lines.append(
+            f"| {one.model} {one.weights} | {one.weights_predicted / one.weights_bytes - 1:+.2%} | "
+            f"{one.non_kv_predicted / one.non_kv_bytes - 1:+.2%} "
+            f"({(one.non_kv_predicted - one.non_kv_bytes) / GIB:+.2f} GiB) | "
+            f"{one.blocks:,} / {one.blocks_predicted:,} ({one.blocks_predicted / max(1, one.blocks) - 1:+.2%}) |"
+        )
+    lines += ["", "| model | fingerprints | whole model | memory x time, whole / fingerprints | engine starts |"]
+    lines.append("| --- | --: | --: | --: | --: |")
+    for cost in costs:
+        ratio = cost.whole_gib_s / cost.profile_gib_s if cost.profile_gib_s else math.nan
+        lines.append(
+            f"| {cost.model} {cost.weights} | {cost.profile_s:.0f} s, {cost.profile_gib_s:.0f} GiB s | "
+            f"{cost.whole_s:.0f} s, {cost.whole_gib_s:.0f} GiB s | {ratio:.1f} | "
+            f"{cost.profile_start_s:.0f} s / {cost.whole_start_s:.0f} s |"
+        )
+    lines += ["", "| method | number | points | median error | worst error | inside its interval |"]
+    lines.append("| --- | --- | --: | --: | --: | --: |")
+    add(summary([*rows, *others], lambda row: row.method))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "h200")
+    parser.add_argument("--json", type=Path, help="write every row here")
+    parser.add_argument("--write-errors", action="store_true", help=f"renew {ERRORS.name}")
+    parser.add_argument("--points", action="store_true", help="print every point too")
+    options = parser.parse_args()
+    recorded = load(options.results)
+    if not recorded:
+        raise SystemExit(f"no recordings in {options.results}; make some with tests.bench.accuracy_measure")
+    errors = measured_errors(recorded)
+    calibration = Calibration(errors)
+    rows = [row for one in recorded for row in predict_l3(one, calibration)]
+    answers = from_json(AICONFIGURATOR.read_bytes(), _Answers, what=AICONFIGURATOR.name).answers
+    others = [
+        row
+        for one in recorded
+        for row in (*predict_l2(one), *predict_roofline(one), *predict_aiconfigurator(one, answers))
+    ]
+    memory, costs = [memory_row(one) for one in recorded], [cost_row(one) for one in recorded]
+    print(markdown(rows, memory, costs, others))
+    if options.points:
+        for row in rows:
+            print(
+                f"{row.model:14s} {row.weights:5s} {row.metric} {row.batch:4d} {row.input_tokens:5d} "
+                f"{1e3 * row.truth_s:9.3f} {1e3 * row.predicted_s:9.3f} {row.error:+7.2%} "
+                f"{'' if row.inside else 'OUTSIDE'}"
+            )
+    if options.json:
+        options.json.write_bytes(
+            to_json({"rows": rows, "others": others, "memory": memory, "costs": costs}, indent=1)
+        )
+    if options.write_errors:
+        ERRORS.write_text(json.dumps(json.loads(to_json(errors)), indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main()

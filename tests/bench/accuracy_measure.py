@@ -1,0 +1,357 @@
+"""Measures models on vLLM and a GPU for ``tests/bench/accuracy.py``: fingerprints first, then the whole model.
+
+Run with vLLM's own Python on the GPU machine, from the repository's root::
+
+    python -m tests.bench.accuracy_measure OUT MODEL_DIR[:FORMAT] [...] [--tp T --pp P] [--max-seconds S]
+
+A MODEL_DIR needs a config.json alone, for all weights are random. Both sides run in the same worker process on the
+same GPU, one after the other: ``vllm.LLM`` in its default mode (compiled, overlapped), prefix caching off,
+max_num_seqs 256, max_num_batched_tokens 16384, gpu_memory_utilization 0.85, KV room for the largest point on
+either side. TTFT is the time of a call with one output token, TPOT that of 65 tokens less that of one over 64.
+The whole model's calls are timed with the step timer off, but for two points that show what it costs.
+
+Writes OUT/NAME-FORMAT.json.gz, a :class:`Recorded` each; nothing is predicted here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from daemon.engines.base import WorkerLimits, WorkerSpec
+from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
+from fingerprint.codec import to_json
+from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.depth_tied_profile import DepthTiedPlan, Point, depth_tied_profile
+from fingerprint.errors import IserveError
+from fingerprint.families import read_config, read_spec
+from fingerprint.generate import generate_shape
+from fingerprint.gpus import match_device
+from fingerprint.measurements import MachineInfo, Profile, RankMemory, TimingPoint
+from fingerprint.model_spec import ModelSpec
+
+ROOT = Path(__file__).parents[2]
+BATCHES, INPUTS = (1, 8, 32, 128), (128, 512, 1024, 2048)
+MOST_PROMPT_TOKENS = 131_072
+OUTPUT = 65
+REPEATS = 5
+TIMER_POINTS = ((1, 128), (32, 128))
+PLAIN_POINTS = ((1, 128), (1, 1024), (8, 512), (32, 512), (32, 1024), (128, 128))
+MAX_SEQUENCES, MAX_STEP_TOKENS, MEMORY_FRACTION = 256, 16_384, 0.85
+MAX_CONTEXT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """One model in one format, fingerprints and whole, from one call."""
+
+    model: str
+    weights: WeightFormat
+    tp: int
+    pp: int
+    profile: Profile
+    whole: tuple[TimingPoint, ...]  # timer off
+    whole_timed: tuple[TimingPoint, ...]  # timer on, at ``TIMER_POINTS``
+    whole_memory: tuple[RankMemory, ...]
+    budget_bytes: int  # that the engine might take of each GPU
+    measured_at: str
+    start_s: tuple[float, ...]  # of every engine start, in order
+    profile_start_s: float  # of these, the fingerprints'
+    whole_s: float  # the whole model's calls, warm-ups included
+
+
+def grid(max_context_tokens: int) -> tuple[Point, ...]:
+    """The points that the context holds and whose prompts total at most ``MOST_PROMPT_TOKENS``."""
+    return tuple(
+        (b, n) for b in BATCHES for n in INPUTS if b * n <= MOST_PROMPT_TOKENS and n + OUTPUT <= max_context_tokens
+    )
+
+
+class _Process:
+    """``WorkerHandle`` on a profiling worker started here, without a daemon."""
+
+    def __init__(self, spec: WorkerSpec, machine: MachineInfo, folder: Path) -> None:
+        self.url = f"http://{spec.host}:{spec.port}"
+        self._folder = folder
+        (folder / "spec.json").write_bytes(to_json(spec))
+        (folder / "machine.json").write_bytes(to_json(machine))
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "daemon/step_timer"), os.environ.get("PYTHONPATH", "")]),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": ",".join(d for stage in spec.stages for d in stage.device_ids),
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+            "NCCL_NVLS_ENABLE": "0",
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        }
+        self._log = (folder / "log.txt").open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "daemon/vllm_worker/__main__.py"), "--spec", str(folder / "spec.json")],
+            env=env,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+
+    def failure(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        text = (self._folder / "log.txt").read_text(errors="replace")[-2000:]
+        return f"the worker ended with {code}: {text}"
+
+    def stop(self) -> None:
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+        self._process.wait()
+        self._log.close()
+
+
+def machine_here(num_gpus: int) -> MachineInfo:
+    """Asked of the driver and the interpreter's metadata; makes no CUDA context."""
+    text = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    name, driver = (part.strip() for part in text[0].split(","))
+    device = match_device(name)
+    if device is None:
+        raise SystemExit(f"{name} is not in the GPU table")
+    cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    return MachineInfo(
+        device=device,
+        num_devices=num_gpus,
+        cores_per_device=(os.cpu_count() or 1) // max(1, len(text)),
+        cpu_model=cpu.partition(":")[2].strip(),
+        driver=driver,
+        versions=(
+            ("engine", f"vllm {metadata.version('vllm')}"),
+            ("torch", metadata.version("torch")),
+            ("transformers", metadata.version("transformers")),
+        ),
+    )
+
+
+def total_bytes() -> int:
+    """Of the first GPU, as CUDA counts: a little less than the driver's figure."""
+    text = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[1])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return int(text.split()[-1])
+
+
+@dataclass
+class _Bench:
+    out: Path
+    tp: int
+    pp: int
+    machine: MachineInfo
+    budget_bytes: int
+    scratch: Path
+    port: int = 18_080
+
+    def target(self, directory: Path, spec: ModelSpec) -> WorkerProfileTarget:
+        def launch(worker: WorkerSpec) -> _Process:
+            self.port += 1
+            folder = self.scratch / worker.worker_id
+            folder.mkdir(parents=True)
+            return _Process(replace(worker, port=self.port), self.machine, folder)
+
+        return WorkerProfileTarget(
+            launch,
+            checkpoint=directory,
+            device_ids=[str(index) for index in range(self.tp * self.pp)],
+            limits=WorkerLimits(
+                max_batch=MAX_SEQUENCES,
+                max_batched_tokens=MAX_STEP_TOKENS,
+                max_context_tokens=min(MAX_CONTEXT, spec.max_context_tokens),
+                kv_tokens=1,
+                memory_bytes_per_device=self.budget_bytes,
+            ),
+            engine="vllm",
+            start_timeout_s=180,
+            call_timeout_s=400,
+        )
+
+    def measure(self, directory: Path, weights: WeightFormat) -> None:
+        spec = read_spec(read_config(directory))
+        context = min(MAX_CONTEXT, spec.max_context_tokens)
+        points = grid(context)
+        plan = DepthTiedPlan(
+            degrees=((self.tp, self.pp),),
+            weights=(weights,),
+            points=points,
+            shallow_points=tuple(p for p in points if p[0] * p[1] <= 8192 or p == (128, 128)),
+            plain_points=tuple(p for p in PLAIN_POINTS if p in points),
+            max_batch=MAX_SEQUENCES,
+            max_context_tokens=context,
+            budget_s=200,
+        )
+        fingerprints: dict[int, Path] = {}
+
+        def cut(layers: int) -> Path:
+            if layers not in fingerprints:
+                fingerprints[layers] = self.scratch / f"{directory.name}-{weights}-{layers}"
+                generate_shape(directory, fingerprints[layers], layers)
+            return fingerprints[layers]
+
+        with self.target(directory, spec) as target:
+            shared = _Shared(target)
+            begun = time.monotonic()
+            profile = depth_tied_profile(directory.name, spec, shared, cut, plan)
+            print(f"{directory.name} {weights}: profiled in {time.monotonic() - begun:.0f} s,", end=" ")
+            print(f"{profile.spent_s:.0f} s after starts; {'; '.join(profile.notes)}", flush=True)
+            try:
+                recorded = self._whole(shared, profile, plan, directory, weights)
+            finally:
+                shared.end()
+        path = self.out / f"{directory.name}-{weights}-tp{self.tp}-pp{self.pp}.json.gz"
+        path.write_bytes(gzip.compress(to_json(recorded), mtime=0))
+        print(f"{path.name}: whole model {recorded.whole_s:.0f} s, starts {recorded.start_s}", flush=True)
+
+    def _whole(
+        self, shared: _Shared, profile: Profile, plan: DepthTiedPlan, directory: Path, weights: WeightFormat
+    ) -> Recorded:
+        profile_start_s = sum(shared.start_s)
+        session = shared.open_step_timed(tp=self.tp, pp=self.pp)
+        layers = profile.spec.num_layers
+        shared.load(
+            directory,
+            weights=weights,
+            kv=KvFormat.BITS16,
+            layers_per_stage=(layers // self.pp,) * self.pp,
+            max_batch=MAX_SEQUENCES,
+            max_context_tokens=plan.max_context_tokens,
+            kv_tokens=max(b * (n + OUTPUT) for b, n in plan.points),
+        )
+        whole_session = session.session
+        begun = time.monotonic()
+
+        def run(point: Point, output: int, most: int, *, steps: bool) -> TimingPoint:
+            runs = whole_session.bursts(
+                batch=point[0], input_tokens=point[1], output_tokens=output, most=most, until_s=1e9, steps=steps
+            )
+            warm = 1 if output == 1 else 0
+            return TimingPoint(
+                num_layers=layers,
+                tp=self.tp,
+                pp=self.pp,
+                weights=weights,
+                kv=KvFormat.BITS16,
+                batch=point[0],
+                input_tokens=point[1],
+                output_tokens=output,
+                runs=runs[warm:],
+            )
+
+        ordered = sorted(plan.points, key=lambda p: p[0] * p[1])
+        whole = [
+            run(point, output, REPEATS + (output == 1), steps=False) for point in ordered for output in (1, OUTPUT)
+        ]
+        timed = [run(point, OUTPUT, REPEATS, steps=True) for point in TIMER_POINTS if point in plan.points]
+        return Recorded(
+            model=directory.name,
+            weights=weights,
+            tp=self.tp,
+            pp=self.pp,
+            profile=profile,
+            whole=tuple(whole),
+            whole_timed=tuple(timed),
+            whole_memory=whole_session.memory(),
+            budget_bytes=self.budget_bytes,
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            start_s=tuple(shared.start_s),
+            profile_start_s=profile_start_s,
+            whole_s=time.monotonic() - begun,
+        )
+
+
+class _Shared:
+    """A target whose one worker outlives the profile's session, so that the whole model needs no new imports."""
+
+    def __init__(self, target: WorkerProfileTarget) -> None:
+        self._target = target
+        self.engine = target.engine
+        self.session: WorkerProfileSession | None = None
+        self.start_s: list[float] = []
+
+    def machine(self) -> MachineInfo:
+        if self.session is None:
+            return self._target.machine()
+        return self.session.machine()
+
+    def open_step_timed(self, *, tp: int, pp: int) -> _Shared:
+        if self.session is None:
+            self.session = self._target.open(tp=tp, pp=pp)
+        return self
+
+    def load(self, *args: object, **kwargs: object) -> None:
+        begun = time.monotonic()
+        self.session.load(*args, **kwargs)  # type: ignore[union-attr, arg-type]
+        self.start_s.append(round(time.monotonic() - begun, 1))
+
+    def bursts(self, **kwargs: object) -> object:
+        return self.session.bursts(**kwargs)  # type: ignore[union-attr, arg-type]
+
+    def memory(self) -> tuple[RankMemory, ...]:
+        return self.session.memory()  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """The profile is done with it; :meth:`end` ends it."""
+
+    def end(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("models", nargs="+", help="MODEL_DIR or MODEL_DIR:fp8")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--max-seconds", type=float, default=1e9, help="begin no model after this many seconds")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = _Bench(
+            out=options.out,
+            tp=options.tp,
+            pp=options.pp,
+            machine=machine_here(options.tp * options.pp),
+            budget_bytes=int(total_bytes() * MEMORY_FRACTION),
+            scratch=Path(scratch),
+        )
+        for number, named in enumerate(options.models):
+            if time.monotonic() - begun > options.max_seconds:
+                print(f"no time left for {', '.join(options.models[number:])}")
+                return
+            directory, _, weights = named.partition(":")
+            try:
+                bench.measure(Path(directory).resolve(), WeightFormat(weights or "16bit"))
+            except IserveError as error:
+                print(f"{named} failed: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
