@@ -120,6 +120,9 @@ class Monitor:
             cores=device.cores,
             power_w=reading.power_w,
             sm_clock_mhz=reading.sm_clock_mhz,
+            used_bytes=None
+            if device.kind == "cpu" or reading.free_bytes is None
+            else device.total_bytes - reading.free_bytes,
         )
 
     def _cpu_free(self, device: Device, reading: DeviceReading, uses: Sequence[WorkerUse]) -> int:

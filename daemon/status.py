@@ -49,6 +49,7 @@ class DeviceStatus:
     cores: tuple[int, ...] = ()  # CPU shares: the cores a worker here is pinned to
     power_w: float | None = None
     sm_clock_mhz: float | None = None
+    used_bytes: int | None = None  # by the driver's count, whoever holds them; None: no driver counts here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

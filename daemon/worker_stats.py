@@ -31,3 +31,4 @@ class WorkerStats:
     steps: int
     busy: tuple[DeviceBusy, ...]
     memory: tuple[RankMemory, ...]
+    kv_block_tokens: int = 0  # of one block of the KV cache; 0: the engine has none, or does not say

@@ -9,6 +9,7 @@ from typing import Protocol
 from fingerprint.config import DeploymentConfig, Workload
 
 __all__ = [
+    "Correction",
     "Estimate",
     "Estimator",
     "MemoryEstimate",
@@ -104,6 +105,19 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """What the check of a running configuration changed in an estimate (``fingerprint.estimators.corrected``)."""
+
+    measured_at: str  # ISO 8601, UTC
+    config: DeploymentConfig  # what was checked
+    workload: Workload
+    exact: bool  # the estimate is of just that; False: carried over, and the intervals hold the uncorrected ones
+    ttft_log_ratio: float  # natural logarithm of measured over predicted, at what was checked; 0: as predicted
+    tpot_log_ratio: float
+    memory_bytes: int  # added to what a GPU holds beside weights and KV cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """One configuration under one workload."""
 
@@ -113,6 +127,7 @@ class Estimate:
     ttft_s: Quantity  # of the whole batch handed over at once
     tpot_s: Quantity  # one decode step of the batch, at the mean context of the workload
     power_w_per_gpu: Quantity | None = None  # None: unknown (CPU)
+    correction: Correction | None = None  # None: as the estimator says
 
     @property
     def e2e_s(self) -> Quantity:

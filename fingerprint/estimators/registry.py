@@ -1,7 +1,8 @@
 """Estimators and the strategies they are made of, by name. How each is built is its own affair.
 
 An estimator answers for a whole configuration (``fingerprint.estimates.Estimator``). A strategy answers for its
-memory or its latency alone, from a profile: the paper's M2 and L2. Classes are imported when asked for, so that
+memory or its latency alone, from a profile: the paper's M2 and L2, ours (``counted``, L3) where an engine carries
+our step timer. Classes are imported when asked for, so that
 planning from a datasheet loads no statistics library.
 """
 
@@ -25,14 +26,22 @@ class Predicts(StrEnum):
 
 
 # A new one is one file, one row here, and one subclass of the conformance test. Constructors of estimators differ,
-# because they learn from different things (a datasheet, a profile); strategies are all given the profile.
+# because they learn from different things (a datasheet, a profile); strategies are given the profile first.
 _CLASSES = {
     Predicts.EVERYTHING: {
+        "corrected": "fingerprint.estimators.corrected:CorrectedEstimator",
+        "depth-tied": "fingerprint.estimators.depth_tied:DepthTiedEstimator",
         "fingerprinted": "fingerprint.estimators.fingerprinted:FingerprintedEstimator",
         "roofline": "fingerprint.estimators.roofline:RooflineEstimator",
     },
-    Predicts.MEMORY: {"M2": "fingerprint.estimators.m2:M2"},
-    Predicts.LATENCY: {"L2": "fingerprint.estimators.l2:L2"},
+    Predicts.MEMORY: {
+        "M2": "fingerprint.estimators.m2:M2",
+        "counted": "fingerprint.estimators.counted_memory:CountedMemory",
+    },
+    Predicts.LATENCY: {
+        "L2": "fingerprint.estimators.l2:L2",
+        "L3": "fingerprint.estimators.l3:L3",
+    },
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-__all__ = ["api_keys", "deployments", "events", "metadata", "models", "profiles", "route_version"]
+__all__ = ["api_keys", "deployments", "events", "metadata", "models", "profiles", "route_version", "verifications"]
 
 metadata = MetaData(
     naming_convention={
@@ -32,6 +32,18 @@ profiles = Table(
     Column("model", String(200), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("body", Text, nullable=False),  # fingerprint.measurements.Profile as JSON
+)
+
+verifications = Table(
+    "verifications",
+    metadata,
+    Column("shape_hash", String(64), primary_key=True),
+    Column("engine", String(40), primary_key=True),
+    Column("machine_key", String(64), primary_key=True),
+    Column("config", String(200), primary_key=True),
+    Column("model", String(200), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("body", Text, nullable=False),  # fingerprint.verification.Verification as JSON
 )
 
 deployments = Table(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
 import sqlalchemy as sa
@@ -24,10 +25,13 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, ConflictError, NotFoundError, UnavailableError
 from fingerprint.measurements import Profile
+from fingerprint.verification import Verification
 from iserve.routes import ApiKeyRecord
-from iserve.state.schema import api_keys, deployments, events, models, profiles, route_version
+from iserve.state.schema import api_keys, deployments, events, models, profiles, route_version, verifications
 
-__all__ = ["DeploymentRow", "EventRow", "KeyRow", "ModelRow", "Store"]
+__all__ = ["DeploymentRow", "EventRow", "KeyRow", "ModelRow", "Store", "VerificationRow"]
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +73,15 @@ class KeyRow:
     label: str
     created_at: float
     revoked: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerificationRow:
+    model: str
+    shape_hash: str
+    engine: str
+    machine_key: str
+    verification: Verification
 
 
 _EVENTS_KEPT = 10_000
@@ -209,14 +222,55 @@ class Store:
         )
         with self._read() as connection:
             body = connection.execute(query).scalar_one_or_none()
-        return None if body is None else _readable(body)
+        return None if body is None else _readable(body, Profile)
 
     def profiles(self) -> tuple[Profile, ...]:
         """All of them, newest first."""
         query = sa.select(profiles.c.body).order_by(profiles.c.created_at.desc())
         with self._read() as connection:
-            found = [_readable(body) for body in connection.execute(query).scalars()]
+            found = [_readable(body, Profile) for body in connection.execute(query).scalars()]
         return tuple(profile for profile in found if profile is not None)
+
+    # verifications
+
+    def put_verification(
+        self, verification: Verification, *, model: str, shape_hash: str, engine: str, machine_key: str
+    ) -> None:
+        """Keep the newest check of this configuration, shape, engine and machine."""
+        key = {
+            "shape_hash": shape_hash,
+            "engine": engine,
+            "machine_key": machine_key,
+            "config": str(verification.config),
+        }
+        body = to_json(verification).decode()
+        with self._write() as connection:
+            connection.execute(sa.delete(verifications).filter_by(**key))
+            values = key | {"model": model, "created_at": time.time(), "body": body}
+            connection.execute(sa.insert(verifications).values(values))
+
+    def verifications(self, **key: str) -> tuple[VerificationRow, ...]:
+        """Those whose ``shape_hash``, ``engine`` and ``machine_key`` are as given, the oldest first."""
+        query = sa.select(verifications).filter_by(**key).order_by(verifications.c.created_at)
+        with self._read() as connection:
+            rows = connection.execute(query).mappings().all()
+        read = ((row, _readable(row["body"], Verification)) for row in rows)
+        return tuple(
+            VerificationRow(
+                model=row["model"],
+                shape_hash=row["shape_hash"],
+                engine=row["engine"],
+                machine_key=row["machine_key"],
+                verification=verification,
+            )
+            for row, verification in read
+            if verification is not None
+        )
+
+    def forget_verifications(self, shape_hash: str) -> int:
+        """How many there were, on every engine and machine."""
+        with self._write() as connection:
+            return connection.execute(sa.delete(verifications).filter_by(shape_hash=shape_hash)).rowcount
 
     # deployments
 
@@ -351,10 +405,10 @@ class Store:
             return int(current) + 1
 
 
-def _readable(body: str) -> Profile | None:
-    """None for a profile that an iServe of another version wrote in its own way: it is measured anew."""
+def _readable(body: str, kind: type[T]) -> T | None:
+    """None for what an iServe of another version wrote in its own way: it is measured anew."""
     try:
-        return from_json(body, Profile, what="a stored profile")
+        return from_json(body, kind, what=f"a stored {kind.__name__.lower()}")
     except BadInputError as error:
         log.warning("%s; it counts as absent", error)
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import create_engine
 
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConflictError, NotFoundError, UnavailableError
+from fingerprint.verification import Reading, Verification
 from iserve.routes import ApiKeyRecord
 from iserve.state.schema import metadata
 from iserve.state.store import Store
@@ -177,6 +180,49 @@ def test_a_profile_that_cannot_be_read_counts_as_absent(path: Path) -> None:
         connection.execute("""UPDATE profiles SET body = '{"of": "another version"}'""")
     assert store.profile(profile.spec.shape_hash, profile.engine, "here") is None
     assert store.profiles() == ()
+
+
+def verification(**config: int) -> Verification:
+    reading = Reading(value=0.5, low=0.4, high=0.6, repeats=5)
+    return Verification(
+        config=DeploymentConfig(**config),
+        workload=Workload(),
+        room=Workload(),
+        layers_per_stage=(8,),
+        measured_at="2026-11-21T10:00:00+00:00",
+        ttft_s=reading,
+        tpot_s=None,
+        memory_bytes_per_gpu=None,
+        kv_tokens=640,
+    )
+
+
+def test_the_newest_check_of_a_configuration_is_kept_and_all_of_a_shape_can_be_forgotten(path: Path) -> None:
+    store = Store.open(path)
+    where = {"shape_hash": "s", "engine": "torch", "machine_key": "here"}
+    first, second = verification(), verification(tp=2)
+    later = replace(first, kv_tokens=1280)
+    for check in (first, second, later):
+        store.put_verification(check, model="m", **where)
+    store.put_verification(first, model="other", **where | {"machine_key": "there"})
+    store.put_verification(first, model="n", **where | {"shape_hash": "t"})
+    store.close()
+    store = Store.open(path)
+    assert [row.verification for row in store.verifications(**where)] == [second, later]
+    assert [row.model for row in store.verifications(shape_hash="s")] == ["m", "m", "other"]
+    assert len(store.verifications()) == 4
+    assert store.forget_verifications("s") == 3
+    assert store.forget_verifications("s") == 0
+    assert [row.model for row in store.verifications()] == ["n"]
+
+
+def test_a_check_that_cannot_be_read_counts_as_absent(path: Path) -> None:
+    store = Store.open(path)
+    store.put_verification(verification(), model="m", shape_hash="s", engine="torch", machine_key="here")
+    with sqlite3.connect(path) as connection:
+        connection.execute("""UPDATE verifications SET body = '{"of": "another version"}'""")
+    assert store.verifications() == ()
+    assert store.forget_verifications("s") == 1
 
 
 def test_keys_are_hashes_and_can_be_revoked(path: Path) -> None:

@@ -93,4 +93,5 @@ class Iterations:
             steps=self._steps,
             busy=tuple(DeviceBusy(device_id=device_id, busy_s=self._busy_s) for device_id in devices),
             memory=(),
+            kv_block_tokens=last.kv.tokens_per_block,
         )

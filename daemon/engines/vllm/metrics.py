@@ -56,6 +56,7 @@ def read_stats(served_model: str, body: bytes) -> WorkerStats:
         steps=_sum(samples, "iteration_tokens_total_count"),
         busy=(),
         memory=(),
+        kv_block_tokens=_label(_named(samples, "cache_config_info")[0], "block_size"),
     )
 
 
@@ -91,7 +92,11 @@ def _sum(samples: Iterable[_Sample], name: str) -> int:
 
 
 def _kv_tokens(info: _Sample) -> int:
+    return (_label(info, "num_gpu_blocks") - 1) * _label(info, "block_size")
+
+
+def _label(info: _Sample, name: str) -> int:
     try:
-        return (int(info.labels["num_gpu_blocks"]) - 1) * int(info.labels["block_size"])
+        return int(info.labels[name])
     except (KeyError, ValueError) as error:
         raise EngineError(f"vllm's cache_config_info does not tell its blocks: {error}") from error

@@ -1,0 +1,1 @@
+"""Checking a running configuration against what was predicted of it."""

@@ -1,0 +1,162 @@
+"""A check as it leaves iServe: every figure predicted and measured side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from daemon.engines.base import WorkerSpec
+from daemon.worker_stats import WorkerStats
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Correction, Estimate, Quantity, Source
+from fingerprint.verification import Reading, Verification
+from iserve.api_types import ProgressDocument
+
+__all__ = [
+    "MetricDocument",
+    "VerificationDocument",
+    "VerificationJobDocument",
+    "verification_document",
+]
+
+SERVED = "served: over HTTP, from a burst's first byte sent to its last one read"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricDocument:
+    """One figure. ``measured`` None: not reported; ``error`` is measured over predicted, less 1."""
+
+    name: str  # "ttft_s" | "tpot_s" | "memory_bytes_per_gpu" | "kv_tokens"
+    predicted: float
+    low: float  # of the 90% interval; of ``kv_tokens`` what was ordered, and no upper end
+    high: float | None
+    source: Source | None  # None: ordered, not predicted
+    measured: float | None
+    measured_low: float | None  # 90% interval of the mean over the repeats; None: read once
+    measured_high: float | None
+    repeats: int
+    error: float | None
+    inside: bool | None
+    how: str  # it was measured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerificationDocument:
+    """What a check found."""
+
+    model: str
+    deployment: str | None  # None: launched for the check, and ended with it
+    hardware: str
+    config: DeploymentConfig
+    workload: Workload  # that was run
+    measured_at: str  # ISO 8601, UTC
+    metrics: tuple[MetricDocument, ...]
+    correction_before: Correction | None  # of an earlier check, which the predictions here include
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerificationJobDocument:
+    """A check that is under way, or was."""
+
+    job_id: str
+    model: str
+    status: str  # "running" | "done" | "failed"
+    error: str | None
+    progress: ProgressDocument | None
+    result: VerificationDocument | None = None
+
+
+def verification_document(
+    verification: Verification,
+    predicted: Estimate,
+    *,
+    model: str,
+    deployment: str | None,
+    hardware: str,
+    spec: WorkerSpec,
+    stats: WorkerStats | None,
+    memory_how: str,
+    notes: tuple[str, ...],
+) -> VerificationDocument:
+    """The check beside ``predicted``, what the plan said of just that configuration and workload.
+
+    Args:
+        stats: the worker's own account; None: it gave none.
+        memory_how: who counted the memory, or why nobody did.
+    """
+    metrics = [_time("ttft_s", predicted.ttft_s, verification.ttft_s)]
+    if verification.tpot_s is not None:
+        metrics.append(_time("tpot_s", predicted.tpot_s, verification.tpot_s))
+    metrics += [_memory(verification, predicted, memory_how), _kv(verification, spec, stats)]
+    return VerificationDocument(
+        model=model,
+        deployment=deployment,
+        hardware=hardware,
+        config=verification.config,
+        workload=verification.workload,
+        measured_at=verification.measured_at,
+        metrics=tuple(metrics),
+        correction_before=predicted.correction,
+        notes=notes,
+    )
+
+
+def _time(name: str, predicted: Quantity, measured: Reading) -> MetricDocument:
+    return MetricDocument(
+        name=name,
+        predicted=predicted.value,
+        low=predicted.low,
+        high=predicted.high,
+        source=predicted.source,
+        measured=measured.value,
+        measured_low=measured.low,
+        measured_high=measured.high,
+        repeats=measured.repeats,
+        error=measured.value / predicted.value - 1,
+        inside=predicted.low <= measured.value <= predicted.high,
+        how=SERVED,
+    )
+
+
+def _memory(verification: Verification, predicted: Estimate, how: str) -> MetricDocument:
+    memory, measured = predicted.memory, verification.memory_bytes_per_gpu
+    value = memory.per_gpu_bytes(verification.layers_per_stage)
+    low, high = value * (1 - memory.relative_error), value * (1 + memory.relative_error)
+    return _read_once("memory_bytes_per_gpu", value, low, high, memory.source, measured, how)
+
+
+def _kv(verification: Verification, spec: WorkerSpec, stats: WorkerStats | None) -> MetricDocument:
+    ordered, measured = spec.limits.kv_tokens, verification.kv_tokens
+    if stats is None or measured is None:
+        how = "not reported by the engine"
+    elif stats.kv_block_tokens:
+        how = f"the engine's own report: {measured // stats.kv_block_tokens} blocks of {stats.kv_block_tokens}"
+    else:
+        how = "the engine's own report; its cache has no blocks"
+    return _read_once("kv_tokens", ordered, ordered, None, None, measured, how)
+
+
+def _read_once(
+    name: str,
+    predicted: float,
+    low: float,
+    high: float | None,
+    source: Source | None,
+    measured: int | None,
+    how: str,
+) -> MetricDocument:
+    inside = None if measured is None else low <= measured and (high is None or measured <= high)
+    return MetricDocument(
+        name=name,
+        predicted=predicted,
+        low=low,
+        high=high,
+        source=source,
+        measured=measured,
+        measured_low=None,
+        measured_high=None,
+        repeats=0 if measured is None else 1,
+        error=None if measured is None else measured / predicted - 1,
+        inside=inside,
+        how=how,
+    )

@@ -1,0 +1,133 @@
+"""The order and number of a check's bursts, and what their times are. Pure: bursts and clock are arguments.
+
+TTFT is the time of a burst with one output token; TPOT is ``(T(n) - T(1)) / (n - 1)`` of the two bursts of a pair,
+run one after the other so that what drifts meets both (definitions: ``fingerprint.estimates``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fingerprint.config import Workload
+from fingerprint.errors import ConflictError, NotMeasuredError
+from fingerprint.robust import locate
+from fingerprint.verification import Reading
+
+__all__ = ["Burst", "Times", "time_bursts"]
+
+_FEWEST_PAIRS, _WANTED_PAIRS, _MOST_PAIRS = 3, 5, 50
+_TIGHT = 0.01  # half-width of the interval over the mean, at which repeating ends
+_PROBE_TOKENS = 9  # output tokens of the burst that tells how long the others will take
+
+
+class Burst(NamedTuple):
+    elapsed_s: float
+    alone: bool  # False: the worker served others meanwhile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """What a check timed, under the workload whose bursts were run."""
+
+    workload: Workload
+    ttft_s: Reading
+    tpot_s: Reading | None  # None: one output token
+    disturbed: int  # pairs left out because others were served meanwhile
+
+
+def time_bursts(
+    burst: Callable[[Workload], Burst],
+    workload: Workload,
+    *,
+    max_seconds: float,
+    clock: Callable[[], float],
+    progress: Callable[[int, int, float], None],
+) -> Times:
+    """Pairs of bursts until both times are tight or the time is up; an answer that would be too long is cut.
+
+    Args:
+        clock: seconds.
+        progress: pairs run, pairs planned, seconds since the start.
+
+    Raises:
+        NotMeasuredError: three pairs of the shortest answers take longer than that.
+        ConflictError: others were served in nearly every burst.
+    """
+    started_s = clock()
+    end_s = started_s + max_seconds
+    one = replace(workload, output_tokens=1)
+    progress(0, _WANTED_PAIRS, 0.0)
+    burst(one)  # the first compiles, captures and fills caches
+    first_s = burst(one).elapsed_s
+    probe = replace(workload, output_tokens=min(workload.output_tokens, _PROBE_TOKENS))
+    step_s = 0.0
+    if probe != one:
+        step_s = max(0.0, burst(probe).elapsed_s - first_s) / (probe.output_tokens - 1)
+    many = _affordable(workload, first_s, step_s, end_s - clock(), max_seconds)
+    pair_s = first_s if many == one else 2 * first_s + (many.output_tokens - 1) * step_s
+    planned = max(_FEWEST_PAIRS, min(_MOST_PAIRS, int((end_s - clock()) / pair_s) if pair_s > 0 else _MOST_PAIRS))
+    ttft, tpot, disturbed = [], [], 0
+    while len(ttft) < _MOST_PAIRS:
+        progress(len(ttft), planned, clock() - started_s)
+        short = burst(one)
+        long = short if many == one else burst(many)
+        if short.alone and long.alone:
+            ttft.append(short.elapsed_s)
+            if many != one:
+                tpot.append((long.elapsed_s - short.elapsed_s) / (many.output_tokens - 1))
+        else:
+            disturbed += 1
+        enough = len(ttft) >= _FEWEST_PAIRS
+        if enough and (clock() + pair_s > end_s or (len(ttft) >= _WANTED_PAIRS and _tight(ttft) and _tight(tpot))):
+            break
+        if not enough and disturbed and clock() > end_s:
+            raise ConflictError(
+                f"others were served meanwhile: only {len(ttft)} of {len(ttft) + disturbed} pairs of bursts ran "
+                "alone; verify it when it is quiet"
+            )
+    return Times(
+        workload=many, ttft_s=_reading(ttft), tpot_s=_reading(tpot) if tpot else None, disturbed=disturbed
+    )
+
+
+def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float, max_seconds: float) -> Workload:
+    """The workload with as much of its answer as lets the wanted pairs be run.
+
+    Raises:
+        NotMeasuredError: not even the fewest of the shortest.
+    """
+    if workload.output_tokens == 1:
+        least_s = _FEWEST_PAIRS * first_s
+        fits = workload.output_tokens
+    else:
+        least_s = _FEWEST_PAIRS * (2 * first_s + step_s)
+        room_s = left_s / _WANTED_PAIRS - 2 * first_s
+        fits = workload.output_tokens if step_s == 0 else max(2, 1 + int(room_s / step_s))
+    if least_s > left_s:
+        raise NotMeasuredError(
+            f"one burst of batch {workload.batch} and {workload.input_tokens} input tokens takes {first_s:.2f} s to "
+            f"its first tokens, and {left_s:.1f} s of {max_seconds:g} s are left, not enough for three pairs of "
+            "bursts; raise --max-seconds"
+        )
+    return replace(workload, output_tokens=min(workload.output_tokens, fits))
+
+
+def _tight(values: Sequence[float]) -> bool:
+    if not values:
+        return True
+    location = locate(values)
+    return location.half_width <= _TIGHT * location.value
+
+
+def _reading(values: Sequence[float]) -> Reading:
+    """Raises NotMeasuredError: the noise is larger than what is measured."""
+    location = locate(values)
+    if location.value <= 0:
+        raise NotMeasuredError(
+            "the bursts with longer answers took no longer than those with one token: the machine is too noisy, or "
+            "the answers are too short, for a time per output token"
+        )
+    low = max(location.value - location.half_width, 1e-3 * location.value)
+    return Reading(value=location.value, low=low, high=location.value + location.half_width, repeats=len(values))

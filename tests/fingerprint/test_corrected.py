@@ -1,0 +1,239 @@
+"""An estimator corrected by checks: exact where it was checked, careful beside it, silent elsewhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload, even_split
+from fingerprint.errors import ConfigError
+from fingerprint.estimates import Estimate, Estimator, Quantity
+from fingerprint.estimators.corrected import CorrectedEstimator
+from fingerprint.estimators.fingerprinted import FingerprintedEstimator
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.profile import ProfilePlan
+from fingerprint.verification import Reading, Verification
+from tests.fingerprint.estimator_conformance import EstimatorConformance
+from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, llama, take_profile
+
+SPEC = llama()
+RAW = RooflineEstimator(SPEC, CPU)
+HERE, WORK = DeploymentConfig(), Workload(batch=2, input_tokens=64, output_tokens=16)
+INT8 = DeploymentConfig(weights=WeightFormat.INT8)
+
+CONFIGS = st.builds(
+    DeploymentConfig,
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.integers(1, 4),
+    weights=st.sampled_from([WeightFormat.BITS16, WeightFormat.INT8]),
+    kv=st.sampled_from([KvFormat.BITS16, KvFormat.INT8]),
+)
+WORKLOADS = st.builds(
+    Workload, batch=st.integers(1, 64), input_tokens=st.integers(1, 2048), output_tokens=st.integers(1, 512)
+)
+RATIOS = st.floats(0.05, 20.0)
+
+
+def reading(value: float, spread: float = 0.0) -> Reading:
+    return Reading(value=value, low=value * (1 - spread), high=value * (1 + spread), repeats=5)
+
+
+def check_of(
+    estimator: Estimator,
+    config: DeploymentConfig = HERE,
+    workload: Workload = WORK,
+    *,
+    ttft: float = 1.0,
+    tpot: float = 1.0,
+    more_bytes: int = 0,
+    spread: float = 0.0,
+    at: str = "2026-11-21T10:00:00+00:00",
+) -> Verification:
+    """A check that measures ``ttft`` and ``tpot`` times what is predicted, and ``more_bytes`` on each GPU."""
+    predicted = estimator.estimate(config, workload)
+    split = even_split(predicted.memory.num_layers, config.pp)
+    return Verification(
+        config=config,
+        workload=workload,
+        room=workload,
+        layers_per_stage=split,
+        measured_at=at,
+        ttft_s=reading(predicted.ttft_s.value * ttft, spread),
+        tpot_s=reading(predicted.tpot_s.value * tpot, spread),
+        memory_bytes_per_gpu=predicted.memory.per_gpu_bytes(split) + more_bytes,
+        kv_tokens=None,
+    )
+
+
+def per_gpu_bytes(estimate: Estimate) -> int:
+    return estimate.memory.per_gpu_bytes(even_split(estimate.memory.num_layers, estimate.memory.pp))
+
+
+def inside(inner: Quantity, outer: Quantity) -> bool:
+    return outer.low <= inner.low and inner.high <= outer.high
+
+
+class TestConformance(EstimatorConformance):
+    @pytest.fixture
+    def estimator(self) -> CorrectedEstimator:
+        machine = SyntheticMachine(noise=0.05, seed=2)
+        profile = take_profile(machine, ProfilePlan(budget_s=1e6, max_repeats=5))
+        base = FingerprintedEstimator(profile, RooflineEstimator(profile.spec, CPU))
+        checks = [
+            check_of(base, ttft=1.4, tpot=0.6, more_bytes=-10_000_000, spread=0.02),
+            check_of(base, replace(HERE, tp=2), ttft=3.0, tpot=2.0, more_bytes=50_000_000),
+            check_of(base, INT8, ttft=0.9, more_bytes=5_000),
+        ]
+        return CorrectedEstimator(base, checks)
+
+
+def test_what_was_checked_is_predicted_as_measured() -> None:
+    check = check_of(RAW, ttft=1.7, tpot=0.8, more_bytes=123_456_789)
+    found = CorrectedEstimator(RAW, [check]).estimate(HERE, WORK)
+    assert check.tpot_s is not None
+    assert found.ttft_s.value == pytest.approx(check.ttft_s.value)
+    assert found.tpot_s.value == pytest.approx(check.tpot_s.value)
+    assert per_gpu_bytes(found) == check.memory_bytes_per_gpu
+    correction = found.correction
+    assert correction is not None
+    assert (correction.exact, correction.config, correction.workload) == (True, HERE, WORK)
+    assert correction.ttft_log_ratio == pytest.approx(math.log(1.7))
+    assert correction.tpot_log_ratio == pytest.approx(math.log(0.8))
+    assert correction.memory_bytes == 123_456_789
+
+
+def test_weights_and_cache_are_counted_and_never_corrected() -> None:
+    raw = RAW.estimate(HERE, WORK).memory
+    found = CorrectedEstimator(RAW, [check_of(RAW, more_bytes=777)]).estimate(HERE, WORK).memory
+    assert replace(found, runtime_bytes=raw.runtime_bytes) == raw
+    assert found.runtime_bytes == raw.runtime_bytes + 777
+
+
+@given(config=CONFIGS, workload=WORKLOADS)
+def test_a_check_that_finds_no_error_changes_nothing(config: DeploymentConfig, workload: Workload) -> None:
+    found = CorrectedEstimator(RAW, [check_of(RAW)]).estimate(config, workload)
+    assert replace(found, correction=None) == RAW.estimate(config, workload)
+
+
+@given(config=CONFIGS, workload=WORKLOADS, ttft=RATIOS, tpot=RATIOS, more=st.integers(-(10**9), 10**9))
+def test_other_formats_and_engines_are_left_alone(
+    config: DeploymentConfig, workload: Workload, ttft: float, tpot: float, more: int
+) -> None:
+    corrected = CorrectedEstimator(RAW, [check_of(RAW, ttft=ttft, tpot=tpot, more_bytes=more)])
+    found, raw = corrected.estimate(config, workload), RAW.estimate(config, workload)
+    same = (config.weights, config.kv, config.pruning) == (HERE.weights, HERE.kv, HERE.pruning)
+    assert (found.correction is not None) == same
+    if not same:
+        assert found == raw
+    elsewhere = replace(config, engine="vllm", weights=HERE.weights, kv=HERE.kv)
+    assert corrected.estimate(elsewhere, workload) == RAW.estimate(elsewhere, workload)
+
+
+@given(
+    config=CONFIGS,
+    workload=WORKLOADS,
+    ttft=RATIOS,
+    tpot=RATIOS,
+    more=st.integers(-(10**9), 10**9),
+    spread=st.floats(0.0, 0.9),
+)
+def test_beside_what_was_checked_the_interval_holds_both_the_corrected_and_the_raw_one(
+    config: DeploymentConfig, workload: Workload, ttft: float, tpot: float, more: int, spread: float
+) -> None:
+    config = replace(config, weights=HERE.weights, kv=HERE.kv)
+    check = check_of(RAW, ttft=ttft, tpot=tpot, more_bytes=more, spread=spread)
+    found, raw = CorrectedEstimator(RAW, [check]).estimate(config, workload), RAW.estimate(config, workload)
+    for ours, theirs, ratio in ((found.ttft_s, raw.ttft_s, ttft), (found.tpot_s, raw.tpot_s, tpot)):
+        assert 0 < ours.low <= ours.value <= ours.high
+        assert ours.value == pytest.approx(theirs.value * ratio)
+        assert ours.source == theirs.source
+        if (config, workload) != (HERE, WORK):
+            assert inside(theirs, ours)
+    if (config, workload) != (HERE, WORK):
+        ours, theirs = per_gpu_bytes(found), per_gpu_bytes(raw)
+        assert ours * (1 + found.memory.relative_error) >= theirs * (1 + raw.memory.relative_error) * (1 - 1e-12)
+        assert ours * (1 - found.memory.relative_error) <= theirs * (1 - raw.memory.relative_error) * (1 + 1e-12)
+
+
+def test_repeats_that_scatter_more_than_the_interval_widen_it() -> None:
+    raw = RAW.estimate(HERE, WORK)
+    found = CorrectedEstimator(RAW, [check_of(RAW, spread=0.99)]).estimate(HERE, WORK)
+    assert found.tpot_s.low == pytest.approx(0.01 * raw.tpot_s.value)
+    assert found.tpot_s.high == pytest.approx(max(raw.tpot_s.high, 1.99 * raw.tpot_s.value))
+
+
+def test_less_memory_takes_nothing_from_weights_and_cache() -> None:
+    raw = RAW.estimate(HERE, WORK).memory
+    beside = raw.runtime_bytes + raw.activation_bytes
+    half = CorrectedEstimator(RAW, [check_of(RAW, more_bytes=-raw.runtime_bytes - 10)]).estimate(HERE, WORK).memory
+    assert (half.runtime_bytes, half.activation_bytes) == (0, raw.activation_bytes - 10)
+    less = CorrectedEstimator(RAW, [check_of(RAW, more_bytes=-beside - 10)]).estimate(HERE, WORK).memory
+    assert (less.runtime_bytes, less.activation_bytes) == (0, 0)
+    assert less.layer_weight_bytes == raw.layer_weight_bytes
+
+
+def test_the_nearest_check_of_the_same_formats_is_carried_over_and_its_own_comes_first() -> None:
+    two, four = DeploymentConfig(tp=2), DeploymentConfig(tp=4, pp=2)
+    corrected = CorrectedEstimator(RAW, [check_of(RAW, ttft=2.0), check_of(RAW, four, ttft=3.0)])
+    for config, checked in ((HERE, HERE), (two, HERE), (replace(four, pp=4), four), (four, four)):
+        correction = corrected.estimate(config, WORK).correction
+        assert correction is not None
+        assert (correction.config, correction.exact) == (checked, config == checked)
+
+
+def test_of_two_checks_of_one_configuration_the_later_counts_whatever_the_order() -> None:
+    checks = [check_of(RAW, ttft=2.0, at="2026-11-20"), check_of(RAW, ttft=5.0, at="2026-11-21")]
+    for given_ in (checks, checks[::-1]):
+        found = CorrectedEstimator(RAW, given_).estimate(HERE, WORK)
+        assert found.ttft_s.value == pytest.approx(5 * RAW.estimate(HERE, WORK).ttft_s.value)
+
+
+def test_what_was_not_measured_is_not_corrected() -> None:
+    check = replace(check_of(RAW, ttft=2.0), tpot_s=None, memory_bytes_per_gpu=None)
+    found, raw = CorrectedEstimator(RAW, [check]).estimate(HERE, WORK), RAW.estimate(HERE, WORK)
+    assert (found.tpot_s, found.memory) == (raw.tpot_s, raw.memory)
+    assert found.correction is not None
+    assert (found.correction.tpot_log_ratio, found.correction.memory_bytes) == (0.0, 0)
+
+
+def test_memory_is_compared_for_what_the_worker_was_launched_for_times_for_what_was_run() -> None:
+    """A check whose answers were cut to fit its minute ran in a worker with room for the whole ones."""
+    whole = replace(WORK, output_tokens=512)
+    check = replace(check_of(RAW, HERE, whole, more_bytes=5000), workload=WORK)
+    found = CorrectedEstimator(RAW, [check]).estimate(HERE, whole)
+    assert found.memory == replace(
+        RAW.estimate(HERE, whole).memory, runtime_bytes=RAW.estimate(HERE, whole).memory.runtime_bytes + 5000
+    )
+    assert found.correction is not None
+    assert not found.correction.exact
+    assert check.tpot_s is not None
+    run = CorrectedEstimator(RAW, [check]).estimate(HERE, WORK)
+    assert run.tpot_s.value == pytest.approx(check.tpot_s.value)
+
+
+def test_a_better_profile_is_not_corrected_by_the_error_of_the_old_one() -> None:
+    """The measurement is kept, not its ratio: whatever is predicted anew, what was checked is as measured."""
+    check = check_of(RAW, ttft=2.0, tpot=2.0, more_bytes=10**8)
+    better = RooflineEstimator(SPEC, replace(CPU, memory_bytes_per_s=CPU.memory_bytes_per_s / 2))
+    assert better.estimate(HERE, WORK).tpot_s.value != RAW.estimate(HERE, WORK).tpot_s.value
+    found = CorrectedEstimator(better, [check]).estimate(HERE, WORK)
+    assert check.tpot_s is not None
+    assert found.tpot_s.value == pytest.approx(check.tpot_s.value)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0.0, 0.0, 0.0), (2.0, 1.0, 3.0), (1.0, 2.0, 1.5), (1.0, 1.0, math.inf), (math.nan,) * 3]
+)
+def test_a_reading_of_which_no_ratio_can_be_made_is_refused(numbers: tuple[float, float, float]) -> None:
+    with pytest.raises(ConfigError, match="a reading needs"):
+        Reading(low=numbers[0], value=numbers[1], high=numbers[2], repeats=1)
+
+
+def test_pruned_models_are_another_format() -> None:
+    pruned = replace(HERE, pruning=Pruning.WANDA)
+    corrected = CorrectedEstimator(RAW, [check_of(RAW, ttft=2.0)])
+    assert corrected.estimate(pruned, WORK) == RAW.estimate(pruned, WORK)
