@@ -13,6 +13,7 @@ from fingerprint.estimates import StageMemory
 from fingerprint.estimators.linear import Interval
 from fingerprint.report.axes import Scale, linear, spread
 from fingerprint.report.markup import Child, Markup, el
+from fingerprint.report.svg import corners, diamond, dot, drawing, line, words
 from fingerprint.report.text import gib, seconds, tick_label, time_unit
 from fingerprint.report.times import MeasuredTime, TimePanel, TimeSeries
 
@@ -34,23 +35,6 @@ MEMORY_PARTS = (
     ("pp_buffer", "pipeline buffers"),
     ("runtime", "runtime"),
 )
-
-
-def _svg(width: float, height: float, name: str, *children: Child, class_: str = "chart") -> Markup:
-    box = f"0 0 {width:g} {height:g}"
-    return el("svg", el("title", name), *children, viewBox=box, role="img", class_=class_, aria_label=name)
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle", class_: str = "tick") -> Markup:
-    return el("text", text, x=float(x), y=float(y), text_anchor=anchor, class_=class_)
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    return el("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
-
-
-def _points(pairs: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.2f},{y:.2f}" for x, y in pairs)
 
 
 # Time against layers
@@ -76,19 +60,19 @@ def time_chart(
     y = linear(0, most_s, height - 34, 12)
     axes: list[Child] = []
     for tick in y.ticks(4):
-        axes.append(_line(x.start, y(tick), x.end, y(tick), "grid"))
-        axes.append(_text(x.start - 5, y(tick) + 3.5, tick_label(tick / scale), "end"))
+        axes.append(line(x.start, y(tick), x.end, y(tick), "grid"))
+        axes.append(words(x.start - 5, y(tick) + 3.5, tick_label(tick / scale), "end"))
     for layers in _layer_ticks(num_layers):
-        axes.append(_text(x(layers), y.start + 15, str(layers)))
-    axes.append(_line(x.start, y.start, x.end, y.start, "axis"))
-    axes.append(_text((x.start + x.end) / 2, height - 4, f"layers (vertical axis: {unit})", class_="name"))
+        axes.append(words(x(layers), y.start + 15, str(layers)))
+    axes.append(line(x.start, y.start, x.end, y.start, "axis"))
+    axes.append(words((x.start + x.end) / 2, height - 4, f"layers (vertical axis: {unit})", class_="name"))
     marks = [_time_series(series, x, y, index) for index, series in enumerate(panel.series)]
     diamonds = [
-        _diamond(x(at), y(value), f"c-{w}", f"full model measured, {w}: {seconds(value)}")
+        diamond(x(at), y(value), f"c-{w}", f"full model measured, {w}: {seconds(value)}")
         for w, value, at in truths
     ]
     name = f"{panel.quantity.removesuffix('_s').upper()} against layers at tp={panel.tp} pp={panel.pp}"
-    return _svg(width, height, name, axes, marks, diamonds)
+    return drawing(width, height, name, axes, marks, diamonds)
 
 
 def _time_series(series: TimeSeries, x: Scale, y: Scale, index: int) -> Markup:
@@ -97,22 +81,22 @@ def _time_series(series: TimeSeries, x: Scale, y: Scale, index: int) -> Markup:
     if series.line:
         upper = [(x(p.num_layers), y(p.high_s)) for p in series.line]
         lower = [(x(p.num_layers), y(p.low_s)) for p in reversed(series.line)]
-        parts.append(el("polygon", points=_points(upper + lower), class_="band"))
+        parts.append(el("polygon", points=corners(upper + lower), class_="band"))
         deepest = series.points[-1].num_layers
         for class_, part in (
             ("fit", [p for p in series.line if p.num_layers <= deepest]),
             ("fit beyond", [p for p in series.line if p.num_layers >= deepest]),
         ):
             parts.append(
-                el("polyline", points=_points([(x(p.num_layers), y(p.value_s)) for p in part]), class_=class_)
+                el("polyline", points=corners([(x(p.num_layers), y(p.value_s)) for p in part]), class_=class_)
             )
         end = series.line[-1]
-        parts.append(_mark(x(end.num_layers), y(end.value_s), "end", _said(series, end, "predicted")))
+        parts.append(dot(x(end.num_layers), y(end.value_s), "end", _said(series, end, "predicted")))
     shift = 3.0 * index  # two formats at one depth would hide each other
     for point in series.points:
         at = x(point.num_layers) + shift
-        parts.append(_line(at, y(point.low_s), at, y(point.high_s), "whisker"))
-        parts.append(_mark(at, y(point.value_s), "dot", _said(series, point, f"measured, {point.num_runs} runs")))
+        parts.append(line(at, y(point.low_s), at, y(point.high_s), "whisker"))
+        parts.append(dot(at, y(point.value_s), "dot", _said(series, point, f"measured, {point.num_runs} runs")))
     return el("g", parts, class_=color)
 
 
@@ -121,15 +105,6 @@ def _said(series: TimeSeries, time: MeasuredTime, how: str) -> str:
         f"{series.weights} weights, {time.num_layers:g} layers: {seconds(time.value_s)} "
         f"({seconds(time.low_s)} to {seconds(time.high_s)}), {how}"
     )
-
-
-def _mark(x: float, y: float, class_: str, title: str) -> Markup:
-    return el("circle", el("title", title), cx=float(x), cy=float(y), r=3.2, class_=class_)
-
-
-def _diamond(x: float, y: float, color: str, title: str) -> Markup:
-    corners = [(x, y - 6), (x + 6, y), (x, y + 6), (x - 6, y)]
-    return el("polygon", el("title", title), points=_points(corners), class_=f"truth {color}")
 
 
 def _layer_ticks(num_layers: int) -> list[int]:
@@ -159,10 +134,10 @@ def _span(interval: Interval, x: Scale, title: str, class_: str) -> Markup:
     return el(
         "svg",
         el("title", title),
-        _line(x(0), 0, x(0), 16, "zero"),
+        line(x(0), 0, x(0), 16, "zero"),
         el(
             "g",
-            _line(x(interval.low), 8, x(interval.high), 8, "span"),
+            line(x(interval.low), 8, x(interval.high), 8, "span"),
             el("rect", x=x(interval.value) - 1.5, y=3, width=3, height=10),
             class_=class_,
         ),
@@ -248,24 +223,24 @@ def pareto_chart(points: Sequence[ParetoPoint], *, cost_unit: str, width: float,
     scale, unit = time_unit(y.high)
     parts: list[Child] = []
     for tick in x.ticks(max(3, int(width / 110))):
-        parts.append(_line(x(tick), y.start, x(tick), y.end, "grid"))
-        parts.append(_text(x(tick), y.start + 16, tick_label(tick)))
+        parts.append(line(x(tick), y.start, x(tick), y.end, "grid"))
+        parts.append(words(x(tick), y.start + 16, tick_label(tick)))
     for tick in y.ticks(6):
-        parts.append(_line(x.start, y(tick), x.end, y(tick), "grid"))
-        parts.append(_text(x.start - 6, y(tick) + 3.5, tick_label(tick / scale), "end"))
-    parts.append(_line(x.start, y.start, x.end, y.start, "axis"))
-    parts.append(_line(x.start, y.start, x.start, y.end, "axis"))
+        parts.append(line(x.start, y(tick), x.end, y(tick), "grid"))
+        parts.append(words(x.start - 6, y(tick) + 3.5, tick_label(tick / scale), "end"))
+    parts.append(line(x.start, y.start, x.end, y.start, "axis"))
+    parts.append(line(x.start, y.start, x.start, y.end, "axis"))
     scales = " and ".join(s for s, log in (("cost", x.logarithmic), ("latency", y.logarithmic)) if log)
     name = f"cost per request ({cost_unit}) →; ↑ E2E latency ({unit})" + (
         f"; {scales} logarithmic" if scales else ""
     )
-    parts.append(_text((x.start + x.end) / 2, height - 6, name, class_="name"))
+    parts.append(words((x.start + x.end) / 2, height - 6, name, class_="name"))
     front = sorted((p for p in points if p.number is not None), key=lambda p: p.cost)
     if front:
-        parts.append(el("polyline", points=_points(_steps(front, x, y)), class_="front"))
+        parts.append(el("polyline", points=corners(_steps(front, x, y)), class_="front"))
     for point in sorted(points, key=lambda p: (p.number is not None, p.feasible)):  # the front on top
         parts.append(_pareto_mark(point, x, y))
-    return _svg(width, height, "E2E latency against cost of every configuration", parts)
+    return drawing(width, height, "E2E latency against cost of every configuration", parts)
 
 
 def _steps(front: Sequence[ParetoPoint], x: Scale, y: Scale) -> list[tuple[float, float]]:
@@ -288,8 +263,8 @@ def _pareto_mark(point: ParetoPoint, x: Scale, y: Scale) -> Markup:
     return el(
         "g",
         title,
-        _line(at, y(point.e2e_low_s), at, y(point.e2e_high_s), "whisker"),
+        line(at, y(point.e2e_low_s), at, y(point.e2e_high_s), "whisker"),
         el("circle", cx=at, cy=up, r=8.5),
-        _text(at, up + 3.8, str(point.number), class_="number"),
+        words(at, up + 3.8, str(point.number), class_="number"),
         class_=f"best c-{point.weights}",
     )
