@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,7 @@ class WholePoint:
     ttft_s: float
     first_s: float  # until the first token in the runs that go on, on a cooler GPU
     steps_s: tuple[float, ...]  # the following decode steps of the whole batch, in order
-    drained_s: tuple[float, ...]  # what each of the last steps took less: sequences that began early had ended
+    ending_s: tuple[float, ...]  # the last decode steps, when sequences whose prompt came early had ended
     relative_spread: float  # half of the 90% interval of one burst's time, over that time
 
     @property
@@ -72,35 +72,40 @@ class WholePoint:
     def tpot_s(self, output_tokens: int, growth_s: float = 0.0) -> float:
         """``(T(n) - TTFT) / (n - 1)`` for n output tokens.
 
-        The GPU cools while it decodes, so of fewer tokens than were measured the prefill is taken to be cooler by
-        that share: with one token, T(n) is the TTFT.
+        The GPU cools while it decodes, so with fewer tokens than were measured the prefill is taken to differ from
+        that of back-to-back bursts in proportion to the decode time: with one token, T(n) is the TTFT.
 
         Args:
             growth_s: what a decode step grows by with every token of context of each sequence.
         """
-        steps = max(1, output_tokens - 1)
-        seen = self.steps_s[:steps]
-        rest = steps - len(seen)
+        decode_s = self._decode_s(max(1, output_tokens - 1), growth_s)
+        cooled = min(1.0, decode_s / self._measured_s)
+        return (decode_s + cooled * (self.first_s - self.ttft_s)) / max(1, output_tokens - 1)
+
+    def _decode_s(self, steps: int, growth_s: float) -> float:
+        together = max(0, steps - len(self.ending_s))
+        seen = self.steps_s[:together]
+        more = together - len(seen)
         middle = 0.75 * len(self.steps_s)  # of the steps behind ``steady_s``
-        grown = growth_s * (len(seen) + rest / 2 - middle)
-        decode_s = sum(seen) + rest * (self.steady_s + grown) - sum(self.drained_s[-steps:])
-        cooled = min(1.0, steps / self._measured_steps)
-        return (cooled * (self.first_s - self.ttft_s) + decode_s) / steps
+        grown_s = growth_s * (len(self.steps_s) + more / 2 - middle)
+        return sum(seen) + more * (self.steady_s + grown_s) + sum(self.ending_s[-steps:])
 
     @property
-    def _measured_steps(self) -> int:
-        return len(self.steps_s) + len(self.drained_s)
+    def _measured_s(self) -> float:
+        return sum(self.steps_s) + sum(self.ending_s)
 
     @property
     def usable(self) -> bool:
         """Whether every time is positive: noise larger than what is measured makes some that are not."""
-        return self.ttft_s > 0 and all(self.tpot_s(1 + n) > 0 for n in range(1, self._measured_steps + 1))
+        times = (self.ttft_s, self._measured_s + self.first_s - self.ttft_s, *self.steps_s, *self.ending_s)
+        return min(times) > 0
 
 
 def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[WholePoint, ...]:
-    """The whole model at every point that the deepest repeated fingerprint ran with two output lengths.
+    """The whole model at every point that the deepest repeated fingerprint generated at.
 
-    A point where no decode step held the whole batch tells nothing of it and is left out.
+    TTFT is that of bursts of one token; where none was run, that of the bursts that went on, on a cooler GPU. A
+    point where no decode step held the whole batch tells nothing of it and is left out.
 
     Args:
         points: of one configuration.
@@ -109,7 +114,7 @@ def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Whol
     Raises:
         NotMeasuredError: no fingerprint was repeated.
     """
-    repeated = [p for p in points if p.repeat > 1 or p.num_layers == num_layers]
+    repeated = [p for p in points if p.repeat == num_layers // p.num_layers]  # not those run as they are
     if not repeated:
         raise NotMeasuredError("no fingerprint was run with its forward repeated; profile the model again")
     repeated = [p for p in repeated if p.output_tokens == 1 or _decodes_together(p)]
@@ -117,7 +122,7 @@ def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Whol
     short = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens == 1}
     long = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens > 1}
     first, step = _overheads(repeated, deepest)
-    found = (_whole(short[at], long[at], num_layers, first, step) for at in sorted(short.keys() & long.keys()))
+    found = (_whole(short.get(at, long[at]), long[at], num_layers, first, step) for at in sorted(long))
     return tuple(point for point in found if point.usable)
 
 
@@ -140,16 +145,14 @@ def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, first: Overhe
 
     by_run = [[step_s(s) for s in _together(long, run)] for run in long.runs]
     steps = tuple(statistics.median(in_order) for in_order in zip(*by_run, strict=False))
-    steady = statistics.median(steps[len(steps) // 2 :])
-    fewer = [[step_s(s) for s in _decoding(run) if s.sequences < long.batch] for run in long.runs]
-    drained = tuple(max(0.0, steady - statistics.median(in_order)) for in_order in zip(*fewer, strict=False))
+    ending = [[step_s(s) for s in _decoding(run) if s.sequences < long.batch] for run in long.runs]
     return WholePoint(
         batch=short.batch,
         input_tokens=short.input_tokens,
         ttft_s=_whole_s(short, settled, first, num_layers),
         first_s=_whole_s(long, in_run, first, num_layers),
         steps_s=steps,
-        drained_s=drained,
+        ending_s=tuple(statistics.median(in_order) for in_order in zip(*ending, strict=False)),
         relative_spread=_spread([run.e2e_s for run in _settled(short)]),
     )
 
@@ -199,19 +202,21 @@ def _decodes_together(point: TimingPoint) -> bool:
 
 
 def _step(point: TimingPoint) -> _Took:
-    """One decode step of the whole batch, the median."""
-    steps = [s for run in point.runs for s in _together(point, run)]
-    seconds, forward = (
-        statistics.median(of) for of in zip(*((s.cadence_s, s.forward_s) for s in steps), strict=True)
-    )
-    return _Took(seconds, forward, 1, point.batch)
+    """One decode step of the whole batch."""
+    together = [_together(point, run) for run in point.runs]
+
+    def middle(of: Callable[[StepReading], float]) -> float:
+        by_step = zip(*([of(s) for s in steps] for steps in together), strict=False)
+        return float(statistics.median(statistics.median(runs) for runs in by_step))
+
+    return _Took(middle(lambda s: s.cadence_s), middle(lambda s: s.forward_s), 1, point.batch)
 
 
 def _overheads(points: list[TimingPoint], deepest: int) -> tuple[Overhead, Overhead]:
     """Of a repeat in a first token and in a decode step, from what two depths ran alike.
 
-    With n = r p k layers run, ``T - T' = (r - r') o + (n - n') h``; where the repeats of both do not divide N alike,
-    n differs by a layer or two, and h is the deeper one's forward less o.
+    With n = r p k layers run, ``T - T' = (r - r') o + (n - n') h``. Where the depths do not divide N alike, n
+    differs by a layer or two, and h is the deeper one's forward less o.
     """
     by_depth: dict[int, dict[tuple[int, int, bool], TimingPoint]] = {}
     for point in points:

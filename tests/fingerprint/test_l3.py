@@ -1,0 +1,359 @@
+"""Latency of whole models from repeated fingerprints, against a machine whose true step times are known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Source
+from fingerprint.estimators.calibration import Calibration, MeasuredError
+from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.l3 import L3, whole_points
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.measurements import Profile
+from tests.fingerprint.estimator_conformance import EstimatorConformance, assert_interval
+from tests.fingerprint.step_timed_machine import (
+    PLAN,
+    StepTimedMachine,
+    StepTruth,
+    llama_7b,
+    schedule,
+    take_depth_tied,
+)
+
+VLLM = DeploymentConfig(engine="vllm")
+PATIENT = {"settle_s": 1e6, "most_bursts": 40}  # until nothing is left of what is not settled
+TIMES = st.floats(1e-6, 1e-3)
+
+
+def of(machine: StepTimedMachine, profile: Profile, calibration: Calibration | None = None) -> L3:
+    return L3(profile, RooflineEstimator(machine.spec, profile.machine.device), calibration or Calibration())
+
+
+def errors(machine: StepTimedMachine, output_tokens: int = PLAN.long_output, **changes: object) -> dict:
+    """Relative error of TTFT and TPOT at every point of the plan."""
+    profile = take_depth_tied(machine, **changes)
+    found = {}
+    for point in whole_points(profile.timing, machine.spec.num_layers):
+        at = (point.batch, point.input_tokens)
+        found[at] = (
+            point.ttft_s / machine.ttft_s(*at) - 1,
+            point.tpot_s(output_tokens) / machine.tpot_s(*at, output_tokens) - 1,
+        )
+    assert set(found) == set(changes.get("points", PLAN.points))  # type: ignore[call-overload]
+    return found
+
+
+def worst(found: dict) -> float:
+    return max(abs(error) for both in found.values() for error in both)
+
+
+class TestTheMachine:
+    def test_prompts_are_cut_and_early_sequences_decode_beside_late_prompts_and_end_before_them(self) -> None:
+        """Three prompts of 5 in steps of 8, three tokens each."""
+        steps = schedule(3, 5, 3, 8)
+        assert [(s.sequences, s.prefill_tokens, s.decoding) for s in steps] == [
+            (2, 8, 0),  # 5 of the first, 3 of the second
+            (3, 7, 1),  # the first decodes, 2 of the second, 5 of the third
+            (3, 0, 3),
+            (2, 0, 2),  # the first has its three
+        ]
+        assert steps[0].pairs == 15 + 6
+        assert steps[1].pairs == 6 + (3 + 1 + 3 + 2) + 15
+        assert steps[3].context == 6 + 6
+
+
+class TestWithoutNoise:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        num_layers=st.integers(2, 81),
+        layer=st.tuples(TIMES, st.floats(0, 1e-6), st.floats(0, 1e-11)),
+        prefill=st.tuples(st.floats(0, 1e-3), st.floats(0, 1e-7)),
+        decode=st.tuples(st.floats(0, 1e-4), st.floats(0, 1e-7)),
+        once=st.tuples(TIMES, TIMES, TIMES, TIMES),
+        recovery=st.floats(0, 0.3),
+        cool=st.floats(0, 0.05),
+        room=st.sampled_from([2048, 8192]),
+    )
+    def test_the_whole_model_is_recovered_whatever_its_depth_and_costs(
+        self, num_layers, layer, prefill, decode, once, recovery, cool, room
+    ) -> None:
+        lead, tail, gap, burst = once
+        truth = StepTruth(
+            layer_s=layer,
+            prefill_repeat_s=prefill,
+            decode_repeat_s=decode,
+            lead_s=lead,
+            tail_s=tail,
+            gap_s=gap,
+            burst_s=burst,
+            recovery=recovery,
+            cool=cool,
+            max_batched_tokens=room,
+        )
+        machine = StepTimedMachine(spec=llama_7b(num_layers), truth=truth)
+        for at in PLAN.points:  # what the plan measures must be worth measuring: not faster for its cooler GPU
+            assume(machine.tpot_s(*at, PLAN.long_output) > 0)
+        assert worst(errors(machine, **PATIENT)) < 1e-6
+
+    @pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 32, 33, 61])
+    @pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (1, 2)])
+    def test_every_degree_and_depth(self, num_layers, degrees) -> None:
+        tp, pp = degrees
+        if num_layers < 4 * pp and pp > 1:
+            pytest.skip("too few layers to repeat any")
+        machine = StepTimedMachine(spec=llama_7b(num_layers))
+        profile = take_depth_tied(machine, degrees=(degrees,))
+        for point in whole_points(profile.timing, num_layers):
+            at = (point.batch, point.input_tokens)
+            assert point.ttft_s == pytest.approx(machine.ttft_s(*at, tp=tp, pp=pp), rel=1e-9)
+            assert point.tpot_s(33) == pytest.approx(machine.tpot_s(*at, 33, tp=tp, pp=pp), rel=1e-9)
+
+    def test_what_a_repeat_costs_is_taken_off(self) -> None:
+        """15 of 16 repeats' 80 us would be 1.2 ms of a prefill: left in, TTFT is off by more than 5%."""
+        machine = StepTimedMachine()
+        assert worst(errors(machine)) < 1e-9
+        profile = take_depth_tied(machine)
+        blind = replace(profile, timing=tuple(t for t in profile.timing if t.num_layers == 2))
+        point = min(whole_points(blind.timing, 32), key=lambda p: p.ttft_s)
+        assert point.ttft_s > 1.05 * machine.ttft_s(point.batch, point.input_tokens)
+
+    @pytest.mark.parametrize("shallow", [PLAN.points[:1], PLAN.points[:2]])
+    def test_one_measured_size_is_not_taken_for_a_cost_per_token(self, shallow) -> None:
+        """A graph's start, seen at batch 1, is the same at batch 32 and not 32 times as much."""
+        truth = StepTruth(decode_repeat_s=(2e-5, 0.0), prefill_repeat_s=(8e-5, 0.0))
+        machine = StepTimedMachine(truth=truth)
+        assert worst(errors(machine, shallow_points=shallow)) < 1e-6
+
+    @pytest.mark.parametrize("output_tokens", [1, 2, 3, 9, 17, 33, 65, 257])
+    def test_output_lengths_that_were_not_measured(self, output_tokens) -> None:
+        truth = StepTruth(recovery=0.1, cool=0.02, max_batched_tokens=2048)
+        machine = StepTimedMachine(truth=truth)
+        found = of(machine, take_depth_tied(machine, **PATIENT))
+        for batch, input_tokens in PLAN.points:
+            latency = found.latency(VLLM, Workload(batch, input_tokens, output_tokens))
+            assert_interval(latency.tpot_s)
+            if output_tokens >= 33:
+                true = machine.tpot_s(batch, input_tokens, output_tokens)
+                assert latency.tpot_s.value == pytest.approx(true, rel=0.01)
+
+    def test_early_sequences_that_ended_are_no_faster_decoding(self) -> None:
+        """64 prompts in 16 chunks: half of the decode steps that follow hold fewer than all."""
+        truth = StepTruth(layer_s=(9e-5, 2e-6, 2e-9))
+        machine = StepTimedMachine(truth=truth)
+        points = ((1, 128), (64, 512), (64, 2048))
+        profile = take_depth_tied(machine, points=points, shallow_points=points)
+        for point in whole_points(profile.timing, 32):
+            at = (point.batch, point.input_tokens)
+            assert point.tpot_s(33) == pytest.approx(machine.tpot_s(*at, 33), rel=1e-9)
+            assert point.tpot_s(129) == pytest.approx(machine.tpot_s(*at, 129), rel=0.05)
+        assert len(point.ending_s) > 15  # of the last and longest
+        assert point.ending_s[-1] < 0.5 * point.steady_s
+
+    def test_a_few_tokens_after_a_long_prompt_have_a_positive_time(self) -> None:
+        """What the cooler prefill takes less, and what ended sequences save, is each more than a decode step."""
+        truth = StepTruth(layer_s=(9e-5, 2e-6, 2e-9), cool=0.03)
+        machine = StepTimedMachine(truth=truth)
+        points = ((1, 64), (64, 2048))
+        profile = take_depth_tied(machine, points=points, shallow_points=points, long_output=65, **PATIENT)
+        found = of(machine, profile)
+        (point,) = (p for p in found.points[next(iter(found.points))] if p.batch == 64)
+        assert point.ttft_s - point.first_s > point.steady_s
+        assert sum(point.steady_s - s for s in point.ending_s) > point.steady_s
+        for output_tokens in range(1, 130):
+            assert_interval(found.latency(VLLM, Workload(64, 2048, output_tokens)).tpot_s)
+
+
+class TestBetweenAndBeyondPoints:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def machine(cls) -> StepTimedMachine:
+        return StepTimedMachine(truth=StepTruth(recovery=0.05, cool=0.02))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def l3(cls, machine) -> L3:
+        return of(machine, take_depth_tied(machine, **PATIENT))
+
+    @settings(max_examples=60, deadline=None)
+    @given(batch=st.integers(1, 32), input_tokens=st.integers(128, 1024), output_tokens=st.integers(2, 200))
+    def test_the_interval_holds_the_truth_between_points(self, machine, l3, batch, input_tokens, output_tokens):
+        assume(batch <= 8 or input_tokens <= 512)  # the corner beyond was not measured
+        latency = l3.latency(VLLM, Workload(batch, input_tokens, output_tokens))
+        assert latency.ttft_s.low <= machine.ttft_s(batch, input_tokens) <= latency.ttft_s.high
+        if output_tokens >= 33:
+            assert latency.tpot_s.low <= machine.tpot_s(batch, input_tokens, output_tokens) <= latency.tpot_s.high
+
+    @given(batch=st.integers(1, 1024), input_tokens=st.integers(1, 8192), output_tokens=st.integers(1, 2000))
+    @settings(max_examples=60, deadline=None)
+    def test_the_interval_holds_its_value_everywhere(self, l3, batch, input_tokens, output_tokens):
+        latency = l3.latency(VLLM, Workload(batch, input_tokens, output_tokens))
+        assert_interval(latency.ttft_s)
+        assert_interval(latency.tpot_s)
+
+    def test_it_widens_away_from_what_was_measured(self, l3) -> None:
+        def width(batch: int, input_tokens: int) -> float:
+            ttft = l3.latency(VLLM, Workload(batch, input_tokens, 33)).ttft_s
+            return ttft.high / ttft.low
+
+        widths = [width(1, 128), width(1, 32), width(1, 8)]
+        assert widths == sorted(widths)
+        assert widths[0] < 0.9 * widths[2]
+        batches = [width(32, 512), width(128, 512), width(1024, 512)]
+        assert batches == sorted(batches)
+        assert width(4, 360) > width(8, 1024)  # between points too
+
+    def test_inside_is_extrapolated_and_outside_is_scaled(self, l3) -> None:
+        for workload, source in [
+            (Workload(8, 128, 9), Source.EXTRAPOLATED),
+            (Workload(3, 300, 9), Source.EXTRAPOLATED),
+            (Workload(33, 512, 9), Source.SCALED),
+            (Workload(8, 2048, 9), Source.SCALED),
+        ]:
+            latency = l3.latency(VLLM, workload)
+            assert (latency.ttft_s.source, latency.tpot_s.source) == (source, source)
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            replace(VLLM, tp=2),
+            replace(VLLM, weights=WeightFormat.FP8),
+            replace(VLLM, kv=KvFormat.FP8),
+            replace(VLLM, pruning=Pruning.WANDA),
+        ],
+    )
+    def test_another_configuration_is_refused(self, l3, config) -> None:
+        assert not l3.reaches(config)
+        with pytest.raises(NotMeasuredError, match="was not profiled"):
+            l3.latency(config, Workload())
+
+
+class TestNoise:
+    @pytest.mark.parametrize("noise", [0.002, 0.01])
+    def test_errors_stay_of_the_order_of_the_noise(self, noise) -> None:
+        """Of TTFT and of the whole time; a TPOT is their difference, small beside a long prefill."""
+        for seed in range(10):
+            machine = StepTimedMachine(noise=noise, seed=seed)
+            for point in whole_points(take_depth_tied(machine).timing, 32):
+                at = (point.batch, point.input_tokens)
+                ttft_s, whole_s = machine.ttft_s(*at), machine.ttft_s(*at) + 32 * machine.tpot_s(*at, 33)
+                assert abs(point.ttft_s / ttft_s - 1) < 4 * noise
+                assert abs((point.ttft_s + 32 * point.tpot_s(33)) / whole_s - 1) < 4 * noise
+
+    @settings(max_examples=30, deadline=None)
+    @given(noise=st.floats(0, 0.5), seed=st.integers(0, 1000), num_layers=st.integers(2, 40))
+    def test_no_noise_makes_a_negative_overhead_or_breaks_it(self, noise, seed, num_layers) -> None:
+        machine = StepTimedMachine(spec=llama_7b(num_layers), noise=noise, seed=seed)
+        try:
+            profile = take_depth_tied(machine)
+        except NotMeasuredError:  # the depths contradict each other: tests/fingerprint/test_depth_tied_profile.py
+            return
+        points = whole_points(profile.timing, num_layers)
+        longer = {(t.batch, t.input_tokens): t for t in profile.timing if t.output_tokens == 1}
+        for point in points:
+            measured = max(run.e2e_s for run in longer[point.batch, point.input_tokens].runs)
+            # An overhead below 0 would make the whole model slower than all that was measured of it.
+            assert 0 < point.ttft_s <= measured * (1 + 1 / num_layers) * 1.5
+        found = of(machine, profile)
+        if points:
+            assert_interval(found.latency(VLLM, Workload(8, 512, 65)).tpot_s)
+
+    def test_bursts_that_vary_widen_the_interval(self) -> None:
+        calm, restless = (
+            of(machine, take_depth_tied(machine)).latency(VLLM, Workload(8, 1024, 33)).ttft_s
+            for machine in (StepTimedMachine(), StepTimedMachine(noise=0.1, seed=3))
+        )
+        assert restless.high / restless.low > 1.02 * calm.high / calm.low
+
+
+class TestWhatIsMissing:
+    def test_nothing_repeated_is_said(self) -> None:
+        machine = StepTimedMachine()
+        profile = take_depth_tied(machine)
+        plain = tuple(replace(t, repeat=1) for t in profile.timing)
+        with pytest.raises(NotMeasuredError, match="forward repeated; profile the model again"):
+            whole_points(plain, 32)
+        assert not of(machine, replace(profile, timing=plain)).reaches(VLLM)
+
+    def test_a_point_without_one_step_of_the_whole_batch_takes_no_other_with_it(self) -> None:
+        """64 x 1024 tokens in steps of 1024: the first sequences have their 33 tokens before the last begin."""
+        machine = StepTimedMachine(truth=StepTruth(max_batched_tokens=1024))
+        points = ((1, 128), (8, 128), (64, 1024))
+        profile = take_depth_tied(machine, points=points, shallow_points=points)
+        found = of(machine, profile)
+        assert found.reaches(VLLM)
+        assert {(p.batch, p.input_tokens) for p in found.points[next(iter(found.points))]} == {(1, 128), (8, 128)}
+
+    def test_a_point_with_one_output_length_alone_is_left_out(self) -> None:
+        machine = StepTimedMachine()
+        profile = take_depth_tied(machine)
+        timing = tuple(t for t in profile.timing if (t.batch, t.output_tokens) != (32, 33))
+        assert {p.batch for p in whole_points(timing, 32)} == {1, 8}
+
+
+def error_of(model: str, metric: str, log_error: float) -> MeasuredError:
+    return MeasuredError(
+        model=model,
+        shape_hash=model,
+        engine="vllm 0.24.0",
+        gpu="h200",
+        weights="16bit",
+        metric=metric,
+        batch=1,
+        input_tokens=128,
+        log_error=log_error,
+    )
+
+
+class TestDepthTied(EstimatorConformance):
+    configs: ClassVar = (
+        VLLM,
+        replace(VLLM, tp=2),
+        replace(VLLM, pp=2),
+        replace(VLLM, weights=WeightFormat.FP8),
+        replace(VLLM, kv=KvFormat.FP8),
+    )
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def estimator(cls) -> DepthTiedEstimator:
+        machine = StepTimedMachine()
+        profile = take_depth_tied(machine)
+        return DepthTiedEstimator(profile, RooflineEstimator(machine.spec, profile.machine.device), Calibration())
+
+    def test_what_was_not_run_is_scaled_from_what_was(self, estimator) -> None:
+        for config in self.configs[1:]:
+            estimate = estimator.estimate(config, Workload(8, 512, 33))
+            sources = {estimate.ttft_s.source, estimate.tpot_s.source, estimate.memory.source}
+            assert sources == {Source.SCALED}
+
+    def test_power_is_what_was_read(self, estimator) -> None:
+        power = estimator.estimate(VLLM, Workload(8, 512, 33)).power_w_per_gpu
+        assert power is not None
+        assert (power.value, power.source) == (600.0, Source.EXTRAPOLATED)
+
+    def test_another_engine_s_profile_is_never_used(self, estimator) -> None:
+        with pytest.raises(NotMeasuredError, match="profiled on vllm, torch is asked"):
+            estimator.estimate(DeploymentConfig(engine="torch"), Workload())
+
+    def test_the_own_model_s_errors_change_nothing(self) -> None:
+        machine = StepTimedMachine()
+        profile = take_depth_tied(machine)
+        roofline = RooflineEstimator(machine.spec, profile.machine.device)
+        others = tuple(error_of(m, metric, e) for m in "ab" for metric in ("ttft", "tpot") for e in (-0.02, 0.03))
+        own = tuple(error_of(machine.spec.shape_hash, metric, 2.0) for metric in ("ttft", "tpot"))
+        workload = Workload(8, 512, 33)
+        with_own, without, wide = (
+            DepthTiedEstimator(profile, roofline, Calibration(e)).estimate(VLLM, workload).ttft_s
+            for e in (others + own, others, others + tuple(replace(e, shape_hash="c") for e in own))
+        )
+        assert with_own == without
+        assert math.isclose(with_own.value, wide.value)
+        assert wide.high > 2 * without.high
