@@ -33,7 +33,7 @@ from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 
-__all__ = ["L3", "Overhead", "WholePoint", "whole_points"]
+__all__ = ["L3", "Overhead", "WholePoint", "repeat_overheads", "whole_points"]
 
 _LENGTH_OCTAVES = 2.5  # of batch or input, over which the ratio to the roofline keeps its value
 _RATIO_SPREAD = 0.2  # of its logarithm, prior to any measurement
@@ -114,16 +114,29 @@ def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Whol
     Raises:
         NotMeasuredError: no fingerprint was repeated.
     """
-    repeated = [p for p in points if p.repeat == num_layers // p.num_layers]  # not those run as they are
-    if not repeated:
-        raise NotMeasuredError("no fingerprint was run with its forward repeated; profile the model again")
-    repeated = [p for p in repeated if p.output_tokens == 1 or _decodes_together(p)]
-    deepest = max((p.num_layers for p in repeated), default=0)
+    repeated, deepest = _repeated(points, num_layers)
     short = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens == 1}
     long = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens > 1}
     first, step = _overheads(repeated, deepest)
     found = (_whole(short.get(at, long[at]), long[at], num_layers, first, step) for at in sorted(long))
     return tuple(point for point in found if point.usable)
+
+
+def repeat_overheads(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Overhead, Overhead]:
+    """What one repeat costs until the first token and in a decode step; zero where one depth alone was repeated.
+
+    Arguments and errors are those of :func:`whole_points`.
+    """
+    return _overheads(*_repeated(points, num_layers))
+
+
+def _repeated(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[list[TimingPoint], int]:
+    """The repeated points that tell something of the whole model, and the deepest fingerprint's layers."""
+    repeated = [p for p in points if p.repeat == num_layers // p.num_layers]  # not those run as they are
+    if not repeated:
+        raise NotMeasuredError("no fingerprint was run with its forward repeated; profile the model again")
+    repeated = [p for p in repeated if p.output_tokens == 1 or _decodes_together(p)]
+    return repeated, max((p.num_layers for p in repeated), default=0)
 
 
 @dataclass(frozen=True, slots=True)
