@@ -33,7 +33,7 @@ from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 
-__all__ = ["L3", "Overhead", "WholePoint", "repeat_overheads", "whole_points"]
+__all__ = ["L3", "Overhead", "WholePoint", "repeat_overheads", "repeated_points", "whole_points"]
 
 _LENGTH_OCTAVES = 2.5  # of batch or input, over which the ratio to the roofline keeps its value
 _RATIO_SPREAD = 0.2  # of its logarithm, prior to any measurement
@@ -114,7 +114,7 @@ def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Whol
     Raises:
         NotMeasuredError: no fingerprint was repeated.
     """
-    repeated, deepest = _repeated(points, num_layers)
+    repeated, deepest = repeated_points(points, num_layers)
     short = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens == 1}
     long = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens > 1}
     first, step = _overheads(repeated, deepest)
@@ -127,11 +127,14 @@ def repeat_overheads(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[
 
     Arguments and errors are those of :func:`whole_points`.
     """
-    return _overheads(*_repeated(points, num_layers))
+    return _overheads(*repeated_points(points, num_layers))
 
 
-def _repeated(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[list[TimingPoint], int]:
-    """The repeated points that tell something of the whole model, and the deepest fingerprint's layers."""
+def repeated_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[list[TimingPoint], int]:
+    """The repeated points that tell something of the whole model, and the deepest fingerprint's layers.
+
+    Arguments and errors are those of :func:`whole_points`.
+    """
     repeated = [p for p in points if p.repeat == num_layers // p.num_layers]  # not those run as they are
     if not repeated:
         raise NotMeasuredError("no fingerprint was run with its forward repeated; profile the model again")
