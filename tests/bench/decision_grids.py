@@ -1,4 +1,4 @@
-"""Grids of decisions whose truth is known: the measured public tables, and this project's own measurements.
+"""Grids of decisions whose truth is known: the measured public tables.
 
 A table answers where two or more alternatives (TP x PP x format) of one model were measured on one kind of GPU,
 with one engine, under one workload. Fits nothing and predicts nothing.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
-from fingerprint.estimates import Estimate
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from tests.bench.decision_rules import Cell, Measured
@@ -52,20 +50,21 @@ def shape_of(model: str) -> str:
     return SHAPES.get(model, model)
 
 
-def _cells(rows: Iterable[tuple[tuple[object, ...], Cell]]) -> list[Cell]:
+def joined(rows: Iterable[tuple[tuple[object, ...], Cell]]) -> list[Cell]:
     """Cells of one alternative each, joined by key; those with a single one are no decision."""
     groups: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for key, cell in rows:
         groups[key].append(cell)
-    joined = []
+    found = []
     for cells in groups.values():
         runs: dict[DeploymentConfig, list[Measured]] = defaultdict(list)
         for cell in cells:
             runs[cell.alternatives[0].config].append(cell.alternatives[0])
         if len(runs) > 1:
             alternatives = tuple(_mean(measured) for _, measured in sorted(runs.items()))
-            joined.append(replace(cells[0], alternatives=alternatives))
-    return joined
+            estimates = tuple(estimate for cell in cells for estimate in cell.estimates)
+            found.append(replace(cells[0], alternatives=alternatives, estimates=estimates))
+    return found
 
 
 def _mean(runs: list[Measured]) -> Measured:
@@ -79,7 +78,7 @@ def _row_cells(tables: Tables, title: str, rows: Iterable[Row]) -> list[Cell]:
     """Whole runs of a static batch, but for those faster than the peak figures allow: outputs ended early."""
     rows = list(rows)
     light = tables.errors(rows, LIGHT)
-    return _cells(
+    return joined(
         (
             (row.engine, shape_of(row.model), row.gpu, row.workload),
             Cell(
@@ -104,12 +103,12 @@ def bench_cells(tables: Tables) -> list[Cell]:
     plain = bench_rows(tables, ("A100", "H100"))
     mixed = [row for row in plain if (row.engine, shape_of(row.model), row.gpu, row.workload) in with_pp]
     others = [row for row in plain if (row.engine, shape_of(row.model), row.gpu, row.workload) not in with_pp]
-    return _row_cells(tables, "bench, TP", others) + _row_cells(tables, "bench, TP x PP", [*mixed, *pipelines])
+    return _row_cells(tables, "bench TP", others) + _row_cells(tables, "bench TP x PP", [*mixed, *pipelines])
 
 
 def format_cells(tables: Tables) -> list[Cell]:
     """Llama-3-8B on one GPU under several formats of weights and KV."""
-    return _row_cells(tables, "bench, formats", quantized_rows(tables))
+    return _row_cells(tables, "bench formats", quantized_rows(tables))
 
 
 def splitwise_cells(tables: Tables) -> list[Cell]:
@@ -150,7 +149,7 @@ def splitwise_cells(tables: Tables) -> list[Cell]:
                 ),
             )
 
-    return _cells(rows())
+    return joined(rows())
 
 
 TRTLLM_MODELS = {
@@ -193,7 +192,7 @@ def trtllm_cells(tables: Tables, configs: dict[str, dict[str, object]]) -> list[
             yield (
                 (entry["trtllm_version"], entry["model"], gpu, workload),
                 Cell(
-                    table=f"TensorRT-LLM {entry['trtllm_version']}, saturated, {gpu}",
+                    table=f"TensorRT-LLM {entry['trtllm_version']} saturated, {gpu}",
                     engine="TensorRT-LLM",
                     model=model,
                     spec=read_spec(configs[model]),
@@ -204,7 +203,7 @@ def trtllm_cells(tables: Tables, configs: dict[str, dict[str, object]]) -> list[
                 ),
             )
 
-    return _cells(rows())
+    return joined(rows())
 
 
 SAMPLE_MODELS = {
@@ -259,7 +258,7 @@ def sample_cells(path: Path, configs: dict[str, dict[str, object]]) -> list[Cell
                     ),
                 )
 
-    return _cells(_without_repeats(rows()))
+    return joined(_without_repeats(rows()))
 
 
 def _without_repeats(rows: Iterable[tuple[tuple[object, ...], Cell]]) -> Iterator[tuple[tuple[object, ...], Cell]]:
@@ -269,68 +268,3 @@ def _without_repeats(rows: Iterable[tuple[tuple[object, ...], Cell]]) -> Iterato
         if (known := (key, cell.alternatives[0].config)) not in seen:
             seen.add(known)
             yield key, cell
-
-
-@dataclass(frozen=True, kw_only=True)
-class GridPoint:
-    """One configuration under one workload: predicted from fingerprints, then measured on the whole model.
-
-    Times in seconds of the batch handed over at once, as in :class:`Estimate`; bytes over all its GPUs; joules per
-    request. ``None``: not measured.
-    """
-
-    model: str  # a name in model-configs.json
-    estimate: Estimate  # names the configuration and the workload
-    ttft_s: float
-    tpot_s: float
-    memory_bytes: int | None = None
-    energy_j: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Measurements of this project, as ``decisions.py --grid FILE`` reads them: JSON by ``fingerprint.codec``."""
-
-    machine: str
-    date: str
-    engine: str  # "vLLM 0.24.0"
-    gpu: str  # a name of the datasheet table
-    points: tuple[GridPoint, ...]
-
-
-def own_cells(path: Path, configs: dict[str, dict[str, object]]) -> list[Cell]:
-    """Cells of a :class:`Grid`; iServe decides them by the estimates that the file holds.
-
-    Raises:
-        BadInputError: the file is not a :class:`Grid`.
-    """
-    grid = from_json(path.read_bytes(), Grid, what=str(path))
-    gpu = gpu_spec(grid.gpu)
-    groups: dict[tuple[str, Workload], list[GridPoint]] = defaultdict(list)
-    for point in grid.points:
-        groups[point.model, point.estimate.workload].append(point)
-    return [
-        Cell(
-            table=f"own, {grid.engine}, {grid.gpu}",
-            engine=grid.engine.partition(" ")[0],
-            model=model,
-            spec=read_spec(configs[model]),
-            gpu=gpu,
-            workload=workload,
-            alternatives=tuple(_own(point) for point in points),
-            estimates=tuple(point.estimate for point in points),
-        )
-        for (model, workload), points in groups.items()
-        if len({point.estimate.config for point in points}) > 1
-    ]
-
-
-def _own(point: GridPoint) -> Measured:
-    return Measured(
-        config=point.estimate.config,
-        e2e_s=point.ttft_s + (point.estimate.workload.output_tokens - 1) * point.tpot_s,
-        ttft_s=point.ttft_s,
-        tpot_s=point.tpot_s,
-        energy_j=point.energy_j,
-        memory_bytes=point.memory_bytes,
-    )

@@ -28,6 +28,9 @@ NOT_IN_SPACE = "not in the configuration space"
 NOISE = 0.02  # repeated runs of the public tables differ by up to 3%, half of them by less than 1.3%
 
 
+SATURATED_BATCHES = tuple(sorted({n for k in range(12) for n in (2**k, 3 * 2**k // 2) if n <= 2048}))
+
+
 class Metric(StrEnum):
     """What is judged; ``measured`` has one figure for each that is known."""
 
@@ -90,7 +93,12 @@ class Cell:
     alternatives: tuple[Measured, ...]
     saturated: bool = False
     served: bool = False  # ``batch`` requests at a time, one following the other, as a server's clients send them
-    estimates: tuple[Estimate, ...] | None = None  # measured by iServe beforehand, one per alternative
+    estimates: tuple[Estimate, ...] = ()  # of iServe's own fingerprints, one per alternative, where there are any
+
+
+def workloads(cell: Cell) -> list[Workload]:
+    """What a chooser may assume of a cell: its workload, or one per batch where the engine chose that."""
+    return [replace(cell.workload, batch=b) for b in SATURATED_BATCHES] if cell.saturated else [cell.workload]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +281,9 @@ class PlannerChooser:
         return None if best is None else best.config
 
     def cause(self, cell: Cell, wish: Wish) -> str:
-        """Why it did not pick what was measured to be best."""
+        """Why it did not pick what was measured to be best, where it did not."""
+        if judge(cell, wish, self(cell, wish)).outcome is Outcome.MISSED:
+            return "its pick is measured to miss the limit"
         right = best_of(cell, wish).config
         ranked = next(found for found in self._plan(cell, wish).candidates if found.config == right)
         if ranked.refusal == NOT_IN_SPACE:
@@ -345,15 +355,18 @@ class Summary:
 def summarize(verdicts: Sequence[Verdict]) -> Summary:
     """Regret over ``verdicts``, of which there is at least one."""
     regrets = np.array([v.regret for v in verdicts if v.regret is not None])
-    some = len(regrets) > 0
+
+    def of_regrets(statistic: Callable[[np.ndarray], float]) -> float | None:
+        return round(float(statistic(regrets)), 5) if len(regrets) else None
+
     return Summary(
         count=len(verdicts),
         refused=sum(v.outcome is Outcome.REFUSED for v in verdicts),
         missed=sum(v.outcome is Outcome.MISSED for v in verdicts),
-        best=float(np.sum(regrets <= 1e-9) / len(verdicts)),
-        near_best=float(np.sum(regrets <= NOISE) / len(verdicts)),
-        median=float(np.median(regrets)) if some else None,
-        mean=float(np.mean(regrets)) if some else None,
-        p90=float(np.quantile(regrets, 0.9)) if some else None,
-        worst=float(np.max(regrets)) if some else None,
+        best=round(float(np.sum(regrets <= 1e-9) / len(verdicts)), 5),
+        near_best=round(float(np.sum(regrets <= NOISE) / len(verdicts)), 5),
+        median=of_regrets(np.median),
+        mean=of_regrets(np.mean),
+        p90=of_regrets(lambda found: np.quantile(found, 0.9)),
+        worst=of_regrets(np.max),
     )

@@ -1,13 +1,14 @@
 """Decision regret: what iServe picks, what a rule of thumb and AIConfigurator pick, and what would have been best.
 
     ISERVE_REFERENCE_DATA=... PYTHONPATH=. python tests/bench/decisions.py --json FILE \
-        [--aiconfigurator PYTHON] [--grid FILE ...] [--keep FOLDER] [--details FILE]
+        [--aiconfigurator PYTHON] [--recorded FOLDER] [--keep FOLDER] [--tables]
 
 ``--aiconfigurator`` is the interpreter of an environment with aiconfigurator 0.12.0 (no dependency of iServe);
-without it, its column and its package's own grid are left out. ``--grid`` adds measurements of this project
-(``decision_grids.Grid``). ``--keep`` keeps the held-out constants and AIConfigurator's answers, which take most of
+without it, its column and its package's own grid are left out. ``--recorded`` adds what ``accuracy_measure.py``
+recorded of whole models. ``--keep`` keeps the held-out constants and AIConfigurator's answers, which take most of
 the time, for another run over the same cells; start with an empty folder when a table, a fit or a grid changes.
-iServe decides by the roofline estimator with constants fitted without the cell's model. Deterministic; CPU only.
+iServe decides by the roofline estimator with constants fitted without the cell's model, and by fingerprints where
+they were measured. Prints grids by family; each table's own figures are in the JSON. Deterministic; CPU only.
 """
 
 from __future__ import annotations
@@ -16,39 +17,42 @@ import argparse
 import csv
 import io
 import json
+import math
 import os
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import CALIBRATED, RooflineConstants, RooflineEstimator
 from iserve.planning import FitsOn, PlanOptions, hypothetical_hardware
 from planner.intent import IntentKind
 from planner.plan import NoRoom
+from tests.bench.accuracy import load
+from tests.bench.aiconfigurator_answers import Aiconfigurator, ask_aiconfigurator, sample_path
 from tests.bench.calibrate_roofline import calibrate
 from tests.bench.decision_grids import (
     NOT_ASKED,
     bench_cells,
     format_cells,
-    own_cells,
     sample_cells,
     splitwise_cells,
     trtllm_cells,
 )
+from tests.bench.decision_own import own_cells
 from tests.bench.decision_rules import (
     NOISE,
     Cell,
     Chooser,
-    Measured,
+    Metric,
     PlannerChooser,
     Summary,
     Verdict,
@@ -59,28 +63,15 @@ from tests.bench.decision_rules import (
     rule,
     summarize,
     wishes,
+    workloads,
 )
 from tests.bench.rank import machine
 from tests.bench.roofline_tables import SHAPES, Tables
 
-AIC_SCRIPT = Path(__file__).with_name("aiconfigurator_static.py")
-AIC_SYSTEMS = {
-    "a100-40gb-sxm": "a100_sxm",  # the same chip; what fits is judged by the card's own memory
-    "a100-80gb-sxm": "a100_sxm",
-    "h100-sxm": "h100_sxm",
-    "h200-sxm": "h200_sxm",
-    "b200-sxm": "b200_sxm",
-    "l40s": "l40s",
-}
-AIC_BACKENDS = {"TensorRT-LLM": "trtllm", "vLLM": "vllm", "SGLang": "sglang", "Splitwise": "vllm"}
-SATURATED_BATCHES = tuple(sorted({n for k in range(12) for n in (2**k, 3 * 2**k // 2) if n <= 2048}))
-ISERVE, AT_VALUE, RULE, OTHER, AIC = (
-    "iServe",
-    "iServe, limits at the value",
-    "rule",
-    "rule, other end",
-    "AIConfigurator",
-)
+ISERVE, AT_VALUE = "iServe", "iServe, limits at the value"
+RULE, OTHER, AIC = "rule", "rule, other end", "AIConfigurator"
+CHOOSERS = (ISERVE, AT_VALUE, RULE, OTHER, AIC)
+ALL = "all"
 
 
 def held_out(tables: Tables, cells: Iterable[Cell], kept: Path) -> dict[str, RooflineConstants]:
@@ -89,7 +80,7 @@ def held_out(tables: Tables, cells: Iterable[Cell], kept: Path) -> dict[str, Roo
     if kept.exists():
         return from_json(kept.read_bytes(), dict[str, RooflineConstants], what=str(kept))
     found = {}
-    for model in sorted({cell.model for cell in cells}):
+    for model in sorted({cell.model for cell in cells if not cell.estimates}):
         found[model] = CALIBRATED
         if model in SHAPES.values():
             print(f"fitting without {model}", file=sys.stderr)
@@ -107,7 +98,7 @@ class Roofline:
         self._estimators: dict[tuple[str, str], RooflineEstimator] = {}
 
     def __call__(self, cell: Cell, config: DeploymentConfig) -> Estimate | None:
-        if cell.estimates is not None:
+        if cell.estimates:
             return next(found for found in cell.estimates if found.config == config)
         key = (cell.model, cell.gpu.name)
         if key not in self._estimators:
@@ -121,105 +112,11 @@ class Roofline:
 def _largest_that_fits(cell: Cell, config: DeploymentConfig, estimator: RooflineEstimator) -> Estimate | None:
     """The estimate at the largest batch that memory holds; None when it does not even hold one request."""
     fits = FitsOn(hypothetical_hardware(cell.gpu, config.num_gpus), PlanOptions())
-    for batch in reversed(SATURATED_BATCHES):
-        found = estimator.estimate(config, replace(cell.workload, batch=batch))
+    for workload in reversed(workloads(cell)):
+        found = estimator.estimate(config, workload)
         if not isinstance(fits(found), NoRoom):
             return found
     return None
-
-
-# --- AIConfigurator
-
-AicKey = tuple[str, str, str, DeploymentConfig, Workload]  # model, system, backend
-
-
-def _aic_key(cell: Cell, config: DeploymentConfig, workload: Workload) -> AicKey | None:
-    system, backend = AIC_SYSTEMS.get(cell.gpu.name), AIC_BACKENDS.get(cell.engine)
-    return None if system is None or backend is None else (cell.model, system, backend, config, workload)
-
-
-def _workloads(cell: Cell) -> list[Workload]:
-    return [replace(cell.workload, batch=b) for b in SATURATED_BATCHES] if cell.saturated else [cell.workload]
-
-
-class Aiconfigurator:
-    """Its answers for every alternative of the cells, asked in one process of its own environment."""
-
-    def __init__(self, answers: dict[tuple[str, AicKey], dict]) -> None:
-        self._answers = answers
-
-    def knows(self, cell: Cell) -> bool:
-        """Whether it predicts at least one of the alternatives."""
-        return any(self._seen(cell, a.config) for a in cell.alternatives)
-
-    def __call__(self, cell: Cell, config: DeploymentConfig) -> Measured | None:
-        """Its figures as if measured; None where it has none or, by its own memory figures, it does not fit."""
-        room = cell.gpu.memory_bytes / 2**30
-        fitting = [(w, a) for w, a in self._seen(cell, config) if a["memory_gib"]["total"] <= room]
-        if not fitting:
-            return None
-        if cell.saturated:
-            best = max(answer["output_tokens_per_s"] for _, answer in fitting)
-            return Measured(config=config, tokens_per_s=best)
-        workload, answer = fitting[0]
-        e2e_s = answer["ttft_s"] + (workload.output_tokens - 1) * answer["tpot_s"]
-        return Measured(config=config, e2e_s=e2e_s, ttft_s=answer["ttft_s"], tpot_s=answer["tpot_s"])
-
-    def _seen(self, cell: Cell, config: DeploymentConfig) -> list[tuple[Workload, dict]]:
-        found = []
-        for workload in _workloads(cell):
-            key = _aic_key(cell, config, workload)
-            answer = None if key is None else self._answers.get((_mode(cell), key))
-            if answer is not None and "reason" not in answer:
-                found.append((workload, answer))
-        return found
-
-
-def _mode(cell: Cell) -> str:
-    return "agg" if cell.saturated or cell.served else "static"
-
-
-def ask_aiconfigurator(
-    python: Path, cells: Sequence[Cell], configs: Path, keep: Path
-) -> tuple[Aiconfigurator, dict[str, str]]:
-    """Every alternative of ``cells`` put to the AIConfigurator of ``python``; and which versions answered.
-
-    Questions and answers lie in ``keep``; answers already there are taken where the questions are the same.
-    """
-    asked = {
-        (_mode(cell), key): None
-        for cell in cells
-        for alternative in cell.alternatives
-        for workload in _workloads(cell)
-        if (key := _aic_key(cell, alternative.config, workload)) is not None
-    }
-    points = [_point(mode, key) for mode, key in asked]
-    questions, answers = keep / "points.json", keep / "answers.json"
-    text = json.dumps(points)
-    if not (answers.exists() and questions.exists() and questions.read_text() == text):
-        questions.write_text(text)
-        answers.unlink(missing_ok=True)
-        command = [python, AIC_SCRIPT, "--configs", configs, "--points", questions, "--json", answers]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    document = json.loads(answers.read_text())
-    versions = {"aiconfigurator": document["aiconfigurator"]}
-    for answer in document["answers"]:
-        point = answer["point"]
-        versions[f"{point['backend']} on {point['system']}"] = answer.get("version", "no data")
-    return Aiconfigurator(dict(zip(asked, document["answers"], strict=True))), versions
-
-
-def _point(mode: str, key: AicKey) -> dict[str, object]:
-    model, system, backend, config, workload = key
-    point = {"model": model, "system": system, "backend": backend, "mode": mode, "tp": config.tp, "pp": config.pp}
-    return point | {"weights": config.weights, "kv": config.kv} | asdict(workload)
-
-
-def sample_path(python: Path) -> Path:
-    """The measured points that come with AIConfigurator's package."""
-    code = "import aiconfigurator_core as a, pathlib; print(pathlib.Path(a.__file__).parent)"
-    done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
-    return Path(done.stdout.strip()) / "systems" / "silicon_sample.csv"
 
 
 # --- the comparison
@@ -238,7 +135,10 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Decisions of one table (or all) under one intent; ``supported``: those that AIConfigurator has a say in."""
+    """Decisions of one table, of a family of tables or of all, under one intent.
+
+    ``supported``: of these, the ones that AIConfigurator has a say in.
+    """
 
     table: str
     intent: str
@@ -275,16 +175,16 @@ def _answerable(knows: bool, wish: Wish) -> bool:
 
 
 def grouped(decisions: Sequence[Decision]) -> list[Group]:
-    """Per table and intent, then over all tables."""
+    """Per table and intent, then over each family of tables (named before the comma), then over all."""
     buckets: dict[tuple[str, str, bool], list[Decision]] = defaultdict(list)
     for decision in decisions:
-        for table in (decision.cell.table, "all tables"):
+        for table in dict.fromkeys((decision.cell.table, family(decision.cell.table), ALL)):
             buckets[table, decision.wish.name, False].append(decision)
             if AIC in decision.verdicts:
                 buckets[table, decision.wish.name, True].append(decision)
     groups = []
-    for (table, intent, supported), own in sorted(buckets.items(), key=lambda item: item[0][0] == "all tables"):
-        names = [name for name in (ISERVE, AT_VALUE, RULE, OTHER, AIC) if all(name in d.verdicts for d in own)]
+    for (table, intent, supported), own in sorted(buckets.items(), key=lambda item: item[0][0] == ALL):
+        names = [name for name in CHOOSERS if all(name in d.verdicts for d in own)]
         if not supported:
             names = [name for name in names if name != AIC]
         choosers = {name: summarize([d.verdicts[name] for d in own]) for name in names}
@@ -293,22 +193,119 @@ def grouped(decisions: Sequence[Decision]) -> list[Group]:
     return groups
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bias:
+    """Median of predicted over measured over the alternatives of one table: iServe's value, the upper end of its
+    interval, and AIConfigurator where it has a figure."""
+
+    table: str
+    metric: Metric
+    alternatives: int
+    iserve: float | None
+    iserve_high: float | None  # None: an interval of throughput is not given
+    aiconfigurator: float | None
+
+
+def biases(cells: Iterable[Cell], roofline: Roofline, aic: Aiconfigurator | None) -> list[Bias]:
+    """How far the predictions were that the decisions rest on."""
+    ratios: dict[tuple[str, Metric], list[tuple[float, float, float]]] = defaultdict(list)
+    for cell in cells:
+        for truth in cell.alternatives:
+            estimate = roofline(cell, truth.config)
+            other = None if aic is None else aic(cell, truth.config)
+            for metric in (Metric.E2E, Metric.TTFT, Metric.TPOT, Metric.TOKENS):
+                measured = truth.value(metric, cell.workload)
+                if estimate is None or measured is None:
+                    continue
+                own, high = _predicted(estimate, metric)
+                theirs = math.nan if other is None else other.value(metric, cell.workload)
+                ratios[cell.table, metric].append((own / measured, high / measured, theirs / measured))
+
+    def middle(column: Iterable[float]) -> float | None:
+        known = [value for value in column if not math.isnan(value)]
+        return round(statistics.median(known), 3) if known else None
+
+    found = []
+    for (table, metric), rows in ratios.items():
+        own, high, theirs = (middle(column) for column in zip(*rows, strict=True))
+        found.append(
+            Bias(
+                table=table,
+                metric=metric,
+                alternatives=len(rows),
+                iserve=own,
+                iserve_high=high,
+                aiconfigurator=theirs,
+            )
+        )
+    return found
+
+
+def _predicted(estimate: Estimate, metric: Metric) -> tuple[float, float]:
+    """(value, upper end)."""
+    if metric is Metric.TOKENS:
+        work = estimate.workload
+        return work.batch * work.output_tokens / estimate.e2e_s.value, math.nan
+    found = {Metric.E2E: estimate.e2e_s, Metric.TTFT: estimate.ttft_s, Metric.TPOT: estimate.tpot_s}[metric]
+    return found.value, found.high
+
+
+def bias_table(found: Iterable[Bias]) -> str:
+    lines = [
+        "| table | figure | alternatives | iServe | upper end | AIConfigurator |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for b in found:
+        ratios = ["" if v is None else f"{v:.2f}" for v in (b.iserve, b.iserve_high, b.aiconfigurator)]
+        lines.append(f"| {b.table} | {b.metric} | {b.alternatives} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
+
+
+def family(table: str) -> str:
+    return table.partition(",")[0]
+
+
 def percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def as_markdown(groups: Iterable[Group]) -> str:
-    """One line per table, intent and chooser."""
-    titles = ("table", "intent", "chooser", "decisions", "refused", "missed", "best", "within 2%")
-    titles += ("median", "mean", "p90", "worst")
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+def as_cell(s: Summary) -> str:
+    """Shares of best and near-best picks; median, mean, p90 and worst regret; refusals and misses where any."""
+    text = f"{s.best:.0%} ({s.near_best:.0%})"
+    if s.mean is not None:
+        text += "; " + " / ".join(f"{100 * value:.1f}" for value in (s.median, s.mean, s.p90, s.worst))
+    return text + "".join(f"; {n} {what}" for n, what in ((s.refused, "refused"), (s.missed, "missed")) if n)
+
+
+def as_markdown(groups: Sequence[Group]) -> str:
+    """One line per table and intent; one column per chooser that has a say in any of ``groups``."""
+    present = [name for name in CHOOSERS if any(name in group.choosers for group in groups)]
+    lines = [f"| table | intent | decisions | {' | '.join(present)} |", "|---|---|--:|" + "---|" * len(present)]
     for group in groups:
-        for name, s in group.choosers.items():
-            shares = [f"{s.best:.0%}", f"{s.near_best:.0%}"]
-            regrets = [percent(value) for value in (s.median, s.mean, s.p90, s.worst)]
-            columns = [group.table, group.intent, name, s.count, s.refused, s.missed, *shares, *regrets]
-            lines.append("| " + " | ".join(map(str, columns)) + " |")
+        cells = [as_cell(group.choosers[name]) if name in group.choosers else "" for name in present]
+        count = next(iter(group.choosers.values())).count
+        lines.append(f"| {group.table} | {group.intent} | {count} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def causes(groups: Sequence[Group]) -> str:
+    """Why iServe's picks were not within the noise of the best."""
+    lines = ["| table | intent | decisions | why |", "|---|---|--:|---|"]
+    for group in groups:
+        lines += [f"| {group.table} | {group.intent} | {n} | {why} |" for why, n in sorted(group.causes.items())]
+    return "\n".join(lines)
+
+
+def report(groups: Sequence[Group]) -> str:
+    """Plain intents and limits apart, first over all cells, then over those that AIConfigurator has a say in."""
+    texts = []
+    for supported, where in ((False, "all cells"), (True, "cells that AIConfigurator has a say in")):
+        for limited, what in ((False, "Intents without a limit"), (True, "Intents with a limit")):
+            own = [g for g in groups if g.supported is supported and ("slo" in g.intent) is limited]
+            texts.append(f"{what}, {where}\n\n{as_markdown(own)}")
+    everything = [group for group in groups if not group.supported]
+    texts.append(f"Why iServe was not within {NOISE:.0%} of the best, all cells\n\n{causes(everything)}")
+    return "\n\n".join(texts)
 
 
 def write_details(path: Path, decisions: Iterable[Decision]) -> None:
@@ -335,8 +332,9 @@ def short(config: DeploymentConfig) -> str:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--aiconfigurator", type=Path, metavar="PYTHON")
-    parser.add_argument("--grid", type=Path, action="append", default=[])
+    parser.add_argument("--recorded", type=Path, metavar="FOLDER")
     parser.add_argument("--keep", type=Path, metavar="FOLDER")
+    parser.add_argument("--tables", action="store_true", help="print every table's own figures too")
     parser.add_argument("--details", type=Path, help="every decision, as CSV")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
@@ -350,32 +348,41 @@ def main(arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         keep.mkdir(parents=True, exist_ok=True)
-        cells, decisions, versions = compare(options, Path(folder) / "reference", keep)
+        cells, decisions, found, versions = compare(options, Path(folder) / "reference", keep)
     groups = grouped(decisions)
-    for supported, title in ((False, "All cells"), (True, "Cells that AIConfigurator has a say in")):
-        print(f"\n{title}\n\n{as_markdown(group for group in groups if group.supported is supported)}")
+    print(f"Predicted over measured, median\n\n{bias_table(found)}\n")
+    print(report([group for group in groups if options.tables or "," not in group.table]))
     if options.details:
         write_details(options.details, decisions)
     if options.json:
-        report = {
+        head = {
             "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),
             "versions": versions,
             "not_asked": NOT_ASKED,
             "cells": len(cells),
-            "groups": groups,
         }
-        options.json.write_bytes(to_json(report, indent=1))
+        options.json.write_text(written(head, {"biases": found, "groups": groups}))
+
+
+def written(head: dict[str, object], lists: dict[str, Sequence[object]]) -> str:
+    """JSON with one element of the lists per line."""
+    text = json.dumps(head, indent=1)[:-2]
+    for name, values in lists.items():
+        lines = ",\n  ".join(to_json(value).decode() for value in values)
+        text += f',\n "{name}": [\n  {lines}\n ]'
+    return text + "\n}\n"
 
 
 def compare(
     options: argparse.Namespace, reference: Path, keep: Path
-) -> tuple[list[Cell], list[Decision], dict[str, str]]:
-    """All cells, all decisions on them, and the versions of AIConfigurator that had a say."""
+) -> tuple[list[Cell], list[Decision], list[Bias], dict[str, str]]:
+    """All cells, all decisions on them, how far the predictions were, and AIConfigurator's versions."""
     configs_path = reference / "model-configs.json"
     tables, configs = Tables(reference), json.loads(configs_path.read_text())
     cells = bench_cells(tables) + format_cells(tables) + splitwise_cells(tables) + trtllm_cells(tables, configs)
-    cells += [cell for path in options.grid for cell in own_cells(path, configs)]
+    if options.recorded:
+        cells += own_cells(load(options.recorded), configs)
     aic, versions = None, {}
     if options.aiconfigurator:
         cells += sample_cells(sample_path(options.aiconfigurator), configs)
@@ -390,7 +397,7 @@ def compare(
     }
     if aic is not None:
         choosers[AIC] = predicted_chooser(aic)
-    return cells, decide(cells, planner, choosers, aic), versions
+    return cells, decide(cells, planner, choosers, aic), biases(cells, roofline, aic), versions
 
 
 if __name__ == "__main__":

@@ -4,70 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fingerprint.codec import to_json
-from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.errors import BadInputError
-from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.families import read_spec
-from fingerprint.gpus import gpu_spec
+from fingerprint.config import Workload
+from tests.bench.accuracy import load, truths
 from tests.bench.aiconfigurator_static import MAX_PROMPT_TOKENS, h200_grid, written
-from tests.bench.decision_grids import (
-    Grid,
-    GridPoint,
-    bench_cells,
-    format_cells,
-    own_cells,
-    splitwise_cells,
-    trtllm_cells,
-)
+from tests.bench.decision_grids import bench_cells, format_cells, splitwise_cells, trtllm_cells
+from tests.bench.decision_own import own_cells
 from tests.bench.decision_rules import values, wishes
 from tests.bench.roofline_tables import Tables
 
-CONFIGS = {
-    "made-up": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 1000,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    }
-}
+RECORDINGS = Path(__file__).parent / "results/h200"
 
 
-def point(tp: int, ttft_s: float, tpot_s: float, workload: Workload) -> GridPoint:
-    estimator = RooflineEstimator(read_spec(CONFIGS["made-up"]), gpu_spec("h200"))
-    estimate = estimator.estimate(DeploymentConfig(tp=tp), workload)
-    return GridPoint(model="made-up", estimate=estimate, ttft_s=ttft_s, tpot_s=tpot_s, memory_bytes=tp * 2**30)
-
-
-def test_own_measurements_are_cells_by_model_and_workload(tmp_path: Path) -> None:
-    """Where one configuration alone was measured there is nothing to decide."""
-    one, other = Workload(1, 128, 65), Workload(8, 128, 65)
-    points = (point(1, 0.5, 0.01, one), point(2, 0.4, 0.005, one), point(1, 0.5, 0.01, other))
-    grid = Grid(machine="here", date="2026-11-21", engine="vLLM 0.24.0", gpu="h200-sxm", points=points)
-    file = tmp_path / "grid.json"
-    file.write_bytes(to_json(grid))
-    (cell,) = own_cells(file, CONFIGS)
-    assert (cell.workload, cell.engine) == (one, "vLLM")
-    assert [a.e2e_s for a in cell.alternatives] == [pytest.approx(1.14), pytest.approx(0.72)]
-    assert cell.estimates == (points[0].estimate, points[1].estimate)
-    assert {"min-cost", "min-memory"} <= {wish.name for wish in wishes(cell)}
-
-
-def test_a_file_that_is_no_grid_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "grid.json"
-    file.write_text('{"machine": "here"}')
-    with pytest.raises(BadInputError, match=r"grid\.json is not a valid Grid"):
-        own_cells(file, CONFIGS)
+@pytest.mark.skipif(not list(RECORDINGS.glob("*.json.gz")), reason="nothing was recorded")
+def test_own_recordings_are_cells_where_there_is_something_to_decide() -> None:
+    """A single recording of a model is no decision; a second one, here of the same times halved, is."""
+    one = load(RECORDINGS)[0]
+    assert own_cells([one]) == []
+    halved = tuple(replace(p, runs=tuple(replace(run, e2e_s=run.e2e_s / 2) for run in p.runs)) for p in one.whole)
+    cells = own_cells([one, replace(one, tp=2, whole=halved)], [f"somebody/{one.model}"])
+    assert len(cells) == len(truths(one))
+    for cell, truth in zip(cells, truths(one), strict=True):
+        first, second = cell.alternatives
+        assert cell.model == f"somebody/{one.model}"
+        assert first.e2e_s == pytest.approx(truth.ttft_s + 64 * truth.tpot_s)
+        assert second.e2e_s == pytest.approx(first.e2e_s / 2)
+        assert [e.config for e in cell.estimates] == [first.config, second.config]
 
 
 @pytest.mark.skipif("ISERVE_REFERENCE_DATA" not in os.environ, reason="ISERVE_REFERENCE_DATA is not set")
