@@ -11,6 +11,7 @@ power cap is slower than one that works for 7.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -136,9 +137,9 @@ def depth_tied_profile(
 ) -> Profile:
     """Measure ``spec`` on ``target``. Sessions are closed whatever happens.
 
-    A fingerprint that fails (out of memory, a flag the engine refuses, a kill) is noted with the engine's own last
-    words, and the rest goes on. Depths whose times contradict each other (two layers faster than one) are measured
-    once more and then left out.
+    A point or a configuration that fails (out of memory, a flag the engine refuses, a kill) is noted with the
+    engine's own last words, and the rest goes on with a fresh worker. Depths whose times contradict each other
+    (two layers faster than one) are measured once more and then left out.
 
     Args:
         fingerprints: a directory with the config.json of the first k layers; weights are not read.
@@ -191,110 +192,158 @@ class _Driver:
     notes: list[str] = field(default_factory=list)
     spent_s: float = 0.0
     complete: bool = True
+    _session: StepTimedSession | None = None
+    _first_error: IserveError | None = None
     _done: int = 0
-    _cost_s: dict[tuple[int, int, int], float] = field(default_factory=dict)  # per token of a repeated burst
+    _cost_s: dict[tuple[int, int, int], float] = field(
+        default_factory=dict
+    )  # per prompt token, by tp, pp, layers run
 
     def run_all(self) -> None:
-        first_error: IserveError | None = None
         for tp, pp in self.plan.degrees:
             depths = [k for k in (2, 1) if k * pp <= self.spec.num_layers]
             if not depths:
                 self.notes.append(f"tp={tp} pp={pp} left out: the model has {self.spec.num_layers} layers")
                 continue
             try:
-                session = self.target.open_step_timed(tp=tp, pp=pp)
+                self._degree(tp, pp, depths)
             except IserveError as error:
-                first_error = first_error or error
                 self._failed(f"tp={tp} pp={pp}", error)
-                continue
-            try:
-                for weights in self.plan.weights:
-                    for kv in self.plan.kv:
-                        case = _Case(tp, pp, weights, kv)
-                        try:
-                            self._case(session, case, depths)
-                        except IserveError as error:
-                            first_error = first_error or error
-                            self._failed(str(case), error)
             finally:
-                session.close()
-        if not self.timing and first_error is not None:
-            raise first_error
+                self._close()
+        if not self.timing and self._first_error is not None:
+            raise self._first_error
+
+    def _degree(self, tp: int, pp: int, depths: list[int]) -> None:
+        """Raises IserveError: no worker comes up."""
+        for weights in self.plan.weights:
+            for kv in self.plan.kv:
+                case = _Case(tp, pp, weights, kv)
+                if self.spent_s >= self.plan.budget_s:
+                    self._left_out(str(case))
+                    continue
+                self._open(case)
+                try:
+                    self._case(case, depths)
+                except IserveError as error:
+                    self._failed(str(case), error)
+                    self._close()  # whatever it left, the next one finds a fresh worker
+
+    def _open(self, case: _Case) -> StepTimedSession:
+        if self._session is None:
+            self._session = self.target.open_step_timed(tp=case.tp, pp=case.pp)
+        return self._session
+
+    def _close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _left_out(self, what: str) -> None:
+        self.complete = False
+        self.notes.append(f"{what} left out, the budget of {self.plan.budget_s:g} GPU-seconds is spent")
 
     def _failed(self, what: str, error: IserveError) -> None:
+        self._first_error = self._first_error or error
         self.complete = False
         self.notes.append(f"{what} failed: {error}")
 
-    def _case(self, session: StepTimedSession, case: _Case, depths: list[int]) -> None:
+    def _case(self, case: _Case, depths: list[int]) -> None:
         for attempt in (1, 2):
-            measured = [point for depth in depths for point in self._depth(session, case, depth)]
-            problem = contradiction(measured)
+            timing: list[TimingPoint] = []
+            memory: list[MemoryPoint] = []
+            for depth in depths:
+                points = self.plan.points if depth == depths[0] else self.plan.shallow_points
+                self._depth(case, depth, sorted(points, key=_tokens), timing, memory)
+            problem = contradiction(timing)
             if problem is None:
-                self.timing += measured
-                return
+                break
             if attempt == 1:
                 self.notes.append(f"{case}: {problem}; measured again")
-        self.complete = False
-        raise NotMeasuredError(f"{case} is unusable, measured twice: {problem}")
+        self.memory += memory
+        if problem is not None:
+            raise NotMeasuredError(f"{case} is unusable, measured twice: {problem}")
+        self.timing += timing
 
-    def _depth(self, session: StepTimedSession, case: _Case, depth: int) -> list[TimingPoint]:
+    def _depth(
+        self,
+        case: _Case,
+        depth: int,
+        points: list[Point],
+        timing: list[TimingPoint],
+        memory: list[MemoryPoint],
+    ) -> None:
+        """Measure one fingerprint. An engine that dies at a point is started once more for the points that follow.
+
+        Raises:
+            IserveError: it does not start, or died twice.
+        """
         plan, num_layers = self.plan, depth * case.pp
+        session: StepTimedSession | None = self._load(case, depth)
+        memory.append(self._memory(case, num_layers))  # counted while the engine starts
         repeat = max(1, self.spec.num_layers // num_layers)
+        jobs = [(point, repeat) for point in points] + [
+            (point, 1) for point in sorted(plan.plain_points, key=_tokens)
+        ]
+        died = False
+        for number, (point, times) in enumerate(jobs):
+            if number and self._foreseen_s(case, num_layers * times, point) > plan.budget_s - self.spent_s:
+                self._left_out(f"{case}, {num_layers} layers: batch {point[0]} with {point[1]} in")
+                continue  # not of the cheapest, without which the other depth's points would tell nothing
+            session = session or self._load(case, depth)
+            try:
+                timing += self._point(session, case, num_layers, times, point, plain=number >= len(points))
+            except IserveError as error:
+                self._failed(f"{case}, {num_layers} layers, batch {point[0]} with {point[1]} in", error)
+                self._close()
+                session = None
+                if died:
+                    raise EngineError(f"its engine died twice on {num_layers} layers: {error}") from error
+                died = True
+
+    def _memory(self, case: _Case, num_layers: int) -> MemoryPoint:
+        return MemoryPoint(
+            num_layers=num_layers,
+            tp=case.tp,
+            pp=case.pp,
+            weights=case.weights,
+            kv=case.kv,
+            max_batched_tokens=0,  # the engine's own peak, over the largest step it allows
+            ranks=self._open(case).memory(),
+            kv_tokens=self.plan.kv_tokens,
+        )
+
+    def _load(self, case: _Case, depth: int) -> StepTimedSession:
+        session, num_layers = self._open(case), depth * case.pp
         self._tell(f"{case}: starting the engine on {num_layers} layers")
         session.load(
             self.fingerprints(num_layers),
             weights=case.weights,
             kv=case.kv,
             layers_per_stage=(depth,) * case.pp,
-            max_batch=plan.max_batch,
-            max_context_tokens=plan.max_context_tokens,
-            kv_tokens=plan.kv_tokens,
+            max_batch=self.plan.max_batch,
+            max_context_tokens=self.plan.max_context_tokens,
+            kv_tokens=self.plan.kv_tokens,
         )
-        measured: list[TimingPoint] = []
-        for batch, input_tokens in sorted(plan.points if depth > 1 else plan.shallow_points, key=_tokens):
-            measured += self._point(session, case, num_layers, repeat, (batch, input_tokens))
-        for point in sorted(plan.plain_points, key=_tokens):
-            for output in (1, plan.long_output):
-                measured += self._bursts(
-                    session, case, num_layers, 1, point, output, plan.plain_bursts, plan.settle_s
-                )
-        self.memory.append(
-            MemoryPoint(
-                num_layers=num_layers,
-                tp=case.tp,
-                pp=case.pp,
-                weights=case.weights,
-                kv=case.kv,
-                max_batched_tokens=0,  # the engine's own peak, over the largest step it allows
-                ranks=session.memory(),
-                kv_tokens=plan.kv_tokens,
-            )
-        )
-        return measured
+        return session
 
     def _point(
-        self, session: StepTimedSession, case: _Case, num_layers: int, repeat: int, point: Point
+        self, session: StepTimedSession, case: _Case, num_layers: int, repeat: int, point: Point, *, plain: bool
     ) -> list[TimingPoint]:
         """Bursts of one token until settled, then the long ones."""
-        plan = self.plan
-        foreseen_s = self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * _tokens(point) * 2
-        if self.spent_s + foreseen_s > plan.budget_s:
-            self.complete = False
-            self.notes.append(
-                f"{case}, {num_layers} layers: batch {point[0]} with {point[1]} in left out, the budget of "
-                f"{plan.budget_s:g} GPU-seconds is spent"
-            )
-            return []
-        begun = self.clock()
-        short = self._bursts(session, case, num_layers, repeat, point, 1, plan.most_bursts, plan.settle_s)
-        long = self._bursts(
-            session, case, num_layers, repeat, point, plan.long_output, plan.long_bursts, plan.settle_s
-        )
-        self._cost_s[case.tp, case.pp, num_layers] = min(
-            (self.clock() - begun) / 2 / _tokens(point),
-            self._cost_s.get((case.tp, case.pp, num_layers), float("inf")),
-        )
-        return short + long
+        plan, begun = self.plan, self.clock()
+        most = (plan.plain_bursts, plan.plain_bursts) if plain else (plan.most_bursts, plan.long_bursts)
+        measured = [
+            self._bursts(session, case, num_layers, repeat, point, output, bursts)
+            for output, bursts in zip((1, plan.long_output), most, strict=True)
+        ]
+        at, each_s = (case.tp, case.pp, num_layers * repeat), (self.clock() - begun) / _tokens(point)
+        self._cost_s[at] = min(each_s, self._cost_s.get(at, math.inf))
+        return measured
+
+    def _foreseen_s(self, case: _Case, num_layers: int, point: Point) -> float:
+        """Of the GPU, as if nothing had a fixed cost."""
+        return self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * _tokens(point)
 
     def _bursts(
         self,
@@ -305,37 +354,36 @@ class _Driver:
         point: Point,
         output: int,
         most: int,
-        until_s: float,
-    ) -> list[TimingPoint]:
+    ) -> TimingPoint:
         batch, input_tokens = point
         self._tell(f"{case}, {num_layers} x {repeat} layers: batch {batch}, {input_tokens} in, {output} out")
         begun = self.clock()
-        runs: tuple[RunReading, ...] = session.bursts(
-            batch=batch,
-            input_tokens=input_tokens,
-            output_tokens=output,
-            repeat=repeat,
-            most=most,
-            until_s=until_s,
-        )
-        self.spent_s += self.clock() - begun
-        self._done += 1
-        if not runs:
-            raise EngineError(f"no run at batch {batch}, {input_tokens} in")
-        return [
-            TimingPoint(
-                num_layers=num_layers,
-                tp=case.tp,
-                pp=case.pp,
-                weights=case.weights,
-                kv=case.kv,
+        try:
+            runs: tuple[RunReading, ...] = session.bursts(
                 batch=batch,
                 input_tokens=input_tokens,
                 output_tokens=output,
-                runs=runs,
                 repeat=repeat,
+                most=most,
+                until_s=self.plan.settle_s,
             )
-        ]
+        finally:
+            self.spent_s += self.clock() - begun
+            self._done += 1
+        if not runs:
+            raise EngineError(f"no run at batch {batch}, {input_tokens} in")
+        return TimingPoint(
+            num_layers=num_layers,
+            tp=case.tp,
+            pp=case.pp,
+            weights=case.weights,
+            kv=case.kv,
+            batch=batch,
+            input_tokens=input_tokens,
+            output_tokens=output,
+            runs=runs,
+            repeat=repeat,
+        )
 
     def _tell(self, running: str) -> None:
         plan = self.plan

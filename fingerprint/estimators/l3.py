@@ -112,11 +112,13 @@ def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Whol
         num_layers: of the whole model.
 
     Raises:
-        NotMeasuredError: no fingerprint was repeated.
+        NotMeasuredError: no fingerprint was repeated, or one alone.
     """
     repeated, deepest = repeated_points(points, num_layers)
     short = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens == 1}
     long = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens > 1}
+    if {p.num_layers for p in repeated} == {deepest} and any(p.repeat > 1 for p in repeated):
+        raise NotMeasuredError(f"{deepest} layers alone were repeated, which does not tell what a repeat costs")
     first, step = _overheads(repeated, deepest)
     found = (_whole(short.get(at, long[at]), long[at], num_layers, first, step) for at in sorted(long))
     return tuple(point for point in found if point.usable)

@@ -1,0 +1,343 @@
+"""The driver of depth-tied profiles, against a machine that refuses what the protocol forbids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
+from fingerprint.depth_tied_profile import DepthTiedPlan, contradiction, depth_tied_plan
+from fingerprint.errors import ConfigError, EngineError, InfeasibleError, NotMeasuredError
+from fingerprint.estimators.calibration import Calibration
+from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.l2 import MeasuredKey
+from fingerprint.estimators.l3 import L3, whole_points
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.measurements import Profile
+from tests.fingerprint.step_timed_machine import PLAN, Cut, StepTimedMachine, llama_7b, take_depth_tied
+
+BITS16, FP8 = WeightFormat.BITS16, WeightFormat.FP8
+WORDS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def loads(machine: StepTimedMachine) -> list[tuple[int, int, int, WeightFormat]]:
+    """(tp, pp, layers, weights) of each engine start."""
+    return [(e[1].tp, e[1].pp, e[1].layers, e[2]) for e in machine.log if e[0] == "load"]
+
+
+def bursts(machine: StepTimedMachine) -> list[tuple[object, ...]]:
+    return [entry[1:] for entry in machine.log if entry[0] == "bursts"]
+
+
+def measured(profile: Profile) -> set[tuple[int, int, int]]:
+    """(layers, batch, input) of every point with both output lengths."""
+    found = [(t.num_layers, t.batch, t.input_tokens) for t in profile.timing]
+    assert all(found.count(at) == 2 for at in found)
+    return set(found)
+
+
+def all_of(layers: int, points: tuple[tuple[int, int], ...]) -> set[tuple[int, int, int]]:
+    return {(layers, *point) for point in points}
+
+
+WHOLE = all_of(2, PLAN.points) | all_of(1, PLAN.shallow_points)
+
+
+class TestWhatIsRun:
+    def test_each_fingerprint_is_started_once_and_repeated_to_the_model_s_depth(self) -> None:
+        machine = StepTimedMachine()
+        profile = take_depth_tied(machine)
+        assert loads(machine) == [(1, 1, 2, BITS16), (1, 1, 1, BITS16)]
+        assert {(t.num_layers, t.repeat) for t in profile.timing} == {(2, 16), (1, 32)}
+        assert measured(profile) == WHOLE
+        assert (profile.complete, profile.notes) == (True, ())
+        assert [point.num_layers for point in profile.memory] == [2, 1]
+        assert all(session.closed for session in machine.sessions)
+
+    @pytest.mark.parametrize(
+        ("num_layers", "pp", "expected"),
+        [
+            pytest.param(1, 1, {1: 1}, id="one-layer"),
+            pytest.param(2, 1, {2: 1, 1: 2}, id="two"),
+            pytest.param(33, 1, {2: 16, 1: 33}, id="odd"),
+            pytest.param(32, 2, {4: 8, 2: 16}, id="two-stages"),
+            pytest.param(3, 2, {2: 1}, id="three-in-two-stages"),
+        ],
+    )
+    def test_repeats_never_make_it_deeper_than_the_model(self, num_layers, pp, expected) -> None:
+        machine = StepTimedMachine(spec=llama_7b(num_layers))
+        profile = take_depth_tied(machine, degrees=((1, pp),))
+        assert {t.num_layers: t.repeat for t in profile.timing} == expected
+        deepest = max(expected)
+        assert measured(profile) >= all_of(deepest, PLAN.points)
+
+    def test_a_model_with_fewer_layers_than_stages_is_left_out(self) -> None:
+        profile = take_depth_tied(StepTimedMachine(spec=llama_7b(1)), degrees=((1, 1), (1, 2)))
+        assert profile.notes == ("tp=1 pp=2 left out: the model has 1 layers",)
+
+    def test_one_session_per_degree_serves_all_formats(self) -> None:
+        machine = StepTimedMachine()
+        take_depth_tied(
+            machine, degrees=((1, 1), (2, 1)), weights=(BITS16, FP8), kv=(KvFormat.BITS16, KvFormat.FP8)
+        )
+        assert [entry[1:] for entry in machine.log if entry[0] == "open"] == [(1, 1), (2, 1)]
+        assert len(loads(machine)) == 2 * 2 * 2 * 2
+
+    def test_bursts_go_on_until_they_have_settled(self) -> None:
+        profile = take_depth_tied(StepTimedMachine(), settle_s=0.5, most_bursts=12)
+        for point in profile.timing:
+            spent_s = sum(run.e2e_s for run in point.runs)
+            most = 12 if point.output_tokens == 1 else PLAN.long_bursts
+            assert len(point.runs) == most or spent_s >= 0.5
+
+    def test_plain_points_run_both_depths_as_they_are(self) -> None:
+        machine = StepTimedMachine()
+        profile = take_depth_tied(machine, plain_points=((1, 128),))
+        plain = [(t.num_layers, t.output_tokens, len(t.runs)) for t in profile.timing if t.repeat == 1]
+        assert sorted(plain) == [(1, 1, 3), (1, 33, 3), (2, 1, 3), (2, 33, 3)]
+        repeated = whole_points(profile.timing, 32)
+        assert repeated == whole_points(take_depth_tied(StepTimedMachine()).timing, 32)
+
+    def test_progress_counts_up_to_all_there_is(self) -> None:
+        from fingerprint.depth_tied_profile import depth_tied_profile
+
+        machine, told = StepTimedMachine(), []
+        depth_tied_profile(
+            "m", machine.spec, machine, machine.fingerprint, PLAN, clock=machine.clock, progress=told.append
+        )
+        assert [p.done for p in told] == sorted(p.done for p in told)
+        assert {p.total for p in told} == {2 * (len(PLAN.points) + len(PLAN.shallow_points))}
+        assert told[-1].done == told[-1].total - 1
+        assert "starting the engine on 2 layers" in told[0].running
+
+    def test_a_profile_travels_as_json(self) -> None:
+        profile = take_depth_tied(StepTimedMachine())
+        assert from_json(to_json(profile), Profile) == profile
+
+
+class TestTheBudget:
+    def test_it_counts_the_gpu_s_time_after_engine_starts(self) -> None:
+        machine = StepTimedMachine(load_s=1000.0)
+        profile = take_depth_tied(machine, budget_s=90.0)
+        ran_s = sum(run.e2e_s for point in profile.timing for run in point.runs)
+        assert profile.spent_s == pytest.approx(ran_s)
+        assert profile.complete
+
+    @settings(max_examples=40, deadline=None)
+    @given(budget_s=st.floats(0.1, 30.0))
+    def test_points_beyond_it_are_noted_and_it_is_kept_but_for_the_cheapest_ones(self, budget_s) -> None:
+        profile = take_depth_tied(StepTimedMachine(), budget_s=budget_s)
+        cost = {}
+        for t in profile.timing:
+            at = (t.num_layers, t.batch, t.input_tokens)
+            cost[at] = cost.get(at, 0.0) + sum(run.e2e_s for run in t.runs)
+        assert profile.spent_s == pytest.approx(sum(cost.values()))
+        first = cost[2, 1, 128] + cost[1, 1, 128]
+        assert profile.spent_s <= max(budget_s + cost[1, 1, 128], first) * (1 + 1e-9)
+        left_out = [note for note in profile.notes if "left out, the budget of" in note]
+        assert len(left_out) == len(WHOLE) - len(cost)
+        assert profile.complete == (not left_out)
+        assert whole_points(profile.timing, 32)  # even of the smallest budget
+
+    def test_a_note_names_the_point(self) -> None:
+        profile = take_depth_tied(StepTimedMachine(), budget_s=3.0)
+        text = "tp=1 pp=1 16bit, 2 layers: batch 32 with 512 in left out, the budget of 3 GPU-seconds is spent"
+        assert text in profile.notes
+
+    def test_no_engine_is_started_for_a_configuration_without_any_left(self) -> None:
+        machine = StepTimedMachine()
+        profile = take_depth_tied(machine, weights=(BITS16, FP8), budget_s=0.1)
+        assert {weights for *_, weights in loads(machine)} == {BITS16}
+        assert profile.notes[-1] == "tp=1 pp=1 fp8 left out, the budget of 0.1 GPU-seconds is spent"
+
+
+def breaks(at: tuple[int, int, int, int], times: int = 1) -> object:
+    """An engine that dies ``times`` times at (layers, batch, input, output)."""
+    left = [times]
+
+    def broken(cut: Cut, batch: int, input_tokens: int, output_tokens: int) -> EngineError | None:
+        if (cut.layers, batch, input_tokens, output_tokens) == at and left[0]:
+            left[0] -= 1
+            return EngineError(WORDS)
+        return None
+
+    return broken
+
+
+class TestFailures:
+    @pytest.mark.parametrize("output_tokens", [1, 33])
+    @pytest.mark.parametrize("at", [(2, 1, 1024), (2, 32, 512), (1, 1, 128)])
+    def test_a_point_that_fails_is_noted_and_the_rest_goes_on_with_a_fresh_worker(self, at, output_tokens) -> None:
+        machine = StepTimedMachine(broken=breaks((*at, output_tokens)))
+        profile = take_depth_tied(machine)
+        layers, batch, input_tokens = at
+        (note,) = profile.notes
+        where = f"tp=1 pp=1 16bit, {layers} layers, batch {batch} with {input_tokens} in"
+        assert note == f"{where} failed: {WORDS}"
+        assert not profile.complete
+        assert measured(profile) == WHOLE - {at}
+        assert all(session.closed for session in machine.sessions)
+        assert len(machine.sessions) == 2
+        found = whole_points(profile.timing, 32)
+        assert {(2, p.batch, p.input_tokens) for p in found} == all_of(2, PLAN.points) - {at}
+
+    def test_after_the_last_point_no_engine_is_started_for_nothing(self) -> None:
+        machine = StepTimedMachine(broken=breaks((1, 8, 1024, 33)))
+        take_depth_tied(machine)
+        assert len(loads(machine)) == 2
+
+    def test_an_engine_that_dies_again_and_again_is_given_up(self) -> None:
+        """Memory that does not hold the larger points: no start for each of them."""
+
+        def broken(_cut: Cut, batch: int, input_tokens: int, _output: int) -> EngineError | None:
+            return EngineError(WORDS) if batch * input_tokens >= 1024 else None
+
+        machine = StepTimedMachine(broken=broken)
+        with pytest.raises(EngineError, match="CUDA out of memory"):
+            take_depth_tied(machine)
+        assert len(loads(machine)) == 2
+        assert all(session.closed for session in machine.sessions)
+
+    def test_a_format_that_does_not_start_takes_no_other_with_it(self) -> None:
+        def broken(_cut: Cut, batch: int, *_: int) -> EngineError | None:
+            weights = loads(machine)[-1][-1]
+            return EngineError("ValueError: fp8 is not supported here") if weights == FP8 and not batch else None
+
+        machine = StepTimedMachine(broken=broken)
+        profile = take_depth_tied(machine, weights=(FP8, BITS16))
+        assert {t.weights for t in profile.timing} == {BITS16}
+        assert {m.weights for m in profile.memory} == {BITS16}
+        assert profile.notes == ("tp=1 pp=1 fp8 failed: ValueError: fp8 is not supported here",)
+
+    def test_a_degree_whose_worker_does_not_come_up_takes_no_other_with_it(self) -> None:
+        def refuses(tp: int, _pp: int) -> InfeasibleError | None:
+            return InfeasibleError("tp=2, pp=1 needs 2 devices, 1 may be used") if tp == 2 else None
+
+        machine = StepTimedMachine(refuses_to_open=refuses)
+        profile = take_depth_tied(machine, degrees=((2, 1), (1, 1)), weights=(BITS16, FP8))
+        assert profile.notes == ("tp=2 pp=1 failed: tp=2, pp=1 needs 2 devices, 1 may be used",)
+        assert {t.tp for t in profile.timing} == {1}
+
+    def test_when_nothing_at_all_is_measured_the_first_failure_is_told(self) -> None:
+        machine = StepTimedMachine(refuses_to_open=lambda *_: InfeasibleError("there is no device"))
+        with pytest.raises(InfeasibleError, match="there is no device"):
+            take_depth_tied(machine, degrees=((1, 1), (2, 1)))
+
+    @pytest.mark.parametrize("when", [0, 3, 7])
+    def test_the_session_is_closed_whatever_ends_the_profile(self, when) -> None:
+        """An interrupt is no failure to be noted."""
+        left = [when]
+
+        def broken(*_: object) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+
+        machine = StepTimedMachine(broken=broken)
+        with pytest.raises(KeyboardInterrupt):
+            take_depth_tied(machine)
+        assert all(session.closed for session in machine.sessions)
+        assert machine.sessions
+
+
+class TestContradiction:
+    @staticmethod
+    def slow(bad_loads: int) -> StepTimedMachine:
+        """One layer takes what three should, in the first loads of it."""
+        seen = [bad_loads]
+
+        def slower(_load: int, layers: int) -> float:
+            if layers == 1 and seen[0]:
+                seen[0] -= 1
+                return 3.0
+            return 1.0
+
+        return StepTimedMachine(slower=slower)
+
+    def test_it_is_measured_again(self) -> None:
+        machine = self.slow(1)
+        profile = take_depth_tied(machine)
+        assert [layers for _, _, layers, _ in loads(machine)] == [2, 1, 2, 1]
+        (note,) = profile.notes
+        assert note.startswith("tp=1 pp=1 16bit: a step of 2 layers took ")
+        assert note.endswith("; measured again")
+        assert profile.complete
+        assert len(profile.memory) == 2
+        fine = take_depth_tied(StepTimedMachine())
+        assert whole_points(profile.timing, 32) == whole_points(fine.timing, 32)
+
+    def test_twice_it_is_reported_as_unusable_and_never_extrapolated(self) -> None:
+        machine = self.slow(2)
+        with pytest.raises(NotMeasuredError, match="is unusable, measured twice: a step of 2 layers took"):
+            take_depth_tied(machine)
+        assert all(session.closed for session in machine.sessions)
+
+    def test_another_format_is_used_all_the_same(self) -> None:
+        machine = self.slow(2)
+        profile = take_depth_tied(machine, weights=(BITS16, FP8))
+        assert not profile.complete
+        assert {t.weights for t in profile.timing} == {FP8}
+        l3 = L3(profile, RooflineEstimator(machine.spec, profile.machine.device), Calibration())
+        assert list(l3.points) == [MeasuredKey(1, 1, FP8, KvFormat.BITS16)]
+        estimator = DepthTiedEstimator(profile, RooflineEstimator(machine.spec, profile.machine.device))
+        assert any("unusable" in warning for warning in estimator.warnings)
+        estimator.estimate(DeploymentConfig(engine="vllm"), Workload())  # scaled from fp8
+
+    def test_equal_times_contradict_too_and_prefill_alone_says_nothing(self) -> None:
+        timing = take_depth_tied(StepTimedMachine()).timing
+        assert contradiction(list(timing)) is None
+        deep = [t for t in timing if t.num_layers == 2]
+        equal = [*deep, *(replace(t, num_layers=1) for t in deep)]
+        assert contradiction(equal) is not None
+        assert contradiction([t for t in equal if t.output_tokens == 1]) is None
+
+
+class TestThePlan:
+    @settings(max_examples=100, deadline=None)
+    @given(
+        batch=st.integers(1, 4096),
+        input_tokens=st.integers(1, 100_000),
+        output_tokens=st.integers(1, 4096),
+        context=st.integers(8, 131_072),
+        max_batch=st.integers(1, 512),
+    )
+    def test_one_for_any_workload_can_be_run(self, batch, input_tokens, output_tokens, context, max_batch) -> None:
+        spec = replace(llama_7b(), max_context_tokens=context)
+        plan = depth_tied_plan(spec, Workload(batch, input_tokens, output_tokens), max_batch=max_batch)
+        assert plan.max_context_tokens <= context
+        assert max(b * n for b, n in plan.points) <= 131_072
+        assert {b for b, _ in plan.points} >= {1}
+        assert 1 <= len(plan.shallow_points) <= len(plan.points) <= 8
+        machine = StepTimedMachine(spec=spec)
+        if plan.kv_tokens < 40_000:
+            assert take_depth_tied(machine, plan).complete
+
+    def test_the_workload_itself_is_a_point(self) -> None:
+        plan = depth_tied_plan(llama_7b(), Workload(16, 512, 128), max_batch=64)
+        assert (16, 512) in plan.points
+        assert (plan.max_batch, plan.max_context_tokens) == (64, 640)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"points": ()}, "a plan needs points"),
+            ({"shallow_points": ((2, 128),)}, "its shallow ones must be among them"),
+            ({"max_batch": 8}, "batches 8 at most"),
+            ({"points": ((0, 128),), "shallow_points": ()}, "must be 1 at least"),
+            ({"max_context_tokens": 1056}, "1057 tokens of the longest point exceed the context 1056"),
+            ({"long_output": 2}, "long_output must be at least 3, got 2"),
+        ],
+    )
+    def test_one_that_cannot_be_run_is_refused(self, changes, message) -> None:
+        with pytest.raises(ConfigError, match=message):
+            replace(PLAN, **changes)
+
+    def test_the_cache_holds_the_largest_point(self) -> None:
+        plan = DepthTiedPlan(
+            points=((4, 100), (1, 300)), shallow_points=(), max_batch=4, max_context_tokens=400, long_output=17
+        )
+        assert plan.kv_tokens == 4 * 117
