@@ -16,10 +16,10 @@ import numpy as np
 from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
-from fingerprint.estimators.l2 import L2, Latency, LayerEffect, MeasuredKey, TimingFit, key_of
+from fingerprint.estimators.l2 import Latency, LayerEffect, MeasuredKey, key_of
 from fingerprint.estimators.linear import Interval
-from fingerprint.estimators.m2 import M2
 from fingerprint.estimators.registry import Predicts, estimator_class
+from fingerprint.estimators.strategies import LatencyFit, LatencyStrategy, MemoryStrategy
 from fingerprint.measurements import Profile
 
 __all__ = ["FingerprintedEstimator", "distance", "nearest", "scaled"]
@@ -69,7 +69,7 @@ class FingerprintedEstimator:
         profile: at least fingerprints of two depths at tp = pp = 1, in one format.
         roofline: an estimator for the same model and device; only ratios of its numbers are used.
         max_batched_tokens: largest prefill step the engine will be started with.
-        memory, latency: strategies by their names in the registry.
+        memory, latency: strategies by their names in the registry: M1, M2 or M3, and L1, L2 or L2-device.
 
     Raises:
         NotFoundError: no such strategy.
@@ -87,8 +87,9 @@ class FingerprintedEstimator:
         latency: str = "L2",
     ) -> None:
         self.profile = profile
-        self.m2: M2 = estimator_class(memory, Predicts.MEMORY)(profile, max_batched_tokens=max_batched_tokens)
-        self.l2: L2 = estimator_class(latency, Predicts.LATENCY)(profile)
+        by_name = estimator_class(memory, Predicts.MEMORY)
+        self.memory: MemoryStrategy = by_name(profile, max_batched_tokens=max_batched_tokens)
+        self.latency: LatencyStrategy = estimator_class(latency, Predicts.LATENCY)(profile)
         self._roofline = roofline
         self._anchors: dict[tuple[MeasuredKey, Workload], _Anchor] = {}
         self._estimates: dict[tuple[DeploymentConfig, Workload], Estimate] = {}
@@ -96,7 +97,7 @@ class FingerprintedEstimator:
     @property
     def layer_effects(self) -> tuple[LayerEffect, ...]:
         """One layer's measured time in every configuration that was run."""
-        return self.l2.layer_effects
+        return self.latency.layer_effects
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -108,7 +109,7 @@ class FingerprintedEstimator:
             for e in self.layer_effects
             if e.below_resolution
         )
-        return unresolved + self.m2.warnings + self.profile.notes
+        return unresolved + self.memory.warnings + self.profile.notes
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict ``config`` under ``workload``.
@@ -129,11 +130,11 @@ class FingerprintedEstimator:
                 f"profile it with --engine {config.engine}"
             )
         try:
-            memory = self.m2.memory(config, workload)
+            memory = self.memory.memory(config, workload)
         except NotMeasuredError:
             memory = self._scaled_memory(config, workload)
         try:
-            latency = self.l2.latency(config, workload)
+            latency = self.latency.latency(config, workload)
         except NotMeasuredError:
             latency = self._scaled_latency(config, workload)
         return Estimate(
@@ -148,9 +149,9 @@ class FingerprintedEstimator:
     def _config(self, key: MeasuredKey) -> DeploymentConfig:
         return DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=self.profile.engine)
 
-    def _usable(self) -> dict[DeploymentConfig, TimingFit]:
+    def _usable(self) -> dict[DeploymentConfig, LatencyFit]:
         full = self.profile.spec.num_layers
-        fits = self.l2.fits.items()
+        fits = self.latency.fits.items()
         deep = {self._config(key): fit for key, fit in fits if len(fit.depths) > 1 or fit.depths == (full,)}
         return {config: fit for config, fit in deep.items() if fit.is_determined}
 
@@ -186,7 +187,7 @@ class FingerprintedEstimator:
             pp=config.pp,
             num_layers=asked.num_layers,
             layer_weight_bytes=item(lambda m: m.layer_weight_bytes),
-            layer_kv_bytes=math.ceil(self.m2.layer_kv_bytes(config, workload)),
+            layer_kv_bytes=math.ceil(self.memory.layer_kv_bytes(config, workload)),
             first_stage_bytes=item(lambda m: m.first_stage_bytes),
             last_stage_bytes=item(lambda m: m.last_stage_bytes),
             activation_bytes=item(lambda m: m.activation_bytes),
@@ -203,13 +204,13 @@ class FingerprintedEstimator:
         dense = replace(config, pruning=Pruning.NONE)
         candidates = {
             replace(dense, weights=weights, tp=tp, pp=pp)
-            for weights, *measured in self.m2.measured
+            for weights, *measured in self.memory.measured
             for tp, pp in ((config.tp, config.pp), tuple(measured))
         }
         while candidates:
             near = nearest(config, candidates)
             try:
-                return self.m2.memory(near, workload), near
+                return self.memory.memory(near, workload), near
             except NotMeasuredError:
                 candidates.discard(near)
         raise NotMeasuredError(

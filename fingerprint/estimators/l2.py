@@ -332,12 +332,14 @@ class TimingFit:
 
 
 class L2:
-    """All fits of a profile."""
+    """All fits of a profile; points whose forward was repeated are not looked at."""
+
+    name = "L2"
 
     def __init__(self, profile: Profile) -> None:
         grouped: dict[MeasuredKey, list[TimingPoint]] = {}
         for point in profile.timing:
-            if point.runs:
+            if point.runs and point.repeat == 1:
                 key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
                 grouped.setdefault(key, []).append(point)
         spreads = _spreads(profile.timing)

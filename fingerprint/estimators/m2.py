@@ -22,10 +22,11 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.memory_points import BytesOf, Degree, Peak, Steps, along_tokens, in_format
+from fingerprint.formats import WEIGHT_16BIT_BYTES, layer_weight_bytes
 from fingerprint.measurements import MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["M2", "KvCheck", "MemoryTerms"]
+__all__ = ["M2", "KvCheck", "MemoryTerms", "RankWeights"]
 
 KV_TOLERANCE = 0.02  # above it the engine's own bytes per token replace the spec's, and a warning says so
 # Never narrower than this: counted bytes leave out allocator rounding (design, section 9: weights within 0.5%).
@@ -75,6 +76,16 @@ class _Part:
         return self.split / tp + self.whole
 
 
+@dataclass(frozen=True, slots=True)
+class RankWeights:
+    """Weight bytes of one GPU: a layer, the two ends, and how far a stage's sum may be off."""
+
+    layer: float
+    first: float
+    last: float
+    error: float
+
+
 _Degrees = dict[tuple[WeightFormat, int, int], Degree]
 
 
@@ -86,8 +97,10 @@ class M2:
         max_batched_tokens: largest prefill step the engine will be started with; longer bursts are cut into such.
     """
 
+    name = "M2"
+
     def __init__(self, profile: Profile, *, max_batched_tokens: int = 8192) -> None:
-        self._spec = profile.spec
+        self.spec = profile.spec
         self._max_batched_tokens = max_batched_tokens
         self._degrees: _Degrees = {}
         for weights, tp, pp in sorted({(p.weights, p.tp, p.pp) for p in profile.memory}):
@@ -114,8 +127,8 @@ class M2:
         Raises:
             NotMeasuredError: a tp or pp above 1 is missing.
         """
-        num_layers = self._spec.num_layers
-        base, split, staged = self._degree(weights, 1, 1), self._wider(weights), self._staged(weights)
+        num_layers = self.spec.num_layers
+        base, split, staged = self.degree(weights, 1, 1), self._wider(weights), self._staged(weights)
         if base is None or split is None or staged is None:
             raise NotMeasuredError(f"W, A and A_pp of {weights} need fingerprints at (1,1), (2,1) and (1,2)")
         alone = base.total(num_layers)
@@ -129,31 +142,22 @@ class M2:
         Raises:
             NotMeasuredError: this weight format, or any tp (pp) above 1 where ``config`` has one, was not run.
         """
-        model = self._models.get(config.weights)
-        base = self._degree(config.weights, 1, 1)
-        if model is None or base is None or config.pruning is not Pruning.NONE:
-            raise NotMeasuredError(f"no fingerprint was loaded with weights={config.weights}, {config.pruning}")
-        if config.tp > 1 and self._wider(config.weights) is None:
-            raise NotMeasuredError(f"tp={config.tp}: no fingerprint was loaded at tp above 1")
-        if config.pp > 1 and self._staged(config.weights) is None:
-            raise NotMeasuredError(f"pp={config.pp}: no fingerprint was loaded at pp above 1")
+        weights = self.rank_weights(config)
         tokens = min(workload.batch * workload.input_tokens, self._max_batched_tokens)
         activation, buffer = self._activation(config, tokens), self._pp_buffer(config, tokens)
         runtime = self._runtime(config)
-        first, last = model.ends(config.tp, config.pp)
-        layer, kv = model.layer_at(config.tp), self.layer_kv_bytes(config, workload)
-        layers = even_split(self._spec.num_layers, config.pp)[0]
-        error = model.error(config.tp, config.pp, layers) + sum(p.error for p in (activation, buffer, runtime))
+        kv, layers = self.layer_kv_bytes(config, workload), even_split(self.spec.num_layers, config.pp)[0]
+        error = weights.error + sum(p.error for p in (activation, buffer, runtime))
         rest = activation.value + buffer.value + runtime.value
-        total = layers * (layer + kv) + max(first, last) + rest
+        total = layers * (weights.layer + kv) + max(weights.first, weights.last) + rest
         return MemoryEstimate(
             tp=config.tp,
             pp=config.pp,
-            num_layers=self._spec.num_layers,
-            layer_weight_bytes=_whole(layer),
+            num_layers=self.spec.num_layers,
+            layer_weight_bytes=_whole(weights.layer),
             layer_kv_bytes=_whole(kv),
-            first_stage_bytes=_whole(first),
-            last_stage_bytes=_whole(last),
+            first_stage_bytes=_whole(weights.first),
+            last_stage_bytes=_whole(weights.last),
             activation_bytes=_whole(activation.value),
             pp_buffer_bytes=_whole(buffer.value),
             runtime_bytes=_whole(runtime.value),
@@ -166,7 +170,26 @@ class M2:
         """(weights, tp, pp) of every point."""
         return tuple(self._degrees)
 
-    def _degree(self, weights: WeightFormat, tp: int, pp: int) -> Degree | None:
+    def rank_weights(self, config: DeploymentConfig) -> RankWeights:
+        """Of ``config``, from the three degrees.
+
+        Raises:
+            NotMeasuredError: as :meth:`memory`.
+        """
+        model = self._models.get(config.weights)
+        base = self.degree(config.weights, 1, 1)
+        if model is None or base is None or config.pruning is not Pruning.NONE:
+            raise NotMeasuredError(f"no fingerprint was loaded with weights={config.weights}, {config.pruning}")
+        if config.tp > 1 and self._wider(config.weights) is None:
+            raise NotMeasuredError(f"tp={config.tp}: no fingerprint was loaded at tp above 1")
+        if config.pp > 1 and self._staged(config.weights) is None:
+            raise NotMeasuredError(f"pp={config.pp}: no fingerprint was loaded at pp above 1")
+        first, last = model.ends(config.tp, config.pp)
+        layers = even_split(self.spec.num_layers, config.pp)[0]
+        return RankWeights(model.layer_at(config.tp), first, last, model.error(config.tp, config.pp, layers))
+
+    def degree(self, weights: WeightFormat, tp: int, pp: int) -> Degree | None:
+        """What was loaded there, or borrowed from another format that was."""
         return self._degrees.get((weights, tp, pp))
 
     def _wider(self, weights: WeightFormat) -> Degree | None:
@@ -188,9 +211,9 @@ class M2:
         return any(degree is not None and degree.borrowed_from is not None for degree in rests_on)
 
     def _weights_model(self, weights: WeightFormat) -> _WeightsModel | None:
-        base = self._degree(weights, 1, 1)
+        base = self.degree(weights, 1, 1)
         return (
-            None if base is None else _WeightsModel(self._spec, base, self._wider(weights), self._staged(weights))
+            None if base is None else _WeightsModel(self.spec, base, self._wider(weights), self._staged(weights))
         )
 
     def _peak(self, degree: Degree, bytes_of: BytesOf, tokens: int, stage: int | None = None) -> Peak:
@@ -231,7 +254,7 @@ class M2:
         def peak(degree: Degree) -> Peak:
             return self._peak(degree, lambda rank: rank.activation_peak_bytes, tokens)
 
-        own = self._degree(config.weights, config.tp, config.pp)
+        own = self.degree(config.weights, config.tp, config.pp)
         if own is not None:
             return peak(own)
         base, wider = peak(self._degrees[config.weights, 1, 1]), self._wider(config.weights)
@@ -246,7 +269,7 @@ class M2:
 
     def _pp_buffer(self, config: DeploymentConfig, tokens: int) -> Peak:
         """Whole on every TP rank. A stage between two others holds what the first and what the last one holds."""
-        measured = self._degree(config.weights, config.tp, config.pp) or self._staged(config.weights)
+        measured = self.degree(config.weights, config.tp, config.pp) or self._staged(config.weights)
         if config.pp == 1 or measured is None:
             return Peak(0.0, 0.0)
 
@@ -260,7 +283,7 @@ class M2:
 
     def _runtime(self, config: DeploymentConfig) -> Peak:
         """The largest of this (tp, pp), else of any with as many as one, or more, GPUs."""
-        own = self._degree(config.weights, config.tp, config.pp)
+        own = self.degree(config.weights, config.tp, config.pp)
         alike = [
             d
             for (w, tp, pp), d in self._degrees.items()
@@ -274,7 +297,7 @@ class M2:
 
     def layer_kv_bytes(self, config: DeploymentConfig, workload: Workload) -> float:
         """One layer's KV on one GPU for the whole batch at its end; no weights need to have been measured."""
-        spec = self._spec
+        spec = self.spec
         disagreeing = [check.ratio for check in self.kv_checks if check.kv == config.kv and check.disagrees]
         per_token = spec.kv_bytes_per_token_per_layer(config.kv) / min(config.tp, spec.num_kv_heads)
         return per_token * max(disagreeing, default=1.0) * workload.kv_tokens
@@ -285,7 +308,7 @@ class _WeightsModel:
 
     def __init__(self, spec: ModelSpec, base: Degree, wider: Degree | None, staged: Degree | None) -> None:
         self._spec = spec
-        alone = base.line(0, _layer_share(spec, base))
+        alone = base.line(0, _layer_alone(spec, base))
         self._layer, self._ends = _Part(0.0, alone.layer), _Part(0.0, alone.end)
         self._split_at = 1
         if wider is not None:
@@ -353,12 +376,14 @@ def _separate(alone: float, rank: float, tp: int) -> _Part:
     return _Part(split, alone - split)
 
 
-def _layer_share(spec: ModelSpec, base: Degree) -> float | None:
-    """One layer's weights when the only fingerprint is the whole one-layer model: its share of the parameters."""
+def _layer_alone(spec: ModelSpec, base: Degree) -> float | None:
+    """One layer's weights when nothing but the whole model was loaded: its share by the tensors' sizes."""
     held = base.weights(0)
     if len(held) > 1 or spec.num_layers not in held:
         return None
-    return held[spec.num_layers] * spec.layer_params / spec.num_params
+    layer = layer_weight_bytes(spec, DeploymentConfig(weights=base.format))
+    ends = spec.embedding_params + spec.head_params + spec.final_norm_params
+    return held[spec.num_layers] * layer / (spec.num_layers * layer + ends * WEIGHT_16BIT_BYTES)
 
 
 def _borrowed(degrees: _Degrees) -> _Degrees:

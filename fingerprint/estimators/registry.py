@@ -35,11 +35,15 @@ _CLASSES = {
         "roofline": "fingerprint.estimators.roofline:RooflineEstimator",
     },
     Predicts.MEMORY: {
+        "M1": "fingerprint.estimators.m1:M1",
         "M2": "fingerprint.estimators.m2:M2",
+        "M3": "fingerprint.estimators.m3:M3",
         "counted": "fingerprint.estimators.counted_memory:CountedMemory",
     },
     Predicts.LATENCY: {
+        "L1": "fingerprint.estimators.l1:L1",
         "L2": "fingerprint.estimators.l2:L2",
+        "L2-device": "fingerprint.estimators.l2_device:L2Device",
         "L3": "fingerprint.estimators.l3:L3",
     },
 }

@@ -14,9 +14,9 @@ from fingerprint.estimators.registry import Predicts, estimator_class, estimator
 @pytest.mark.parametrize(
     ("predicts", "names", "method"),
     [
-        (Predicts.EVERYTHING, ("fingerprinted", "roofline"), "estimate"),
-        (Predicts.MEMORY, ("M2",), "memory"),
-        (Predicts.LATENCY, ("L2",), "latency"),
+        (Predicts.EVERYTHING, ("corrected", "depth-tied", "fingerprinted", "roofline"), "estimate"),
+        (Predicts.MEMORY, ("M1", "M2", "M3", "counted"), "memory"),
+        (Predicts.LATENCY, ("L1", "L2", "L2-device", "L3"), "latency"),
     ],
 )
 def test_every_name_is_a_class_that_answers(predicts: Predicts, names: tuple[str, ...], method: str) -> None:
@@ -26,9 +26,9 @@ def test_every_name_is_a_class_that_answers(predicts: Predicts, names: tuple[str
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(NotFoundError, match="no estimator of memory is called 'L2'; there are M2"):
+    with pytest.raises(NotFoundError, match="no estimator of memory is called 'L2'; there are M1, M2"):
         estimator_class("L2", Predicts.MEMORY)
-    with pytest.raises(NotFoundError, match="no estimator of everything is called 'M2'; there are finger"):
+    with pytest.raises(NotFoundError, match="no estimator of everything is called 'M2'; there are"):
         estimator_class("M2")
 
 
