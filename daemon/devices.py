@@ -48,6 +48,11 @@ class DeviceSource(Protocol):
     @property
     def devices(self) -> tuple[Device, ...]: ...
 
+    @property
+    def driver(self) -> str | None:
+        """Version of the driver that all devices are behind; None where there is none."""
+        ...
+
     def read(self) -> Mapping[str, DeviceReading]:
         """A fresh look at every device; a device that fails has its ``error`` set, and nothing is raised."""
         ...
@@ -88,6 +93,10 @@ class CpuDevices:
     @property
     def devices(self) -> tuple[Device, ...]:
         return self._devices
+
+    @property
+    def driver(self) -> str | None:
+        return None
 
     def read(self) -> Mapping[str, DeviceReading]:
         """Each share of what is available now, workers' own use included (the monitor adds that back)."""

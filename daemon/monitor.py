@@ -42,6 +42,7 @@ class Monitor:
     ) -> None:
         self._source, self._clock = source, clock
         self.devices: Mapping[str, Device] = {device.device_id: device for device in source.devices}
+        self.driver = source.driver
         self._readings: Mapping[str, DeviceReading] = {}
         self.read_at_s: float | None = None  # on the clock
         self._windows = {device_id: LoadWindow(window_s) for device_id in self.devices}

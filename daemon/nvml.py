@@ -38,6 +38,7 @@ class NvmlDevices:
                 )
             )
         self._devices = tuple(devices)
+        self.driver: str | None = self._ask(lambda: str(nvml.nvmlSystemGetDriverVersion()))
 
     @classmethod
     def open(cls, nvml: ModuleType) -> NvmlDevices | None:

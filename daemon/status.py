@@ -61,3 +61,4 @@ class NodeStatus:
     devices: tuple[DeviceStatus, ...]
     workers: tuple[WorkerStatus, ...]
     machine: MachineInfo | None = None  # None until an engine has measured it
+    driver: str | None = None  # version of the GPUs' driver; None on a CPU

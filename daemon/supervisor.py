@@ -141,6 +141,7 @@ class Supervisor:
             observed_at=time.time(),
             devices=self.devices(),
             workers=self.workers(),
+            driver=self._monitor.driver,
         )
 
     def workers(self) -> tuple[WorkerStatus, ...]:

@@ -81,6 +81,7 @@ class EngineCapabilities:
         notes: what running some of them takes; :meth:`conditions` tells them per configuration.
         family_reasons: why a family that others run is not among ``families``.
         unavailable: why no worker of it can be started here, and what to change; None where one can.
+        unprofiled: why iServe cannot measure models on it; None where it can.
         verified: False where the table was read in documentation and never run.
         step_timed: whether its profiling worker carries our step timer (``fingerprint.depth_tied_profile``).
     """
@@ -95,6 +96,7 @@ class EngineCapabilities:
     max_pp: int
     cpu: bool = False
     unavailable: str | None = None
+    unprofiled: str | None = None
     verified: bool = False
     step_timed: bool = False
     notes: tuple[Note, ...] = ()
@@ -112,9 +114,8 @@ class EngineCapabilities:
     def refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
         """Why this engine cannot run ``config`` of ``spec`` on ``gpu``; None when it can."""
         name = self.engine
-        if spec.family not in self.families:
-            reason = self.family_reasons.get(spec.family)
-            return f"{name} does not run the {spec.family} family" + (f": {reason}" if reason else "")
+        if (reason := self.family_refusal(spec)) is not None:
+            return reason
         if gpu.compute_capability is None and not self.cpu:
             return f"{name} needs an NVIDIA GPU"
         for axis, value, reason in (
@@ -132,6 +133,13 @@ class EngineCapabilities:
             return self._degree_refusal("pp", self.max_pp)
         applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))
         return next((f"{name}: {exclusion.reason}" for exclusion in applying), None)
+
+    def family_refusal(self, spec: ModelSpec) -> str | None:
+        """Why this engine runs no model of ``spec``'s family, on whatever device; None when it does."""
+        if spec.family in self.families:
+            return None
+        reason = self.family_reasons.get(spec.family)
+        return f"{self.engine} does not run the {spec.family} family" + (f": {reason}" if reason else "")
 
     def lora_refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
         """Why this engine cannot serve adapters of ``spec`` under ``config``; None when it can."""

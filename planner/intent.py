@@ -9,7 +9,7 @@ from enum import StrEnum
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
 
-__all__ = ["CostModel", "Intent", "IntentKind", "Quality", "Slo", "parse_slo", "quality_needed"]
+__all__ = ["CostModel", "Intent", "IntentKind", "Quality", "Slo", "allows", "parse_slo", "quality_needed"]
 
 
 class IntentKind(StrEnum):
@@ -56,6 +56,12 @@ def quality_needed(config: DeploymentConfig) -> Quality:
     if config.weights is WeightFormat.BITS16 and config.kv is KvFormat.BITS16:
         return Quality.EXACT
     return Quality.NEAR
+
+
+def allows(quality: Quality, config: DeploymentConfig) -> bool:
+    """Whether ``config`` changes the model's answers no further than ``quality`` lets it."""
+    strictness = list(Quality)
+    return strictness.index(quality_needed(config)) <= strictness.index(quality)
 
 
 def _positive(name: str, value: float | None) -> None:

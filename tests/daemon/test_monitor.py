@@ -125,6 +125,13 @@ def test_gpus_are_known_by_uuid_with_one_init_and_cached_handles(fake_nvml):
     assert fake_nvml.CALLS[-1] == "nvmlShutdown"
 
 
+def test_the_drivers_version_is_known_where_it_tells(fake_nvml):
+    assert NvmlDevices.open(fake_nvml).driver == "570.86.15"
+    fake_nvml.FAILING["nvmlSystemGetDriverVersion", ""] = fake_nvml.NVML_ERROR_NOT_SUPPORTED
+    assert NvmlDevices.open(fake_nvml).driver is None
+    assert CpuDevices(1).driver is None
+
+
 def test_a_reading_of_a_gpu(fake_nvml):
     gpus = NvmlDevices.open(fake_nvml)
     gpu = fake_nvml.GPUS[1]
@@ -263,6 +270,8 @@ def test_a_number_of_shares_that_cannot_be_is_refused(count):
 
 class Source:
     """Devices whose readings a test sets."""
+
+    driver = None
 
     def __init__(self, kind: str, total_bytes: int, *ids: str) -> None:
         self.devices = tuple(

@@ -1,0 +1,99 @@
+"""Which engine ``--engine auto`` means on a node, and what is said of those that it does not mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from daemon.engines.tensorrt_llm.table import TABLE as TENSORRT_LLM
+from daemon.engines.torch import TorchEngine
+from daemon.engines.vllm.table import TABLE as VLLM
+from fingerprint.config import WeightFormat
+from fingerprint.errors import UnsupportedModelError
+from fingerprint.families import read_spec
+from fingerprint.gpus import gpu_spec
+from iserve.engine_choice import EngineChoice, choose_engine
+from planner.intent import Quality
+from tests.fingerprint.synthetic_machine import llama
+
+TORCH = TorchEngine().capabilities()
+TABLES = (TORCH, TENSORRT_LLM, VLLM)  # their order says nothing
+FALCON = read_spec(
+    {
+        "model_type": "falcon",
+        "vocab_size": 65024,
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "parallel_attn": True,
+        "bias": False,
+    }
+)
+NOT_INSTALLED = replace(VLLM, unavailable="vllm is not installed: set ISERVE_VLLM_PYTHON")
+A6000 = gpu_spec("a6000")
+
+
+def choose(*tables, spec=None, gpu=A6000, quality=Quality.NEAR, on_gpus=True) -> EngineChoice:
+    return choose_engine(spec or llama(), gpu, tables or TABLES, quality, on_gpus=on_gpus)
+
+
+def test_on_gpus_vllm_is_taken_where_it_is() -> None:
+    assert choose() == EngineChoice("vllm")
+
+
+def test_on_a_cpu_the_embedded_engine_is_and_nothing_is_said() -> None:
+    assert choose(gpu=None, on_gpus=False) == EngineChoice("torch")
+
+
+def test_what_is_not_installed_or_cannot_be_measured_is_passed_over_with_the_reason() -> None:
+    choice = choose(NOT_INSTALLED, TENSORRT_LLM, TORCH)
+    assert choice.engine == "torch"
+    vllm, tensorrt = choice.passed_over
+    assert vllm == "engine vllm is passed over: vllm is not installed: set ISERVE_VLLM_PYTHON"
+    assert "tensorrt-llm is passed over: iServe has no profiling worker" in tensorrt
+
+
+def test_an_installed_tensorrt_llm_is_not_taken_while_nothing_can_be_measured_on_it() -> None:
+    assert TENSORRT_LLM.unavailable is None
+    assert choose(NOT_INSTALLED, TENSORRT_LLM, TORCH).engine == "torch"
+    assert choose(NOT_INSTALLED, replace(TENSORRT_LLM, unprofiled=None), TORCH).engine == "tensorrt-llm"
+
+
+def test_an_engine_that_refuses_every_format_is_passed_over() -> None:
+    volta = replace(A6000, compute_capability=(7, 0))
+    choice = choose(gpu=volta)
+    assert choice.engine == "torch"
+    assert "begin with Turing" in choice.passed_over[0]
+
+
+def test_an_engine_with_only_formats_that_quality_forbids_is_passed_over() -> None:
+    """One format that may be used is enough."""
+    refused = dict.fromkeys(WeightFormat, "not here") | {WeightFormat.FP8: None}
+    table = replace(VLLM, weights=refused)
+    assert choose(table, TORCH, gpu=gpu_spec("h200"), quality=Quality.NEAR).engine == "vllm"
+    choice = choose(table, TORCH, gpu=gpu_spec("h200"), quality=Quality.EXACT)
+    assert choice == EngineChoice("torch", ("engine vllm is passed over: vllm has no weights=16bit: not here",))
+
+
+def test_formats_that_need_a_prepared_checkpoint_do_not_count() -> None:
+    refused = dict.fromkeys(WeightFormat, "not here") | {WeightFormat.GPTQ4: None}
+    assert choose(replace(VLLM, weights=refused), TORCH, quality=Quality.ANY).engine == "torch"
+
+
+def test_a_gpu_without_a_datasheet_is_the_embedded_engines() -> None:
+    choice = choose(gpu=None)
+    assert choice.engine == "torch"
+    assert "no datasheet of this GPU" in choice.passed_over[0]
+
+
+@pytest.mark.parametrize("gpu", [A6000, None])
+def test_a_model_that_no_engine_runs_is_refused_with_each_reason(gpu) -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        choose(NOT_INSTALLED, TENSORRT_LLM, TORCH, spec=FALCON, gpu=gpu)
+    for words in ("vllm is not installed", "no profiling worker", "torch does not run the falcon family"):
+        assert words in str(refused.value)
+    if gpu is not None:
+        assert choose(VLLM, TENSORRT_LLM, TORCH, spec=FALCON, gpu=gpu) == EngineChoice("vllm")
