@@ -5,9 +5,9 @@ Run: ``python -m tests.bench.accuracy [RESULTS_DIR] [--json FILE] [--write-error
 Reads what ``tests.bench.accuracy_measure`` recorded (``tests/bench/results/h200`` by default), predicts every
 point of every model from its fingerprints alone, and prints, as Markdown: the errors per model, how many truths
 lie inside the 90% intervals (calibrated on the other models, never on the model's own truth), memory, what
-profiling cost, and the same points by the paper's method taken literally, the roofline and AIConfigurator where it
-has an answer. ``--write-errors`` renews ``fingerprint/data/depth_tied_errors.json``, which the intervals of users'
-models come from.
+profiling cost, and the same points by other methods: where fingerprints ran unrepeated, L2-device, L2 and the
+paper's method taken literally; the roofline; AIConfigurator where it has an answer. ``--write-errors`` renews
+``fingerprint/data/depth_tied_errors.json``, which the intervals of users' models come from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.calibration import Calibration, MeasuredError
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import L2
+from fingerprint.estimators.l2_device import L2Device
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.strategies import LatencyStrategy
 from fingerprint.measurements import TimingPoint
 from tests.bench.accuracy_measure import OUTPUT, Recorded
 
@@ -184,22 +186,33 @@ def predict_l3(recorded: Recorded, calibration: Calibration) -> list[Row]:
     return rows
 
 
-def predict_l2(recorded: Recorded) -> list[Row]:
-    """The paper's method: wall-clock of one and two layers, two output lengths; where those were run so."""
-    plain = tuple(p for p in recorded.profile.timing if p.repeat == 1)
-    if not plain:
-        return []
-    strategy = L2(replace(recorded.profile, timing=plain))
-    ran = {(p.batch, p.input_tokens) for p in plain}
+def predict_plain(recorded: Recorded) -> list[Row]:
+    """From fingerprints run once a step, at the points where those were run so.
+
+    The paper's method extrapolates the wall's clock; L2 here fits device and host apart; L2-device takes the
+    forward from the step records and the host as the engine composes it.
+    """
+    plain = replace(recorded.profile, timing=tuple(p for p in recorded.profile.timing if p.repeat == 1))
+    strategies: dict[str, LatencyStrategy] = {
+        "L2-device": L2Device(plain),
+        "L2": L2(plain),
+        "L2 by the wall's clock (paper)": L2(replace(plain, timing=tuple(map(_on_the_wall, plain.timing)))),
+    }
+    ran = {(p.batch, p.input_tokens) for p in plain.timing}
     rows = []
-    for truth in truths(recorded):
-        if (truth.batch, truth.input_tokens) in ran:
-            try:
-                latency = strategy.latency(_config(recorded), truth.workload)
-            except NotMeasuredError:
-                continue
-            rows += _rows(recorded, "L2 (paper)", truth, latency.ttft_s, latency.tpot_s)
+    for method, strategy in strategies.items():
+        for truth in truths(recorded):
+            if (truth.batch, truth.input_tokens) in ran:
+                try:
+                    latency = strategy.latency(_config(recorded), truth.workload)
+                except NotMeasuredError:
+                    continue
+                rows += _rows(recorded, method, truth, latency.ttft_s, latency.tpot_s)
     return rows
+
+
+def _on_the_wall(point: TimingPoint) -> TimingPoint:
+    return replace(point, runs=tuple(replace(run, device_s=run.e2e_s, host_s=0.0) for run in point.runs))
 
 
 def predict_roofline(recorded: Recorded) -> list[Row]:
@@ -367,7 +380,7 @@ def main() -> None:
     others = [
         row
         for one in recorded
-        for row in (*predict_l2(one), *predict_roofline(one), *predict_aiconfigurator(one, answers))
+        for row in (*predict_plain(one), *predict_roofline(one), *predict_aiconfigurator(one, answers))
     ]
     memory, costs = [memory_row(one) for one in recorded], [cost_row(one) for one in recorded]
     print(markdown(rows, memory, costs, others))
