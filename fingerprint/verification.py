@@ -37,7 +37,7 @@ class Verification:
     """One configuration, launched with its whole model and checked under one workload.
 
     Times are served ones: from the request's first byte to the answer's last, over HTTP. The measurement is kept,
-    not its ratio to the prediction of that day: a better profile must not be corrected by the error of the old one.
+    not its ratio to the prediction of that day: the error of an old profile must not correct a better one.
     """
 
     config: DeploymentConfig

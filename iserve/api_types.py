@@ -28,6 +28,7 @@ __all__ = [
     "ProfileBody",
     "ProfileJobDocument",
     "ProgressDocument",
+    "VerifyBody",
     "check_name",
 ]
 
@@ -115,6 +116,17 @@ class ProfileBody(_Body):
     model: _Text | None = None
     engine: str = "auto"
     max_seconds: float = Field(default=60.0, gt=0, le=86_400)
+
+
+class VerifyBody(_Wish):
+    """``POST /api/v1/verifications``: check a deployment that runs, or ``model`` in one that is launched for it.
+
+    A deployment is checked under what it was planned for; then nothing else of the wish may be given.
+    """
+
+    model: _Text | None = None
+    deployment: _Text | None = None
+    max_seconds: float = Field(default=60.0, gt=0, le=3600)
 
 
 class ModelBody(_Body):

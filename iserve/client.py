@@ -43,8 +43,8 @@ class ControllerClient:
     def post(self, path: str, body: object, kind: type[T]) -> T:
         return self._http.ask("POST", _target(path, {}), kind, body=to_json(body), timeout_s=self._timeout_s)
 
-    def delete(self, path: str) -> None:
-        self._http.request("DELETE", _target(path, {}), timeout_s=self._timeout_s)
+    def delete(self, path: str, **query: object) -> None:
+        self._http.request("DELETE", _target(path, query), timeout_s=self._timeout_s)
 
 
 def _target(path: str, query: dict[str, object]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
-from fingerprint.estimates import Estimate, Quantity
+from fingerprint.estimates import Correction, Estimate, Quantity
 from planner.costs import total_bytes
 from planner.plan import Plan, Ranked, WhyNot
 
@@ -33,6 +33,7 @@ class EstimateDocument:
     ttft_s: Quantity
     tpot_s: Quantity
     e2e_s: Quantity
+    correction: Correction | None = None  # that `iserve verify` made, included in the figures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +135,7 @@ def estimate_document(
         ttft_s=estimate.ttft_s,
         tpot_s=estimate.tpot_s,
         e2e_s=estimate.e2e_s,
+        correction=estimate.correction,
     )
 
 

@@ -3,9 +3,10 @@
 Times are multiplied by measured over predicted. Memory gets the missing bytes added beside weights and KV cache:
 those two are counted, and what an estimate gets wrong is what surrounds them, which does not grow with them.
 
-A check speaks for its own configuration and workload. To other workloads and configurations in the same formats,
-on the same engine, the nearest one is carried over, and the interval then holds the uncorrected one as well:
-whether the error is the same there, nobody measured. Other formats run other kernels; they stay as they are.
+A check speaks for its own configuration and workload. To all others on the same engine the nearest check is
+carried over, and the interval then holds the uncorrected one as well: whether the error is the same there, nobody
+measured. Other formats are not left out, though they run other kernels: one ranking never mixes raw sources, and a
+check that slowed down what was chosen, alone, would have the next plan choose whatever was not checked yet.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CorrectedEstimator:
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """As ``base``, corrected where a check reaches."""
         raw = self.base.estimate(config, workload)
-        alike = [checked for checked in self._checks if _formats(checked) == _formats(config)]
+        alike = [checked for checked in self._checks if checked.engine == config.engine]
         if not alike:
             return raw
         check = self._checks[nearest(config, alike)]
@@ -64,6 +65,21 @@ class CorrectedEstimator:
             ),
         )
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the numbers must know: which checks they are corrected by, and how much."""
+        return tuple(self._told(check) for check in self._checks.values())
+
+    def _told(self, check: Verification) -> str:
+        there, more_bytes = self._of(check)
+        work = check.workload
+        return (
+            f"corrected by the check of {check.config} at {check.measured_at} (batch {work.batch}, "
+            f"{work.input_tokens} in, {work.output_tokens} out): TTFT times "
+            f"{math.exp(_log_ratio(check.ttft_s, there.ttft_s)):.3g}, TPOT times "
+            f"{math.exp(_log_ratio(check.tpot_s, there.tpot_s)):.3g}, {more_bytes / 2**20:+.1f} MiB on each GPU"
+        )
+
     def _of(self, check: Verification) -> tuple[Estimate, int]:
         """What ``base`` says of the check, and the bytes per GPU that it misses."""
         found = self._expected.get(check.config)
@@ -75,10 +91,6 @@ class CorrectedEstimator:
                 more_bytes = held_bytes - room.per_gpu_bytes(check.layers_per_stage)
             found = self._expected[check.config] = (there, more_bytes)
         return found
-
-
-def _formats(config: DeploymentConfig) -> tuple[str, ...]:
-    return config.engine, config.weights, config.kv, config.pruning
 
 
 def _log_ratio(measured: Reading | None, predicted: Quantity) -> float:
@@ -99,7 +111,7 @@ def _corrected(raw: Quantity, measured: Reading | None, predicted: Quantity, *, 
 
 
 def _with_more(raw: MemoryEstimate, more_bytes: int, *, exact: bool) -> MemoryEstimate:
-    """``more_bytes`` on each GPU; fewer take away from what is neither weights nor KV cache, and no more than it."""
+    """``more_bytes`` on each GPU; fewer are taken off what is neither weights nor KV cache, down to nothing."""
     fewer_bytes = min(raw.activation_bytes, max(0, -more_bytes - raw.runtime_bytes))
     corrected = replace(
         raw,

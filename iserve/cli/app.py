@@ -37,9 +37,9 @@ def _root(
 
 
 def _register() -> None:
-    from iserve.cli import operating, planning, reporting, serving
+    from iserve.cli import operating, planning, reporting, serving, verifying
 
-    for module in (serving, planning, reporting, operating):
+    for module in (serving, planning, verifying, reporting, operating):
         module.register(app)
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "OutputTokens",
     "QualityOption",
     "Wish",
+    "not_empty",
     "takes_wish",
     "usage_errors",
     "workload_of",
@@ -52,7 +53,7 @@ def _known_engine(name: str) -> str:
     return name
 
 
-def _not_empty(value: str | None) -> str | None:
+def not_empty(value: str | None) -> str | None:
     if value is not None and not value.strip():
         raise typer.BadParameter("must not be empty")
     return value
@@ -63,7 +64,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A checkpoint folder, a config folder, a hub id or a registered name.",
-        callback=_not_empty,
+        callback=not_empty,
     ),
 ]
 OptionalModel = Annotated[
@@ -71,7 +72,7 @@ OptionalModel = Annotated[
     typer.Argument(
         metavar="[MODEL]",
         help="A checkpoint folder, a hub id or a registered name; else the demo.",
-        callback=_not_empty,
+        callback=not_empty,
     ),
 ]
 CostOption = Annotated[CostModel, typer.Option("--cost", help="What a request costs.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,11 +17,21 @@ if TYPE_CHECKING:
     from rich.console import JustifyMethod
 
     from fingerprint.config import DeploymentConfig, Workload
-    from fingerprint.estimates import Quantity
-    from iserve.plan_document import CandidateDocument, PlanDocument
+    from fingerprint.estimates import Correction, Quantity
+    from iserve.plan_document import CandidateDocument, EstimateDocument, PlanDocument
     from iserve.plan_service import OneEstimateDocument
 
-__all__ = ["console", "gib", "print_estimate", "print_plan", "print_rows", "seconds", "short"]
+__all__ = [
+    "console",
+    "correction_words",
+    "gib",
+    "print_estimate",
+    "print_plan",
+    "print_rows",
+    "seconds",
+    "short",
+    "workload_words",
+]
 
 _ROWS = 12
 _REASONS = 8
@@ -53,7 +64,8 @@ def _interval(quantity: Quantity) -> str:
     return f"{seconds(quantity.value)} [{seconds(quantity.low)}, {seconds(quantity.high)}]"
 
 
-def _workload(work: Workload) -> str:
+def workload_words(work: Workload) -> str:
+    """A workload in a sentence."""
     return f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens"
 
 
@@ -74,7 +86,7 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
             (document.model, "bold"),
             f" on {document.hardware}: intent ",
             (document.intent, "bold"),
-            f", {_workload(work)}",
+            f", {workload_words(work)}",
         )
     )
     feasible = [c for c in document.candidates if c.feasible]
@@ -83,6 +95,7 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
         table, width = _candidate_table(feasible[:rows], document, out.width)
         console(at_least=width).print(table)
         out.print(f"cost in {document.cost_unit} per request; {_legend(feasible[:rows])}")
+        _print_indented(out, _corrections(feasible[:rows]))
         if len(feasible) > rows:
             out.print(f"... and {len(feasible) - rows} more that would work (--json lists all)")
     _print_refused(out, refused)
@@ -141,7 +154,7 @@ def _candidate_columns(
         ("TTFT", "right", [seconds(estimate.ttft_s.value) for estimate in estimates]),
         ("TPOT", "right", [seconds(estimate.tpot_s.value) for estimate in estimates]),
         ("E2E", "right", [seconds(estimate.e2e_s.value) for estimate in estimates]),
-        ("", "left", [_SOURCE_MARKS[estimate.tpot_s.source] for estimate in estimates]),
+        ("", "left", [_mark(estimate) for estimate in estimates]),
     ]
 
 
@@ -196,6 +209,30 @@ def _legend(candidates: Iterable[CandidateDocument]) -> str:
     return "times are " + ", ".join(f"{_SOURCE_MARKS[source]} {source}" for source in sources)
 
 
+def _mark(estimate: EstimateDocument) -> str:
+    checked = "" if estimate.correction is None else "c" if estimate.correction.exact else "(c)"
+    return _SOURCE_MARKS[estimate.tpot_s.source] + checked
+
+
+def _corrections(candidates: Iterable[CandidateDocument]) -> list[str]:
+    """What ``iserve verify`` changed in these estimates, each check once."""
+    estimates = [c.estimate for c in candidates if c.estimate is not None and c.estimate.correction is not None]
+    found = {(e.correction.config, e.correction.workload): e.correction for e in estimates if e.correction}
+    carried = any(not e.correction.exact for e in estimates if e.correction)
+    beside = ["(c) carried over from the nearest check, the uncorrected interval included"] if carried else []
+    return [f"c corrected {correction_words(correction)}" for correction in found.values()] + beside
+
+
+def correction_words(correction: Correction) -> str:
+    """By which check, and by how much."""
+    more = correction.memory_bytes
+    return (
+        f"by the check of {short(correction.config)}, {workload_words(correction.workload)}, "
+        f"at {correction.measured_at[:16].replace('T', ' ')}: TTFT x{math.exp(correction.ttft_log_ratio):.3g}, "
+        f"TPOT x{math.exp(correction.tpot_log_ratio):.3g}, memory {'-' if more < 0 else '+'}{gib(abs(more))} a GPU"
+    )
+
+
 def _print_why_not(out: Console, document: PlanDocument) -> None:
     why = document.why_not
     if why.better:
@@ -223,7 +260,7 @@ def print_estimate(document: OneEstimateDocument) -> None:
     """One configuration, itemised."""
     out = console()
     work, estimate, memory = document.workload, document.estimate, document.memory
-    what = f" on {document.config.num_gpus} x {document.gpu}, {short(document.config)}, {_workload(work)}"
+    what = f" on {document.config.num_gpus} x {document.gpu}, {short(document.config)}, {workload_words(work)}"
     out.print(Text.assemble((document.model, "bold"), what))
     rows = [
         ("TTFT", _interval(estimate.ttft_s), str(estimate.ttft_s.source)),

@@ -26,11 +26,14 @@ from iserve.api_types import (
     PlanBody,
     ProfileBody,
     ProfileJobDocument,
+    VerifyBody,
 )
 from iserve.controller.door import Door, problem
 from iserve.controller.metrics import Metrics
 from iserve.controller.service import Controller
 from iserve.plan_document import PlanDocument
+from iserve.state.store import VerificationRow
+from iserve.verify.documents import VerificationJobDocument
 
 __all__ = ["create_app"]
 
@@ -59,6 +62,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     _model_routes(api, controller)
     _plan_routes(api, controller)
     _deployment_routes(api, controller)
+    _verification_routes(api, controller)
     _operator_routes(api, controller)
     app.include_router(api)
 
@@ -141,6 +145,29 @@ def _deployment_routes(api: APIRouter, controller: Controller) -> None:
     @api.delete("/deployments/{name}", status_code=202)
     def remove(name: str) -> DeploymentDocument:
         return controller.remove(name)
+
+
+def _verification_routes(api: APIRouter, controller: Controller) -> None:
+    verifier = controller.verifier
+
+    @api.get("/verifications")
+    def verifications() -> tuple[VerificationRow, ...]:
+        """The checks that correct estimates now."""
+        return controller.store.verifications()
+
+    @api.post("/verifications", status_code=202)
+    def start_verification(body: VerifyBody) -> VerificationJobDocument:
+        """Check a running configuration in the background, and correct the estimates of its model by it."""
+        return verifier.start(body)
+
+    @api.get("/verifications/jobs/{job_id}")
+    def verification_job(job_id: str) -> VerificationJobDocument:
+        return verifier.job(job_id)
+
+    @api.delete("/verifications", status_code=204)
+    def forget_verifications(model: str) -> None:
+        """Estimates of this model, and of those of its shape, are no longer corrected."""
+        verifier.forget(model)
 
 
 def _operator_routes(api: APIRouter, controller: Controller) -> None:

@@ -22,7 +22,7 @@ from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
 from iserve.controller.node import hardware_of
-from iserve.controller.profiling import Profiler, ask_daemon, estimator_for, launched, wait_until_ready
+from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.model_source import ModelSource
 from iserve.plan_document import PlanDocument, plan_document
@@ -32,7 +32,7 @@ from iserve.state.store import DeploymentRow, Store
 from placement.types import Placement, StagePlacement
 from planner.plan import Ranked
 
-__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "worker_spec"]
+__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "why_nothing", "worker_spec"]
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +186,9 @@ class Deployer:
         """Rank everything on the devices that are free now."""
         node = ask_daemon(self._daemon, DaemonClient.node)
         hardware = hardware_of(node, profile.machine.device)
+        estimator = self._profiler.estimator(profile, engine, node)
         table = engine.capabilities().unprepared()  # only 16-bit checkpoints are taken in
-        plan = make_plan(source.spec, hardware, estimator_for(profile), [table], options)
+        plan = make_plan(source.spec, hardware, estimator, [table], options)
         document = plan_document(plan, model=source.name, hardware=hardware.label, workload=options.workload)
         return PlannedDeployment(document, plan.best, {d.device_id: d.free_bytes for d in node.devices})
 
@@ -202,7 +203,7 @@ class Deployer:
         planned = self.plan(source, engine, profile, options)
         self._store.update_deployment(row.id, plan=to_json(planned.document))
         if planned.best is None:
-            raise InfeasibleError(_why_nothing(planned.document))
+            raise InfeasibleError(why_nothing(planned.document))
         worker_id = f"{_slug(row.name)}-{row.id}"
         spec = worker_spec(row.name, source, worker_id, planned.best, options.workload, planned.free_bytes)
         self._store.update_deployment(row.id, worker=to_json(spec))
@@ -250,7 +251,8 @@ def _slug(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name.lower())[:40] or "worker"
 
 
-def _why_nothing(document: PlanDocument) -> str:
+def why_nothing(document: PlanDocument) -> str:
+    """Of a plan in which nothing is feasible: what comes nearest, and what would help."""
     why = document.why_not
     parts = ["no configuration is feasible"]
     if why.nearest is not None:

@@ -32,6 +32,7 @@ from fingerprint.errors import (
     UnavailableError,
     UnsupportedModelError,
 )
+from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
@@ -159,7 +160,7 @@ class Profiler:
 
     @property
     def workers(self) -> frozenset[str]:
-        """Ids of the workers of the profile that is being taken; every other profiling worker is an orphan."""
+        """Ids of the workers of the profile or check under way; every other worker of one is an orphan."""
         return self._workers
 
     @contextlib.contextmanager
@@ -176,6 +177,22 @@ class Profiler:
             yield
         finally:
             self._one_at_a_time.release()
+
+    @contextlib.contextmanager
+    def owning(self, worker_id: str) -> Iterator[None]:
+        """Inside (and inside ``paused``), this worker is nobody's orphan."""
+        self._workers = frozenset({worker_id})
+        try:
+            yield
+        finally:
+            self._workers = frozenset()
+
+    def estimator(self, profile: Profile, engine: Engine, node: NodeStatus) -> CorrectedEstimator:
+        """What was measured of the model's fingerprints, corrected by the checks of its deployments."""
+        rows = self._store.verifications(
+            shape_hash=profile.spec.shape_hash, engine=engine.name, machine_key=machine_key(node, engine)
+        )
+        return CorrectedEstimator(estimator_for(profile), [row.verification for row in rows])
 
     def stored(self, source: ModelSource, engine: Engine, node: NodeStatus) -> Profile | None:
         return self._store.profile(source.spec.shape_hash, engine.name, machine_key(node, engine))

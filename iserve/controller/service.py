@@ -37,10 +37,12 @@ from iserve.api_types import (
     ProgressDocument,
     check_name,
 )
+from iserve.controller.check_targets import Targets
 from iserve.controller.deployer import Deployer, deployable_engine
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
 from iserve.controller.profiling import Profiler
 from iserve.controller.records import recorded_wish, recorded_worker
+from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
@@ -69,6 +71,8 @@ class Controller:
         self.gateway_process: Companion = gateway_companion(settings)
         self.profiler = Profiler(store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s)
         self._deployer = Deployer(settings, store, self.profiler, self.daemon, self.resolve, self._on_progress)
+        targets = Targets(settings, store, self.profiler, self._deployer, self.daemon, self.resolve)
+        self.verifier = Verifier(store, self.profiler, targets, self.daemon, self.resolve)
         # As many threads as can have something to do, so that a removal never waits behind those who wait.
         self._pool = ThreadPoolExecutor(max_workers=_MAX_DEPLOYMENTS + _MAX_ENDINGS, thread_name_prefix="deploy")
         self._profile_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="profile")
@@ -358,6 +362,7 @@ class Controller:
         )
 
     def close(self) -> None:
+        self.verifier.close()
         for pool in (self._pool, self._profile_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -95,6 +95,6 @@ def _check(status: int, answer: bytes, size: int, work: Workload) -> None:
     asked = (size * work.input_tokens, size * work.output_tokens)
     if found != asked:
         raise EngineError(
-            f"a burst of {asked[0]} prompt and {asked[1]} output tokens was answered as {found[0]} and {found[1]}; "
-            "times of other lengths tell nothing of these"
+            f"a burst of {asked[0]} prompt and {asked[1]} output tokens was taken for {found[0]} and {found[1]}: "
+            "its time is that of another workload"
         )

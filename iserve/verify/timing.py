@@ -107,7 +107,7 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
         fits = workload.output_tokens if step_s == 0 else max(2, 1 + int(room_s / step_s))
     if least_s > left_s:
         raise NotMeasuredError(
-            f"one burst of batch {workload.batch} and {workload.input_tokens} input tokens takes {first_s:.2f} s to "
+            f"a burst of batch {workload.batch} and {workload.input_tokens} input tokens takes {first_s:.2f} s to "
             f"its first tokens, and {left_s:.1f} s of {max_seconds:g} s are left, not enough for three pairs of "
             "bursts; raise --max-seconds"
         )
@@ -126,7 +126,7 @@ def _reading(values: Sequence[float]) -> Reading:
     location = locate(values)
     if location.value <= 0:
         raise NotMeasuredError(
-            "the bursts with longer answers took no longer than those with one token: the machine is too noisy, or "
+            "bursts with longer answers took no longer than those with one token: the machine is too noisy, or "
             "the answers are too short, for a time per output token"
         )
     low = max(location.value - location.half_width, 1e-3 * location.value)

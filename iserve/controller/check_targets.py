@@ -1,0 +1,222 @@
+"""What a check checks: a deployment that runs, or a worker that is launched for it.
+
+A worker of a check belongs to the check alone and is recorded nowhere: it is stopped at the end, and when this
+controller is killed the next one finds that nobody owns it and ends it. No check runs while a profile is taken or
+a deployment is launched: they would measure each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from daemon.client import DaemonClient
+from daemon.engines.base import Engine, WorkerSpec
+from daemon.engines.registry import get_engine
+from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from fingerprint.checkpoint import Checkpoint
+from fingerprint.config import Workload
+from fingerprint.errors import (
+    ConfigError,
+    ConflictError,
+    InfeasibleError,
+    IserveError,
+    NotFoundError,
+    NotMeasuredError,
+)
+from fingerprint.measurements import Profile
+from iserve.api_types import DeployBody, VerifyBody
+from iserve.controller.deployer import Deployer, deployable_engine, why_nothing, worker_spec
+from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
+from iserve.controller.records import recorded_wish, recorded_worker
+from iserve.model_source import ModelSource
+from iserve.settings import Settings
+from iserve.state.store import Store
+
+__all__ = ["CheckTarget", "Find", "Targets", "Tell", "used_bytes"]
+
+log = logging.getLogger(__name__)
+
+Tell = Callable[[str, int, int, float], None]  # step, done, total, seconds since the step's start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckTarget:
+    """A worker to check, ready."""
+
+    source: ModelSource
+    engine: Engine
+    profile: Profile
+    spec: WorkerSpec
+    url: str
+    room: Workload  # what it was launched for
+    deployment: str | None
+    used_before: dict[str, int] | None  # bytes by device before it was launched; None: it ran already
+
+
+Find = Callable[[Tell], contextlib.AbstractContextManager[CheckTarget]]
+
+
+class Targets:
+    """Finds or launches what is asked for. Each answer is its name, after everything that can be refused at once,
+    and a context manager inside which it serves and nothing else is launched or measured."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        profiler: Profiler,
+        deployer: Deployer,
+        daemon: Callable[[], DaemonClient],
+        resolve: Callable[..., ModelSource],
+    ) -> None:
+        self._settings, self._store, self._profiler, self._deployer = settings, store, profiler, deployer
+        self._daemon, self._resolve = daemon, resolve
+
+    def deployment(self, body: VerifyBody) -> tuple[str, Find]:
+        """One that runs.
+
+        Raises:
+            NotFoundError, ConfigError, ConflictError: there is none, more was asked for, or it does not serve now.
+        """
+        assert body.deployment is not None
+        name = body.deployment
+        own = body.model_fields_set - {"deployment", "max_seconds", "model"}
+        given = sorted(field for field in own if getattr(body, field) != type(body).model_fields[field].default)
+        if body.model is not None or given:
+            what = ", ".join(given) or "a model"
+            raise ConfigError(
+                f"the deployment {name!r} is checked under what it was planned for, and {what} was given as well; "
+                "leave that out, or verify the model under another name"
+            )
+        row = self._store.deployment(name)
+        if row.desired != "running" or row.phase != "ready":
+            state = row.phase if row.desired == "running" else "being removed"
+            raise ConflictError(f"the deployment {name!r} is {state}; verify it when it is ready (`iserve ps`)")
+
+        @contextlib.contextmanager
+        def find(tell: Tell) -> Iterator[CheckTarget]:
+            tell("waiting", 0, 0, 0.0)
+            with self._profiler.paused(lambda: None):
+                row = self._store.deployment(name)
+                spec, room = recorded_worker(row), self._deployer.options(recorded_wish(row)).workload
+                if spec is None:
+                    raise ConflictError(f"the deployment {name!r} has no worker; `iserve ps` tells")
+                source = self._served(recorded_wish(row), spec)
+                engine = get_engine(spec.config.engine)
+                status = ask_daemon(self._daemon, lambda daemon: daemon.worker(spec.worker_id))
+                if status.state is not WorkerState.READY:
+                    raise ConflictError(f"the worker of {name!r} is {status.state}; verify it when it is ready")
+                yield CheckTarget(
+                    source=source,
+                    engine=engine,
+                    profile=self._stored_profile(source, engine),
+                    spec=status.spec,
+                    url=status.url,
+                    room=room,
+                    deployment=name,
+                    used_before=None,
+                )
+
+        return name, find
+
+    def _served(self, wish: DeployBody, spec: WorkerSpec) -> ModelSource:
+        """What the worker loaded, under the name it was deployed by unless that means another folder by now."""
+        with contextlib.suppress(IserveError):
+            source = self._resolve(wish.model, need_weights=False)
+            if str(source.directory) == spec.checkpoint:
+                return source
+        return self._resolve(spec.checkpoint, need_weights=False)
+
+    def _stored_profile(self, source: ModelSource, engine: Engine) -> Profile:
+        found = self._profiler.stored(source, engine, self._node())
+        if found is None:
+            raise NotMeasuredError(
+                f"{source.name} has no profile on this machine with this engine, so nothing is predicted of it; "
+                f"run `iserve profile {source.name}` first"
+            )
+        return found
+
+    def model(self, body: VerifyBody) -> tuple[str, Find]:
+        """A worker of the best configuration, launched for the check and ended with it.
+
+        Raises:
+            BadInputError, InfeasibleError: the wish, the model or the engine cannot be.
+        """
+        options = body.options(default_policy=self._settings.policy, load_threshold=self._settings.load_threshold)
+        engine = deployable_engine(body.engine)
+        source = self._resolve(body.model, need_weights=False)
+        if source.has_weights or (body.model is not None and Path(body.model).exists()):
+            Checkpoint.open(source.directory)  # as for a deploy: refused before anything is started
+
+        @contextlib.contextmanager
+        def find(tell: Tell) -> Iterator[CheckTarget]:
+            tell("resolving", 0, 0, 0.0)
+            source = self._resolve(body.model)
+            Checkpoint.open(source.directory)
+            profile = self._profile(source, engine, options.workload, tell)
+            tell("planning", 0, 0, 0.0)
+            worker_id = f"verify-{uuid.uuid4().hex[:12]}"
+            with self._profiler.paused(lambda: None), self._profiler.owning(worker_id):
+                planned = self._deployer.plan(source, engine, profile, options)
+                if planned.best is None:
+                    raise InfeasibleError(why_nothing(planned.document))
+                spec = worker_spec("verify", source, worker_id, planned.best, options.workload, planned.free_bytes)
+                used_before = used_bytes(self._node())
+                tell("launching", 0, 0, 0.0)
+                with self._launched(spec) as status:
+                    yield CheckTarget(
+                        source=source,
+                        engine=engine,
+                        profile=profile,
+                        spec=status.spec,
+                        url=status.url,
+                        room=options.workload,
+                        deployment=None,
+                        used_before=used_before,
+                    )
+
+        return source.name, find
+
+    def _profile(self, source: ModelSource, engine: Engine, workload: Workload, tell: Tell) -> Profile:
+        def find() -> Profile | None:
+            return self._profiler.stored(source, engine, self._node())
+
+        return find() or self._profiler.take(
+            source,
+            engine,
+            self._daemon,
+            workload=workload,
+            max_seconds=self._settings.profile_seconds,
+            progress=lambda p: tell(f"profiling: {p.running}", p.done, p.total, p.elapsed_s),
+            unless=find,
+        )
+
+    @contextlib.contextmanager
+    def _launched(self, spec: WorkerSpec) -> Iterator[WorkerStatus]:
+        """The worker of ``spec``, ended whatever happens inside; one that a daemon which is away cannot end is
+        nobody's then, and ended by the reconciler."""
+        try:
+            ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
+            yield wait_until_ready(
+                self._daemon, spec.worker_id, self._settings.start_timeout_s, go_on=lambda: None
+            )
+        finally:
+            try:
+                ask_daemon(self._daemon, lambda daemon: daemon.stop(spec.worker_id))
+            except NotFoundError:
+                pass
+            except IserveError as error:
+                log.warning("ending worker %s: %s", spec.worker_id, error)
+
+    def _node(self) -> NodeStatus:
+        return ask_daemon(self._daemon, DaemonClient.node)
+
+
+def used_bytes(node: NodeStatus) -> dict[str, int]:
+    """Bytes in use by device, where a driver counts them."""
+    return {device.device_id: device.used_bytes for device in node.devices if device.used_bytes is not None}

@@ -1,0 +1,201 @@
+"""Checks in the background: what is measured of a worker, beside what is predicted of it, kept to correct it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from daemon.client import DaemonClient
+from daemon.status import NodeStatus
+from fingerprint.errors import IserveError, NotFoundError, UnavailableError
+from fingerprint.verification import Verification
+from iserve.api_types import ProgressDocument, VerifyBody
+from iserve.controller.check_targets import CheckTarget, Targets, Tell, used_bytes
+from iserve.controller.node import hardware_of
+from iserve.controller.profiling import Profiler, ask_daemon, machine_key
+from iserve.model_source import ModelSource
+from iserve.state.store import Store
+from iserve.verify.documents import VerificationDocument, VerificationJobDocument, verification_document
+from iserve.verify.timing import Times, time_bursts
+from iserve.verify.worker import CheckedWorker
+
+__all__ = ["Verifier"]
+
+log = logging.getLogger(__name__)
+
+_JOBS_KEPT = 50
+_MAX_WAITING_JOBS = 20
+_NOT_COUNTED = "not reported: neither the engine nor a driver counts it"
+_OWN_COUNTS = "the worker's own counts, itemised per rank"
+_DRIVER_COUNTS = "the driver's count, with the worker less before it was launched"
+
+
+class Verifier:
+    """Thread-safe; checks run one after the other."""
+
+    def __init__(
+        self,
+        store: Store,
+        profiler: Profiler,
+        targets: Targets,
+        daemon: Callable[[], DaemonClient],
+        resolve: Callable[..., ModelSource],
+    ) -> None:
+        self._store, self._profiler, self._targets = store, profiler, targets
+        self._daemon, self._resolve = daemon, resolve
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
+        self._lock = threading.Lock()
+        self._jobs: dict[str, VerificationJobDocument] = {}
+
+    # jobs
+
+    def start(self, body: VerifyBody) -> VerificationJobDocument:
+        """Begin a check in the background; ask for it by its job id.
+
+        Raises:
+            BadInputError: what was asked for cannot be.
+            ConflictError: the deployment does not serve now.
+            UnavailableError: too many wait already.
+        """
+        targets = self._targets
+        name, find = targets.deployment(body) if body.deployment is not None else targets.model(body)
+        job = VerificationJobDocument(
+            job_id=uuid.uuid4().hex, model=name, status="running", error=None, progress=None
+        )
+
+        def tell(step: str, done: int, total: int, elapsed_s: float) -> None:
+            progress = ProgressDocument(step=step, done=done, total=total, elapsed_s=elapsed_s)
+            self._put_job(replace(job, progress=progress))
+
+        def work() -> None:
+            try:
+                with find(tell) as running:
+                    result = self._check(running, body.max_seconds, tell)
+            except IserveError as error:
+                self._put_job(replace(job, status="failed", error=str(error)))
+            except Exception as error:
+                log.exception("verifying %s", name)
+                self._put_job(replace(job, status="failed", error=f"internal error: {type(error).__name__}"))
+            else:
+                self._put_job(replace(job, status="done", result=result))
+
+        with self._lock:
+            waiting = sum(known.status == "running" for known in self._jobs.values())
+        if waiting >= _MAX_WAITING_JOBS:
+            raise UnavailableError(f"{waiting} checks are being made or wait already; try again later")
+        self._put_job(job)
+        self._pool.submit(work)
+        return job
+
+    def job(self, job_id: str) -> VerificationJobDocument:
+        with self._lock:
+            found = self._jobs.get(job_id)
+        if found is None:
+            raise NotFoundError(f"no verification job has the id {job_id[:80]!r}")
+        return found
+
+    def _put_job(self, job: VerificationJobDocument) -> None:
+        with self._lock:
+            self._jobs.pop(job.job_id, None)
+            self._jobs[job.job_id] = job
+            while len(self._jobs) > _JOBS_KEPT:
+                self._jobs.pop(next(iter(self._jobs)))
+
+    def forget(self, model: str) -> None:
+        """Correct nothing by the checks of ``model`` any more, nor the models of its shape.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        source = self._resolve(model, need_weights=False)
+        if not self._store.forget_verifications(source.spec.shape_hash):
+            raise NotFoundError(
+                f"{source.name} has no correction: no configuration of its shape was verified here"
+            )
+        self._store.add_event(None, "verified", f"{source.name}: corrections forgotten")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # the check
+
+    def _check(self, running: CheckTarget, max_seconds: float, tell: Tell) -> VerificationDocument:
+        """Measure, compare with what is predicted now, and keep what was measured."""
+        worker = CheckedWorker(running.spec, running.engine, running.url, self._daemon, running.source.spec)
+        with worker.watched():
+            times = time_bursts(
+                worker.burst,
+                running.room,
+                max_seconds=max_seconds,
+                clock=time.monotonic,
+                progress=lambda done, total, elapsed_s: tell("checking", done, total, elapsed_s),
+            )
+            stats = worker.stats()
+        node = ask_daemon(self._daemon, DaemonClient.node)
+        held_bytes, memory_how = _held(running, node, stats and worker.held_bytes(stats))
+        verification = Verification(
+            config=running.spec.config,
+            workload=times.workload,
+            room=running.room,
+            layers_per_stage=tuple(stage.num_layers for stage in running.spec.stages),
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            ttft_s=times.ttft_s,
+            tpot_s=times.tpot_s,
+            memory_bytes_per_gpu=held_bytes,
+            kv_tokens=None if stats is None else stats.kv_tokens_total or None,
+        )
+        estimator = self._profiler.estimator(running.profile, running.engine, node)
+        predicted = estimator.estimate(running.spec.config, times.workload)
+        document = verification_document(
+            verification,
+            replace(predicted, memory=estimator.estimate(running.spec.config, running.room).memory),
+            model=running.source.name,
+            deployment=running.deployment,
+            hardware=hardware_of(node, running.profile.machine.device).label,
+            spec=running.spec,
+            stats=stats,
+            memory_how=memory_how,
+            notes=_notes(running, times),
+        )
+        self._keep(running, node, verification)
+        return document
+
+    def _keep(self, running: CheckTarget, node: NodeStatus, verification: Verification) -> None:
+        self._store.put_verification(
+            verification,
+            model=running.source.name,
+            shape_hash=running.source.spec.shape_hash,
+            engine=running.engine.name,
+            machine_key=machine_key(node, running.engine),
+        )
+        self._store.add_event(None, "verified", f"{running.source.name}: {verification.config} was checked")
+
+
+def _held(running: CheckTarget, node: NodeStatus, own_bytes: int | None) -> tuple[int | None, str]:
+    """Bytes on the fullest of the worker's devices, and who counted them."""
+    if own_bytes:
+        return own_bytes, _OWN_COUNTS
+    before, now = running.used_before, used_bytes(node)
+    devices = {device_id for stage in running.spec.stages for device_id in stage.device_ids}
+    if before is None or not devices <= before.keys() & now.keys():
+        return None, _NOT_COUNTED
+    most_bytes = max(now[device_id] - before[device_id] for device_id in devices)
+    return (most_bytes, _DRIVER_COUNTS) if most_bytes > 0 else (None, _NOT_COUNTED)
+
+
+def _notes(running: CheckTarget, times: Times) -> tuple[str, ...]:
+    notes = []
+    if times.workload != running.room:
+        notes.append(
+            f"answers of {times.workload.output_tokens} tokens were run, not of {running.room.output_tokens}, to "
+            "stay within --max-seconds; times are predicted for the same"
+        )
+    if times.disturbed:
+        notes.append(f"{times.disturbed} pairs of bursts are left out: others were served meanwhile")
+    return tuple(notes)

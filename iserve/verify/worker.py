@@ -1,0 +1,118 @@
+"""The worker that a check asks: bursts, its own account of itself, and why it died if it did."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+from daemon.client import DaemonClient
+from daemon.engines.base import Engine, WorkerSpec
+from daemon.status import WorkerState, WorkerStats
+from fingerprint.config import Workload
+from fingerprint.errors import EngineError, IserveError, NotFoundError, UnavailableError
+from fingerprint.model_spec import ModelSpec
+from iserve.verify.bursts import BurstClient
+from iserve.verify.timing import Burst
+
+__all__ = ["CheckedWorker"]
+
+_MAX_ANSWER_BYTES = 1 << 20
+_STATS_TIMEOUT_S = 2.0
+_BURST_TIMEOUT_S = 600.0
+_SETTLE_S = 2.0  # statistics may lag behind the answer
+_DEATH_S = 5.0  # for the daemon to see that a worker died, and to read its last words
+
+
+class CheckedWorker:
+    """A ready worker of ``spec`` at ``url``, from one plain thread."""
+
+    def __init__(
+        self, spec: WorkerSpec, engine: Engine, url: str, daemon: Callable[[], DaemonClient], model: ModelSpec
+    ) -> None:
+        self._spec, self._engine, self._url, self._daemon = spec, engine, url, daemon
+        self._client = BurstClient(
+            url, spec.served_model, model.vocab_size, timeout_s=_BURST_TIMEOUT_S, seed=time.monotonic_ns()
+        )
+
+    def burst(self, work: Workload) -> Burst:
+        """One burst, and whether the worker served nobody else meanwhile, as far as it tells."""
+        before = self.stats()
+        elapsed_s = self._client.burst(work)
+        prompt_tokens = work.batch * work.input_tokens
+        after = self.stats()
+        deadline_s = time.monotonic() + _SETTLE_S
+        while (
+            before is not None
+            and after is not None
+            and after.prompt_tokens - before.prompt_tokens < prompt_tokens
+            and time.monotonic() < deadline_s
+        ):
+            time.sleep(0.02)
+            after = self.stats()
+        if before is None or after is None:
+            return Burst(elapsed_s, alone=True)
+        idle = before.running + before.waiting == 0
+        return Burst(elapsed_s, idle and after.prompt_tokens - before.prompt_tokens <= prompt_tokens)
+
+    def stats(self) -> WorkerStats | None:
+        """What it says of itself now; None where that is nothing that its engine is documented to say."""
+        where = urlsplit(self._url)
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_STATS_TIMEOUT_S)
+        try:
+            connection.request("GET", self._engine.stats_path)
+            response = connection.getresponse()
+            body = response.read(_MAX_ANSWER_BYTES)
+            return self._engine.read_stats(self._spec, body) if response.status == 200 else None
+        except (OSError, http.client.HTTPException, IserveError):
+            return None
+        finally:
+            connection.close()
+
+    def held_bytes(self, stats: WorkerStats) -> int:
+        """By its own count, on the fullest of its devices; 0: it does not count."""
+        devices = [device_id for stage in self._spec.stages for device_id in stage.device_ids]
+        held: Counter[str] = Counter()
+        for rank in stats.memory:
+            held[devices[rank.rank]] += (
+                rank.weights_bytes
+                + rank.kv_bytes
+                + rank.activation_peak_bytes
+                + rank.pp_buffer_bytes
+                + rank.runtime_bytes
+                + rank.graph_bytes
+            )
+        return max(held.values(), default=0)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, a worker that dies is told with its last words.
+
+        Raises:
+            EngineError: it died, was stopped, or was started again.
+        """
+        restarts = self._daemon().worker(self._spec.worker_id).restarts
+        try:
+            yield
+        except EngineError as error:
+            raise EngineError(f"{self._fate(restarts) or error}; nothing was corrected by this check") from error
+        if (fate := self._fate(restarts, patience_s=0.0)) is not None:
+            raise EngineError(f"{fate}; nothing was corrected by this check")
+
+    def _fate(self, restarts: int, *, patience_s: float = _DEATH_S) -> str | None:
+        """What became of the worker, by the daemon; None while it lives as before."""
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            with contextlib.suppress(UnavailableError):
+                try:
+                    status = self._daemon().worker(self._spec.worker_id)
+                except NotFoundError:
+                    return "the worker was stopped during the check"
+                if status.state is not WorkerState.READY or status.restarts != restarts:
+                    return f"the worker died during the check ({status.error or f'it is {status.state}'})"
+            if time.monotonic() >= deadline_s:
+                return None
+            time.sleep(0.1)
