@@ -56,6 +56,7 @@ class RankMemory:
     kv_room_tokens: int = 0  # that ``kv_bytes`` hold, block by block; 0: the engine does not say
     kv_block_tokens: int = 0
     kv_blocks: int = 0  # that the engine would have made had nobody limited them
+    budget_bytes: int = 0  # of the GPU that the engine gave itself, for all of these together; 0: it does not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,7 @@ class MemoryPoint:
     max_batched_tokens: int  # tokens of the largest step behind ``activation_peak_bytes``
     ranks: tuple[RankMemory, ...]
     kv_tokens: int = 0  # room of the KV cache that ``load`` asked for; 0: not recorded
+    max_batch: int = 0  # sequences that the engine was started for, where its memory follows from that
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -169,6 +169,7 @@ def _rank_memory(rank: int, stage: int, counted: dict[str, int]) -> dict[str, An
         "kv_room_tokens": counted["blocks"] * counted["block_tokens"],
         "kv_block_tokens": counted["block_tokens"],
         "kv_blocks": counted["available_kv"] // block_bytes if block_bytes else 0,
+        "budget_bytes": counted["requested_memory"],
     }
 
 

@@ -286,7 +286,7 @@ def memory_row(recorded: Recorded) -> MemoryRow:
         non_kv_bytes=rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes + rank.graph_bytes,
         non_kv_predicted=stage.weights_bytes + stage.activation_bytes + stage.runtime_bytes,
         blocks=min(r.kv_blocks for r in recorded.whole_memory),
-        blocks_predicted=estimator.kv_blocks(_config(recorded), recorded.budget_bytes),
+        blocks_predicted=estimator.kv_blocks(_config(recorded), rank.budget_bytes or recorded.budget_bytes),
     )
 
 

@@ -149,14 +149,14 @@ def machine_here(num_gpus: int) -> MachineInfo:
 
 
 def total_bytes() -> int:
-    """Of the first GPU, as CUDA counts: a little less than the driver's figure."""
+    """Of the first GPU, by the driver, as the worker divides by it."""
     text = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[1])"],
+        ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    return int(text.split()[-1])
+    return int(text.split()[0]) * 2**20
 
 
 @dataclass
@@ -339,7 +339,7 @@ def main() -> None:
             tp=options.tp,
             pp=options.pp,
             machine=machine_here(options.tp * options.pp),
-            budget_bytes=int(total_bytes() * MEMORY_FRACTION),
+            budget_bytes=int(total_bytes() * MEMORY_FRACTION) + 2**20,  # the worker rounds down
             scratch=Path(scratch),
         )
         for number, named in enumerate(options.models):
