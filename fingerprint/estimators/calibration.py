@@ -18,6 +18,7 @@ __all__ = ["Calibration", "MeasuredError", "shipped_calibration"]
 
 _INTERVAL = 0.90
 _FEWEST_MODELS = 2
+_ROUNDING = 1e-9  # of a sum of shares: in whatever order errors come, the same one is at the edge
 _UNCALIBRATED = 0.15  # of the logarithm, on both sides: an assumption, until two other models were measured
 
 
@@ -59,9 +60,8 @@ class Calibration:
         order = np.argsort(values)
         share = np.cumsum(weights[order]) / weights.sum()
         tail = (1 - _INTERVAL) / 2
-        low, high = (
-            float(values[order][min(int(np.searchsorted(share, q)), len(order) - 1)]) for q in (tail, 1 - tail)
-        )
+        at = np.searchsorted(share, np.array([tail, 1 - tail]) - _ROUNDING)
+        low, high = (float(value) for value in values[order][at])
         return max(0.0, -low), max(0.0, high)
 
 
