@@ -16,6 +16,7 @@ from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import NotFoundError, NotMeasuredError
 from fingerprint.estimates import Estimator
+from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.l2 import LayerEffect, TimingFit
 from fingerprint.measurements import Profile
@@ -112,7 +113,9 @@ def build_report(
     order = {ranked.config: index for index, ranked in enumerate(base.candidates)}
     rankings = [_ranking(plan, order, None) for plan in plans.values()]
     rankings += [_ranking(plan, order, limit) for plan, limit in limited]
-    measured = estimator if isinstance(estimator, FingerprintedEstimator) else None
+    corrections = estimator.warnings if isinstance(estimator, CorrectedEstimator) else ()
+    base_estimator = estimator.base if isinstance(estimator, CorrectedEstimator) else estimator
+    measured = base_estimator if isinstance(base_estimator, FingerprintedEstimator) else None
     return Report(
         model=model,
         spec=spec,
@@ -127,7 +130,7 @@ def build_report(
         profile=None if measured is None else measured.profile,
         panels=() if measured is None else time_panels(measured.profile),
         layer_effects=() if measured is None else _effects(list(measured.l2.fits.values())),
-        warnings=() if measured is None else measured.m2.warnings,
+        warnings=corrections if measured is None else corrections + measured.m2.warnings,
         accuracy=accuracy,
     )
 

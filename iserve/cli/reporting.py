@@ -100,15 +100,18 @@ def _hypothetical(
 def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None) -> Report:
     """By the stored profile, on the devices of this home's node."""
     from daemon.engines.registry import get_engine
+    from fingerprint.estimators.corrected import CorrectedEstimator
     from fingerprint.measurements import Profile
     from iserve.accuracy_store import find_accuracy
     from iserve.api_types import ModelDocument, NodeDocument
     from iserve.cli.live import client
-    from iserve.controller.deployer import deployable_engine, estimator_for
+    from iserve.controller.deployer import deployable_engine
     from iserve.controller.node import hardware_of
+    from iserve.controller.profiling import estimator_for
     from iserve.model_source import resolve
     from iserve.report_service import build_report, find_profile
     from iserve.settings import load_settings
+    from iserve.verify.documents import StoredVerification
 
     wanted = deployable_engine(engine).name
     controller = client()
@@ -131,7 +134,10 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
         raise UnavailableError("this node's daemon is away; `iserve status` looks, try again in a moment")
     hardware = hardware_of(nodes[0], profile.machine.device)
     engines = [get_engine(wanted).capabilities()]
-    return build_report(name, profile.spec, hardware, estimator_for(profile), engines, options, accuracy=accuracy)
+    checks = controller.get("/api/v1/verifications", tuple[StoredVerification, ...])
+    alike = [c for c in checks if c.in_force and (c.shape_hash, c.engine) == (profile.spec.shape_hash, wanted)]
+    estimator = CorrectedEstimator(estimator_for(profile), [check.verification for check in alike])
+    return build_report(name, profile.spec, hardware, estimator, engines, options, accuracy=accuracy)
 
 
 def _check_target(target: Path) -> None:

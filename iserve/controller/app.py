@@ -32,8 +32,7 @@ from iserve.controller.door import Door, problem
 from iserve.controller.metrics import Metrics
 from iserve.controller.service import Controller
 from iserve.plan_document import PlanDocument
-from iserve.state.store import VerificationRow
-from iserve.verify.documents import VerificationJobDocument
+from iserve.verify.documents import StoredVerification, VerificationJobDocument
 
 __all__ = ["create_app"]
 
@@ -151,9 +150,9 @@ def _verification_routes(api: APIRouter, controller: Controller) -> None:
     verifier = controller.verifier
 
     @api.get("/verifications")
-    def verifications() -> tuple[VerificationRow, ...]:
-        """The checks that correct estimates now."""
-        return controller.store.verifications()
+    def verifications() -> tuple[StoredVerification, ...]:
+        """The checks that are kept; those in force correct estimates."""
+        return verifier.stored()
 
     @api.post("/verifications", status_code=202)
     def start_verification(body: VerifyBody) -> VerificationJobDocument:

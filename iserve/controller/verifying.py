@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from daemon.client import DaemonClient
+from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
 from fingerprint.errors import IserveError, NotFoundError, UnavailableError
 from fingerprint.verification import Verification
@@ -21,7 +22,12 @@ from iserve.controller.node import hardware_of
 from iserve.controller.profiling import Profiler, ask_daemon, machine_key
 from iserve.model_source import ModelSource
 from iserve.state.store import Store
-from iserve.verify.documents import VerificationDocument, VerificationJobDocument, verification_document
+from iserve.verify.documents import (
+    StoredVerification,
+    VerificationDocument,
+    VerificationJobDocument,
+    verification_document,
+)
 from iserve.verify.timing import Times, time_bursts
 from iserve.verify.worker import CheckedWorker
 
@@ -106,6 +112,28 @@ class Verifier:
             self._jobs[job.job_id] = job
             while len(self._jobs) > _JOBS_KEPT:
                 self._jobs.pop(next(iter(self._jobs)))
+
+    def stored(self) -> tuple[StoredVerification, ...]:
+        """Every check that is kept, the oldest first.
+
+        Raises:
+            UnavailableError: the daemon is away, so that nobody knows which are in force.
+        """
+        rows = self._store.verifications()
+        if not rows:
+            return ()
+        node = ask_daemon(self._daemon, DaemonClient.node)
+        keys = {name: machine_key(node, get_engine(name)) for name in {row.engine for row in rows}}
+        return tuple(
+            StoredVerification(
+                model=row.model,
+                shape_hash=row.shape_hash,
+                engine=row.engine,
+                in_force=row.machine_key == keys[row.engine],
+                verification=row.verification,
+            )
+            for row in rows
+        )
 
     def forget(self, model: str) -> None:
         """Correct nothing by the checks of ``model`` any more, nor the models of its shape.

@@ -13,6 +13,7 @@ from iserve.api_types import ProgressDocument
 
 __all__ = [
     "MetricDocument",
+    "StoredVerification",
     "VerificationDocument",
     "VerificationJobDocument",
     "verification_document",
@@ -64,6 +65,18 @@ class VerificationJobDocument:
     error: str | None
     progress: ProgressDocument | None
     result: VerificationDocument | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredVerification:
+    """A check that is kept. It corrects every model of its shape on its engine, while it is ``in_force``: the
+    devices, the driver and the engine's version are as they were."""
+
+    model: str
+    shape_hash: str
+    engine: str
+    in_force: bool
+    verification: Verification
 
 
 def verification_document(
