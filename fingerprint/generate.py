@@ -24,6 +24,7 @@ from fingerprint.cut_config import cut_config
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError
 from fingerprint.families import FAMILIES, Blueprint, read_blueprint, read_config
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
+from fingerprint.shard_config import shard_config
 from fingerprint.tensor_shapes import Role, TensorShape, elements
 
 __all__ = ["COMPANION_FILES", "GenerateResult", "generate", "generate_dummy", "generate_shape"]
@@ -148,22 +149,29 @@ def generate_dummy(
     return GenerateResult(directory=target, layers=chosen, source_bytes=0, bytes_read=0, bytes_written=written)
 
 
-def generate_shape(config_dir: Path, target: Path, num_layers: int) -> None:
+def generate_shape(config_dir: Path, target: Path, num_layers: int, *, tp: int = 1) -> None:
     """Write to ``target`` the config.json and tokenizer of the first ``num_layers`` layers, and no weights.
 
     For an engine that makes random weights itself.
 
+    Args:
+        tp: above 1, the shape is that of one rank of so many (``shard_config``). It comes without the tokenizer
+            and the generation settings, which speak of tokens beyond a rank's vocabulary.
+
     Raises:
-        BadInputError: ``num_layers`` is not in 1..the model's.
+        BadInputError: ``num_layers`` is not in 1..the model's, or ``tp`` does not divide it (``shard_config``).
         ConflictError, CheckpointError, NotFoundError, ConfigError, UnsupportedModelError: as :func:`generate`.
     """
     config = read_config(config_dir)
     blueprint = read_blueprint(config)
     chosen = _checked_layers(range(num_layers), blueprint.spec.num_layers)
     new_config = cut_config(config, chosen, FAMILIES[blueprint.spec.family].layers_keys)
+    if tp > 1:
+        new_config = shard_config(new_config, tp)
     with new_directory(target, needed_bytes=0) as part:
         (part / "config.json").write_text(json.dumps(new_config, indent=2) + "\n", encoding="utf-8")
-        _copy_beside(config_dir if config_dir.is_dir() else config_dir.parent, part)
+        if tp == 1:
+            _copy_beside(config_dir if config_dir.is_dir() else config_dir.parent, part)
 
 
 def _checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
