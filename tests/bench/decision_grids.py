@@ -37,6 +37,7 @@ NOT_ASKED = {
     "measured_dstack_gptoss120b_pd_h200.csv": "splits of prefill and decode workers, which iServe does not plan",
     "measured_llm_inference_bench_ttft.csv": "TP 1 only",
     "Deepspeed-MII in measured_llm_inference_bench.csv.gz": "an engine that neither planner knows",
+    "Deci/DeciLM-7B in measured_llm_inference_bench.csv.gz": "no config.json at hand",
     "BLOOM-176B in measured_splitwise_llama2_bloom.csv": "TP 8 only",
     "h100-80gb-pcap in measured_splitwise_llama2_bloom.csv": "prefill times are another row's times 1.3, the "
     "others another row's: derived, not measured",

@@ -232,14 +232,20 @@ def other_end(cell: Cell, wish: Wish) -> DeploymentConfig:
     return _end(cell, fast=wish.kind not in _FAST_KINDS)
 
 
-def _end(cell: Cell, *, fast: bool) -> DeploymentConfig:
+def roomy_rule(cell: Cell, wish: Wish) -> DeploymentConfig:
+    """The rule with a thought of the KV cache: no fewer GPUs than leave it half of their memory, where some do."""
+    return _end(cell, fast=wish.kind in _FAST_KINDS, room=0.5)
+
+
+def _end(cell: Cell, *, fast: bool, room: float = 0.0) -> DeploymentConfig:
     usable = formats(cell.spec, cell.gpu)
 
     def order(config: DeploymentConfig) -> tuple[object, ...]:
         foreign = (config.weights, config.kv, config.pruning) not in usable
-        width = (_WIDTH.get(config.weights, 4), _WIDTH.get(config.kv, 8))
-        degrees = (-config.tp, -config.pp) if fast else (config.num_gpus, config.pp)
-        return (foreign, *degrees, width, config)
+        bits = _WIDTH.get(config.weights, 4)
+        full = cell.spec.num_params * bits / 8 > (1 - room) * config.num_gpus * cell.gpu.memory_bytes
+        degrees = (-config.tp, -config.pp) if fast else (room > 0 and full, config.num_gpus, config.pp)
+        return (foreign, *degrees, bits, _WIDTH.get(config.kv, 8), config)
 
     return min((a.config for a in cell.alternatives), key=order)
 

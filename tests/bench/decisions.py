@@ -27,6 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from fingerprint.codec import from_json, to_json
@@ -60,6 +61,7 @@ from tests.bench.decision_rules import (
     judge,
     other_end,
     predicted_chooser,
+    roomy_rule,
     rule,
     summarize,
     wishes,
@@ -68,10 +70,18 @@ from tests.bench.decision_rules import (
 from tests.bench.rank import machine
 from tests.bench.roofline_tables import SHAPES, Tables
 
-ISERVE, AT_VALUE = "iServe", "iServe, limits at the value"
-RULE, OTHER, AIC = "rule", "rule, other end", "AIConfigurator"
-CHOOSERS = (ISERVE, AT_VALUE, RULE, OTHER, AIC)
 ALL = "all"
+
+
+class Name(StrEnum):
+    """The choosers, in the order of the columns."""
+
+    ISERVE = "iServe"
+    AT_VALUE = "iServe, limits at the value"
+    RULE = "rule"
+    ROOMY = "rule with room"
+    OTHER = "rule, other end"
+    AIC = "AIConfigurator"
 
 
 def held_out(tables: Tables, cells: Iterable[Cell], kept: Path) -> dict[str, RooflineConstants]:
@@ -129,8 +139,8 @@ class Decision:
     cell: Cell
     wish: Wish
     cause: str | None  # why iServe's pick is not within the noise of the best; None where it is
-    picks: dict[str, DeploymentConfig | None]
-    verdicts: dict[str, Verdict]
+    picks: dict[Name, DeploymentConfig | None]
+    verdicts: dict[Name, Verdict]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,35 +153,38 @@ class Group:
     table: str
     intent: str
     supported: bool
-    choosers: dict[str, Summary]
+    choosers: dict[Name, Summary]
     causes: dict[str, int]  # of what iServe did not get within the noise of the best
 
 
 def decide(
-    cells: Iterable[Cell], planner: PlannerChooser, choosers: dict[str, Chooser], aic: Aiconfigurator | None
+    cells: Iterable[Cell], planner: PlannerChooser, choosers: dict[Name, Chooser], aic: Aiconfigurator | None
 ) -> list[Decision]:
     """Every question that the cells can answer, put to every chooser; ``planner`` is the one called iServe."""
     found = []
     for cell in cells:
         knows = aic is not None and aic.knows(cell)
         for wish in wishes(cell):
-            plain = wish.limited is None
-            own = {
-                name: choose(cell, wish)
-                for name, choose in choosers.items()
-                if not (plain and name == OTHER)
-                and not (wish.kind is not IntentKind.LATENCY_SLO and name == AT_VALUE)
-                and (name != AIC or _answerable(knows, wish))
-            }
+            own = {name: choose(cell, wish) for name, choose in choosers.items() if _asked(name, wish, knows)}
             verdicts = {name: judge(cell, wish, pick) for name, pick in own.items()}
-            regret = verdicts[ISERVE].regret
+            regret = verdicts[Name.ISERVE].regret
             cause = planner.cause(cell, wish) if regret is None or regret > NOISE else None
             found.append(Decision(cell=cell, wish=wish, cause=cause, picks=own, verdicts=verdicts))
     return found
 
 
-def _answerable(knows: bool, wish: Wish) -> bool:
-    return knows and wish.metric not in ("energy", "GiB", "GiB*s")
+def _asked(name: Name, wish: Wish, aic_knows: bool) -> bool:
+    """Whether a chooser has a say in ``wish``, and one that differs from another's."""
+    match name:
+        case Name.AIC:
+            return aic_knows and wish.metric not in (Metric.ENERGY, Metric.MEMORY, Metric.MEMORY_SECONDS)
+        case Name.OTHER:
+            return wish.limited is not None
+        case Name.ROOMY:
+            return wish.limited is None
+        case Name.AT_VALUE:
+            return wish.kind is IntentKind.LATENCY_SLO
+    return True
 
 
 def grouped(decisions: Sequence[Decision]) -> list[Group]:
@@ -180,13 +193,13 @@ def grouped(decisions: Sequence[Decision]) -> list[Group]:
     for decision in decisions:
         for table in dict.fromkeys((decision.cell.table, family(decision.cell.table), ALL)):
             buckets[table, decision.wish.name, False].append(decision)
-            if AIC in decision.verdicts:
+            if Name.AIC in decision.verdicts:
                 buckets[table, decision.wish.name, True].append(decision)
     groups = []
     for (table, intent, supported), own in sorted(buckets.items(), key=lambda item: item[0][0] == ALL):
-        names = [name for name in CHOOSERS if all(name in d.verdicts for d in own)]
+        names = [name for name in Name if all(name in d.verdicts for d in own)]
         if not supported:
-            names = [name for name in names if name != AIC]
+            names = [name for name in names if name != Name.AIC]
         choosers = {name: summarize([d.verdicts[name] for d in own]) for name in names}
         causes = Counter(d.cause for d in own if d.cause is not None)
         groups.append(Group(table=table, intent=intent, supported=supported, choosers=choosers, causes=causes))
@@ -195,11 +208,12 @@ def grouped(decisions: Sequence[Decision]) -> list[Group]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:
-    """Median of predicted over measured over the alternatives of one table: iServe's value, the upper end of its
+    """Median of predicted over measured, over the alternatives of one table: iServe's value, the upper end of its
     interval, and AIConfigurator where it has a figure."""
 
     table: str
     metric: Metric
+    tp: int | None  # None: all of them
     alternatives: int
     iserve: float | None
     iserve_high: float | None  # None: an interval of throughput is not given
@@ -208,7 +222,7 @@ class Bias:
 
 def biases(cells: Iterable[Cell], roofline: Roofline, aic: Aiconfigurator | None) -> list[Bias]:
     """How far the predictions were that the decisions rest on."""
-    ratios: dict[tuple[str, Metric], list[tuple[float, float, float]]] = defaultdict(list)
+    ratios: dict[tuple[str, Metric, int | None], list[tuple[float, float, float]]] = defaultdict(list)
     for cell in cells:
         for truth in cell.alternatives:
             estimate = roofline(cell, truth.config)
@@ -219,19 +233,22 @@ def biases(cells: Iterable[Cell], roofline: Roofline, aic: Aiconfigurator | None
                     continue
                 own, high = _predicted(estimate, metric)
                 theirs = math.nan if other is None else other.value(metric, cell.workload)
-                ratios[cell.table, metric].append((own / measured, high / measured, theirs / measured))
+                for tp in (None, truth.config.tp):
+                    row = (own / measured, high / measured, theirs / measured)
+                    ratios[cell.table, metric, tp].append(row)
 
     def middle(column: Iterable[float]) -> float | None:
         known = [value for value in column if not math.isnan(value)]
         return round(statistics.median(known), 3) if known else None
 
     found = []
-    for (table, metric), rows in ratios.items():
+    for (table, metric, tp), rows in ratios.items():
         own, high, theirs = (middle(column) for column in zip(*rows, strict=True))
         found.append(
             Bias(
                 table=table,
                 metric=metric,
+                tp=tp,
                 alternatives=len(rows),
                 iserve=own,
                 iserve_high=high,
@@ -255,7 +272,7 @@ def bias_table(found: Iterable[Bias]) -> str:
         "| table | figure | alternatives | iServe | upper end | AIConfigurator |",
         "|---|---|--:|--:|--:|--:|",
     ]
-    for b in found:
+    for b in (one for one in found if one.tp is None):
         ratios = ["" if v is None else f"{v:.2f}" for v in (b.iserve, b.iserve_high, b.aiconfigurator)]
         lines.append(f"| {b.table} | {b.metric} | {b.alternatives} | {' | '.join(ratios)} |")
     return "\n".join(lines)
@@ -279,7 +296,7 @@ def as_cell(s: Summary) -> str:
 
 def as_markdown(groups: Sequence[Group]) -> str:
     """One line per table and intent; one column per chooser that has a say in any of ``groups``."""
-    present = [name for name in CHOOSERS if any(name in group.choosers for group in groups)]
+    present = [name for name in Name if any(name in group.choosers for group in groups)]
     lines = [f"| table | intent | decisions | {' | '.join(present)} |", "|---|---|--:|" + "---|" * len(present)]
     for group in groups:
         cells = [as_cell(group.choosers[name]) if name in group.choosers else "" for name in present]
@@ -389,14 +406,15 @@ def compare(
         aic, versions = ask_aiconfigurator(options.aiconfigurator, cells, configs_path, keep)
     roofline = Roofline(held_out(tables, cells, keep / "constants.json"))
     planner = PlannerChooser(roofline)
-    choosers: dict[str, Chooser] = {
-        ISERVE: planner,
-        AT_VALUE: PlannerChooser(roofline, at_value=True),
-        RULE: rule,
-        OTHER: other_end,
+    choosers: dict[Name, Chooser] = {
+        Name.ISERVE: planner,
+        Name.AT_VALUE: PlannerChooser(roofline, at_value=True),
+        Name.RULE: rule,
+        Name.ROOMY: roomy_rule,
+        Name.OTHER: other_end,
     }
     if aic is not None:
-        choosers[AIC] = predicted_chooser(aic)
+        choosers[Name.AIC] = predicted_chooser(aic)
     return cells, decide(cells, planner, choosers, aic), biases(cells, roofline, aic), versions
 
 

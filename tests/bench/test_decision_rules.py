@@ -24,6 +24,7 @@ from tests.bench.decision_rules import (
     judge,
     other_end,
     predicted_chooser,
+    roomy_rule,
     rule,
     summarize,
     wishes,
@@ -213,6 +214,13 @@ def test_the_rule(kind: IntentKind, metric: Metric, end: DeploymentConfig, other
     wish = Wish(kind=kind, metric=metric)
     assert rule(USUAL, wish) == end
     assert other_end(USUAL, wish) == other
+
+
+def test_the_rule_with_room_takes_no_gpu_that_the_weights_fill_by_half() -> None:
+    """13.5 GB of weights: more than half of an A10G's 24 GB, less than half of an A100's 40 GB."""
+    assert roomy_rule(replace(USUAL, gpu=gpu_spec("a10g")), CHEAPEST) == TP2
+    assert roomy_rule(replace(USUAL, gpu=gpu_spec("a100-40gb")), CHEAPEST) == TP1
+    assert roomy_rule(replace(USUAL, gpu=gpu_spec("a10g")), FASTEST) == TP4
 
 
 def test_the_rule_splits_tensors_before_stages_and_takes_the_narrowest_format_the_gpu_multiplies() -> None:
