@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,11 +17,22 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import NotFoundError, NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.corrected import CorrectedEstimator
+from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
-from fingerprint.estimators.l2 import LayerEffect, TimingFit
+from fingerprint.estimators.l2 import LayerEffect
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from fingerprint.report import AccuracyRecord, Configuration, RankedRow, Ranking, Report, time_panels
+from fingerprint.report import (
+    AccuracyRecord,
+    Configuration,
+    RankedRow,
+    Ranking,
+    Report,
+    TimePanel,
+    WholeModel,
+    time_panels,
+    whole_models,
+)
 from iserve.planning import Hardware, PlanOptions, make_plan
 from planner.costs import COSTS
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
@@ -102,7 +113,7 @@ def build_report(
         ConfigError: the workload is longer than the model's context, or there is no engine or device.
     """
     planner = _Planner(spec, hardware, estimator, engines, options)
-    plans = {
+    plans: dict[IntentKind, Plan] = {
         kind: planner.plan(Intent(kind=kind, cost_model=options.cost_model, quality=options.quality))
         for kind in _PLAIN
     }
@@ -113,9 +124,7 @@ def build_report(
     order = {ranked.config: index for index, ranked in enumerate(base.candidates)}
     rankings = [_ranking(plan, order, None) for plan in plans.values()]
     rankings += [_ranking(plan, order, limit) for plan, limit in limited]
-    corrections = estimator.warnings if isinstance(estimator, CorrectedEstimator) else ()
-    base_estimator = estimator.base if isinstance(estimator, CorrectedEstimator) else estimator
-    measured = base_estimator if isinstance(base_estimator, FingerprintedEstimator) else None
+    shown = _Measured.of(estimator, options.workload)
     return Report(
         model=model,
         spec=spec,
@@ -127,12 +136,46 @@ def build_report(
         cost_unit=COSTS[options.cost_model].unit,
         configurations=tuple(_configuration(ranked, layouts.get(ranked.config)) for ranked in base.candidates),
         rankings=tuple(rankings),
-        profile=None if measured is None else measured.profile,
-        panels=() if measured is None else time_panels(measured.profile),
-        layer_effects=() if measured is None else _effects(list(measured.l2.fits.values())),
-        warnings=corrections if measured is None else corrections + measured.m2.warnings,
+        profile=shown.profile,
+        panels=shown.panels,
+        layer_effects=shown.layer_effects,
+        whole=shown.whole,
+        warnings=shown.warnings,
         accuracy=accuracy,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """What an estimator has measured, as far as the page shows it; nothing of one that has not."""
+
+    profile: Profile | None = None
+    panels: tuple[TimePanel, ...] = ()
+    layer_effects: tuple[LayerEffect, ...] = ()
+    whole: tuple[WholeModel, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, estimator: Estimator, workload: Workload) -> _Measured:
+        match estimator:
+            case CorrectedEstimator():
+                base = cls.of(estimator.base, workload)
+                return replace(base, warnings=estimator.warnings + base.warnings)
+            case FingerprintedEstimator(profile=profile):
+                return cls(
+                    profile=profile,
+                    panels=time_panels(profile),
+                    layer_effects=estimator.layer_effects,
+                    warnings=estimator.memory.warnings,
+                )
+            case DepthTiedEstimator(profile=profile):
+                return cls(
+                    profile=profile,
+                    whole=whole_models(estimator, workload),
+                    warnings=estimator.warnings,
+                )
+            case _:
+                return cls()
 
 
 class _Planner:
@@ -241,14 +284,3 @@ def _objective(plan: Plan) -> str:
     """What the intent optimises, in words; without words of its own it is the cost."""
     name = _OBJECTIVES.get(plan.intent.kind, f"the cost of a request ({plan.intent.cost_model})")
     return f"{name} in {plan.objective_unit}, {'more' if plan.maximize else 'less'} is better"
-
-
-def _effects(fits: Sequence[TimingFit]) -> tuple[LayerEffect, ...]:
-    """Of every fit that determines one; a profile whose budget ended early may lack some."""
-    found = []
-    for fit in fits:
-        try:
-            found.append(fit.layer_effect())
-        except NotMeasuredError:
-            continue
-    return tuple(found)

@@ -10,6 +10,7 @@ from fingerprint.report.accuracy import AccuracyRecord, AccuracyRow
 from fingerprint.report.page import render_report
 from fingerprint.report.times import TimePanel, time_panels
 from fingerprint.report.values import Configuration, RankedRow, Ranking, Report
+from fingerprint.report.whole import WholeModel, whole_models
 
 __all__ = [
     "AccuracyRecord",
@@ -19,6 +20,8 @@ __all__ = [
     "Ranking",
     "Report",
     "TimePanel",
+    "WholeModel",
     "render_report",
     "time_panels",
+    "whole_models",
 ]

@@ -35,14 +35,15 @@ class AccuracyRow:
 
     ``quantity`` is named with its unit last: ``ttft_s``, ``tpot_s``; ``memory_bytes_per_gpu``, all of the fullest
     GPU; ``engine_bytes_per_gpu``, of it what the engine counts (weights, KV, activations and pipeline buffers), to
-    which the estimate's relative error is applied as if it were the whole.
+    which the estimate's relative error is applied as if it were the whole. Of engines that count their own memory:
+    ``weights_bytes_per_gpu``; ``non_kv_bytes_per_gpu``, all but the KV cache; ``kv_blocks`` in what it may take.
     """
 
     model: str
     shape_hash: str  # of the ModelSpec, so that a report finds the rows of its own model
     num_layers: int
     config: DeploymentConfig
-    workload: Workload
+    workload: Workload | None  # None: it does not depend on any
     quantity: str
     predicted: Quantity
     measured: float
@@ -73,7 +74,7 @@ class AccuracyRecord:
     created_at: str  # ISO 8601, UTC
     command: str
     machine: MachineInfo
-    load_average_before: float  # over one minute; above 0 other programs ran too
-    load_average_after: float
+    load_average_before: float | None  # over one minute; above 0 other programs ran too; None: not recorded
+    load_average_after: float | None
     rows: tuple[AccuracyRow, ...]
     notes: tuple[str, ...] = ()

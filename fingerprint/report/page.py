@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.resources import files
 
-from fingerprint.report import rankings, sections, truth
+from fingerprint.report import rankings, repeated, sections, truth
 from fingerprint.report.markup import Markup, el, join
 from fingerprint.report.values import Report
 
@@ -17,7 +17,9 @@ Section = Callable[[Report], Markup | None]
 _SECTIONS: tuple[tuple[str, str, Section], ...] = (
     ("model", "Model and machine", sections.model_and_machine),
     ("times", "Measured times and the fitted lines", sections.times),
+    ("whole", "The whole model's time, from repeated fingerprints", repeated.whole_times),
     ("layer", "What one layer costs", sections.layer_effects),
+    ("counted", "Memory as the engine counts it", repeated.counted_memory),
     ("memory", "Memory", sections.memory),
     ("pareto", "Latency against cost", sections.pareto),
     ("intents", "What each intent would choose", rankings.per_intent),

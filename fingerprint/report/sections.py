@@ -26,9 +26,10 @@ def head(report: Report) -> Markup:
     tiles = [("parameters", f"{spec.num_params:,}"), ("layers", str(spec.num_layers))]
     if profile is not None:
         runs = sum(len(point.runs) for point in profile.timing)
+        spent = "GPU time after engine starts" if report.whole else "time spent"
         tiles += [
             ("runs measured", f"{runs:,}"),
-            ("time spent", f"{profile.spent_s:.0f} of {profile.budget_s:.0f} s"),
+            (spent, f"{profile.spent_s:.0f} of {profile.budget_s:.0f} s"),
         ]
     feasible = sum(c.feasible for c in report.configurations)
     tiles.append(("configurations would work", f"{feasible} of {len(report.configurations)}"))
@@ -71,11 +72,12 @@ def model_and_machine(report: Report) -> Markup:
         ("compute", compute),
     ]
     if profile is not None:
+        after = " after engine starts" if report.whole else ""
         machine += [("engine", profile.engine), *_machine(profile.machine)]
         machine += [
             ("profiled", profile.created_at),
-            ("budget", f"{profile.spent_s:.1f} of {profile.budget_s:g} s spent"),
-            ("finished", "every interval is tight" if profile.complete else "the budget ended first"),
+            ("budget", f"{profile.spent_s:.1f} of {profile.budget_s:g} s spent{after}"),
+            ("finished", _finished(report, complete=profile.complete)),
         ]  # fmt: skip
     remarks = () if profile is None else profile.notes
     said = [line for line in report.warnings if line not in remarks]
@@ -91,9 +93,16 @@ def model_and_machine(report: Report) -> Markup:
     )
 
 
+def _finished(report: Report, *, complete: bool) -> str:
+    if report.whole:
+        return "everything planned was run" if complete else "not all that was planned was run, see the notes"
+    return "every interval is tight" if complete else "the budget ended first"
+
+
 def _machine(machine: MachineInfo) -> list[tuple[str, str]]:
     driver = [("driver", machine.driver)] if machine.driver else []
-    cores = f"{machine.cpu_model}, {machine.num_devices} devices of {machine.cores_per_device} cores"
+    devices = f"{machine.num_devices} device{'' if machine.num_devices == 1 else 's'}"
+    cores = f"{machine.cpu_model}, {devices} of {machine.cores_per_device} cores"
     return [("CPU", cores), *driver, ("versions", ", ".join(" ".join(pair) for pair in machine.versions))]
 
 
@@ -162,6 +171,7 @@ def _truths(report: Report, panel: TimePanel) -> list[tuple[str, float, float]]:
         (str(row.config.weights), row.measured, row.num_layers)
         for row in rows
         if row.shape_hash == report.spec.shape_hash
+        and row.workload is not None
         and (row.quantity, row.config.tp, row.config.pp) == (panel.quantity, panel.tp, panel.pp)
         and (row.workload.batch, row.workload.input_tokens) == (panel.batch, panel.input_tokens)
     ]
@@ -357,9 +367,17 @@ def reading(report: Report) -> Markup:
             ("interval", "90%: the true value is expected inside nine times in ten"),
             ("measured", "this very configuration and workload was run"),
             ("extrapolated", "from fingerprints of the same configuration, to all layers"),
+            *(
+                [("repeated", "a fingerprint whose every forward is run again, to the model's depth")]
+                if report.whole
+                else []
+            ),
             ("scaled", "the nearest measured configuration times the ratio of the roofline's figures"),
             ("roofline", "from datasheets alone"),
             ("refused", "listed with its reason and never deployed"),
-            ("runtime", "process and libraries beside the counted tensors (GPU: the context)"),
+            (
+                "runtime",
+                "process and libraries beside the counted tensors (GPU: the context, and captured graphs)",
+            ),
         ]
     )

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 NO_BREAK = "\u00a0"
-_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (0.0, "µs"))
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (0.0, "ns"))
 _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (0, "KiB"))
 
 
@@ -42,11 +42,13 @@ def tick_label(value: float) -> str:
 def time_unit(largest_s: float) -> tuple[float, str]:
     """(seconds per unit, unit) for an axis or an interval whose largest value is ``largest_s``."""
     name = next(name for limit, name in _TIME_UNITS if abs(largest_s) >= limit)
-    return {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[name], name
+    return {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}[name], name
 
 
 def seconds(value_s: float) -> str:
     """A time in the unit that suits it."""
+    if value_s == 0:
+        return "0 s"
     scale, unit = time_unit(value_s)
     return f"{number(value_s / scale)} {unit}"
 

@@ -12,6 +12,7 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.report.accuracy import AccuracyRecord
 from fingerprint.report.times import TimePanel
+from fingerprint.report.whole import WholeModel
 
 __all__ = ["Configuration", "RankedRow", "Ranking", "Report"]
 
@@ -75,5 +76,6 @@ class Report:
     profile: Profile | None = None
     panels: tuple[TimePanel, ...] = ()
     layer_effects: tuple[LayerEffect, ...] = ()
+    whole: tuple[WholeModel, ...] = ()  # of a depth-tied profile; panels and effects are then empty
     warnings: tuple[str, ...] = ()  # of the estimator, beside the profile's notes
     accuracy: AccuracyRecord | None = None

@@ -199,7 +199,7 @@ def test_the_latest_profile_of_the_shape_is_found(profile: Profile) -> None:
 
 
 class Controller:
-    """Answers the three routes that a report reads."""
+    """Answers the routes that a report reads."""
 
     def __init__(self, profiles: tuple[Profile, ...], folder: Path) -> None:
         devices = tuple(
@@ -216,6 +216,7 @@ class Controller:
         )
         answers: dict[str, object] = {
             "/api/v1/profiles": profiles,
+            "/api/v1/verifications": (),
             "/api/v1/nodes": (
                 NodeDocument(node_id="here", reachable=True, observed_at=0.0, devices=devices, num_workers=0),
             ),
