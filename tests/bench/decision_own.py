@@ -12,8 +12,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
-from tests.bench.accuracy import measured_errors, truths
-from tests.bench.accuracy_measure import Recorded
+from tests.bench.accuracy import Recorded, measured_errors, truths
 from tests.bench.decision_grids import joined
 from tests.bench.decision_rules import Cell, Measured
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fingerprint.config import Workload
-from tests.bench.accuracy import load, truths
+from fingerprint.config import WeightFormat, Workload
+from tests.bench.accuracy import Recorded, load, truths
 from tests.bench.aiconfigurator_static import MAX_PROMPT_TOKENS, h200_grid, written
 from tests.bench.decision_grids import bench_cells, format_cells, splitwise_cells, trtllm_cells
 from tests.bench.decision_own import own_cells
@@ -20,20 +20,31 @@ from tests.bench.roofline_tables import Tables
 RECORDINGS = Path(__file__).parent / "results/h200"
 
 
+def as_if_fp8(one: Recorded) -> Recorded:
+    """The same recording under another name of its format, the whole model twice as fast."""
+    profile = replace(
+        one.profile,
+        memory=tuple(replace(point, weights=WeightFormat.FP8) for point in one.profile.memory),
+        timing=tuple(replace(point, weights=WeightFormat.FP8) for point in one.profile.timing),
+    )
+    whole = tuple(replace(p, runs=tuple(replace(run, e2e_s=run.e2e_s / 2) for run in p.runs)) for p in one.whole)
+    return replace(one, weights=WeightFormat.FP8, profile=profile, whole=whole)
+
+
 @pytest.mark.skipif(not list(RECORDINGS.glob("*.json.gz")), reason="nothing was recorded")
 def test_own_recordings_are_cells_where_there_is_something_to_decide() -> None:
-    """A single recording of a model is no decision; a second one, here of the same times halved, is."""
+    """A single recording of a model is no decision; a second one, under another configuration, is."""
     one = load(RECORDINGS)[0]
     assert own_cells([one]) == []
-    halved = tuple(replace(p, runs=tuple(replace(run, e2e_s=run.e2e_s / 2) for run in p.runs)) for p in one.whole)
-    cells = own_cells([one, replace(one, tp=2, whole=halved)], [f"somebody/{one.model}"])
+    cells = own_cells([one, as_if_fp8(one)], [f"somebody/{one.model}"])
     assert len(cells) == len(truths(one))
     for cell, truth in zip(cells, truths(one), strict=True):
-        first, second = cell.alternatives
+        first, second = sorted(cell.alternatives, key=lambda a: a.config.weights)
         assert cell.model == f"somebody/{one.model}"
+        assert (first.config.weights, second.config.weights) == (WeightFormat.BITS16, WeightFormat.FP8)
         assert first.e2e_s == pytest.approx(truth.ttft_s + 64 * truth.tpot_s)
         assert second.e2e_s == pytest.approx(first.e2e_s / 2)
-        assert [e.config for e in cell.estimates] == [first.config, second.config]
+        assert {e.config for e in cell.estimates} == {first.config, second.config}
 
 
 @pytest.mark.skipif("ISERVE_REFERENCE_DATA" not in os.environ, reason="ISERVE_REFERENCE_DATA is not set")
