@@ -40,7 +40,15 @@ def set_version(packages: Path, distribution: str, version: str) -> None:
 
 
 def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
-    """An environment with the stand-in ``vllm``; returns its Python."""
-    return make_environment(
-        folder, {"vllm.entrypoints.cli.main": HERE / "vllm_standin.py"}, distribution="vllm", version=version
-    )
+    """An environment with the stand-in ``vllm``, its server and its ``LLM`` class; returns its Python."""
+    stand_in = HERE / "vllm_stand_in"
+    modules = {
+        "vllm.entrypoints.cli.main": HERE / "vllm_standin.py",
+        "vllm.__init__": stand_in / "__init__.py",
+        "vllm.core": stand_in / "core.py",
+        "vllm.llm": stand_in / "llm.py",
+        "vllm.third_party.pynvml": HERE.parent / "fake_nvml.py",
+        "vllm.v1.worker.gpu_worker": stand_in / "gpu_worker.py",
+        "torch": stand_in / "torch_on_paper.py",
+    }
+    return make_environment(folder, modules, distribution="vllm", version=version)

@@ -1,0 +1,240 @@
+"""The engine core: a process of its own that loads plugins, starts workers, schedules, and dies loudly."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+GIB = 2**30
+BLOCK_TOKENS = 16
+KV_BYTES = {"auto": 2, "fp8": 1, "int8_per_token_head": 1}
+MULTICAST_OFF = {
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
+}  # fmt: skip
+ARCHITECTURES = {
+    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "FalconForCausalLM", "GPTJForCausalLM",
+}  # fmt: skip
+
+
+def load_general_plugins():
+    for plugin in metadata.entry_points(group="vllm.general_plugins"):
+        plugin.load()()
+
+
+def say(text):
+    """As the logger of the core does."""
+    for line in text.splitlines():
+        print(
+            f"(EngineCore pid={os.getpid()}) ERROR 11-21 10:00:00 [core.py:1137] {line}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def main(pipe, arguments):
+    """The process. Sends ``("ready", None)`` once it serves; ends with 1 when it cannot."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        load_general_plugins()
+        core = Core(arguments)
+    except Exception as error:  # noqa: BLE001
+        say(f"EngineCore failed to start.\nTraceback (most recent call last):\n{type(error).__name__}: {error}")
+        sys.exit(1)
+    pipe.send(("ready", None))
+    while True:
+        try:
+            name, given = pipe.recv()
+        except EOFError:  # as vLLM's, which minds nobody's death: it waits
+            time.sleep(3600)
+            continue
+        try:
+            answer = core.rpc(*given) if name == "rpc" else core.generate(*given)
+        except MemoryError as error:
+            say(f"EngineCore encountered a fatal error.\nTraceback (most recent call last):\n{error}")
+            os._exit(1)
+        except Exception as error:  # noqa: BLE001
+            pipe.send(("failed", f"Call to collective_rpc method failed: {error}"))
+        else:
+            pipe.send(("done", answer))
+
+
+class Core:
+    def __init__(self, arguments):
+        self.arguments = arguments
+        folder = Path(arguments["model"])
+        behaviour = folder / "behaviour.json"
+        self.behaviour = json.loads(behaviour.read_text()) if behaviour.exists() else {}
+        self.config = config = json.loads((folder / "config.json").read_text())
+        self.check()
+        tp, pp = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
+        self.layers = config["num_hidden_layers"] // pp
+        settings = {
+            "architecture": config["architectures"][0],
+            "layers": self.layers,
+            "total_bytes": 48 * GIB,
+            "gpu_memory_utilization": arguments["gpu_memory_utilization"],
+        }
+        several = tp * pp > 1
+        self.workers = [(Remote if several else Here)(settings, rank) for rank in range(tp * pp)]
+        self.each("load_model")
+        available = min(self.each("determine_available_memory"))
+        kv_config = self.kv_config(available)
+        self.each("initialize_from_config", kv_config)
+        self.each("compile_or_warm_up_model")
+
+    def check(self):
+        given, config = self.arguments, self.config
+        if "start_error" in self.behaviour:
+            raise ValueError(self.behaviour["start_error"])
+        if not set(config["architectures"]) & ARCHITECTURES:
+            raise ValueError(f"Model architectures {config['architectures']} are not supported for now.")
+        tp = given["tensor_parallel_size"]
+        if config["num_attention_heads"] % tp:
+            raise ValueError(
+                f"Total number of attention heads ({config['num_attention_heads']}) must be divisible by tensor "
+                f"parallel size ({tp})."
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if len(visible) != tp * given["pipeline_parallel_size"] or not all(v.isdigit() for v in visible):
+            raise RuntimeError(f"Failed to infer device type (CUDA_VISIBLE_DEVICES={visible})")
+        if tp > 1:
+            passes = (given["compilation_config"] or {}).get("pass_config", {})
+            on = [name for name, value in MULTICAST_OFF.items() if os.environ.get(name) != value]
+            if on or passes.get("fuse_allreduce_rms") is not False:
+                raise RuntimeError(f"CUDA driver error: multicast is not supported on this host ({on})")
+
+    def kv_config(self, available):
+        given, config = self.arguments, self.config
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        heads = max(1, config["num_key_value_heads"] // given["tensor_parallel_size"])
+        page = 2 * BLOCK_TOKENS * heads * head_dim * KV_BYTES[given["kv_cache_dtype"]]
+        if available <= 0:
+            raise ValueError(
+                "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+                "initializing the engine."
+            )
+        self.blocks = given["num_gpu_blocks_override"] or available // page // self.layers
+        if (self.blocks - 1) * BLOCK_TOKENS < given["max_model_len"]:
+            raise ValueError(
+                f"To serve at least one request with the model's max seq len ({given['max_model_len']}), more KV "
+                f"cache is needed. Based on the available memory, the estimated maximum model length is "
+                f"{(self.blocks - 1) * BLOCK_TOKENS}."
+            )
+        tensors = [SimpleNamespace(size=self.blocks * page) for _ in range(self.layers)]
+        return SimpleNamespace(num_blocks=self.blocks, kv_cache_tensors=tensors)
+
+    def each(self, method, *arguments):
+        for worker in self.workers:
+            worker.ask(method, arguments)
+        return [worker.answer() for worker in self.workers]
+
+    def rpc(self, method, arguments):
+        return self.each(method, *arguments)
+
+    def generate(self, lengths, output_tokens):
+        """All at once; takes as long as the GPU on paper. Tokens made for each."""
+        behaviour = self.behaviour
+        if len(lengths) >= behaviour.get("dies_at_batch", 10**9):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sum(lengths) >= behaviour.get("no_memory_at_tokens", 10**9):
+            raise MemoryError("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+        blocks = sum(-(-(length + output_tokens) // BLOCK_TOKENS) for length in lengths)
+        assert blocks < self.blocks, f"{blocks} blocks are needed of {self.blocks - 1}: this would preempt"
+        begun_s, queued_s = time.perf_counter(), self.each("gpu_now")[0]
+        for step in schedule(lengths, output_tokens, self.arguments):
+            self.each("execute_model", step)
+            self.each("sample_tokens", None)
+        took_s = self.each("gpu_now")[0] - queued_s
+        time.sleep(max(0.0, took_s - (time.perf_counter() - begun_s)))
+        return [output_tokens] * len(lengths)
+
+
+def schedule(lengths, output_tokens, limits):
+    """Steps of at most ``max_num_batched_tokens``: running sequences first, then prompts in their order."""
+    computed, made = [0] * len(lengths), [0] * len(lengths)
+    while any(count < output_tokens for count in made):
+        room, scheduled = limits["max_num_batched_tokens"], {}
+        running = [i for i, count in enumerate(made) if count < output_tokens][: limits["max_num_seqs"]]
+        for i in running:
+            count = 1 if made[i] else min(room, lengths[i] - computed[i])
+            if count > 0 and room >= count:
+                scheduled[i], room = count, room - count
+        yield output_of(scheduled, computed)
+        for i, count in scheduled.items():
+            computed[i] += count
+            made[i] += computed[i] >= lengths[i]
+
+
+def output_of(scheduled, computed):
+    """What the step timer reads of vLLM's ``SchedulerOutput``, and what the model on paper needs."""
+    new = [i for i in scheduled if not computed[i]]
+    old = [i for i in scheduled if computed[i]]
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=f"r{i}", num_computed_tokens=0) for i in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[f"r{i}" for i in old], num_computed_tokens=[computed[i] for i in old]
+        ),
+        num_scheduled_tokens={f"r{i}": count for i, count in scheduled.items()},
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        decodes_only=not new and all(count == 1 for count in scheduled.values()),
+        pairs=sum(q * computed[i] + q * (q + 1) // 2 for i, q in scheduled.items()),
+    )
+
+
+class Here:
+    """The only worker lives in the core's own process."""
+
+    def __init__(self, settings, rank):
+        from vllm.v1.worker.gpu_worker import Worker
+
+        self.worker = Worker({**settings, "cache_config": SimpleNamespace(block_size=BLOCK_TOKENS)}, rank)
+
+    def ask(self, method, arguments):
+        if method == "gpu_now":
+            self.said = torch.stream.now_s
+        else:
+            self.said = getattr(self.worker, method)(*arguments)
+
+    def answer(self):
+        return self.said
+
+
+class Remote:
+    """One of several: a process of its own."""
+
+    def __init__(self, settings, rank):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        context.Process(target=serve_rank, args=(theirs, settings, rank)).start()
+
+    def ask(self, method, arguments):
+        self.pipe.send((method, arguments))
+
+    def answer(self):
+        failed, said = self.pipe.recv()
+        if failed:
+            raise RuntimeError(said)
+        return said
+
+
+def serve_rank(pipe, settings, rank):
+    load_general_plugins()
+    here = Here(settings, rank)
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:  # shut down in order, or the core was killed: nobody else would end it
+            return
+        try:
+            here.ask(method, arguments)
+            pipe.send((False, here.answer()))
+        except Exception as error:  # noqa: BLE001
+            pipe.send((True, f"{type(error).__name__}: {error}"))

@@ -1,0 +1,155 @@
+"""``vllm.v1.worker.gpu_worker``: a worker and both model runners, their work a number of seconds on paper.
+
+Llama shapes take the newer runner, as in vLLM: a decode step of a captured size is one replay outside the model's
+forward. The older one calls the forward for every step; within it each layer's linear part is a graph of its own.
+"""
+
+import torch
+
+GIB = 2**30
+LAYER_S, TOKEN_S, PAIR_S = 3e-4, 1e-6, 1e-9  # of one layer: of a step, of a token, of a query-key pair
+OTHER_S = 5e-5  # of a forward beside its layers
+LEAD_S, TAIL_S = 2e-5, 1e-4
+LAYER_BYTES, OTHER_BYTES = 64 * 2**20, 256 * 2**20
+ACTIVATION_BYTES, CONTEXT_BYTES, GRAPH_BYTES = 3 * GIB // 2, GIB // 4, 300 * 2**20
+NEWER_RUNNER = {"LlamaForCausalLM", "Qwen3ForCausalLM"}
+CAPTURED = (1, 2, 4, 8, 16, 32)
+
+
+def layer_s(tokens, pairs):
+    return LAYER_S + TOKEN_S * tokens + PAIR_S * pairs
+
+
+class Model:
+    """Called as a module is: through ``forward``, looked up on the instance."""
+
+    def __init__(self, layers):
+        self.layers, self.calls = layers, 0
+
+    def __call__(self, *arguments):
+        return self.forward(*arguments)
+
+    def forward(self, tokens, pairs):
+        self.calls += 1
+        torch.kernel(OTHER_S)
+        for _ in range(self.layers):
+            self.run_layer(tokens, pairs)
+        return "hidden states"
+
+    def run_layer(self, tokens, pairs):
+        torch.kernel(layer_s(tokens, pairs))
+
+
+class PiecewiseModel(Model):
+    """Attention between graphs."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.pieces = {}
+
+    def run_layer(self, tokens, pairs):
+        piece = self.pieces.get(tokens)
+        if piece is None or torch.cuda.is_current_stream_capturing():
+            torch.kernel(layer_s(tokens, 0))
+        else:
+            piece.replay()
+        torch.kernel(PAIR_S * pairs)
+
+    def capture(self, tokens):
+        piece = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(piece):
+            torch.kernel(layer_s(tokens, 0))
+        self.pieces[tokens] = piece
+
+
+class ModelRunner:
+    """``vllm.v1.worker.gpu.model_runner``."""
+
+    def __init__(self, settings):
+        self.settings, self.graphs, self.unsampled = settings, {}, 0
+
+    def load_model(self):
+        self.model = Model(self.settings["layers"])
+        self.model_memory_usage = OTHER_BYTES + LAYER_BYTES * self.settings["layers"]
+
+    def get_model(self):
+        return self.model
+
+    def capture_model(self):
+        for size in CAPTURED:
+            self.graphs[size] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[size]):
+                self.model(size, size)
+        return GRAPH_BYTES
+
+    def execute_model(self, scheduler_output):
+        if not scheduler_output.total_num_scheduled_tokens:
+            return "nothing to do"
+        assert not self.unsampled, "the last step was not sampled"
+        torch.kernel(LEAD_S)
+        self.forward(scheduler_output)
+        self.unsampled = len(scheduler_output.num_scheduled_tokens)
+        return None
+
+    def forward(self, scheduler_output):
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if scheduler_output.decodes_only and tokens in self.graphs:
+            self.graphs[tokens].replay()
+        else:
+            self.model(tokens, scheduler_output.pairs)
+
+    def sample_tokens(self, _grammar_output):
+        if self.unsampled:
+            torch.kernel(TAIL_S)
+        sampled, self.unsampled = self.unsampled, 0
+        return sampled
+
+
+class GPUModelRunner(ModelRunner):
+    """``vllm.v1.worker.gpu_model_runner``."""
+
+    def load_model(self):
+        super().load_model()
+        self.model = PiecewiseModel(self.settings["layers"])
+
+    def capture_model(self):
+        for size in CAPTURED:
+            self.model.capture(size)
+        return GRAPH_BYTES
+
+    def forward(self, scheduler_output):
+        self.model(scheduler_output.total_num_scheduled_tokens, scheduler_output.pairs)
+
+
+class Worker:
+    """One rank. Attributes are those that vLLM's own has after its start."""
+
+    def __init__(self, settings, rank):
+        self.settings, self.rank = settings, rank
+        newer = settings["architecture"] in NEWER_RUNNER
+        self.model_runner = (ModelRunner if newer else GPUModelRunner)(settings)
+        self.cache_config = settings["cache_config"]
+        self.requested_memory = int(settings["total_bytes"] * settings["gpu_memory_utilization"])
+
+    def load_model(self, *, load_dummy_weights=False):
+        assert not load_dummy_weights  # load_format says it
+        self.model_runner.load_model()
+
+    def determine_available_memory(self):
+        self.peak_activation_memory, self.non_torch_memory = ACTIVATION_BYTES, CONTEXT_BYTES
+        self.cudagraph_memory_estimate = 0
+        held = self.model_runner.model_memory_usage + ACTIVATION_BYTES + CONTEXT_BYTES
+        self.available_kv_cache_memory_bytes = self.requested_memory - held
+        return self.available_kv_cache_memory_bytes
+
+    def initialize_from_config(self, kv_cache_config):
+        self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+
+    def compile_or_warm_up_model(self):
+        self.model_runner.capture_model()
+
+    def execute_model(self, scheduler_output):
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output):
+        return self.model_runner.sample_tokens(grammar_output)

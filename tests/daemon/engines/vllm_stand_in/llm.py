@@ -1,0 +1,118 @@
+"""``vllm.LLM`` and ``vllm.SamplingParams``: documented arguments and no other, the engine in another process."""
+
+import json
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+
+from vllm import core
+
+QUANTIZATIONS = {None, "fp8", "fp8_per_tensor", "gptq", "awq", "compressed-tensors"}
+
+
+class EngineDeadError(Exception):
+    def __init__(self):
+        super().__init__("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+
+class SamplingParams:
+    def __init__(self, *, n=1, temperature=1.0, top_p=1.0, top_k=0, seed=None, stop=None, stop_token_ids=None,
+                 ignore_eos=False, max_tokens=16, min_tokens=0, logprobs=None, detokenize=True):  # fmt: skip
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}.")
+        if not 0 <= min_tokens <= max_tokens:
+            raise ValueError(
+                f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}."
+            )
+        if temperature < 0:
+            raise ValueError(f"temperature must be non-negative, got {temperature}.")
+        self.max_tokens, self.min_tokens, self.ignore_eos = max_tokens, min_tokens, ignore_eos
+        self.detokenize, self.temperature = detokenize, temperature
+
+
+class LLM:
+    def __init__(self, model, *, skip_tokenizer_init=False, tensor_parallel_size=1, pipeline_parallel_size=1,
+                 dtype="auto", quantization=None, seed=0, gpu_memory_utilization=0.92, enforce_eager=False,
+                 compilation_config=None, kv_cache_memory_bytes=None, load_format="auto", max_model_len=None,
+                 max_num_seqs=256, max_num_batched_tokens=8192, num_gpu_blocks_override=None,
+                 kv_cache_dtype="auto", enable_prefix_caching=True, block_size=None,
+                 distributed_executor_backend=None, disable_log_stats=True):  # fmt: skip
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        core.load_general_plugins()
+        config = json.loads((Path(model) / "config.json").read_text())
+        longest = config["max_position_embeddings"]
+        if max_model_len > longest:
+            raise ValueError(
+                f"User-specified max_model_len ({max_model_len}) is greater than the derived max_model_len "
+                f"(max_position_embeddings={longest}.0 or model_max_length=None in model's config.json)."
+            )
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be greater than or equal to max_num_seqs "
+                f"({max_num_seqs})."
+            )
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
+        if quantization not in QUANTIZATIONS or kv_cache_dtype not in core.KV_BYTES:
+            raise ValueError(f"Unknown quantization method {quantization} or KV cache type {kv_cache_dtype}")
+        if load_format != "dummy" and not list(Path(model).glob("*.safetensors")):
+            raise RuntimeError(f"Cannot find any model weights with `{model}`")
+        if not skip_tokenizer_init and not (Path(model) / "tokenizer.json").exists():
+            raise OSError(f"Can't load tokenizer for '{model}'.")
+        self._limits, self._vocab = arguments, config["vocab_size"]
+        self.llm_engine = SimpleNamespace(
+            model_config=SimpleNamespace(get_vocab_size=lambda: self._vocab),
+            engine_core=_EngineCoreClient(arguments),
+        )
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        assert timeout is None
+        assert not kwargs
+        return self.llm_engine.engine_core.ask("rpc", (method, args))
+
+    def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
+        """Random weights and ``ignore_eos`` off: a sequence may end at once, so it does."""
+        given = sampling_params
+        for prompt in prompts:
+            ids, longest = prompt["prompt_token_ids"], self._limits["max_model_len"]
+            if not ids or max(ids) >= self._vocab or min(ids) < 0:
+                raise ValueError("Token id is out of vocabulary")
+            if len(ids) + given.max_tokens > longest:
+                raise ValueError(f"The decoder prompt (length {len(ids)}) is longer than {longest}.")
+        if given.detokenize and self._limits["skip_tokenizer_init"]:
+            raise ValueError("cannot detokenize: skip_tokenizer_init is True")
+        tokens = given.max_tokens if given.ignore_eos else max(1, given.min_tokens)
+        lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
+        made = self.llm_engine.engine_core.ask("generate", (lengths, tokens))
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * count)]) for count in made]
+
+
+class _EngineCoreClient:
+    def __init__(self, arguments):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=core.main, args=(theirs, arguments))
+        self._process.start()
+        theirs.close()
+        try:
+            self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(
+                "Engine core initialization failed. See root cause above. Failed core proc(s): "
+                f"{{'EngineCore': {self._process.exitcode}}}"
+            ) from None
+
+    def ask(self, name, given):
+        try:
+            self._pipe.send((name, given))
+            kind, answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise EngineDeadError from None
+        if kind == "failed":
+            raise Exception(answer)  # as vLLM does
+        return answer
+
+    def shutdown(self, timeout=None):
+        self._process.terminate()
+        self._process.join()
