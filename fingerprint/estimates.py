@@ -24,6 +24,7 @@ class Source(StrEnum):
 
     MEASURED = "measured"  # this very configuration and workload was run
     EXTRAPOLATED = "extrapolated"  # from fingerprints of the same configuration
+    SHARDED = "sharded"  # from one TP rank's shape run alone, and modelled all-reduces
     SCALED = "scaled"  # a neighbour's measurement times the roofline's ratio
     ROOFLINE = "roofline"  # from datasheets alone
 

@@ -4,17 +4,22 @@ The engine items are weights, the peak of activations in the largest step it all
 (CUDA context, communication buffers) and captured graphs. Activations and context do not grow with depth.
 Weights grow by one layer at a time: by the tensors' own sizes, because an allocator counts in steps of 20 MiB,
 which times the number of layers is more than the error that is allowed.
+
+One rank of a tensor-parallel group that was loaded alone has the group's weights, KV cache and activations; the
+group's communication buffers are the roofline's assumption.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Pruning, Workload, even_split
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.l2 import MeasuredKey, key_of
+from fingerprint.estimators.roofline import CALIBRATED
 from fingerprint.formats import embedding_bytes, layer_weight_bytes_per_gpu
 from fingerprint.measurements import MemoryPoint, Profile
 
@@ -39,8 +44,10 @@ class CountedMemory:
         self._spec = profile.spec
         self._engine = profile.engine
         self._points: dict[MeasuredKey, list[MemoryPoint]] = {}
-        for point in profile.memory:
-            self._points.setdefault(MeasuredKey(point.tp, point.pp, point.weights, point.kv), []).append(point)
+        for point in sorted(profile.memory, key=lambda p: p.shard):
+            points = self._points.setdefault(MeasuredKey(point.tp, point.pp, point.weights, point.kv), [])
+            if not point.shard or all(other.shard for other in points):  # the real group's counts come first
+                points.append(point)
 
     @property
     def measured(self) -> tuple[MeasuredKey, ...]:
@@ -57,7 +64,7 @@ class CountedMemory:
         first, last = self._ends(config, points, layer)
         ranks = [rank for point in points for rank in point.ranks]
         per_stage = max(even_split(self._spec.num_layers, config.pp))
-        return MemoryEstimate(
+        estimate = MemoryEstimate(
             tp=config.tp,
             pp=config.pp,
             num_layers=self._spec.num_layers,
@@ -70,6 +77,19 @@ class CountedMemory:
             runtime_bytes=max(rank.runtime_bytes for rank in ranks) + self._graph_bytes(points, per_stage),
             relative_error=_RELATIVE_ERROR,
             source=Source.EXTRAPOLATED,
+        )
+        return self._of_a_group(estimate) if points[0].shard else estimate
+
+    def _of_a_group(self, rank: MemoryEstimate) -> MemoryEstimate:
+        """``rank``, counted alone, with the communication buffers of a group; half of them count as error."""
+        added = CALIBRATED.collective_bytes if rank.pp == 1 else 0  # the stages of a pipeline have theirs already
+        doubt = CALIBRATED.runtime_relative_error * CALIBRATED.collective_bytes
+        held = rank.per_gpu_bytes(even_split(rank.num_layers, rank.pp)) + added
+        return replace(
+            rank,
+            runtime_bytes=rank.runtime_bytes + added,
+            relative_error=rank.relative_error + doubt / held,
+            source=Source.SHARDED,
         )
 
     def kv_blocks(self, config: DeploymentConfig, budget_bytes: int) -> int:
@@ -84,11 +104,12 @@ class CountedMemory:
         points = self._loaded(config)
         estimate = self.memory(config, Workload())
         ranks = [rank for point in points for rank in point.ranks]
-        context = max(rank.runtime_bytes for rank in ranks)
+        split = even_split(self._spec.num_layers, config.pp)
+        context = estimate.runtime_bytes - self._graph_bytes(points, max(split))
         block_tokens = max(rank.kv_block_tokens for rank in ranks)
         block = self._kv_bytes_per_token(points) * block_tokens
         fewest = []
-        for stage, layers in enumerate(even_split(self._spec.num_layers, config.pp)):
+        for stage, layers in enumerate(split):
             held = estimate.stage(stage, layers).weights_bytes + estimate.activation_bytes + context
             fewest.append(max(0, math.floor((budget_bytes - held) / block) // layers))
         return min(fewest)

@@ -15,7 +15,7 @@ from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity,
 from fingerprint.estimators.calibration import Calibration, shipped_calibration
 from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.fingerprinted import nearest, scaled
-from fingerprint.estimators.l2 import Latency, MeasuredKey
+from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.estimators.l3 import L3
 from fingerprint.measurements import Profile
 
@@ -125,7 +125,8 @@ class DepthTiedEstimator:
         closest = min(distance for distance, _ in read)
         watts = [w for distance, w in read if distance == closest]
         mean = sum(watts) / len(watts)
-        source = Source.EXTRAPOLATED if near == config else Source.SCALED
+        alike = near == config and key_of(config) not in self.l3.shards  # a rank alone does not wait for others
+        source = Source.EXTRAPOLATED if alike else Source.SCALED
         return Quantity(mean, min(watts), max(watts), source)
 
     def _config(self, key: MeasuredKey) -> DeploymentConfig:

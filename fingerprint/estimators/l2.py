@@ -332,14 +332,14 @@ class TimingFit:
 
 
 class L2:
-    """All fits of a profile; points whose forward was repeated are not looked at."""
+    """All fits of a profile; not looked at are points whose forward was repeated, and TP ranks run alone."""
 
     name = "L2"
 
     def __init__(self, profile: Profile) -> None:
         grouped: dict[MeasuredKey, list[TimingPoint]] = {}
         for point in profile.timing:
-            if point.runs and point.repeat == 1:
+            if point.runs and point.repeat == 1 and not point.shard:
                 key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
                 grouped.setdefault(key, []).append(point)
         spreads = _spreads(profile.timing)

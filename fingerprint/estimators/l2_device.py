@@ -136,7 +136,7 @@ class L2Device:
         grouped: dict[MeasuredKey, list[TimingPoint]] = {}
         for point in profile.timing:
             recorded = bool(point.runs) and all(run.steps for run in point.runs)
-            if recorded and point.repeat == 1 and point.pp == 1:
+            if recorded and point.repeat == 1 and point.pp == 1 and not point.shard:
                 key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
                 grouped.setdefault(key, []).append(point)
         if overlapped is None:

@@ -12,6 +12,8 @@ are measured, so both are in it.
 
 Between measured points the logarithm of (measured / roofline) is smooth: a Gaussian process over log2 batch and
 log2 input tokens carries it, with an interval that widens away from what was measured.
+
+A tensor-parallel group that was run as one of its ranks alone gets its sums from ``all_reduce``, and says so.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from sklearn.gaussian_process import GaussianProcessRegressor
@@ -29,6 +31,7 @@ from sklearn.linear_model import LinearRegression
 from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, Quantity, Source
+from fingerprint.estimators.all_reduce import GroupSums
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
@@ -62,7 +65,20 @@ class WholePoint:
     first_s: float  # until the first token in the runs that go on, on a cooler GPU
     steps_s: tuple[float, ...]  # the following decode steps of the whole batch, in order
     ending_s: tuple[float, ...]  # the last decode steps, when sequences whose prompt came early had ended
+    passes: float  # steps that computed the prompts
     relative_spread: float  # half of the 90% interval of one burst's time, over that time
+
+    def with_sums(self, sums: GroupSums) -> WholePoint:
+        """Of a whole group, where this is of one of its ranks alone."""
+        first_s = sums.prompts_s(self.batch * self.input_tokens, self.passes)
+        step_s = sums.step_s(self.batch)
+        return replace(
+            self,
+            ttft_s=self.ttft_s + first_s,
+            first_s=self.first_s + first_s,
+            steps_s=tuple(s + step_s for s in self.steps_s),
+            ending_s=tuple(s + step_s for s in self.ending_s),
+        )
 
     @property
     def steady_s(self) -> float:
@@ -171,6 +187,7 @@ def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, first: Overhe
         first_s=_whole_s(long, in_run, first, num_layers),
         steps_s=steps,
         ending_s=tuple(statistics.median(in_order) for in_order in zip(*ending, strict=False)),
+        passes=settled.passes,
         relative_spread=_spread([run.e2e_s for run in _settled(short)]),
     )
 
@@ -284,7 +301,9 @@ class L3:
         self.profile = profile
         self._roofline = roofline
         self._calibration = calibration
-        self.points: Mapping[MeasuredKey, tuple[WholePoint, ...]] = _by_key(profile)
+        self.points: Mapping[MeasuredKey, tuple[WholePoint, ...]]
+        self.shards: frozenset[MeasuredKey]  # of these, what was run as one TP rank alone
+        self.points, self.shards = _by_key(profile)
 
     def reaches(self, config: DeploymentConfig) -> bool:
         """Whether this very configuration was run."""
@@ -311,9 +330,20 @@ class L3:
         asked = self._roofline.estimate(config, workload)
         measured = any((p.batch, p.input_tokens) == (workload.batch, workload.input_tokens) for p in points)
         source = Source.EXTRAPOLATED if measured or _within(points, workload) else Source.SCALED
-        return Latency(
+        found = Latency(
             self._between(points, ttft, workload, asked.ttft_s, "ttft", source),
             self._between(points, tpot, workload, asked.tpot_s, "tpot", source),
+        )
+        return self._of_a_group(found, config.tp, points, workload) if key_of(config) in self.shards else found
+
+    def _of_a_group(self, rank: Latency, tp: int, points: tuple[WholePoint, ...], workload: Workload) -> Latency:
+        """``rank`` with the source and the interval of sums that were modelled."""
+        sums = GroupSums(self.profile.spec, self.profile.machine.device, tp)
+        tokens = workload.batch * workload.input_tokens
+        passes = max(1.0, tokens / max(p.batch * p.input_tokens / p.passes for p in points))
+        return Latency(
+            _widened(rank.ttft_s, sums.log_errors(sums.prompts_s(tokens, passes), rank.ttft_s.value)),
+            _widened(rank.tpot_s, sums.log_errors(sums.step_s(workload.batch), rank.tpot_s.value)),
         )
 
     def _between(
@@ -345,19 +375,38 @@ class L3:
         )
 
 
-def _by_key(profile: Profile) -> dict[MeasuredKey, tuple[WholePoint, ...]]:
-    grouped: dict[MeasuredKey, list[TimingPoint]] = {}
+def _widened(found: Quantity, log_errors: tuple[float, float]) -> Quantity:
+    """With independent errors of the logarithm on both sides; squares add."""
+    below, above = log_errors
+    return Quantity(
+        found.value,
+        found.value * math.exp(-math.hypot(below, math.log(found.value / found.low))),
+        found.value * math.exp(math.hypot(above, math.log(found.high / found.value))),
+        Source.SHARDED,
+    )
+
+
+def _by_key(profile: Profile) -> tuple[dict[MeasuredKey, tuple[WholePoint, ...]], frozenset[MeasuredKey]]:
+    """The points of every configuration, and which of these were run as one rank alone."""
+    grouped: dict[tuple[bool, MeasuredKey], list[TimingPoint]] = {}
     for point in profile.timing:
-        grouped.setdefault(MeasuredKey(point.tp, point.pp, point.weights, point.kv), []).append(point)
-    found = {}
-    for key, points in grouped.items():
+        key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
+        grouped.setdefault((point.shard, key), []).append(point)
+    found, shards = {}, set()
+    for (shard, key), points in sorted(grouped.items()):
+        if shard and key in found:  # the real group was run
+            continue
         try:
             whole = whole_points(tuple(points), profile.spec.num_layers)
         except NotMeasuredError:
             continue
+        if shard:
+            sums = GroupSums(profile.spec, profile.machine.device, key.tp)
+            whole = tuple(point.with_sums(sums) for point in whole)
         if whole:
             found[key] = whole
-    return found
+            shards |= {key} if shard else set()
+    return found, frozenset(shards)
 
 
 def _growth(points: tuple[WholePoint, ...], batch: int) -> float:

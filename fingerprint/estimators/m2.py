@@ -103,12 +103,14 @@ class M2:
         self.spec = profile.spec
         self._max_batched_tokens = max_batched_tokens
         self._degrees: _Degrees = {}
-        for weights, tp, pp in sorted({(p.weights, p.tp, p.pp) for p in profile.memory}):
-            points = [p for p in profile.memory if (p.weights, p.tp, p.pp) == (weights, tp, pp) and p.ranks]
-            if points:
-                self._degrees[weights, tp, pp] = Degree(weights, tp, pp, points)
+        groups: dict[tuple[WeightFormat, int, int], list[MemoryPoint]] = {}
+        for point in profile.memory:
+            if point.ranks and not point.shard:
+                groups.setdefault((point.weights, point.tp, point.pp), []).append(point)
+        for (weights, tp, pp), points in sorted(groups.items()):
+            self._degrees[weights, tp, pp] = Degree(weights, tp, pp, points)
         self._degrees |= _borrowed(self._degrees)
-        self.kv_checks = _kv_checks(profile.spec, profile.memory)
+        self.kv_checks = _kv_checks(profile.spec, (point for points in groups.values() for point in points))
         self._models = {w: self._weights_model(w) for w in sorted({key[0] for key in self._degrees})}
 
     @property

@@ -27,7 +27,7 @@ from fingerprint.formats import (
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import KV_ELEMENT_BYTES, ModelSpec
 
-__all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator"]
+__all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator", "all_reduce_s"]
 
 DEFAULT_MAX_BATCHED_TOKENS = 8192  # tokens of the largest prefill step; longer prompts are cut into such chunks
 _ACTIVATION_BYTES = 2.0  # activations are 16-bit in every format
@@ -80,6 +80,20 @@ class RooflineConstants:
 
 
 CALIBRATED = RooflineConstants()
+
+
+def all_reduce_s(
+    gpu: GpuSpec, hidden_size: int, tp: int, tokens: float, constants: RooflineConstants = CALIBRATED
+) -> float:
+    """Seconds of one all-reduce of ``tokens`` hidden states of 16 bits over ``tp`` GPUs.
+
+    A ring moves 2 (tp - 1) / tp of the message over each link, the slowest of which decides.
+    """
+    if tp == 1:
+        return 0.0
+    link = gpu.slowest_link_bytes_per_s(tp) * constants.link_efficiency
+    latency_s = constants.all_reduce_latency_s + (tp - 2) * constants.all_reduce_hop_s
+    return latency_s + 2 * (tp - 1) / tp * tokens * hidden_size * _ACTIVATION_BYTES / link
 
 
 class _Shard(NamedTuple):
@@ -203,21 +217,11 @@ class RooflineEstimator:
         return (
             work_s
             + element_s
-            + 2 * spec.num_layers * self._all_reduce_s(config.tp, tokens)
+            + 2 * spec.num_layers * all_reduce_s(gpu, spec.hidden_size, config.tp, tokens, constants)
             + (config.pp - 1) * self._handover_s(config, tokens)
             + spec.num_layers * constants.launch_per_layer_s
             + host_s
         )
-
-    def _all_reduce_s(self, tp: int, tokens: float) -> float:
-        """One all-reduce of the hidden states; a ring moves 2 (tp - 1) / tp of the message over each link."""
-        if tp == 1:
-            return 0.0
-        constants = self._constants
-        link = self._gpu.slowest_link_bytes_per_s(tp) * constants.link_efficiency
-        message = tokens * self._spec.hidden_size * _ACTIVATION_BYTES
-        latency_s = constants.all_reduce_latency_s + (tp - 2) * constants.all_reduce_hop_s
-        return latency_s + 2 * (tp - 1) / tp * message / link
 
     def _handover_s(self, config: DeploymentConfig, tokens: float) -> float:
         """Hidden states and residual to the next stage. The stages are taken to lie side by side."""

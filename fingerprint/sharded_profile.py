@@ -1,0 +1,108 @@
+"""Degrees of tensor parallelism for which there are not enough GPUs, profiled as one rank on one GPU per stage.
+
+The rank's shape (``shard_config``) is loaded with tp = 1 and run through the same plan; its points are marked
+``shard``, and estimators add what a group does beside (``estimators.all_reduce``). Everything else is
+``depth_tied_profile``: once for all degrees that there are GPUs for, and once for each that there are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from fingerprint.depth_tied_profile import DepthTiedPlan, StepTimedTarget
+from fingerprint.errors import InfeasibleError, IserveError
+from fingerprint.measurements import MachineInfo, Profile, StepTimedSession
+from fingerprint.shard_config import refuses_shards
+
+__all__ = ["Measure", "Shapes", "profile_with_shards"]
+
+Shapes = Callable[[int, int], Path]  # (layers, tp): a directory with one rank's config.json; tp=1: the model's
+
+
+class Measure(Protocol):
+    """``depth_tied_profile`` with the model and the options already given."""
+
+    def __call__(
+        self, target: StepTimedTarget, fingerprints: Callable[[int], Path], plan: DepthTiedPlan
+    ) -> Profile: ...
+
+
+def profile_with_shards(
+    measure: Measure, family: str, target: StepTimedTarget, shapes: Shapes, plan: DepthTiedPlan, *, num_gpus: int
+) -> Profile:
+    """``plan`` on ``num_gpus`` GPUs, as shards where they are too few. The budget is of all together.
+
+    Raises:
+        InfeasibleError: neither works for any degree; the message says why.
+        IserveError: nothing at all could be measured; the first failure.
+    """
+    real = tuple((tp, pp) for tp, pp in plan.degrees if tp * pp <= num_gpus)
+    jobs = ([(real, 1)] if real else []) + [(((tp, pp),), tp) for tp, pp in plan.degrees if (tp, pp) not in real]
+    taken: list[Profile] = []
+    notes: list[str] = []
+    errors: list[IserveError] = []
+    for degrees, ranks in jobs:
+        left_s = plan.budget_s - sum(profile.spent_s for profile in taken)
+        why_not = _refusal(family, ranks, degrees[0][1], num_gpus) or (
+            f"the budget of {plan.budget_s:g} GPU-seconds is spent" if left_s <= 0 else None
+        )
+        what = ", ".join(f"tp={tp} pp={pp}" for tp, pp in degrees)
+        if why_not is not None:
+            notes.append(f"{what} left out: {why_not}")
+            continue
+        part = replace(plan, degrees=degrees, budget_s=left_s)
+        try:
+            taken.append(_taken(measure, target, shapes, part, ranks))
+        except IserveError as error:
+            errors.append(error)
+            notes.append(f"{what} failed: {error}")
+    if not taken:
+        raise errors[0] if errors else InfeasibleError("; ".join(notes))
+    return _merged(taken, notes, plan.budget_s)
+
+
+def _refusal(family: str, ranks: int, pp: int, num_gpus: int) -> str | None:
+    if pp > num_gpus:
+        return f"its {pp} stages need as many GPUs, there are {num_gpus}"
+    return refuses_shards(family) if ranks > 1 else None
+
+
+def _taken(measure: Measure, target: StepTimedTarget, shapes: Shapes, plan: DepthTiedPlan, ranks: int) -> Profile:
+    if ranks == 1:
+        return measure(target, lambda layers: shapes(layers, 1), plan)
+    found = measure(_OneRank(target), lambda layers: shapes(layers, ranks), plan)
+    return replace(
+        found,
+        memory=tuple(replace(point, shard=True) for point in found.memory),
+        timing=tuple(replace(point, shard=True) for point in found.timing),
+        notes=(*found.notes, f"tp={ranks} was run as one rank's shape, without communication"),
+    )
+
+
+class _OneRank:
+    """A target on which a group of any size is one GPU: what is loaded is a rank's shape."""
+
+    def __init__(self, target: StepTimedTarget) -> None:
+        self.engine = target.engine
+        self._target = target
+
+    def machine(self) -> MachineInfo:
+        return self._target.machine()
+
+    def open_step_timed(self, *, tp: int, pp: int) -> StepTimedSession:
+        return self._target.open_step_timed(tp=1, pp=pp)
+
+
+def _merged(taken: Sequence[Profile], notes: Sequence[str], budget_s: float) -> Profile:
+    return replace(
+        taken[0],
+        budget_s=budget_s,
+        spent_s=sum(profile.spent_s for profile in taken),
+        complete=not notes and all(profile.complete for profile in taken),
+        memory=tuple(point for profile in taken for point in profile.memory),
+        timing=tuple(point for profile in taken for point in profile.timing),
+        notes=(*(note for profile in taken for note in profile.notes), *notes),
+    )
