@@ -36,7 +36,8 @@ __all__ = [
 _ROWS = 12
 _REASONS = 8
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
-_SOURCE_MARKS = {"measured": "m", "extrapolated": "x", "scaled": "s", "roofline": "r"}
+_SOURCE_MARKS = {"measured": "m", "extrapolated": "x", "sharded": "t", "scaled": "s", "roofline": "r"}
+_SOURCE_WORDS = {"sharded": "shard on one GPU + modelled all-reduce"}
 
 
 def console(*, at_least: int = 0) -> Console:
@@ -206,7 +207,7 @@ def _cut(text: str, width: int = 150) -> str:
 
 def _legend(candidates: Iterable[CandidateDocument]) -> str:
     sources = dict.fromkeys(c.estimate.tpot_s.source for c in candidates if c.estimate is not None)
-    return "times are " + ", ".join(f"{_SOURCE_MARKS[source]} {source}" for source in sources)
+    return "times are " + ", ".join(f"{_SOURCE_MARKS[s]} {_SOURCE_WORDS.get(s, s)}" for s in sources)
 
 
 def _mark(estimate: EstimateDocument) -> str:
