@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessStat", "is_running", "pids_with", "processes", "read_stat", "start_time_ticks"]
+__all__ = [
+    "ProcessStat",
+    "is_running",
+    "pids_with",
+    "processes",
+    "read_stat",
+    "sees",
+    "start_time_ticks",
+    "started_as",
+]
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -69,6 +78,23 @@ def pids_with(variable: str, value: str, *, proc: Path = Path("/proc")) -> Itera
         with contextlib.suppress(OSError):
             if wanted in (proc / str(stat.pid) / "environ").read_bytes().split(b"\0"):
                 yield stat.pid
+
+
+def started_as(words: Sequence[str], *, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
+    """Processes with these words in a row on their command line."""
+    wanted = b"".join(f"\0{word}".encode() for word in words) + b"\0"
+    for stat in processes(proc=proc):
+        with contextlib.suppress(OSError):
+            if wanted in b"\0" + (proc / str(stat.pid) / "cmdline").read_bytes():
+                yield stat
+
+
+def sees(pid: int, path: Path, *, proc: Path = Path("/proc")) -> bool:
+    """Whether ``path`` is the same file to that process as to us; in a container it may be another, or none."""
+    try:
+        return os.path.samefile(path, proc / str(pid) / "root" / path.relative_to("/"))
+    except OSError:
+        return False
 
 
 def start_time_ticks(pid: int) -> int | None:

@@ -14,8 +14,7 @@ from daemon.client import DaemonClient
 from daemon.process import group_members, is_alive, kill_group, read_record
 from daemon.status import WorkerState
 from fingerprint.errors import NotFoundError, UnavailableError
-from iserve.client import controller_record
-from iserve.controller.processes import daemon_companion, gateway_companion
+from iserve.controller.processes import daemon_companion, end_controllers, gateway_companion
 from iserve.settings import Settings
 
 __all__ = ["Finding", "ProcessState", "examine", "process_states", "take_down"]
@@ -62,35 +61,25 @@ def _daemon(settings: Settings) -> DaemonClient | None:
 def take_down(settings: Settings) -> Iterator[str]:
     """End controller, gateway, workers and daemon, in that order, and say what was ended.
 
+    One that has no record yet is ended as well: it would come up a moment later, and stay.
+
     Raises:
         UnavailableError: something would not end.
     """
-    controller = controller_record(settings)
-    if controller is not None:
-        if not kill_group(controller.pid, grace_s=30):
-            raise UnavailableError(f"the controller (pid {controller.pid}) does not end")
-        (settings.run_folder / "controller.json").unlink(missing_ok=True)
+    if end_controllers(settings):
         yield "controller ended"
-    gateway = gateway_companion(settings)
-    if gateway.record() is not None:
-        if not gateway.stop():
-            raise UnavailableError("the gateway does not end")
+    if gateway_companion(settings).stop():
         yield "gateway ended"
     companion = daemon_companion(settings)
     if companion.record() is None and any((settings.home / "workers").glob("*/lease.json")):
         companion.ensure()  # it adopts what was left, so that it can be ended properly
     daemon = _daemon(settings)
-    if daemon is None:
-        yield "nothing else runs"
-        return
-    for worker in daemon.workers():
+    for worker in () if daemon is None else daemon.workers():
         if worker.state is not WorkerState.STOPPED:
             with contextlib.suppress(NotFoundError):
                 daemon.stop(worker.spec.worker_id)
             yield f"worker {worker.spec.worker_id} ended"
-    if not companion.stop():
-        raise UnavailableError("the daemon does not end")
-    yield "daemon ended"
+    yield "daemon ended" if companion.stop() else "nothing else runs"
 
 
 def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:

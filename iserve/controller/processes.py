@@ -1,23 +1,26 @@
 """The controller's two companions, daemon and gateway: started when they are not there, found when they are.
 
-Both are sessions of their own, so that they outlive the controller; they are known by the records they leave.
+Both are sessions of their own, so that they outlive the controller; they are known by the records they leave, and
+until they have left one, by their command lines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from daemon.process import ProcessRecord, is_alive, kill_group, read_record, spawn_detached
-from daemon.procfs import start_time_ticks
+from daemon.procfs import ProcessStat, pids_with, sees, start_time_ticks, started_as
 from fingerprint.errors import UnavailableError
 from iserve.settings import Settings
 
-__all__ = ["Companion", "daemon_companion", "gateway_companion", "last_line"]
+__all__ = ["Companion", "daemon_companion", "end_controllers", "gateway_companion", "last_line"]
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +30,25 @@ _MAX_RESPAWN_S = 30.0
 
 
 class Companion:
-    """One role of this home: a record file, and how to start a process for it."""
+    """One role of this home: a record file, and how to start a process for it.
+
+    Args:
+        program: how its command line begins, by which a process of this role, and of this home, is known.
+        options: what follows; not everybody gives the same.
+    """
 
     def __init__(
-        self, name: str, settings: Settings, argv: Sequence[str], *, start_timeout_s: float = 30.0
+        self,
+        name: str,
+        settings: Settings,
+        program: Sequence[str],
+        options: Sequence[str] = (),
+        *,
+        start_timeout_s: float = 30.0,
     ) -> None:
         self.name = name
         self._settings = settings
-        self._argv = tuple(argv)
+        self._program, self._options = tuple(program), tuple(options)
         self._start_timeout_s = start_timeout_s
         self._next_start_s = float("-inf")
         self._failures = 0  # starts in a row that came to nothing
@@ -47,8 +61,15 @@ class Companion:
         record = read_record(self.record_path)
         return record if is_alive(record) else None
 
+    def _found(self) -> tuple[ProcessStat, ...]:
+        """Those that run, with a record or not yet; this looks at every process's command line."""
+        return _of_home(started_as(self._program[1:]), self._settings)
+
     def ensure(self) -> ProcessRecord:
         """The living process's record, after starting one if needed.
+
+        One that is just starting, begun by a controller that was killed, is waited for: a second would be refused,
+        or be the only one that has a record.
 
         Raises:
             UnavailableError: it does not come up; the last line of its log is quoted.
@@ -73,13 +94,16 @@ class Companion:
             _bound_log(self.log_path)
         except OSError as error:
             raise UnavailableError(f"cannot write {self.log_path}: {error.strerror}; mend the folder") from error
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
-        pid = spawn_detached(self._argv, self.log_path, environment | self._settings.environment())
-        log.info("started the %s, pid %d", self.name, pid)
+        pid = next((stat.pid for stat in self._found() if stat.group_id == stat.pid), None)
+        if pid is None:
+            environment = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
+            argv = (*self._program, *self._options)
+            pid = spawn_detached(argv, self.log_path, environment | self._settings.environment())
+            log.info("started the %s, pid %d", self.name, pid)
         deadline = time.monotonic() + self._start_timeout_s
         while time.monotonic() < deadline:
             record = self.record()
-            if record is not None and record.pid == pid:
+            if record is not None:
                 return record
             if start_time_ticks(pid) is None:  # ended, reaped or not: in a container nobody may do that
                 break
@@ -91,27 +115,67 @@ class Companion:
         )
 
     def stop(self, *, grace_s: float = 10.0) -> bool:
-        """End it; True when nothing of it is left."""
-        record = self.record()
-        if record is None:
-            return True
-        gone = kill_group(record.pid, grace_s=grace_s)
-        if gone:
-            self.record_path.unlink(missing_ok=True)
-        return gone
+        """End it, one that has no record yet as well; whether there was any.
+
+        Raises:
+            UnavailableError: it does not end.
+        """
+        return _end(self.name, self.record_path, self._found, grace_s)
 
 
 def daemon_companion(settings: Settings) -> Companion:
-    argv = [sys.executable, "-m", "daemon", "--home", str(settings.home)]
-    argv += ["--start-timeout", str(settings.start_timeout_s)]
+    options = ["--start-timeout", str(settings.start_timeout_s)]
     if settings.cpu_devices is not None:
-        argv += ["--cpu-devices", str(settings.cpu_devices)]
-    return Companion("daemon", settings, argv)
+        options += ["--cpu-devices", str(settings.cpu_devices)]
+    return Companion("daemon", settings, _program("daemon", settings), options)
 
 
 def gateway_companion(settings: Settings) -> Companion:
-    argv = [sys.executable, "-m", "iserve.gateway", "--home", str(settings.home)]
-    return Companion("gateway", settings, [*argv, "--host", settings.host, "--port", str(settings.port)])
+    options = ["--host", settings.host, "--port", str(settings.port)]
+    return Companion("gateway", settings, _program("iserve.gateway", settings), options)
+
+
+def _program(module: str, settings: Settings) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, "--home", str(settings.home))
+
+
+def end_controllers(settings: Settings, *, grace_s: float = 30.0) -> bool:
+    """End this home's controller, one that has no record yet as well; whether there was any.
+
+    Raises:
+        UnavailableError: it does not end.
+    """
+
+    def found() -> tuple[ProcessStat, ...]:
+        ours = frozenset(pids_with("ISERVE_HOME", str(settings.home)))
+        controllers = started_as(("-m", "iserve.controller"))
+        return _of_home((stat for stat in controllers if stat.pid in ours), settings)
+
+    return _end("controller", settings.run_folder / "controller.json", found, grace_s)
+
+
+def _of_home(found: Iterable[ProcessStat], settings: Settings) -> tuple[ProcessStat, ...]:
+    """Without those of a container that has a home of the same name."""
+    return tuple(stat for stat in found if sees(stat.pid, settings.home))
+
+
+def _end(name: str, record_path: Path, found: Callable[[], tuple[ProcessStat, ...]], grace_s: float) -> bool:
+    """End the recorded process of a role, and all that ``found`` gives; whether there was any."""
+    record = read_record(record_path)
+    had_any, deadline = False, time.monotonic() + 2 * grace_s + 5
+    while pids := {stat.pid for stat in found()} | ({record.pid} if record and is_alive(record) else set()):
+        had_any = True
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"the {name} (pid {min(pids)}) does not end")
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) == pid:
+                    kill_group(pid, grace_s=grace_s)
+                else:  # of somebody's group, or still on its way to one of its own
+                    os.kill(pid, signal.SIGTERM)
+        time.sleep(0.1)
+    record_path.unlink(missing_ok=True)
+    return had_any
 
 
 def last_line(path: Path) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from daemon.process import spawn_detached
+from daemon.procfs import start_time_ticks
 from fingerprint.errors import UnavailableError
 from iserve.controller.processes import Companion
 from iserve.controller.reconcile import Reconciler
@@ -17,6 +19,16 @@ from iserve.controller.service import Controller
 from iserve.settings import Settings
 from iserve.state.store import Store
 
+COMING = """
+import sys, time
+from pathlib import Path
+from daemon.process import own_record, write_record
+
+open("starts", "a").write("x")
+time.sleep(0.5)
+write_record(Path(sys.argv[1]), own_record(url="", token=""))
+time.sleep(600)
+"""
 HOPELESS = "open('starts', 'a').write('x'); print('no way')"
 
 
@@ -52,6 +64,25 @@ def test_starts_that_fail_come_at_growing_intervals(settings: Settings, monkeypa
         clock.now_s += 0.5
     pauses = [after - before for before, after in pairwise(started_s)]
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_start_that_another_controller_began_is_waited_for_and_ended_whatever_its_options(
+    settings: Settings,
+) -> None:
+    record = str(settings.run_folder / "daemon.json")
+    program = [sys.executable, "-c", COMING, record]
+    settings.log_folder.mkdir(parents=True)
+    begun = spawn_detached([*program, "--once"], settings.log_folder / "daemon.log")
+    companion = Companion("daemon", settings, program, ["--twice"])
+    try:
+        assert companion.ensure().pid == begun
+        assert Path("starts").read_text() == "x"
+        Path(record).unlink()
+    finally:
+        ended = companion.stop()
+    assert ended
+    assert start_time_ticks(begun) is None
+    assert not companion.stop()
 
 
 def test_what_comes_up_at_every_pass_is_said_once(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
