@@ -23,7 +23,7 @@ from daemon.probe import Prober
 from daemon.settings import DaemonSettings
 from daemon.status import DeviceStatus, NodeStatus, WorkerStatus
 from daemon.supervised import SupervisedWorker, free_port
-from daemon.worker_process import Phase, WorkerProcess, config_hash, read_spec
+from daemon.worker_process import Phase, WorkerProcess, read_spec
 from fingerprint.errors import (
     BadInputError,
     CheckpointError,
@@ -353,9 +353,7 @@ class Supervisor:
             log.warning("%s cannot be read; its worker is left to the end of its lease", lease_file)
             return
         try:
-            spec = read_spec(folder)
-            if config_hash(spec) != lease.config_hash:
-                raise BadInputError("its spec.json is not the one it was started with")
+            spec = read_spec(folder, lease)
             engine = self._engines(spec.config.engine)
             if unknown := {d for s in spec.stages for d in s.device_ids} - self._monitor.devices.keys():
                 raise BadInputError(f"it runs on devices this node does not have: {sorted(unknown)}")

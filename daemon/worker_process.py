@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -29,16 +29,19 @@ from daemon.lease import (
     write_file,
 )
 from daemon.process import spawn_detached, write_file_atomically
-from daemon.procfs import is_running, pids_with, processes
+from daemon.procfs import is_running, pids_with, processes, sees, started_as
 from daemon.settings import DaemonSettings
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, UnavailableError
 
-__all__ = ["Phase", "WorkerProcess", "config_hash", "read_spec"]
+__all__ = ["WORKER_MARK", "Phase", "WorkerProcess", "read_spec"]
 
 SPEC_FILE = "spec.json"
+_KEEPER = "daemon.keeper"  # the module
 _KEEPER_LOG = "keeper.log"
-_MARK = "ISERVE_WORKER_FOLDER"  # in the environment of all that a worker starts, whatever session it moves to
+WORKER_MARK = (
+    "ISERVE_WORKER_FOLDER"  # in the environment of all that a worker starts, whatever session it moves to
+)
 _KEEPER_START_S = 10.0  # a keeper that has not locked its folder by then never will
 _POLL_S = 0.05
 
@@ -52,17 +55,20 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-def config_hash(spec: WorkerSpec) -> str:
-    """Of everything that was asked for, the port that was chosen aside."""
-    return hashlib.sha256(to_json(replace(spec, port=0))).hexdigest()[:16]
+def _config_hash(spec_json: bytes) -> str:
+    """Of the file as it was written: another version of this program knows other fields."""
+    return hashlib.sha256(spec_json).hexdigest()[:16]
 
 
-def read_spec(folder: Path) -> WorkerSpec:
-    """Raises BadInputError: missing or damaged, or another worker's."""
+def read_spec(folder: Path, lease: Lease) -> WorkerSpec:
+    """Raises BadInputError: missing, damaged, another worker's, or not what the leased one was started with."""
     try:
-        spec = from_json((folder / SPEC_FILE).read_bytes(), WorkerSpec, what=str(folder / SPEC_FILE))
+        text = (folder / SPEC_FILE).read_bytes()
     except OSError as error:
         raise BadInputError(f"{folder / SPEC_FILE} cannot be read: {error}") from error
+    if _config_hash(text) != lease.config_hash:
+        raise BadInputError(f"{folder / SPEC_FILE} is not the one it was started with")
+    spec = from_json(text, WorkerSpec, what=str(folder / SPEC_FILE))
     if spec.worker_id != folder.name:
         raise BadInputError(f"{folder / SPEC_FILE} is of worker {spec.worker_id}")
     return spec
@@ -82,13 +88,14 @@ class WorkerProcess:
         Raises:
             UnavailableError: the folder cannot be written or no process can be made; nothing runs then.
         """
+        spec_json = to_json(spec, indent=2)
         order = KeeperOrder(
             worker_id=spec.worker_id,
             argv=list(command.argv),
-            env=dict(command.env) | {_MARK: str(self.folder)},
+            env=dict(command.env) | {WORKER_MARK: str(self.folder)},
             cores=list(cores),
             port=spec.port,
-            config_hash=config_hash(spec),
+            config_hash=_config_hash(spec_json),
             lease_ttl_s=float(spec.lease_ttl_s),
             grace_s=float(settings.stop_grace_s),
             log_max_bytes=settings.log_max_bytes,
@@ -100,7 +107,7 @@ class WorkerProcess:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name in (LEASE_FILE, EXIT_FILE, "startup_error.json"):
                 (self.folder / name).unlink(missing_ok=True)
-            write_file_atomically(self.folder / SPEC_FILE, to_json(spec, indent=2))
+            write_file_atomically(self.folder / SPEC_FILE, spec_json)
             for name, text in command.files:
                 write_file_atomically(self.folder / name, text.encode())
             write_file(self.folder / COMMAND_FILE, order)
@@ -110,7 +117,7 @@ class WorkerProcess:
                 f"cannot write {self.folder}: {error.strerror or error}; free space or mend the folder"
             ) from error
         try:
-            spawn_detached([sys.executable, "-m", "daemon.keeper", str(self.folder)], self.folder / _KEEPER_LOG)
+            spawn_detached([sys.executable, "-m", _KEEPER, str(self.folder)], self.folder / _KEEPER_LOG)
         except UnavailableError:
             self.mark_ended()
             raise
@@ -176,7 +183,8 @@ class WorkerProcess:
 
         Reads every process's environment.
         """
-        return self.pids() | frozenset(pids_with(_MARK, str(self.folder)))
+        marked = pids_with(WORKER_MARK, str(self.folder))
+        return self.pids() | {pid for pid in marked if sees(pid, self.folder)}
 
     def kill_engine(self) -> None:
         """Kill every process of the worker but the keeper, which then writes how it ended."""
@@ -199,16 +207,22 @@ class WorkerProcess:
                 asked = True
                 self._ask_keeper()
             time.sleep(_POLL_S)
-        if self.lease is not None and is_running(self.lease.keeper_pid, self.lease.keeper_start_time_ticks):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.lease.keeper_pid, signal.SIGKILL)  # deaf; the kernel then kills the engine
         deadline = time.monotonic() + 5.0
-        while self.left():
+        while (is_kept := keeper_is_alive(self.folder)) or self.left():
             if time.monotonic() > deadline:
                 return False
+            if is_kept:
+                self._kill_keeper()
             self.kill_engine()
             time.sleep(_POLL_S)
         return self.look() is Phase.ENDED
+
+    def _kill_keeper(self) -> None:
+        """One that is deaf, or that has no lease yet and does not get on; the kernel then kills the engine."""
+        for stat in started_as(("-m", _KEEPER, str(self.folder))):
+            if sees(stat.pid, self.folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stat.pid, signal.SIGKILL)
 
     def _ask_keeper(self) -> None:
         assert self.lease is not None

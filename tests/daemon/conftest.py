@@ -18,10 +18,11 @@ import pytest
 
 from daemon.client import DaemonClient
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from daemon.lease import LEASE_FILE, Lease, LeaseFileError, read_file
+from daemon.lease import LEASE_FILE, Lease, read_file
 from daemon.process import is_alive, read_record
-from daemon.procfs import processes, read_stat
+from daemon.procfs import pids_with, read_stat, started_as
 from daemon.status import WorkerState, WorkerStatus
+from daemon.worker_process import WORKER_MARK
 from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.errors import UnavailableError
 
@@ -145,14 +146,18 @@ class Node:
                     self.client.stop(worker.spec.worker_id)
             self.process.kill()
             self.process.wait()
-        sessions = set()
+        wait_for(lambda: not self._kill_workers(), "a process of a worker lives on")
+
+    def _kill_workers(self) -> bool:
+        """Kill each keeper and all that carries the mark of a worker; whether there was any."""
+        found = set()
         for folder in (self.home / "workers").glob("*"):
-            with contextlib.suppress(LeaseFileError):
-                sessions.add(read_file(folder / LEASE_FILE, Lease).keeper_pid)
-        for stat in processes():
-            if stat.session_id in sessions:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(stat.pid, signal.SIGKILL)
+            keepers = started_as(("-m", "daemon.keeper", str(folder)))
+            found |= {stat.pid for stat in keepers} | set(pids_with(WORKER_MARK, str(folder)))
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(found)
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ from daemon.process import (
     write_record,
 )
 from daemon.procfs import is_running, read_stat, start_time_ticks
+from daemon.worker_process import WorkerProcess
 from fingerprint.errors import UnavailableError
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +188,17 @@ def test_withdrawn_orders_start_nothing(keep, tmp_path):
     assert keeper.returncode == 1
     assert b"command.json cannot be read" in keeper.stderr
     assert not (tmp_path / LEASE_FILE).exists()
+
+
+def test_a_keeper_that_does_not_get_on_is_ended_though_it_has_no_lease(tmp_path, until):
+    """A disk that hangs, say; here it waits for its orders to be written."""
+    os.mkfifo(tmp_path / COMMAND_FILE)
+    with subprocess.Popen([sys.executable, "-m", "daemon.keeper", str(tmp_path)]) as keeper:
+        until(lambda: keeper_is_alive(tmp_path))
+        ended = WorkerProcess(tmp_path).end(grace_s=0.0)
+        keeper.kill()
+        assert ended
+        assert not keeper_is_alive(tmp_path)
 
 
 def test_the_keeper_imports_the_standard_library_only():

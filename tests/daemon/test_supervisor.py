@@ -7,19 +7,22 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits
+from daemon.engines.base import Command, StageAssignment, WorkerLimits
 from daemon.engines.torch import TorchEngine
 from daemon.probe import Prober
 from daemon.process import group_members
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
-from daemon.supervised import SupervisedWorker
-from daemon.worker_process import WorkerProcess
+from daemon.supervised import SupervisedWorker, free_port
+from daemon.worker_process import Phase, WorkerProcess
+from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import (
     CheckpointError,
@@ -30,6 +33,8 @@ from fingerprint.errors import (
     NotFoundError,
     UnavailableError,
 )
+
+HERE = Path(__file__).parent
 
 
 def test_a_worker_gets_exactly_its_devices(node):
@@ -111,6 +116,35 @@ def test_a_daemon_killed_during_a_start_adopts_what_came_of_it(node):
     assert node.wait("w1", WorkerState.READY).restarts == 0
 
 
+def test_a_worker_of_a_version_that_knew_fewer_fields_is_adopted(node, until, monkeypatch):
+    def older(value, **options):
+        """What a version wrote that had no ``dummy_weights`` yet."""
+        fields = json.loads(to_json(value, **options))
+        del fields["dummy_weights"]
+        return json.dumps(fields).encode()
+
+    monkeypatch.setattr("daemon.worker_process.to_json", older)
+    process = WorkerProcess(node.home / "workers" / "w1")
+    command = Command((sys.executable, str(HERE / "fake_worker.py"), str(process.folder / "spec.json")))
+    process.start(node.spec(port=free_port("127.0.0.1")), command, (), DaemonSettings(home=node.home))
+    until(lambda: process.look() is Phase.RUNNING)
+    node.start()
+    after = node.wait("w1", WorkerState.READY)
+    assert (after.pid, after.restarts) == (process.lease.pid, 0)
+
+
+def test_a_worker_whose_spec_was_written_anew_is_ended(node, until, alive):
+    """It does not run what the file says."""
+    node.start()
+    before = node.ready()
+    node.signal_daemon(signal.SIGKILL)
+    file = node.home / "workers" / "w1" / "spec.json"
+    file.write_text(file.read_text().replace('"max_batch": 1', '"max_batch": 2'))
+    node.start()
+    assert "is not the one it was started with" in node.daemon_log
+    until(lambda: not alive(before.pid))
+
+
 def test_a_worker_that_died_with_its_daemon_is_not_listed(node, until, alive):
     node.start()
     before = node.ready()
@@ -123,6 +157,20 @@ def test_a_worker_that_died_with_its_daemon_is_not_listed(node, until, alive):
     with pytest.raises(NotFoundError, match="w1"):
         node.client.worker("w1")
     assert node.ready("w1").pid != before.pid  # and its id is free again
+
+
+def test_the_end_of_a_test_leaves_nothing_of_its_workers(node, alive):
+    """Not one that moved to another session, nor one whose keeper and lease are gone."""
+    node.start()
+    node.behave(grandchildren=True)
+    node.ready()
+    grandchildren = [int(line) for line in (node.checkpoint / "grandchildren").read_text().split()]
+    node.signal_daemon(signal.SIGKILL)
+    os.kill(node.lease().keeper_pid, signal.SIGKILL)
+    (node.home / "workers" / "w1" / "lease.json").unlink()
+    assert len(grandchildren) == 2
+    node.clear()
+    assert not any(alive(pid) for pid in grandchildren)
 
 
 def test_nothing_of_a_worker_outlives_its_keeper_and_the_daemon(node, alive):
