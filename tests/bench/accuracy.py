@@ -186,6 +186,14 @@ def predict_l3(recorded: Recorded, calibration: Calibration) -> list[Row]:
     return rows
 
 
+def predict_rank(recorded: Recorded) -> list[Row]:
+    """From one TP rank alone and modelled sums, where that was profiled too."""
+    if recorded.rank_profile is None:
+        return []
+    alone = replace(recorded, profile=recorded.rank_profile)
+    return [replace(row, method="L3 from one rank") for row in predict_l3(alone, Calibration())]
+
+
 def predict_plain(recorded: Recorded) -> list[Row]:
     """From fingerprints run once a step, at the points where those were run so.
 
@@ -380,7 +388,12 @@ def main() -> None:
     others = [
         row
         for one in recorded
-        for row in (*predict_plain(one), *predict_roofline(one), *predict_aiconfigurator(one, answers))
+        for row in (
+            *predict_rank(one),
+            *predict_plain(one),
+            *predict_roofline(one),
+            *predict_aiconfigurator(one, answers),
+        )
     ]
     memory, costs = [memory_row(one) for one in recorded], [cost_row(one) for one in recorded]
     print(markdown(rows, memory, costs, others))

@@ -2,7 +2,7 @@
 
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
-    python -m tests.bench.accuracy_measure OUT MODEL_DIR[:FORMAT] [...] [--tp T --pp P] [--max-seconds S]
+    python -m tests.bench.accuracy_measure OUT MODEL_DIR[:FORMAT] [...] [--tp T --pp P --shards] [--max-seconds S]
 
 A MODEL_DIR needs a config.json alone, for all weights are random. Both sides run in the same worker process on the
 same GPU, one after the other: ``vllm.LLM`` in its default mode (compiled, overlapped), prefix caching off,
@@ -25,6 +25,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from fingerprint.generate import generate_shape
 from fingerprint.gpus import match_device
 from fingerprint.measurements import MachineInfo, Profile, RankMemory, TimingPoint
 from fingerprint.model_spec import ModelSpec
+from fingerprint.sharded_profile import profile_with_shards
 
 ROOT = Path(__file__).parents[2]
 BATCHES, INPUTS = (1, 8, 32, 128), (128, 512, 1024, 2048)
@@ -68,6 +70,7 @@ class Recorded:
     start_s: tuple[float, ...]  # of every engine start, in order
     profile_start_s: float  # of these, the fingerprints'
     whole_s: float  # the whole model's calls, warm-ups included
+    rank_profile: Profile | None = None  # the same with one TP rank's shape alone on a GPU per stage
 
 
 def grid(max_context_tokens: int) -> tuple[Point, ...]:
@@ -167,6 +170,7 @@ class _Bench:
     machine: MachineInfo
     budget_bytes: int
     scratch: Path
+    shards: bool = False
     port: int = 18_080
 
     def target(self, directory: Path, spec: ModelSpec) -> WorkerProfileTarget:
@@ -206,22 +210,29 @@ class _Bench:
             max_context_tokens=context,
             budget_s=200,
         )
-        fingerprints: dict[int, Path] = {}
 
-        def cut(layers: int) -> Path:
-            if layers not in fingerprints:
-                fingerprints[layers] = self.scratch / f"{directory.name}-{weights}-{layers}"
-                generate_shape(directory, fingerprints[layers], layers)
-            return fingerprints[layers]
+        def shape(layers: int, tp: int = 1) -> Path:
+            folder = self.scratch / f"{directory.name}-{weights}-{layers}-of-{tp}"
+            if not folder.exists():
+                generate_shape(directory, folder, layers, tp=tp)
+            return folder
 
+        measure = partial(depth_tied_profile, directory.name, spec)
         with self.target(directory, spec) as target:
             shared = _Shared(target)
+            rank_profile: Profile | None = None
+            if self.shards:
+                rank_profile = profile_with_shards(measure, spec.family, shared, shape, plan, num_gpus=self.pp)
+                print(f"{directory.name} {weights}: one rank alone {rank_profile.spent_s:.0f} s", flush=True)
+                shared.start_s.clear()
             begun = time.monotonic()
-            profile = depth_tied_profile(directory.name, spec, shared, cut, plan)
+            profile = measure(shared, shape, plan)
             print(f"{directory.name} {weights}: profiled in {time.monotonic() - begun:.0f} s,", end=" ")
             print(f"{profile.spent_s:.0f} s after starts; {'; '.join(profile.notes)}", flush=True)
             try:
-                recorded = self._whole(shared, profile, plan, directory, weights)
+                recorded = replace(
+                    self._whole(shared, profile, plan, directory, weights), rank_profile=rank_profile
+                )
             finally:
                 shared.end()
         path = self.out / f"{directory.name}-{weights}-tp{self.tp}-pp{self.pp}.json.gz"
@@ -292,6 +303,7 @@ class _Shared:
         self._target = target
         self.engine = target.engine
         self.session: WorkerProfileSession | None = None
+        self._degree = (0, 0)
         self.start_s: list[float] = []
 
     def machine(self) -> MachineInfo:
@@ -300,8 +312,11 @@ class _Shared:
         return self.session.machine()
 
     def open_step_timed(self, *, tp: int, pp: int) -> _Shared:
+        if self._degree != (tp, pp):
+            self.end()
         if self.session is None:
             self.session = self._target.open(tp=tp, pp=pp)
+            self._degree = (tp, pp)
         return self
 
     def load(self, *args: object, **kwargs: object) -> None:
@@ -319,8 +334,9 @@ class _Shared:
         """The profile is done with it; :meth:`end` ends it."""
 
     def end(self) -> None:
-        if self.session is not None:
-            self.session.close()
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
 
 
 def main() -> None:
@@ -329,8 +345,11 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="MODEL_DIR or MODEL_DIR:fp8")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--shards", action="store_true", help="profile one TP rank alone on pp GPUs too")
     parser.add_argument("--max-seconds", type=float, default=1e9, help="begin no model after this many seconds")
     options = parser.parse_args()
+    if options.shards and options.tp < 2:
+        parser.error("--shards profiles one rank of a group: give --tp 2 or more")
     options.out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
@@ -341,6 +360,7 @@ def main() -> None:
             machine=machine_here(options.tp * options.pp),
             budget_bytes=int(total_bytes() * MEMORY_FRACTION) + 2**20,  # the worker rounds down
             scratch=Path(scratch),
+            shards=options.shards,
         )
         for number, named in enumerate(options.models):
             if time.monotonic() - begun > options.max_seconds:
