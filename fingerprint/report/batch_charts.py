@@ -59,7 +59,7 @@ def batch_chart(
     ends = [(x(curve.estimated[-1][0]), y(curve.estimated[-1][1].value), curve) for curve in curves]
     labels = [
         words(at + 8, up + 3.5, f"{curve.input_tokens} in", "start", f"end-label {curve.color}")
-        for at, up, curve in _apart(ends)
+        for at, up, curve in _apart(ends, y.start)
     ]
     bands = [_band(curve, x, y) for curve in curves]
     lines = [_curve(curve, x, y) for curve in curves]
@@ -124,13 +124,20 @@ def _curve(curve: BatchCurve, x: Scale, y: Scale) -> Markup:
     return el("g", parts, class_=curve.color)
 
 
-def _apart(ends: Sequence[tuple[float, float, BatchCurve]]) -> list[tuple[float, float, BatchCurve]]:
-    """Labels of lines that end close to each other, moved down until none covers another."""
-    placed: list[tuple[float, float, BatchCurve]] = []
-    for at, up, curve in sorted(ends, key=lambda end: end[1]):
-        beside = [other for left, other, _ in placed if abs(left - at) < _LABEL_WIDTH]
-        placed.append((at, max([up, *(other + _LABEL_HEIGHT for other in beside)]), curve))
-    return placed
+_End = tuple[float, float, BatchCurve]  # where a line ends: right, down
+
+
+def _apart(ends: Sequence[_End], lowest: float) -> list[_End]:
+    """Labels of lines that end close to each other, moved until none covers another nor is below ``lowest``."""
+    down: list[_End] = []
+    for at, y, curve in sorted(ends, key=lambda end: end[1]):
+        above = [other + _LABEL_HEIGHT for left, other, _ in down if abs(left - at) < _LABEL_WIDTH]
+        down.append((at, max([y, *above]), curve))
+    up: list[_End] = []
+    for at, y, curve in reversed(down):
+        below = [other - _LABEL_HEIGHT for left, other, _ in up if abs(left - at) < _LABEL_WIDTH]
+        up.append((at, min([y, lowest, *below]), curve))
+    return up
 
 
 def step_bar(step: DecodeStep, most_s: float, name: str) -> Markup:

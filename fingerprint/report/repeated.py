@@ -58,7 +58,8 @@ def _answers(report: Report) -> str:
 
 
 def _label(model: WholeModel) -> str:
-    return f"tp={model.tp} pp={model.pp}, {model.weights} weights, {model.kv} KV"
+    alone = " (one rank alone, what its group adds is modelled)" if model.shard else ""
+    return f"tp={model.tp} pp={model.pp}, {model.weights} weights, {model.kv} KV{alone}"
 
 
 def _model(report: Report, model: WholeModel) -> Markup:
@@ -202,10 +203,6 @@ def _steps_table(model: WholeModel) -> Markup:
 
 def _cost(model: WholeModel) -> Markup:
     cost = model.cost
-    if len(cost.depths) < 2:
-        return el(
-            "p", "Only one depth was run, so that the cost of a repeat is not known and nothing is taken off."
-        )
     depths = " and ".join(str(depth) for depth in cost.depths)
     rows = [
         el("tr", el("td", what), [el("td", seconds(each) if each else "none found") for each in costs])

@@ -103,7 +103,7 @@ class RepeatCost:
     first_per_token_s: float
     step_per_pass_s: float
     step_per_token_s: float
-    depths: tuple[int, ...]  # the repeated fingerprints' layers; with one depth no cost can be told
+    depths: tuple[int, ...]  # the repeated fingerprints' layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,11 +152,12 @@ class WholeModel:
     output_tokens: int
     num_layers: int  # of the fingerprint
     repeat: int
+    shard: bool  # one rank of the TP group was run alone; the group's sums are modelled
     points: tuple[RunPoint, ...]
     lines: tuple[BatchLine, ...]
     cost: RepeatCost
     plain_gap_s: tuple[float, float] | None  # smallest and largest, where it was run unrepeated
-    memory: CountedModel | None  # None: not counted
+    memory: CountedModel | None  # None: not counted, or of one rank alone, whose group holds more
 
 
 def whole_models(estimator: DepthTiedEstimator, workload: Workload) -> tuple[WholeModel, ...]:
@@ -191,7 +192,7 @@ class _Times:
 def _whole_model(times: _Times, whole: Sequence[WholePoint], memory: CountedModel | None) -> WholeModel:
     profile, config = times.estimator.profile, times.config
     num_layers = profile.spec.num_layers
-    ran = tuple(p for p in profile.timing if _ran(p) == _asked(config))
+    ran = _group([p for p in profile.timing if _ran(p) == _asked(config)])
     repeated, deepest = repeated_points(ran, num_layers)
     used = [p for p in repeated if p.num_layers == deepest]
     plain = [p for p in ran if p.repeat == 1 and p.num_layers < num_layers]
@@ -205,6 +206,7 @@ def _whole_model(times: _Times, whole: Sequence[WholePoint], memory: CountedMode
         output_tokens=times.output_tokens,
         num_layers=deepest,
         repeat=used[0].repeat,
+        shard=used[0].shard,
         points=tuple(_run_point(times.at(p.batch, p.input_tokens), used, step) for p in whole),
         lines=tuple(times.line(n, [p.batch for p in whole if p.input_tokens == n]) for n in inputs),
         cost=RepeatCost(
@@ -217,6 +219,13 @@ def _whole_model(times: _Times, whole: Sequence[WholePoint], memory: CountedMode
         plain_gap_s=_range(statistics.median(s.gap_s for s in steps) for p in plain if (steps := _steady(p))),
         memory=memory,
     )
+
+
+def _group(points: Sequence[TimingPoint]) -> tuple[TimingPoint, ...]:
+    """The real TP group's points; those of one rank alone where the group was not repeated at two depths."""
+    real = tuple(p for p in points if not p.shard)
+    depths = {p.num_layers for p in real if p.repeat > 1}
+    return real if len(depths) > 1 else tuple(p for p in points if p.shard) or real
 
 
 def _asked(config: DeploymentConfig) -> tuple[int, int, WeightFormat, KvFormat]:
@@ -280,7 +289,7 @@ def _range(values: Iterable[float]) -> tuple[float, float] | None:
 
 def _counted(estimator: DepthTiedEstimator, config: DeploymentConfig) -> CountedModel | None:
     profile, counted = estimator.profile, estimator.memory
-    points = [p for p in profile.memory if _ran(p) == _asked(config)]
+    points = [p for p in profile.memory if _ran(p) == _asked(config) and not p.shard]
     ranks = [rank for point in points for rank in point.ranks]
     block_tokens = max((rank.kv_block_tokens for rank in ranks), default=0)
     if not block_tokens:
