@@ -186,6 +186,9 @@ class SupervisedWorker:
 
     async def _tick(self, prober: Prober) -> None:
         now_s = time.monotonic()
+        if self.spec.ends_at is not None and time.time() > self.spec.ends_at:
+            await self._end_overdue()
+            return
         if self._restart_at_s is not None:
             if now_s >= self._restart_at_s:
                 await self._restart()
@@ -254,6 +257,14 @@ class SupervisedWorker:
         self._ended_because = why
         log.warning("worker %s: %s", self.worker_id, why)
         await asyncio.to_thread(self.process.end, grace_s=settings.stop_grace_s)
+
+    async def _end_overdue(self) -> None:
+        """It was to run for a while only, and whoever was to end it is gone."""
+        self._unwatch_exit()
+        self._restart_at_s = self._resident_bytes = None
+        if await asyncio.to_thread(self.process.end, grace_s=self._settings.stop_grace_s):
+            self.error = "its time was up"
+            self._give_up("")
 
     def _look_at_memory(self, now_s: float) -> None:
         """Resident bytes of a CPU worker, seldom: it means reading all of /proc."""

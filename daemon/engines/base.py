@@ -51,6 +51,7 @@ class WorkerSpec:
     lease_ttl_s: float = 600.0
     profiling: bool = False  # serve the profiling routes, load nothing at start
     dummy_weights: bool = False  # random weights of the checkpoint's shapes; a config.json is then enough
+    ends_at: float | None = None  # seconds since the epoch at which the daemon ends it, should nobody else have
 
     def __post_init__(self) -> None:
         if not self.worker_id or not all(c.isalnum() or c == "-" for c in self.worker_id):

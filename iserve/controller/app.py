@@ -164,7 +164,7 @@ def _verification_routes(api: APIRouter, controller: Controller) -> None:
         return verifier.job(job_id)
 
     @api.delete("/verifications", status_code=204)
-    def forget_verifications(model: str) -> None:
+    def forget_verifications(model: Annotated[str, Query(min_length=1, max_length=4096)]) -> None:
         """Estimates of this model, and of those of its shape, are no longer corrected."""
         verifier.forget(model)
 

@@ -1,17 +1,18 @@
 """What a check checks: a deployment that runs, or a worker that is launched for it.
 
-A worker of a check belongs to the check alone and is recorded nowhere: it is stopped at the end, and when this
-controller is killed the next one finds that nobody owns it and ends it. No check runs while a profile is taken or
-a deployment is launched: they would measure each other.
+A worker of a check belongs to the check alone and is recorded nowhere: it is stopped at the end; when this
+controller is killed the next one finds that nobody owns it and ends it, and where none comes the daemon does. No
+check runs while a profile is taken or a deployment is launched: they would measure each other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
@@ -40,6 +41,8 @@ from iserve.state.store import Store
 __all__ = ["CheckTarget", "Find", "Targets", "Tell", "used_bytes"]
 
 log = logging.getLogger(__name__)
+
+_SLACK_S = 900.0  # of the time after which a worker of a check cannot be wanted any more
 
 Tell = Callable[[str, int, int, float], None]  # step, done, total, seconds since the step's start
 
@@ -166,6 +169,10 @@ class Targets:
                 if planned.best is None:
                     raise InfeasibleError(why_nothing(planned.document))
                 spec = worker_spec("verify", source, worker_id, planned.best, options.workload, planned.free_bytes)
+                # Should no controller ever come back to end it.
+                spec = replace(
+                    spec, ends_at=time.time() + self._settings.start_timeout_s + 2 * body.max_seconds + _SLACK_S
+                )
                 used_before = used_bytes(self._node())
                 tell("launching", 0, 0, 0.0)
                 with self._launched(spec) as status:

@@ -98,11 +98,13 @@ class CheckedWorker:
         try:
             yield
         except EngineError as error:
-            raise EngineError(f"{self._fate(restarts) or error}; nothing was corrected by this check") from error
+            raise EngineError(
+                f"{self._fate(restarts, patience_s=_DEATH_S) or error}; nothing was corrected by this check"
+            ) from error
         if (fate := self._fate(restarts, patience_s=0.0)) is not None:
             raise EngineError(f"{fate}; nothing was corrected by this check")
 
-    def _fate(self, restarts: int, *, patience_s: float = _DEATH_S) -> str | None:
+    def _fate(self, restarts: int, *, patience_s: float) -> str | None:
         """What became of the worker, by the daemon; None while it lives as before."""
         deadline_s = time.monotonic() + patience_s
         while True:
@@ -112,7 +114,10 @@ class CheckedWorker:
                 except NotFoundError:
                     return "the worker was stopped during the check"
                 if status.state is not WorkerState.READY or status.restarts != restarts:
-                    return f"the worker died during the check ({status.error or f'it is {status.state}'})"
+                    again = (
+                        "it was started again" if status.state is WorkerState.READY else f"it is {status.state}"
+                    )
+                    return f"the worker died during the check ({status.error or again})"
             if time.monotonic() >= deadline_s:
                 return None
             time.sleep(0.1)

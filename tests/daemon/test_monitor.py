@@ -161,6 +161,7 @@ def test_what_a_gpu_cannot_tell_is_unknown_and_a_lost_one_has_no_room(fake_nvml)
     monitor = Monitor(gpus)
     monitor.read()
     assert [device.free_bytes for device in monitor.statuses([])] == [48 * GIB, 0]
+    assert [device.used_bytes for device in monitor.statuses([])] == [0, None]
 
 
 @pytest.mark.parametrize("failing", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])

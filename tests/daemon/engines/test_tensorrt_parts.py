@@ -346,7 +346,7 @@ def test_records_add_up_across_answers() -> None:
     stats = iterations.stats(SPEC, idle=False)
     assert stats is not None
     assert (stats.running, stats.waiting) == (3, 1)
-    assert (stats.kv_tokens_total, stats.kv_tokens_free) == (1024, 640)
+    assert (stats.kv_tokens_total, stats.kv_tokens_free, stats.kv_block_tokens) == (1024, 640, 32)
     assert (stats.prompt_tokens, stats.output_tokens, stats.steps) == (40, 7, 3)
     busy = {busy.device_id: busy.busy_s for busy in stats.busy}
     assert busy == pytest.approx({"GPU-aaaa": 0.0075, "GPU-bbbb": 0.0075})

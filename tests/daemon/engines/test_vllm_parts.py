@@ -278,6 +278,7 @@ def test_statistics_are_read_from_its_metrics():
     assert (stats.running, stats.waiting, stats.steps) == (3, 2, 70)
     assert (stats.prompt_tokens, stats.output_tokens) == (1_200_000, 512)
     assert (stats.kv_tokens_total, stats.kv_tokens_free) == (328 * 16, 328 * 12)  # one block is its own
+    assert stats.kv_block_tokens == 16
     assert stats.busy == ()  # it does not tell; the daemon then goes by the driver
     assert stats.memory == ()
 

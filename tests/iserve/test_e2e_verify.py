@@ -1,0 +1,182 @@
+"""`iserve verify` with real processes: a check of the demo model corrects its plans, and whatever dies in it,
+nothing of it is left."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+DEMO = "iserve-demo"
+WORK = ("--input-tokens", "24", "--output-tokens", "12", "--batch", "2")
+SHORT = ("--max-seconds", "2")
+ROOM = 2 * (24 + 12)  # tokens of the KV cache
+
+
+def metrics(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {metric["name"]: metric for metric in document["metrics"]}
+
+
+def planned(home: Any) -> list[dict[str, Any]]:
+    """The candidates that anything is predicted of."""
+    return [c for c in home.json("plan", DEMO, *WORK)["candidates"] if c["estimate"] is not None]
+
+
+def kept(home: Any) -> list[Any]:
+    found = home.get("/api/v1/verifications")
+    assert isinstance(found, list)
+    return found
+
+
+def test_a_check_of_a_model_corrects_its_plans_and_leaves_nothing_running(
+    shared_home: Any, one_line: Callable[..., str]
+) -> None:
+    """One way through; each step needs the one before."""
+    home = shared_home
+    before = planned(home)
+    document = home.json("verify", DEMO, *WORK, *SHORT)
+    assert home.worker_pids() == {}
+    assert home.json("ps") == []
+    assert (document["model"], document["deployment"], document["correction_before"]) == (DEMO, None, None)
+    assert document["workload"] == {"batch": 2, "input_tokens": 24, "output_tokens": 12}
+    found = metrics(document)
+    assert list(found) == ["ttft_s", "tpot_s", "memory_bytes_per_gpu", "kv_tokens"]
+    for metric in found.values():
+        assert metric["measured"] > 0
+        assert metric["error"] == pytest.approx(metric["measured"] / metric["predicted"] - 1)
+    for name in ("ttft_s", "tpot_s"):
+        metric = found[name]
+        assert metric["repeats"] >= 3
+        assert metric["measured_low"] <= metric["measured"] <= metric["measured_high"]
+        assert metric["inside"] == (metric["low"] <= metric["measured"] <= metric["high"])
+        assert "HTTP" in metric["how"]
+    assert (found["kv_tokens"]["predicted"], found["kv_tokens"]["measured"]) == (ROOM, ROOM)
+    assert found["kv_tokens"]["inside"] is True
+
+    config = document["config"]
+    raw = next(c["estimate"] for c in before if c["config"] == config)
+    assert raw["correction"] is None
+    assert found["ttft_s"]["predicted"] == pytest.approx(raw["ttft_s"]["value"])
+    after = planned(home)
+    for candidate in after:
+        exact = candidate["config"] == config
+        correction = candidate["estimate"]["correction"]
+        assert (correction["exact"], correction["config"]) == (exact, config)
+        if exact:
+            estimate = candidate["estimate"]
+            assert estimate["ttft_s"]["value"] == pytest.approx(found["ttft_s"]["measured"])
+            assert estimate["tpot_s"]["value"] == pytest.approx(found["tpot_s"]["measured"])
+            assert estimate["memory_bytes_per_gpu"] == found["memory_bytes_per_gpu"]["measured"]
+            assert set(estimate) - {"correction"} == set(raw) - {"correction"}
+    assert "corrected by the check of" in home.run("plan", DEMO, *WORK).stdout
+    assert "corrected by the check of" in " ".join(home.json("report", DEMO)["warnings"])
+    (stored,) = kept(home)
+    assert (stored["model"], stored["engine"], stored["in_force"]) == (DEMO, "torch", True)
+
+    text = home.run("verify", DEMO, *WORK, *SHORT).stdout
+    assert "predictions include the correction by the check of" in text
+    assert home.worker_pids() == {}
+
+    assert home.run("verify", DEMO, "--forget").stdout == f"{DEMO} is no longer corrected\n"
+    assert kept(home) == []
+    assert [c["estimate"] for c in planned(home)] == [c["estimate"] for c in before]
+    assert "has no correction" in one_line(home.run("verify", DEMO, "--forget", check=False))
+
+
+def test_a_running_deployment_is_checked_as_it_is(shared_home: Any, one_line: Callable[..., str]) -> None:
+    home = shared_home
+    home.json("deploy", DEMO, "--name", "chat", *WORK)
+    try:
+        worker = home.worker_pids()
+        document = home.json("verify", "chat", *SHORT)
+        assert (document["model"], document["deployment"]) == (DEMO, "chat")
+        assert document["workload"] == {"batch": 2, "input_tokens": 24, "output_tokens": 12}
+        assert metrics(document)["kv_tokens"]["measured"] == ROOM
+        assert home.worker_pids() == worker
+        refused = home.run("verify", "chat", "--batch", "7", "--slo", "tpot=1", check=False)
+        assert "batch, slo was given as well" in one_line(refused)
+        home.run("verify", "chat", "--forget")
+        assert kept(home) == []
+    finally:
+        home.run("rm", "chat")
+
+
+def test_what_cannot_be_checked_is_refused_and_starts_nothing(
+    shared_home: Any, one_line: Callable[..., str]
+) -> None:
+    home = shared_home
+    for bad in (("--max-seconds", "0"), ("--max-seconds", "nan"), ("--batch", "0"), ("--slo", "never")):
+        assert home.run("verify", DEMO, *bad, check=False).returncode == 2
+    assert "no directory" in one_line(home.run("verify", "no-such-model", check=False))
+    impossible = one_line(home.run("verify", DEMO, "--slo", "tpot=1e-9", "--json", check=False))
+    assert "no configuration is feasible" in impossible
+    too_short = one_line(home.run("verify", DEMO, *WORK, "--max-seconds", "0.001", "--json", check=False))
+    assert "raise --max-seconds" in too_short
+    assert home.worker_pids() == {}
+    assert kept(home) == []
+
+
+@pytest.fixture
+def begin(shared_home: Any) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
+    """``begin(seconds)``: a check of at most that long, which has just begun; its answers are too long to end it
+    sooner."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(seconds: int) -> subprocess.Popen[str]:
+        command = shared_home.start("verify", DEMO, "--output-tokens", "300", "--max-seconds", seconds)
+        begun.append(command)
+        assert command.stderr is not None
+        if not any("checking" in line for line in command.stderr):
+            raise AssertionError(f"the check never began: {command.communicate()}{shared_home.logs()}")
+        return command
+
+    yield start
+    for command in begun:
+        command.kill()
+        command.communicate()
+
+
+def only_worker(home: Any) -> tuple[str, int]:
+    ((worker_id, pid),) = home.worker_pids().items()
+    assert worker_id.startswith("verify-")
+    return worker_id, pid
+
+
+def said(command: subprocess.Popen[str]) -> str:
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 1
+    assert out == ""
+    return err.splitlines()[-1]
+
+
+def test_a_worker_that_dies_in_the_check_is_told_and_corrects_nothing(
+    shared_home: Any, begin: Callable[[int], Any], kill: Callable[[int], None]
+) -> None:
+    command = begin(60)
+    kill(only_worker(shared_home)[1])
+    assert "the worker died during the check" in said(command)
+    assert shared_home.worker_pids() == {}
+    assert kept(shared_home) == []
+
+
+def test_what_a_killed_controller_launched_for_a_check_is_ended_by_the_next(
+    shared_home: Any, begin: Callable[[int], Any], until: Callable[..., Any]
+) -> None:
+    command = begin(60)
+    worker_id, _ = only_worker(shared_home)
+    shared_home.kill("controller")
+    assert "the controller" in said(command)
+    shared_home.run("up")
+    until(lambda: worker_id not in shared_home.worker_pids(), "the check's worker is ended")
+    assert kept(shared_home) == []
+
+
+def test_a_check_goes_on_when_its_command_is_killed_and_ends_with_its_worker(
+    shared_home: Any, begin: Callable[[int], Any], until: Callable[..., Any]
+) -> None:
+    begin(10).kill()
+    until(lambda: kept(shared_home), "the check has ended")
+    until(lambda: shared_home.worker_pids() == {}, "its worker is gone")
+    shared_home.run("verify", DEMO, "--forget")

@@ -1,0 +1,154 @@
+"""Predicted beside measured: what counts as inside, what is not reported, and how it reads in a terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.status import WorkerStats
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Correction, Estimate, MemoryEstimate, Quantity, Source
+from fingerprint.verification import Reading, Verification
+from iserve.cli.verifying import _print
+from iserve.verify.documents import MetricDocument, VerificationDocument, verification_document
+
+MIB = 2**20
+WORK = Workload(batch=2, input_tokens=64, output_tokens=16)
+CONFIG = DeploymentConfig()
+SPEC = WorkerSpec(
+    worker_id="verify-1",
+    served_model="verify",
+    checkpoint="/m",
+    config=CONFIG,
+    stages=(StageAssignment(device_ids=("GPU-a",), num_layers=4),),
+    limits=WorkerLimits(
+        max_batch=2, max_batched_tokens=128, max_context_tokens=80, kv_tokens=160, memory_bytes_per_device=MIB
+    ),
+)
+PREDICTED = Estimate(
+    config=CONFIG,
+    workload=WORK,
+    memory=MemoryEstimate(
+        tp=1,
+        pp=1,
+        num_layers=4,
+        layer_weight_bytes=20 * MIB,
+        layer_kv_bytes=1 * MIB,
+        first_stage_bytes=10 * MIB,
+        last_stage_bytes=0,
+        activation_bytes=2 * MIB,
+        pp_buffer_bytes=0,
+        runtime_bytes=4 * MIB,
+        relative_error=0.1,
+        source=Source.SCALED,
+    ),  # 100 MiB
+    ttft_s=Quantity(0.1, 0.08, 0.12, Source.EXTRAPOLATED),
+    tpot_s=Quantity(0.01, 0.009, 0.011, Source.SCALED),
+)
+CHECK = Verification(
+    config=CONFIG,
+    workload=WORK,
+    room=WORK,
+    layers_per_stage=(4,),
+    measured_at="2026-11-21T10:00:00+00:00",
+    ttft_s=Reading(value=0.12, low=0.11, high=0.13, repeats=7),
+    tpot_s=Reading(value=0.012, low=0.0119, high=0.0121, repeats=7),
+    memory_bytes_per_gpu=105 * MIB,
+    kv_tokens=176,
+)
+STATS = WorkerStats(
+    model="verify",
+    running=0,
+    waiting=0,
+    kv_tokens_total=176,
+    kv_tokens_free=176,
+    prompt_tokens=0,
+    output_tokens=0,
+    steps=0,
+    busy=(),
+    memory=(),
+    kv_block_tokens=16,
+)
+
+
+def document(
+    check: Verification = CHECK, predicted: Estimate = PREDICTED, stats: WorkerStats | None = STATS
+) -> VerificationDocument:
+    return verification_document(
+        check,
+        predicted,
+        model="m",
+        deployment=None,
+        hardware="1 x h200",
+        spec=SPEC,
+        stats=stats,
+        memory_how="counted",
+        notes=("a note",),
+    )
+
+
+def figures(found: VerificationDocument) -> dict[str, MetricDocument]:
+    return {metric.name: metric for metric in found.metrics}
+
+
+def test_each_figure_is_measured_over_predicted_and_inside_or_not() -> None:
+    found = figures(document())
+    errors = {name: metric.error for name, metric in found.items()}
+    assert errors == {
+        "ttft_s": pytest.approx(0.2),
+        "tpot_s": pytest.approx(0.2),
+        "memory_bytes_per_gpu": pytest.approx(0.05),
+        "kv_tokens": pytest.approx(0.1),
+    }
+    inside = {name: metric.inside for name, metric in found.items()}
+    assert inside == {"ttft_s": True, "tpot_s": False, "memory_bytes_per_gpu": True, "kv_tokens": True}
+    memory = found["memory_bytes_per_gpu"]
+    assert (memory.predicted, memory.low, memory.high) == (100 * MIB, 90 * MIB, pytest.approx(110 * MIB))
+    assert found["kv_tokens"].how == "the engine's own report: 11 blocks of 16"
+
+
+def test_a_cache_smaller_than_was_ordered_is_outside() -> None:
+    assert figures(document(replace(CHECK, kv_tokens=159)))["kv_tokens"].inside is False
+    assert figures(document(replace(CHECK, kv_tokens=160)))["kv_tokens"].inside is True
+
+
+def test_what_nobody_reports_is_not_made_up() -> None:
+    blind = replace(CHECK, memory_bytes_per_gpu=None, kv_tokens=None, tpot_s=None)
+    found = figures(document(blind, stats=None))
+    assert "tpot_s" not in found
+    for name in ("memory_bytes_per_gpu", "kv_tokens"):
+        metric = found[name]
+        assert (metric.measured, metric.error, metric.inside, metric.repeats) == (None, None, None, 0)
+    assert found["kv_tokens"].how == "not reported by the engine"
+
+
+def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    before = Correction(
+        measured_at="2026-11-20T09:08:07+00:00",
+        config=CONFIG,
+        workload=WORK,
+        exact=True,
+        ttft_log_ratio=0.0,
+        tpot_log_ratio=-0.6931471805599453,
+        memory_bytes=-3 * MIB,
+    )
+    _print(document(replace(CHECK, kv_tokens=None), replace(PREDICTED, correction=before), None), "./m")
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == (
+        "m on 1 x h200: tp=1 pp=1 weights=16bit kv=16bit on torch, launched for the check, "
+        "batch 2, 64 input and 16 output tokens"
+    )
+    assert (
+        " ".join(lines[2].split()) == "TTFT 100 ms [80 ms, 120 ms] extrapolated 120 ms [110 ms, 130 ms] +20.0% yes"
+    )
+    assert lines[3].split()[-2:] == ["+20.0%", "no"]
+    assert "100.0 MiB [90.0 MiB, 110.0 MiB] scaled 105.0 MiB +5.0% yes" in " ".join(lines[4].split())
+    assert lines[5].split()[-2:] == ["not", "reported"]
+    rest = " ".join(lines[6:])
+    assert "TTFT and TPOT: served: over HTTP" in rest
+    assert "90% interval over 7" in rest
+    assert "note: a note" in rest
+    assert "at 2026-11-20 09:08: TTFT x1, TPOT x0.5, memory -3.0 MiB a GPU" in rest
+    assert "until `iserve verify ./m --forget`" in rest
