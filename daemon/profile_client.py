@@ -23,11 +23,15 @@ from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError
 from fingerprint.measurements import MachineInfo, RankMemory, RunReading
 
-__all__ = ["WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
+__all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
+
+# A worker whose engine is in processes of its own begins a line of its log with it when it starts the engine.
+LOAD_MARK = "iserve: starting the engine"
 
 _MAX_ANSWER_BYTES = 4 * 2**20
 _POLL_S = 0.05
 _HEALTH_TIMEOUT_S = 2.0
+_END_SEEN_S = 5.0  # by when whoever watches a worker that hung up has seen its end
 
 T = TypeVar("T")
 
@@ -58,6 +62,7 @@ class WorkerProfileTarget:
         device_ids: devices that may be used, in the order in which stages take them.
         limits: ``max_batched_tokens`` and ``memory_bytes_per_device`` hold for all loads; each load says the rest.
         start_timeout_s, call_timeout_s: for a worker to answer at all, and for one load or run.
+        explain: may know more of what a worker answered with an error than the worker.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class WorkerProfileTarget:
         engine: str = "torch",
         start_timeout_s: float = 300.0,
         call_timeout_s: float = 600.0,
+        explain: Callable[[WorkerSpec, IserveError], IserveError] = lambda _spec, error: error,
     ) -> None:
         self.engine = engine
         self._launch = launch
@@ -78,6 +84,7 @@ class WorkerProfileTarget:
         self._limits = limits
         self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
+        self._explain = explain
         self._machine: MachineInfo | None = None
         self._spare: WorkerProfileSession | None = None
 
@@ -130,7 +137,9 @@ class WorkerProfileTarget:
             limits=self._limits,
             profiling=True,
         )
-        session = WorkerProfileSession(self._launch(spec), self._call_timeout_s)
+        session = WorkerProfileSession(
+            self._launch(spec), self._call_timeout_s, lambda error: self._explain(spec, error)
+        )
         try:
             session.wait_ready(self._start_timeout_s)
         except BaseException:
@@ -142,9 +151,15 @@ class WorkerProfileTarget:
 class WorkerProfileSession:
     """``fingerprint.measurements.ProfileSession`` on one worker; :meth:`close` always ends it."""
 
-    def __init__(self, handle: WorkerHandle, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        handle: WorkerHandle,
+        call_timeout_s: float,
+        explain: Callable[[IserveError], IserveError] = lambda error: error,
+    ) -> None:
         self._handle = handle
         self._call_timeout_s = call_timeout_s
+        self._explain = explain
         self._closed = False
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -225,8 +240,11 @@ class WorkerProfileSession:
             self._closed = True
             self._handle.stop()
 
-    def _check_alive(self) -> None:
-        failure = self._handle.failure()
+    def _check_alive(self, *, patience_s: float = 0.0) -> None:
+        """Raises EngineError: it has ended, or does within that time."""
+        end_s = time.monotonic() + patience_s
+        while (failure := self._handle.failure()) is None and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
         if failure is not None:
             raise EngineError(failure)
 
@@ -239,7 +257,7 @@ class WorkerProfileSession:
         try:
             status, body = self._exchange(method, path, order, self._call_timeout_s)
         except (OSError, http.client.HTTPException) as error:
-            self._check_alive()
+            self._check_alive(patience_s=0.0 if isinstance(error, TimeoutError) else _END_SEEN_S)
             raise EngineError(f"{path} of the worker at {self._handle.url} gave no answer: {error!r}") from error
         try:
             if status == 200:
@@ -249,7 +267,7 @@ class WorkerProfileSession:
             raise EngineError(f"the worker answered {status}: {error}") from error
         named = getattr(errors, told.error, None)
         is_ours = isinstance(named, type) and issubclass(named, IserveError)
-        raise (named if is_ours else EngineError)(told.message)
+        raise self._explain((named if is_ours else EngineError)(told.message))
 
     def _exchange(self, method: str, path: str, order: object, timeout_s: float) -> tuple[int, bytes]:
         """No proxy is ever asked; a new connection each time, so that nothing is left half-read."""

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from fingerprint.config import KvFormat, WeightFormat, Workload
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError, EngineError, IserveError, NotMeasuredError
 from fingerprint.measurements import (
     MachineInfo,
@@ -50,6 +50,7 @@ class DepthTiedPlan:
     long_output: int = 33
     max_batch: int  # sequences that the engine is started for
     max_context_tokens: int
+    max_batched_tokens: int = 0  # of the largest step that the engine is started for, to be recorded; 0: not known
     settle_s: float = 0.5  # bursts of one output token go on for as long
     most_bursts: int = 12
     long_bursts: int = 2
@@ -134,6 +135,7 @@ def depth_tied_profile(
     *,
     clock: Callable[[], float] = time.monotonic,
     progress: Callable[[ProfileProgress], None] = lambda _: None,
+    needless: Callable[[DeploymentConfig, Profile], str | None] = lambda _config, _so_far: None,
 ) -> Profile:
     """Measure ``spec`` on ``target``. Sessions are closed whatever happens.
 
@@ -143,25 +145,15 @@ def depth_tied_profile(
 
     Args:
         fingerprints: a directory with the config.json of the first k layers; weights are not read.
+        needless: asked before each configuration but the first that was measured, with what is measured by then:
+            why it need not be; None: it is measured.
 
     Raises:
         IserveError: nothing at all could be measured; the first failure.
     """
-    driver = _Driver(spec, target, fingerprints, plan, clock, progress)
+    driver = _Driver(source_name, spec, target, fingerprints, plan, clock, progress, needless)
     driver.run_all()
-    return Profile(
-        model=source_name,
-        spec=spec,
-        engine=target.engine,
-        machine=target.machine(),
-        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        budget_s=plan.budget_s,
-        spent_s=driver.spent_s,
-        complete=driver.complete,
-        memory=tuple(driver.memory),
-        timing=tuple(driver.timing),
-        notes=tuple(driver.notes),
-    )
+    return driver.profile()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +165,9 @@ class _Case:
     weights: WeightFormat
     kv: KvFormat
 
+    def config(self, engine: str) -> DeploymentConfig:
+        return DeploymentConfig(tp=self.tp, pp=self.pp, weights=self.weights, kv=self.kv, engine=engine)
+
     def __str__(self) -> str:
         return f"tp={self.tp} pp={self.pp} {self.weights}" + (
             "" if self.kv == KvFormat.BITS16 else f" kv={self.kv}"
@@ -181,12 +176,14 @@ class _Case:
 
 @dataclass
 class _Driver:
+    source_name: str
     spec: ModelSpec
     target: StepTimedTarget
     fingerprints: Callable[[int], Path]
     plan: DepthTiedPlan
     clock: Callable[[], float]
     progress: Callable[[ProfileProgress], None]
+    needless: Callable[[DeploymentConfig, Profile], str | None]
     memory: list[MemoryPoint] = field(default_factory=list)
     timing: list[TimingPoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -198,6 +195,22 @@ class _Driver:
     _cost_s: dict[tuple[int, int, int], float] = field(
         default_factory=dict
     )  # per prompt token, by tp, pp, layers run
+
+    def profile(self) -> Profile:
+        """What is measured by now."""
+        return Profile(
+            model=self.source_name,
+            spec=self.spec,
+            engine=self.target.engine,
+            machine=self.target.machine(),
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            budget_s=self.plan.budget_s,
+            spent_s=self.spent_s,
+            complete=self.complete,
+            memory=tuple(self.memory),
+            timing=tuple(self.timing),
+            notes=tuple(self.notes),
+        )
 
     def run_all(self) -> None:
         for tp, pp in self.plan.degrees:
@@ -221,6 +234,9 @@ class _Driver:
                 case = _Case(tp, pp, weights, kv)
                 if self.spent_s >= self.plan.budget_s:
                     self._left_out(str(case))
+                    continue
+                if self.timing and (why := self.needless(case.config(self.target.engine), self.profile())):
+                    self.notes.append(f"{case} not measured: {why}")
                     continue
                 self._open(case)
                 try:
@@ -308,9 +324,10 @@ class _Driver:
             pp=case.pp,
             weights=case.weights,
             kv=case.kv,
-            max_batched_tokens=0,  # the engine's own peak, over the largest step it allows
+            max_batched_tokens=self.plan.max_batched_tokens,  # the engine's own peak is over a step of as many
             ranks=self._open(case).memory(),
             kv_tokens=self.plan.kv_tokens,
+            max_batch=self.plan.max_batch,
         )
 
     def _load(self, case: _Case, depth: int) -> StepTimedSession:

@@ -116,6 +116,10 @@ class ProfileBody(_Body):
     model: _Text | None = None
     engine: str = "auto"
     max_seconds: float = Field(default=60.0, gt=0, le=86_400)
+    quality: Quality = Quality.NEAR  # an engine that starts anew for each format measures only what this allows
+    input_tokens: int = Workload().input_tokens
+    output_tokens: int = Workload().output_tokens
+    batch: int = Workload().batch
 
 
 class VerifyBody(_Wish):
@@ -186,6 +190,8 @@ class ProfileJobDocument:
     status: str  # "running" | "done" | "failed"
     error: str | None
     progress: ProgressDocument | None
+    engine: str | None = None  # None: not chosen yet
+    notes: tuple[str, ...] = ()  # on the choice of the engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

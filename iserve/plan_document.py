@@ -120,6 +120,7 @@ class PlanDocument:
     candidates: tuple[CandidateDocument, ...]
     chosen: int | None
     why_not: WhyNotDocument
+    notes: tuple[str, ...] = ()  # on the plan as a whole: engines passed over, profiles that are not used
 
 
 def estimate_document(
@@ -165,6 +166,7 @@ def plan_document(
     hardware: str,
     workload: Workload,
     conditions_of: Callable[[DeploymentConfig], tuple[str, ...]] = _no_conditions,
+    notes: tuple[str, ...] = (),
 ) -> PlanDocument:
     """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning``)."""
     return PlanDocument(
@@ -178,6 +180,7 @@ def plan_document(
         candidates=tuple(_candidate(ranked, conditions_of) for ranked in plan.candidates),
         chosen=plan.chosen,
         why_not=_why_not(plan.why_not),
+        notes=notes,
     )
 
 

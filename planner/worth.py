@@ -51,8 +51,8 @@ def cannot_become_best(
     bound, other = ("at most", "at least") if at_best.maximize else ("at least", "at most")
     unit = at_best.objective_unit
     return (
-        f"{intent.kind} of {at_best.best.config} is {bound} {best:.4g} {unit}, of {at_worst.best.config}, which is "
-        f"measured, {other} {mark:.4g} {unit}"
+        f"{intent.kind} of {at_best.best.config} is {bound} {best:.4g} {unit}, of the measured "
+        f"{at_worst.best.config} {other} {mark:.4g} {unit}"
     )
 
 

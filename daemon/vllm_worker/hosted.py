@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 BLOCK_TOKENS = 16
+LOAD_MARK = "iserve: starting the engine"  # as in daemon/profile_client.py, which cannot be imported here
 _KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
 _SAMPLE_S = 0.05  # between looks at clock and power
 _END_S = 20.0  # for vLLM's processes to end by themselves
@@ -51,6 +52,7 @@ class Hosted:
 
         kv_tokens = order["kv_tokens"] or order["max_batch"] * order["max_context_tokens"]
         begun = time.monotonic()
+        print(LOAD_MARK, order["checkpoint"], order["weights"], order["kv"], flush=True)
         try:
             self._llm = LLM(**self._arguments(order, kv_tokens))
         except Exception as error:

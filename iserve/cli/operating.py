@@ -130,7 +130,13 @@ def register_model(
 def profile(
     model: o.OptionalModel = None,
     engine: o.EngineOption = "auto",
-    max_seconds: Annotated[float, typer.Option("--max-seconds", help="Budget, launches included.")] = 60.0,
+    max_seconds: Annotated[
+        float, typer.Option("--max-seconds", help="Budget; on torch launches included, on vllm without them.")
+    ] = 60.0,
+    quality: o.QualityOption = o.DEFAULT_INTENT.quality,
+    input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
+    output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
+    batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
     as_json: o.JsonOption = False,
 ) -> None:
     """Measure MODEL's fingerprints (one and two of its layers) on the devices that are free now."""
@@ -144,10 +150,12 @@ def profile(
 
     if not 0 < max_seconds <= 86_400:
         raise typer.BadParameter("must be above 0 and at most 86400", param_hint="'--max-seconds'")
+    o.workload_of(batch, input_tokens, output_tokens)
     settings = load_settings()
     model = None if model is None else model_argument(model, settings)
     controller = client(settings)
-    body = {"model": model, "engine": engine, "max_seconds": max_seconds}
+    body = {"model": model, "engine": engine, "max_seconds": max_seconds, "quality": quality.value}
+    body |= {"batch": batch, "input_tokens": input_tokens, "output_tokens": output_tokens}
     job = controller.post("/api/v1/profiles", body, ProfileJobDocument)
     with StepDisplay(quiet=as_json) as display:
         while job.status == "running":
@@ -156,8 +164,9 @@ def profile(
             job = controller.get(f"/api/v1/profiles/jobs/{job.job_id}", ProfileJobDocument)
     if job.status == "failed":
         raise EngineError(job.error or "the profile failed")
-    taken = [p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if p.model == job.model]
-    measured = max(taken, key=lambda p: p.created_at, default=None)  # another engine may have an older one
+    known = controller.get("/api/v1/profiles", tuple[Profile, ...])
+    taken = [p for p in known if (p.model, p.engine) == (job.model, job.engine)]
+    measured = max(taken, key=lambda p: p.created_at, default=None)  # another driver may have an older one
     if measured is None:
         raise UnavailableError(f"the profile of {job.model} was taken and is gone again; take it once more")
     if as_json:
@@ -168,7 +177,7 @@ def profile(
         f"{measured.model}: {runs} runs of {len(measured.timing)} points in {measured.spent_s:.1f} s "
         f"({'all intervals tight' if measured.complete else 'the budget ended first'})"
     )
-    for note in measured.notes:
+    for note in (*job.notes, *measured.notes):
         typer.echo(f"note: {note}")
     typer.echo(f"see it: iserve report {measured.model} -o report.html")
 

@@ -111,6 +111,8 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
         out.print("nothing is feasible", style="bold red")
     if document.queueing is not None:
         out.print(f"waiting time by {document.queueing}")
+    for note in document.notes:
+        out.print(f"note: {note}")
 
 
 def _candidate_table(

@@ -13,26 +13,31 @@ from dataclasses import dataclass
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import capabilities_for, get_engine
+from daemon.status import NodeStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
 from fingerprint.config import Workload
 from fingerprint.errors import InfeasibleError, IserveError, NotFoundError
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
+from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
+from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
 from iserve.controller.node import hardware_of
-from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
+from iserve.controller.profiling import Profiler, ask_daemon, launched, step_tokens_of, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_worker
+from iserve.engine_choice import choose_engine
 from iserve.model_source import ModelSource
 from iserve.plan_document import PlanDocument, plan_document
 from iserve.planning import PlanOptions, make_plan
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from placement.types import Placement, StagePlacement
+from planner.intent import Quality
 from planner.plan import Ranked
 
-__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "why_nothing", "worker_spec"]
+__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "engine_for", "why_nothing", "worker_spec"]
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +69,23 @@ def deployable_engine(name: str) -> Engine:
     return get_engine(able[0])
 
 
+def engine_for(name: str, spec: ModelSpec, node: NodeStatus, quality: Quality) -> tuple[Engine, tuple[str, ...]]:
+    """The engine of that name, or for ``auto`` the preferred one that serves ``spec`` on ``node``; and for each
+    that is preferred to it, why it is passed over.
+
+    Raises:
+        ConfigError, InfeasibleError: as :func:`deployable_engine`.
+        UnsupportedModelError: no engine serves the model there.
+    """
+    if name != "auto":
+        return deployable_engine(name), ()
+    first = next(iter(node.devices), None)
+    on_gpus = first is not None and first.kind == "cuda"
+    gpu = match_device(first.name) if first is not None and on_gpus else None
+    choice = choose_engine(spec, gpu, capabilities_for("auto"), quality, on_gpus=on_gpus)
+    return get_engine(choice.engine), choice.passed_over
+
+
 def worker_spec(
     name: str,
     source: ModelSource,
@@ -71,8 +93,14 @@ def worker_spec(
     best: Ranked,
     workload: Workload,
     free_bytes: Mapping[str, int],
+    step_tokens: int | None = None,
 ) -> WorkerSpec:
-    """The launch that enforces what ``best`` was estimated and placed with on devices with ``free_bytes``."""
+    """The launch that enforces what ``best`` was estimated and placed with on devices with ``free_bytes``.
+
+    Args:
+        step_tokens: tokens of the largest step that the engine was measured with, whose activations and chunks of
+            prompts the estimate therefore has; None: the estimate has those of this workload's own largest step.
+    """
     placement = best.layout
     assert isinstance(placement, Placement), "a feasible candidate of make_plan carries its placement"
     context = min(workload.context_tokens, source.spec.max_context_tokens)
@@ -96,9 +124,8 @@ def worker_spec(
         ),
         limits=WorkerLimits(
             max_batch=workload.batch,
-            max_batched_tokens=min(
-                DEFAULT_MAX_BATCHED_TOKENS, max(workload.batch * workload.input_tokens, context)
-            ),
+            max_batched_tokens=step_tokens
+            or min(DEFAULT_MAX_BATCHED_TOKENS, max(workload.batch * workload.input_tokens, context)),
             max_context_tokens=context,
             kv_tokens=workload.batch * context,
             memory_bytes_per_device=max(limit_bytes(stage) for stage in placement.stages),
@@ -151,29 +178,32 @@ class Deployer:
         self._move(row, "resolving")
         source = self._resolve(body.model)
         Checkpoint.open(source.directory)  # before minutes are spent on measuring what cannot be served
-        engine = deployable_engine(body.engine)
         options = self.options(body)
-        profile = self._profile(row, source, engine, options)
+        node = ask_daemon(self._daemon, DaemonClient.node)
+        engine, notes = engine_for(body.engine, source.spec, node, options.intent.quality)
+        profile = self._profiler.stored(source, engine, node, batch=options.workload.batch)
+        if profile is None:
+            notes += self._profiler.unused(source, engine, node, batch=options.workload.batch)
+            profile = self._profile(row, source, engine, options)
         self._move(row, "planning")
-        self._launch(row, lambda: self._choose(row, source, engine, profile, options))
+        self._launch(row, lambda: self._choose(row, source, engine, profile, options, notes))
 
     def _profile(self, row: DeploymentRow, source: ModelSource, engine: Engine, options: PlanOptions) -> Profile:
         def find() -> Profile | None:
-            return self._profiler.stored(source, engine, ask_daemon(self._daemon, DaemonClient.node))
+            node = ask_daemon(self._daemon, DaemonClient.node)
+            return self._profiler.stored(source, engine, node, batch=options.workload.batch)
 
         def report(progress: ProfileProgress) -> None:
             self._check_wanted(row)
             self._report_progress(row.name, progress)
 
-        stored = find()
-        if stored is not None:
-            return stored
         self._move(row, "profiling")
         return self._profiler.take(
             source,
             engine,
             self._daemon,
             workload=options.workload,
+            wish=options,
             max_seconds=self._settings.profile_seconds,
             progress=report,
             unless=find,
@@ -181,31 +211,52 @@ class Deployer:
         )
 
     def plan(
-        self, source: ModelSource, engine: Engine, profile: Profile, options: PlanOptions
+        self,
+        source: ModelSource,
+        engine: Engine,
+        profile: Profile,
+        options: PlanOptions,
+        notes: tuple[str, ...] = (),
     ) -> PlannedDeployment:
-        """Rank everything on the devices that are free now."""
+        """Rank everything on the devices that are free now; ``notes`` are told with it."""
         node = ask_daemon(self._daemon, DaemonClient.node)
         hardware = hardware_of(node, profile.machine.device)
         estimator = self._profiler.estimator(profile, engine, node)
         table = engine.capabilities().unprepared()  # only 16-bit checkpoints are taken in
         plan = make_plan(source.spec, hardware, estimator, [table], options)
-        document = plan_document(plan, model=source.name, hardware=hardware.label, workload=options.workload)
+        document = plan_document(
+            plan, model=source.name, hardware=hardware.label, workload=options.workload, notes=notes
+        )
         return PlannedDeployment(document, plan.best, {d.device_id: d.free_bytes for d in node.devices})
 
     def _choose(
-        self, row: DeploymentRow, source: ModelSource, engine: Engine, profile: Profile, options: PlanOptions
+        self,
+        row: DeploymentRow,
+        source: ModelSource,
+        engine: Engine,
+        profile: Profile,
+        options: PlanOptions,
+        notes: tuple[str, ...],
     ) -> WorkerSpec:
         """The best worker for what is free now, recorded with its plan.
 
         Raises:
             InfeasibleError: nothing runs here; the message says what comes nearest.
         """
-        planned = self.plan(source, engine, profile, options)
+        planned = self.plan(source, engine, profile, options, notes)
         self._store.update_deployment(row.id, plan=to_json(planned.document))
         if planned.best is None:
             raise InfeasibleError(why_nothing(planned.document))
         worker_id = f"{_slug(row.name)}-{row.id}"
-        spec = worker_spec(row.name, source, worker_id, planned.best, options.workload, planned.free_bytes)
+        spec = worker_spec(
+            row.name,
+            source,
+            worker_id,
+            planned.best,
+            options.workload,
+            planned.free_bytes,
+            step_tokens_of(profile),
+        )
         self._store.update_deployment(row.id, worker=to_json(spec))
         return spec
 

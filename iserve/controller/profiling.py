@@ -6,61 +6,56 @@ One profile at a time per controller: two would measure each other.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
-from daemon.profile_client import WorkerHandle, WorkerProfileTarget
+from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
 from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
-from fingerprint.capability import EngineCapabilities
-from fingerprint.codec import to_json
-from fingerprint.config import DeploymentConfig, WeightFormat, Workload
-from fingerprint.depth_tied_profile import depth_tied_plan, depth_tied_profile
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import (
     EngineError,
     InfeasibleError,
+    IserveError,
     NotFoundError,
     NotMeasuredError,
     UnavailableError,
-    UnsupportedModelError,
 )
 from fingerprint.estimators.corrected import CorrectedEstimator
-from fingerprint.estimators.depth_tied import DepthTiedEstimator
-from fingerprint.estimators.fingerprinted import FingerprintedEstimator
-from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
-from fingerprint.generate import generate, generate_dummy, generate_shape
-from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
-from fingerprint.model_spec import ModelSpec
-from fingerprint.profile import ProfileProgress, profile
-from fingerprint.profile_plan import default_plan
+from fingerprint.profile import ProfileProgress
+from iserve.controller.estimating import estimator_for, step_tokens_of
+from iserve.controller.profile_taking import STEP_TOKENS, Fingerprints, Order, take
+from iserve.controller.profile_validity import covers, key_without_driver, machine_key, why_unused
 from iserve.model_source import ModelSource
+from iserve.planning import PlanOptions
 from iserve.state.store import Store
-from planner.space import shape_refusal
+from planner.intent import Quality
 
-__all__ = ["Profiler", "ask_daemon", "estimator_for", "launched", "machine_key", "wait_until_ready"]
+__all__ = [
+    "Profiler",
+    "ask_daemon",
+    "estimator_for",
+    "last_words",
+    "launched",
+    "machine_key",
+    "step_tokens_of",
+    "wait_until_ready",
+    "within_what_is_free",
+]
 
 T = TypeVar("T")
 
 _SHARE_OF_FREE = 0.9  # of a device's memory, for a profiling worker
+_LOG_LINES = 2000  # of a profiling worker's log, to look for its engine's last words in
 _ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
-
-
-def machine_key(node: NodeStatus, engine: Engine) -> str:
-    """Equal while a profile stays valid: the same devices and engine versions.
-
-    Memory is counted in whole GiB, because a CPU share's changes a little from boot to boot.
-    """
-    devices = sorted((d.kind, d.name, d.total_bytes >> 30, len(d.cores)) for d in node.devices)
-    return hashlib.sha256(to_json((devices, engine.versions()))).hexdigest()[:16]
 
 
 def ask_daemon(
@@ -194,8 +189,24 @@ class Profiler:
         )
         return CorrectedEstimator(estimator_for(profile), [row.verification for row in rows])
 
-    def stored(self, source: ModelSource, engine: Engine, node: NodeStatus) -> Profile | None:
-        return self._store.profile(source.spec.shape_hash, engine.name, machine_key(node, engine))
+    def stored(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> Profile | None:
+        """The profile that holds on ``node`` now, for up to ``batch`` requests at once."""
+        shape, name = source.spec.shape_hash, engine.name
+        found = self._store.profile(shape, name, machine_key(node, engine))
+        if found is None:  # profiles say themselves which driver they were taken with
+            older = self._store.profile(shape, name, key_without_driver(node, engine))
+            found = older if older is not None and older.machine.driver == node.driver else None
+        return found if found is not None and covers(found, batch) else None
+
+    def unused(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> tuple[str, ...]:
+        """A sentence on every profile of this model and engine that is there and does not hold now."""
+        used = self.stored(source, engine, node, batch=batch)
+        same = (source.spec.shape_hash, engine.name)
+        return tuple(
+            why_unused(profile, node, engine.versions(), batch)
+            for profile in self._store.profiles()
+            if (profile.spec.shape_hash, profile.engine) == same and profile != used
+        )
 
     def take(
         self,
@@ -204,6 +215,8 @@ class Profiler:
         daemon: Callable[[], DaemonClient],
         *,
         workload: Workload,
+        wish: PlanOptions | None = None,
+        quality: Quality = Quality.NEAR,
         max_seconds: float,
         progress: Callable[[ProfileProgress], None],
         unless: Callable[[], Profile | None] = lambda: None,
@@ -212,6 +225,8 @@ class Profiler:
         """Measure the model's fingerprints on devices that are free now, and keep the result.
 
         Args:
+            wish: what it is taken for, if for anything in particular.
+            quality: which formats are worth a start of the engine, where there is no wish.
             progress: what it raises ends the profile.
             unless: asked when this profile's turn has come; one that another took meanwhile is returned instead.
             go_on: called while that turn is waited for; what it raises ends the waiting.
@@ -227,14 +242,21 @@ class Profiler:
                 return meanwhile
             node = ask_daemon(daemon, self._without_leftovers)
             folder = self._folder / uuid.uuid4().hex
-            step_timed = engine.capabilities().step_timed
-            fingerprints = _Fingerprints(source, folder, weights=not step_timed)
-            take = _take_depth_tied if step_timed else _take_plain
+            order = Order(
+                source=source,
+                table=engine.capabilities().unprepared(),
+                node=node,
+                workload=workload,
+                wish=wish,
+                quality=quality if wish is None else wish.intent.quality,
+                max_seconds=max_seconds,
+                progress=progress,
+            )
+            fingerprints = Fingerprints(source, folder, weights=not order.table.step_timed)
             try:
                 fingerprints(1)  # a checkpoint that cannot be cut costs no launch
                 with self._target(source, engine, daemon, node) as target:
-                    reach = _Reach(source.spec, engine.capabilities().unprepared(), len(node.devices))
-                    measured = take(source, target, fingerprints, reach, workload, max_seconds, progress)
+                    measured = take(order, target, fingerprints)
                 _check_usable(measured, workload)
             finally:
                 self._workers = frozenset()
@@ -261,16 +283,24 @@ class Profiler:
 
         def launch(spec: WorkerSpec) -> WorkerHandle:
             self._workers |= {spec.worker_id}
-            status = ask_daemon(daemon, lambda there: launched(there, _within_what_is_free(spec, there.node())))
+            status = ask_daemon(daemon, lambda there: launched(there, within_what_is_free(spec, there.node())))
             return _DaemonWorker(daemon, status)
+
+        def explain(spec: WorkerSpec, error: IserveError) -> IserveError:
+            if not engine.capabilities().step_timed or not isinstance(error, EngineError):
+                return error
+            return last_words(
+                engine, spec, error, ask_daemon(daemon, lambda there: there.log(spec.worker_id, _LOG_LINES))
+            )
 
         return WorkerProfileTarget(
             launch,
+            explain=explain,
             checkpoint=source.directory,
             device_ids=[device.device_id for device in devices],
             limits=WorkerLimits(
                 max_batch=1,
-                max_batched_tokens=DEFAULT_MAX_BATCHED_TOKENS,
+                max_batched_tokens=STEP_TOKENS,
                 max_context_tokens=source.spec.max_context_tokens,
                 kv_tokens=source.spec.max_context_tokens,
                 memory_bytes_per_device=0,  # set at each launch
@@ -278,6 +308,12 @@ class Profiler:
             engine=engine.name,
             start_timeout_s=self._start_timeout_s,
         )
+
+
+def last_words(engine: Engine, spec: WorkerSpec, error: EngineError, log: str) -> IserveError:
+    """What a profiling worker's engine died of, which often only its log knows: the engine runs in processes of
+    its own. Of a log of several starts the last one's part counts."""
+    return engine.explain_failure(spec, 1, f"{log.rpartition(LOAD_MARK)[2]}\n{error}")
 
 
 def _check_usable(measured: Profile, workload: Workload) -> None:
@@ -292,15 +328,7 @@ def _check_usable(measured: Profile, workload: Workload) -> None:
         ) from error
 
 
-def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
-    """What was measured, and the roofline of the same device to scale it by."""
-    roofline = RooflineEstimator(profile.spec, profile.machine.device)
-    if any(point.repeat > 1 for point in profile.timing):
-        return DepthTiedEstimator(profile, roofline)
-    return FingerprintedEstimator(profile, roofline)
-
-
-def _within_what_is_free(spec: WorkerSpec, node: NodeStatus) -> WorkerSpec:
+def within_what_is_free(spec: WorkerSpec, node: NodeStatus) -> WorkerSpec:
     """``spec`` with most of what its devices have free now; a CPU's memory changes from second to second."""
     used = {device_id for stage in spec.stages for device_id in stage.device_ids}
     free_bytes = min(device.free_bytes for device in node.devices if device.device_id in used)
@@ -313,85 +341,3 @@ def _quietest(node: NodeStatus) -> list[DeviceStatus]:
     if not node.devices:
         raise InfeasibleError(f"node {node.node_id} offers no device to profile on")
     return sorted(node.devices, key=lambda d: (d.load_fraction, -d.free_bytes, d.index))
-
-
-@dataclass(frozen=True, slots=True)
-class _Reach:
-    """What the engine runs of the model on the node's devices."""
-
-    spec: ModelSpec
-    engine: EngineCapabilities
-    num_devices: int
-
-    def formats_and_degrees(self, gpu: GpuSpec) -> tuple[tuple[WeightFormat, ...], tuple[tuple[int, int], ...]]:
-        """Raises UnsupportedModelError: nothing at all."""
-
-        def runs(config: DeploymentConfig) -> bool:
-            shape = shape_refusal(self.spec, config, self.num_devices)
-            return shape is None and self.engine.refusal(self.spec, config, gpu) is None
-
-        name = self.engine.engine
-        weights = tuple(w for w in WeightFormat if runs(DeploymentConfig(weights=w, engine=name)))
-        degrees = tuple(
-            (tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2)) if runs(DeploymentConfig(tp=tp, pp=pp, engine=name))
-        )
-        if not weights or not degrees:
-            reason = self.engine.refusal(self.spec, DeploymentConfig(engine=name), gpu)
-            raise UnsupportedModelError(f"{name} cannot run this model here: {reason}")
-        return weights, degrees
-
-
-def _take_plain(
-    source: ModelSource,
-    target: WorkerProfileTarget,
-    fingerprints: _Fingerprints,
-    reach: _Reach,
-    workload: Workload,
-    max_seconds: float,
-    progress: Callable[[ProfileProgress], None],
-) -> Profile:
-    """Fingerprints as they are, on an engine that loads one after the other in a moment."""
-    started = time.monotonic()
-    device = target.machine().device  # launches the worker that the first degree then uses
-    launch_s = time.monotonic() - started
-    weights, degrees = reach.formats_and_degrees(device)
-    left_s = max(1.0, max_seconds - launch_s)
-    plan = default_plan(source.spec, workload, weights=weights, degrees=degrees, budget_s=left_s)
-    measured = profile(source.name, source.spec, target, fingerprints, plan, progress=progress, launch_s=launch_s)
-    return replace(measured, budget_s=max_seconds, spent_s=measured.spent_s + launch_s)
-
-
-def _take_depth_tied(
-    source: ModelSource,
-    target: WorkerProfileTarget,
-    fingerprints: _Fingerprints,
-    reach: _Reach,
-    workload: Workload,
-    max_seconds: float,
-    progress: Callable[[ProfileProgress], None],
-) -> Profile:
-    """Every forward repeated to the model's depth; ``max_seconds`` counts the GPU's time after engine starts."""
-    weights, degrees = reach.formats_and_degrees(target.machine().device)
-    plan = depth_tied_plan(
-        source.spec, workload, max_batch=workload.batch, weights=weights, degrees=degrees, budget_s=max_seconds
-    )
-    return depth_tied_profile(source.name, source.spec, target, fingerprints, plan, progress=progress)
-
-
-class _Fingerprints:
-    """Cuts each fingerprint when it is first asked for."""
-
-    def __init__(self, source: ModelSource, folder: Path, *, weights: bool) -> None:
-        self._source, self._folder, self._weights = source, folder, weights
-
-    def __call__(self, num_layers: int) -> Path:
-        target = self._folder / f"{num_layers}-layers"
-        if not target.exists():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if not self._weights:  # the engine makes random ones
-                generate_shape(self._source.directory, target, num_layers)
-            elif self._source.has_weights:
-                generate(self._source.directory, target, range(num_layers))
-            else:
-                generate_dummy(self._source.directory, target, num_layers, seed=0)
-        return target

@@ -14,6 +14,7 @@ from daemon.client import DaemonClient
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json
+from fingerprint.config import Workload
 from fingerprint.errors import (
     ConflictError,
     IserveError,
@@ -38,9 +39,9 @@ from iserve.api_types import (
     check_name,
 )
 from iserve.controller.check_targets import Targets
-from iserve.controller.deployer import Deployer, deployable_engine
+from iserve.controller.deployer import Deployer, deployable_engine, engine_for
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
-from iserve.controller.profiling import Profiler
+from iserve.controller.profiling import Profiler, ask_daemon
 from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
@@ -152,14 +153,18 @@ class Controller:
                 body.model or DEMO_MODEL_NAME, gpu, count, options, body.engine, registered=self.registered()
             )
         source = self.resolve(body.model, need_weights=False)
-        engine = deployable_engine(body.engine)
-        profile = self.profiler.stored(source, engine, self.daemon().node())
+        node, batch = self.daemon().node(), options.workload.batch
+        engine, notes = engine_for(body.engine, source.spec, node, options.intent.quality)
+        profile = self.profiler.stored(source, engine, node, batch=batch)
         if profile is None:
+            notes += self.profiler.unused(source, engine, node, batch=batch)
+            asked = f"{source.name} --engine {engine.name}" + (f" --batch {batch}" if batch > 1 else "")
             raise NotMeasuredError(
-                f"{source.name} has no profile on this machine; run `iserve profile {source.name}` first, "
-                "or plan for datasheet GPUs with --gpus NAME:COUNT"
+                f"{source.name} has no profile on {engine.name} that holds on this machine; run `iserve profile "
+                f"{asked}` first, or plan for datasheet GPUs with --gpus NAME:COUNT"
+                + "".join(f"; {note}" for note in notes)
             )
-        return self._deployer.plan(source, engine, profile, options).document
+        return self._deployer.plan(source, engine, profile, options, notes).document
 
     def profiles(self) -> tuple[Profile, ...]:
         return self.store.profiles()
@@ -171,19 +176,24 @@ class Controller:
             UnavailableError: too many wait already.
         """
         source = self.resolve(body.model, need_weights=False)
-        engine = deployable_engine(body.engine)
-        options = PlanBody().options(default_policy=self.settings.policy, load_threshold=0.5)
+        deployable_engine(body.engine)
+        workload = Workload(batch=body.batch, input_tokens=body.input_tokens, output_tokens=body.output_tokens)
         job = ProfileJobDocument(
             job_id=uuid.uuid4().hex, model=source.name, status="running", error=None, progress=None
         )
 
         def work() -> None:
+            nonlocal job
             try:
+                node = ask_daemon(self.daemon, DaemonClient.node)
+                engine, notes = engine_for(body.engine, source.spec, node, body.quality)
+                job = replace(job, engine=engine.name, notes=notes)
                 self.profiler.take(
                     source,
                     engine,
                     self.daemon,
-                    workload=options.workload,
+                    workload=workload,
+                    quality=body.quality,
                     max_seconds=body.max_seconds,
                     progress=lambda p: self._put_job(replace(job, progress=_progress_document(p))),
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fingerprint.config import Pruning, WeightFormat
 from fingerprint.gpus import gpu_spec
 from iserve.controller import deployer as module
 from iserve.controller.deployer import Deployer
+from iserve.controller.estimating import estimator_for
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions
 from iserve.settings import Settings
@@ -43,7 +45,8 @@ def test_what_needs_a_prepared_checkpoint_is_listed_and_not_chosen(
     node = NodeStatus(node_id="n", observed_at=0.0, devices=(device,), workers=())
     monkeypatch.setattr(module, "ask_daemon", lambda *_arguments: node)
     nothing: Any = None
-    deployer = Deployer(Settings(home=tmp_path), nothing, nothing, nothing, nothing, nothing)
+    profiler: Any = SimpleNamespace(estimator=lambda profile, _engine, _node: estimator_for(profile))
+    deployer = Deployer(Settings(home=tmp_path), nothing, profiler, nothing, nothing, nothing)
     source = ModelSource(name="m", directory=tmp_path, has_weights=True, spec=machine.spec)
     planned = deployer.plan(source, get_engine(engine), measured, PlanOptions(intent=Intent(quality=Quality.ANY)))
     needing = {WeightFormat.INT4, WeightFormat.GPTQ4} | (

@@ -1,0 +1,31 @@
+"""From a profile to what estimates with it, and to what such an estimate takes for granted."""
+
+from __future__ import annotations
+
+from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.fingerprinted import FingerprintedEstimator
+from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
+from fingerprint.measurements import Profile
+
+__all__ = ["estimator_for", "step_tokens_of"]
+
+
+def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
+    """What was measured, and the roofline of the same device to scale it by."""
+    roofline = RooflineEstimator(profile.spec, profile.machine.device)
+    if _is_depth_tied(profile):
+        return DepthTiedEstimator(profile, roofline)
+    return FingerprintedEstimator(profile, roofline)
+
+
+def step_tokens_of(profile: Profile) -> int | None:
+    """Tokens of the largest step that the engine was measured with, where it counts its own memory for a step of
+    as many; None where activations were measured step by step, so that every size of step has its estimate.
+    """
+    if not _is_depth_tied(profile):
+        return None
+    return max((point.max_batched_tokens for point in profile.memory), default=0) or DEFAULT_MAX_BATCHED_TOKENS
+
+
+def _is_depth_tied(profile: Profile) -> bool:
+    return any(point.repeat > 1 for point in profile.timing)

@@ -1,0 +1,88 @@
+"""For what a profile holds: the devices, driver, engine and number of requests at once that it was taken with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from daemon.engines.base import Engine
+from daemon.status import NodeStatus
+from fingerprint.codec import to_json
+from fingerprint.gpus import match_device
+from fingerprint.measurements import Profile
+
+__all__ = ["covers", "key_without_driver", "machine_key", "why_unused"]
+
+Versions = Sequence[tuple[str, str]]
+
+
+def machine_key(node: NodeStatus, engine: Engine) -> str:
+    """Equal while a profile stays valid: the same devices, driver and engine versions.
+
+    Memory is counted in whole GiB, because a CPU share's changes a little from boot to boot.
+    """
+    if node.driver is None:
+        return key_without_driver(node, engine)
+    return _hashed((*_identity(node, engine), node.driver))
+
+
+def key_without_driver(node: NodeStatus, engine: Engine) -> str:
+    """The key where there is no driver; and, on GPUs, the one by which older profiles are stored."""
+    return _hashed(_identity(node, engine))
+
+
+def _identity(node: NodeStatus, engine: Engine) -> tuple[object, ...]:
+    devices = sorted((d.kind, d.name, d.total_bytes >> 30, len(d.cores)) for d in node.devices)
+    return devices, engine.versions()
+
+
+def _hashed(identity: tuple[object, ...]) -> str:
+    return hashlib.sha256(to_json(identity)).hexdigest()[:16]
+
+
+def covers(profile: Profile, batch: int) -> bool:
+    """Whether the engine that was measured was started for ``batch`` sequences at least.
+
+    One that is started for more takes more memory than was counted. An engine whose memory follows from the steps
+    that were run records no such number, and is extrapolated.
+    """
+    started_for = max((point.max_batch for point in profile.memory), default=0)
+    return started_for == 0 or batch <= started_for
+
+
+def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: int) -> str:
+    """A sentence on a profile that is there and does not hold now.
+
+    Args:
+        versions: of the engine, now.
+        batch: requests at once that are asked for.
+    """
+    differences = _differences(profile, node, versions)
+    if not differences and not covers(profile, batch):
+        started_for = max(point.max_batch for point in profile.memory)
+        differences = [f"an engine started for {started_for} requests at once, {batch} are asked for"]
+    how = ", ".join(differences) or "other devices"
+    return f"a profile on {profile.engine} of {profile.created_at} is not used: it was taken with {how}"
+
+
+def _differences(profile: Profile, node: NodeStatus, versions: Versions) -> list[str]:
+    then, now = profile.machine, dict(versions)
+    found = [
+        f"{version if name == 'engine' else f'{name} {version}'} (now {now[name]})"
+        for name, version in then.versions
+        if now.get(name, version) != version
+    ]
+    if then.driver != node.driver:
+        found.append(f"driver {then.driver or 'unknown'} (now {node.driver or 'none'})")
+    names = sorted({_name(device.kind, device.name) for device in node.devices})
+    was = then.cpu_model if then.device.compute_capability is None else then.device.name
+    if names != [was]:
+        found.append(f"{was} (now {' and '.join(names) or 'no device'})")
+    if then.num_devices != len(node.devices):
+        found.append(f"{then.num_devices} devices (now {len(node.devices)})")
+    return found
+
+
+def _name(kind: str, name: str) -> str:
+    known = match_device(name) if kind == "cuda" else None
+    return name if known is None else known.name

@@ -1,0 +1,169 @@
+"""What a profile measures on an engine that starts anew for each format: no more than the wish can make use of.
+
+The engine is the synthetic machine of known step times, with the capability table of vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.engines.vllm.table import TABLE
+from daemon.status import DeviceStatus, NodeStatus
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.measurements import Profile
+from iserve.controller.deployer import worker_spec
+from iserve.controller.estimating import estimator_for, step_tokens_of
+from iserve.controller.node import hardware_of
+from iserve.controller.profile_taking import STEP_TOKENS, Order, take
+from iserve.model_source import ModelSource
+from iserve.planning import PlanOptions, make_plan
+from planner.intent import Intent, IntentKind, Quality, Slo
+from planner.plan import Plan
+from tests.fingerprint.step_timed_machine import StepTimedMachine, llama_7b
+
+GIB = 2**30
+BITS16, FP8 = WeightFormat.BITS16, WeightFormat.FP8
+SOURCE = ModelSource(name="m", directory=Path("/m"), has_weights=True, spec=llama_7b())
+RUNS = TABLE.unprepared()
+NODE = NodeStatus(
+    node_id="n",
+    observed_at=0.0,
+    devices=tuple(
+        DeviceStatus(
+            device_id=f"GPU-{index}",
+            index=index,
+            kind="cuda",
+            name="NVIDIA H200",
+            total_bytes=140 * GIB,
+            free_bytes=139 * GIB,
+            load_fraction=0.0,
+        )
+        for index in range(2)
+    ),
+    workers=(),
+)
+
+
+def profiled(
+    machine: StepTimedMachine,
+    *,
+    wish: PlanOptions | None = None,
+    quality: Quality = Quality.NEAR,
+    table: Any = RUNS,
+    batch: int = 4,
+) -> Profile:
+    order = Order(
+        source=SOURCE,
+        table=table,
+        node=NODE,
+        workload=Workload(batch, 512, 128) if wish is None else wish.workload,
+        wish=wish,
+        quality=quality if wish is None else wish.intent.quality,
+        max_seconds=1e6,
+        progress=lambda _: None,
+    )
+    target: Any = machine
+    fingerprints: Any = machine.fingerprint
+    return take(order, target, fingerprints)
+
+
+def started(machine: StepTimedMachine) -> list[tuple[int, int, WeightFormat]]:
+    """(tp, pp, weights) of each engine start, of which every configuration takes two."""
+    loads = [(e[1].tp, e[1].pp, e[2]) for e in machine.log if e[0] == "load"]  # type: ignore[attr-defined]
+    assert all(loads.count(one) == 2 for one in loads)
+    return list(dict.fromkeys(loads))
+
+
+def plan_of(profile: Profile, wish: PlanOptions) -> Plan:
+    return make_plan(SOURCE.spec, hardware_of(NODE, profile.machine.device), estimator_for(profile), [RUNS], wish)
+
+
+def wished(kind: IntentKind = IntentKind.MIN_COST, **limits: Any) -> PlanOptions:
+    return PlanOptions(intent=Intent(kind=kind, **limits), workload=Workload(4, 512, 128))
+
+
+def test_without_a_wish_every_format_of_the_quality_is_measured_under_every_degree() -> None:
+    machine = StepTimedMachine()
+    profile = profiled(machine)
+    assert started(machine) == [(tp, pp, w) for tp, pp in ((1, 1), (2, 1), (1, 2)) for w in (BITS16, FP8)]
+    assert profile.notes == ()
+
+
+def test_an_exact_wish_measures_16_bits_only() -> None:
+    machine = StepTimedMachine()
+    profile = profiled(machine, quality=Quality.EXACT)
+    assert {weights for *_, weights in started(machine)} == {BITS16}
+    assert profile.notes == ("fp8 not measured: quality=exact does not allow it",)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        wished(),
+        wished(IntentKind.MIN_LATENCY),
+        wished(IntentKind.MIN_MEMORY),
+        wished(IntentKind.MIN_GPU_HOURS),
+        wished(IntentKind.MAX_THROUGHPUT),
+        wished(IntentKind.LATENCY_SLO, slo=Slo(tpot_s=0.02)),
+        wished(IntentKind.LATENCY_SLO, slo=Slo(tpot_s=1e-5)),
+        wished(quality=Quality.EXACT),
+    ],
+    ids=lambda wish: f"{wish.intent.kind}-{wish.intent.slo and wish.intent.slo.tpot_s}-{wish.intent.quality}",
+)
+def test_what_is_skipped_does_not_change_what_is_chosen(wish: PlanOptions) -> None:
+    """Skipping is told, costs no start, and ends where measuring everything ends."""
+    thrifty, thorough = StepTimedMachine(), StepTimedMachine()
+    profile = profiled(thrifty, wish=wish)
+    whole = profiled(thorough, quality=wish.intent.quality)
+    skipped = [note for note in profile.notes if " not measured: " in note and "quality=" not in note]
+    assert len(started(thrifty)) + len(skipped) == len(started(thorough))
+    chosen, best = plan_of(profile, wish).best, plan_of(whole, wish).best
+    assert (chosen and chosen.config) == (best and best.config)
+
+
+def test_a_split_is_not_measured_for_least_memory_and_is_for_least_latency() -> None:
+    """Two GPUs hold more than one, whatever is measured of them; and may well be faster."""
+    small, fast = StepTimedMachine(), StepTimedMachine()
+    profile = profiled(small, wish=wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    assert started(small) == [(1, 1, BITS16)]
+    assert [note.partition(":")[0] for note in profile.notes] == [
+        "tp=2 pp=1 16bit not measured",
+        "tp=1 pp=2 16bit not measured",
+        "fp8 not measured",
+    ]
+    assert "min-memory of tp=2" in profile.notes[0]
+    assert not any(entry[0] == "open" and entry[1:] != (1, 1) for entry in small.log), "a worker was started"
+    profiled(fast, wish=wished(IntentKind.MIN_LATENCY, quality=Quality.EXACT))
+    assert (2, 1, BITS16) in started(fast)
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_deployment_is_started_with_the_limits_that_were_measured(batch: int, tmp_path: Path) -> None:
+    profile = profiled(StepTimedMachine(), wish=replace(wished(), workload=Workload(batch, 512, 128)))
+    assert {point.max_batched_tokens for point in profile.memory} == {STEP_TOKENS}
+    assert all(point.max_batch >= batch for point in profile.memory)
+    wish = replace(wished(), workload=Workload(batch, 512, 128))
+    best = plan_of(profile, wish).best
+    assert best is not None
+    free = {device.device_id: device.free_bytes for device in NODE.devices}
+    spec = worker_spec("m", SOURCE, "m-1", best, wish.workload, free, step_tokens_of(profile))
+    assert spec.limits.max_batched_tokens == STEP_TOKENS
+    assert spec.limits.max_batch == batch
+
+
+def test_where_no_step_was_fixed_a_launch_follows_from_the_workload() -> None:
+    profile = profiled(StepTimedMachine())
+    plain = replace(profile, timing=tuple(replace(point, repeat=1) for point in profile.timing))
+    assert step_tokens_of(plain) is None
+    unrecorded = replace(profile, memory=tuple(replace(p, max_batched_tokens=0) for p in profile.memory))
+    assert step_tokens_of(unrecorded) == STEP_TOKENS
+
+
+def test_what_is_estimated_from_the_skipped_stays_scaled() -> None:
+    profile = profiled(StepTimedMachine(), wish=wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    estimate = estimator_for(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
+    assert estimate.tpot_s.source == "scaled"
