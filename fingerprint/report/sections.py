@@ -372,6 +372,7 @@ def reading(report: Report) -> Markup:
                 if report.whole
                 else []
             ),
+            ("sharded", "from one tensor-parallel rank's shape run alone, and modelled all-reduces"),
             ("scaled", "the nearest measured configuration times the ratio of the roofline's figures"),
             ("roofline", "from datasheets alone"),
             ("refused", "listed with its reason and never deployed"),
