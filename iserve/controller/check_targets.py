@@ -31,10 +31,11 @@ from fingerprint.errors import (
 )
 from fingerprint.measurements import Profile
 from iserve.api_types import DeployBody, VerifyBody
-from iserve.controller.deployer import Deployer, deployable_engine, why_nothing, worker_spec
-from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
+from iserve.controller.deployer import Deployer, deployable_engine, engine_for, why_nothing, worker_spec
+from iserve.controller.profiling import Profiler, ask_daemon, launched, step_tokens_of, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.model_source import ModelSource
+from iserve.planning import PlanOptions
 from iserve.settings import Settings
 from iserve.state.store import Store
 
@@ -151,7 +152,7 @@ class Targets:
             BadInputError, InfeasibleError: the wish, the model or the engine cannot be.
         """
         options = body.options(default_policy=self._settings.policy, load_threshold=self._settings.load_threshold)
-        engine = deployable_engine(body.engine)
+        deployable_engine(body.engine)
         source = self._resolve(body.model, need_weights=False)
         if source.has_weights or (body.model is not None and Path(body.model).exists()):
             Checkpoint.open(source.directory)  # as for a deploy: refused before anything is started
@@ -161,14 +162,23 @@ class Targets:
             tell("resolving", 0, 0, 0.0)
             source = self._resolve(body.model)
             Checkpoint.open(source.directory)
-            profile = self._profile(source, engine, options.workload, tell)
+            engine, _ = engine_for(body.engine, source.spec, self._node(), options.intent.quality)
+            profile = self._profile(source, engine, options, tell)
             tell("planning", 0, 0, 0.0)
             worker_id = f"verify-{uuid.uuid4().hex[:12]}"
             with self._profiler.paused(lambda: None), self._profiler.owning(worker_id):
                 planned = self._deployer.plan(source, engine, profile, options)
                 if planned.best is None:
                     raise InfeasibleError(why_nothing(planned.document))
-                spec = worker_spec("verify", source, worker_id, planned.best, options.workload, planned.free_bytes)
+                spec = worker_spec(
+                    "verify",
+                    source,
+                    worker_id,
+                    planned.best,
+                    options.workload,
+                    planned.free_bytes,
+                    step_tokens_of(profile),
+                )
                 # Should no controller ever come back to end it.
                 spec = replace(
                     spec, ends_at=time.time() + self._settings.start_timeout_s + 2 * body.max_seconds + _SLACK_S
@@ -189,15 +199,16 @@ class Targets:
 
         return source.name, find
 
-    def _profile(self, source: ModelSource, engine: Engine, workload: Workload, tell: Tell) -> Profile:
+    def _profile(self, source: ModelSource, engine: Engine, options: PlanOptions, tell: Tell) -> Profile:
         def find() -> Profile | None:
-            return self._profiler.stored(source, engine, self._node())
+            return self._profiler.stored(source, engine, self._node(), batch=options.workload.batch)
 
         return find() or self._profiler.take(
             source,
             engine,
             self._daemon,
-            workload=workload,
+            workload=options.workload,
+            wish=options,
             max_seconds=self._settings.profile_seconds,
             progress=lambda p: tell(f"profiling: {p.running}", p.done, p.total, p.elapsed_s),
             unless=find,
