@@ -52,7 +52,7 @@ def verify(
     ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Check a configuration against what is predicted of it, and correct the model's estimates by what is found.
+    """Check a configuration against its prediction, and correct the model's estimates.
 
     A running deployment is checked as it is, its clients waiting in line with the check. Of any other MODEL the
     configuration that `deploy` would choose is launched for the check and ended with it.
