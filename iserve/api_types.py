@@ -201,6 +201,7 @@ class NodeDocument:
     observed_at: float
     devices: tuple[DeviceStatus, ...]
     num_workers: int
+    driver: str | None = None  # version of the GPUs' driver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

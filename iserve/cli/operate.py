@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.client import DaemonClient
+from daemon.engines.registry import ENGINES
 from daemon.process import group_members, is_alive, kill_group, read_record
 from daemon.status import WorkerState
 from fingerprint.errors import NotFoundError, UnavailableError
@@ -91,7 +93,21 @@ def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
             Finding(ok, f"{state.name}: {f'pid {state.pid}, {state.url}' if ok else 'not running; `iserve up`'}")
         )
     findings += _leftovers(settings, fix=fix)
+    findings += _engines(settings)
     return tuple(findings)
+
+
+def _engines(settings: Settings) -> Iterator[Finding]:
+    """Each engine's versions and Python. One that is not there is a problem where a setting says that it is."""
+    for engine in ENGINES.values():
+        named = getattr(settings, f"{engine.name.replace('-', '_')}_python", None)
+        table = engine.capabilities()
+        if table.unavailable is not None:
+            yield Finding(named is None, f"engine {engine.name}: {table.unavailable}")
+            continue
+        versions = ", ".join(v if name == "engine" else f"{name} {v}" for name, v in engine.versions())
+        limits = "" if table.unprofiled is None else f"; {table.unprofiled}"
+        yield Finding(True, f"engine {engine.name}: {versions}, for {named or sys.executable}{limits}")
 
 
 def _home(home: Path) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,15 +108,17 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     from iserve.cli.live import client
     from iserve.controller.deployer import deployable_engine
     from iserve.controller.node import hardware_of
+    from iserve.controller.profile_validity import differences
     from iserve.controller.profiling import estimator_for
     from iserve.model_source import resolve
     from iserve.report_service import build_report, find_profile
     from iserve.settings import load_settings
     from iserve.verify.documents import StoredVerification
 
-    wanted = deployable_engine(engine).name
+    if engine != "auto":
+        deployable_engine(engine)
     controller = client()
-    profiles = [p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if p.engine == wanted]
+    profiles = [p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if engine in ("auto", p.engine)]
     registered = {m.name: Path(m.directory) for m in controller.get("/api/v1/models", tuple[ModelDocument, ...])}
     try:
         source = resolve(model, registered, need_weights=False)
@@ -133,11 +136,17 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     if not nodes:
         raise UnavailableError("this node's daemon is away; `iserve status` looks, try again in a moment")
     hardware = hardware_of(nodes[0], profile.machine.device)
-    engines = [get_engine(wanted).capabilities()]
+    measured_on = get_engine(profile.engine)
+    engines = [measured_on.capabilities()]
     checks = controller.get("/api/v1/verifications", tuple[StoredVerification, ...])
-    alike = [c for c in checks if c.in_force and (c.shape_hash, c.engine) == (profile.spec.shape_hash, wanted)]
+    alike = [
+        c for c in checks if c.in_force and (c.shape_hash, c.engine) == (profile.spec.shape_hash, profile.engine)
+    ]
     estimator = CorrectedEstimator(estimator_for(profile), [check.verification for check in alike])
-    return build_report(name, profile.spec, hardware, estimator, engines, options, accuracy=accuracy)
+    report = build_report(name, profile.spec, hardware, estimator, engines, options, accuracy=accuracy)
+    changed = differences(profile, nodes[0], measured_on.versions())
+    stale = f"no plan or deploy here uses this profile any more: it was taken with {', '.join(changed)}"
+    return replace(report, warnings=(*report.warnings, *([stale] if changed else [])))
 
 
 def _check_target(target: Path) -> None:

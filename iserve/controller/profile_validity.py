@@ -10,8 +10,9 @@ from daemon.status import NodeStatus
 from fingerprint.codec import to_json
 from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
+from iserve.api_types import NodeDocument
 
-__all__ = ["covers", "key_without_driver", "machine_key", "why_unused"]
+__all__ = ["covers", "differences", "key_without_driver", "machine_key", "why_unused"]
 
 Versions = Sequence[tuple[str, str]]
 
@@ -57,15 +58,16 @@ def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: in
         versions: of the engine, now.
         batch: requests at once that are asked for.
     """
-    differences = _differences(profile, node, versions)
-    if not differences and not covers(profile, batch):
+    found = differences(profile, node, versions)
+    if not found and not covers(profile, batch):
         started_for = max(point.max_batch for point in profile.memory)
-        differences = [f"an engine started for {started_for} requests at once, {batch} are asked for"]
-    how = ", ".join(differences) or "other devices"
+        found = [f"an engine started for {started_for} requests at once, {batch} are asked for"]
+    how = ", ".join(found) or "other devices"
     return f"a profile on {profile.engine} of {profile.created_at} is not used: it was taken with {how}"
 
 
-def _differences(profile: Profile, node: NodeStatus, versions: Versions) -> list[str]:
+def differences(profile: Profile, node: NodeStatus | NodeDocument, versions: Versions) -> list[str]:
+    """What the profile was taken with that is otherwise now: versions of the engine, driver, devices."""
     then, now = profile.machine, dict(versions)
     found = [
         f"{version if name == 'engine' else f'{name} {version}'} (now {now[name]})"

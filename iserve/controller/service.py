@@ -110,6 +110,7 @@ class Controller:
                 observed_at=node.observed_at,
                 devices=node.devices,
                 num_workers=len(node.workers),
+                driver=node.driver,
             ),
         )
 
