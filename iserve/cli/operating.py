@@ -145,12 +145,14 @@ def profile(
     from fingerprint.measurements import Profile
     from iserve.api_types import ProfileJobDocument
     from iserve.cli.live import client, model_argument
+    from iserve.cli.profile_text import print_profile
     from iserve.cli.progress import StepDisplay
+    from iserve.controller.profiling import estimator_for
     from iserve.settings import load_settings
 
     if not 0 < max_seconds <= 86_400:
         raise typer.BadParameter("must be above 0 and at most 86400", param_hint="'--max-seconds'")
-    o.workload_of(batch, input_tokens, output_tokens)
+    workload = o.workload_of(batch, input_tokens, output_tokens)
     settings = load_settings()
     model = None if model is None else model_argument(model, settings)
     controller = client(settings)
@@ -172,11 +174,7 @@ def profile(
     if as_json:
         typer.echo(to_json(measured, indent=2).decode())
         return
-    runs = sum(len(point.runs) for point in measured.timing)
-    typer.echo(
-        f"{measured.model}: {runs} runs of {len(measured.timing)} points in {measured.spent_s:.1f} s "
-        f"({'all intervals tight' if measured.complete else 'the budget ended first'})"
-    )
+    print_profile(measured, estimator_for(measured), workload)
     for note in (*job.notes, *measured.notes):
         typer.echo(f"note: {note}")
     typer.echo(f"see it: iserve report {measured.model} -o report.html")
