@@ -1,0 +1,197 @@
+"""The worker of a profile: it takes only what nobody was promised, and what its engine dies of is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.vllm.adapter import VllmEngine
+from daemon.monitor import Monitor, WorkerUse
+from daemon.nvml import NvmlDevices
+from daemon.profile_client import LOAD_MARK, WorkerProfileSession
+from daemon.status import NodeStatus, WorkerState
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import EngineError, InfeasibleError
+from iserve.controller.profiling import last_words, within_what_is_free
+from tests.daemon import fake_nvml
+from tests.daemon.conftest import Node
+
+GIB = 2**30
+TOTAL = 48 * GIB
+
+
+def spec(
+    *device_ids: str, memory_bytes: int = 0, worker_id: str = "profile", profiling: bool = True
+) -> WorkerSpec:
+    """A worker that holds the whole of each of its devices' share."""
+    return WorkerSpec(
+        worker_id=worker_id,
+        served_model="m",
+        checkpoint="/m",
+        config=DeploymentConfig(pp=len(device_ids)),
+        stages=tuple(StageAssignment(device_ids=(device_id,), num_layers=1) for device_id in device_ids),
+        limits=WorkerLimits(
+            max_batch=1,
+            max_batched_tokens=64,
+            max_context_tokens=64,
+            kv_tokens=64,
+            memory_bytes_per_device=memory_bytes,
+        ),
+        profiling=profiling,
+    )
+
+
+@pytest.fixture
+def nvml() -> Iterator[ModuleType]:
+    gpus = [replace(gpu) for gpu in fake_nvml.GPUS]
+    yield fake_nvml
+    fake_nvml.GPUS[:] = gpus
+    fake_nvml.FAILING.clear()
+
+
+def use(number: int, promised: int, used: int, *, ready: bool) -> WorkerUse:
+    """A worker on the first GPU whose process the driver lists."""
+    return WorkerUse(
+        worker_id=f"w{number}",
+        pid=100 + number,
+        slots={"GPU-aaaa": 1},
+        promised_bytes={"GPU-aaaa": promised},
+        pids=frozenset({100 + number}),
+        ready=ready,
+    )
+
+
+shares = st.tuples(st.integers(0, 12), st.floats(0, 1), st.booleans())  # GiB promised, part in use, ready
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(workers=st.lists(shares, max_size=4), strangers_gib=st.integers(0, 20))
+def test_no_promise_to_others_is_ever_given_to_a_profile(
+    nvml: ModuleType, workers: list[tuple[int, float, bool]], strangers_gib: int
+) -> None:
+    """Whatever the others use of what they were promised by now, all of it still fits beside the profile."""
+    uses, processes = [], {7: strangers_gib * GIB}
+    for number, (gib, part, ready) in enumerate(workers):
+        promised = gib * GIB
+        processes[100 + number] = int(part * promised)
+        uses.append(use(number, promised, processes[100 + number], ready=ready))
+    in_use = min(TOTAL, sum(processes.values()))
+    nvml.GPUS[0] = replace(nvml.GPUS[0], used=in_use, processes=processes)
+    source = NvmlDevices.open(nvml)
+    assert source is not None
+    monitor = Monitor(source)
+    monitor.read()
+    node = NodeStatus(node_id="n", observed_at=0.0, devices=monitor.statuses(uses), workers=())
+    taken = within_what_is_free(spec("GPU-aaaa"), node).limits.memory_bytes_per_device
+    promised = sum(gib * GIB for gib, *_ in workers)
+    left = TOTAL - strangers_gib * GIB - promised
+    assert taken <= max(0, left)
+    assert taken == pytest.approx(0.9 * max(0, left), abs=2)
+    source.close()
+
+
+def test_the_fullest_of_its_gpus_decides(nvml: ModuleType) -> None:
+    nvml.GPUS[1] = replace(nvml.GPUS[1], used=38 * GIB, processes={7: 38 * GIB})
+    source = NvmlDevices.open(nvml)
+    assert source is not None
+    monitor = Monitor(source)
+    monitor.read()
+    node = NodeStatus(node_id="n", observed_at=0.0, devices=monitor.statuses([]), workers=())
+    assert within_what_is_free(spec("GPU-aaaa", "GPU-bbbb"), node).limits.memory_bytes_per_device == 9 * GIB
+    source.close()
+
+
+def test_the_daemon_counts_a_profile_beside_a_deployment(tmp_path: Path) -> None:
+    """A real daemon over the strict NVML: 20 GiB of 48 are promised to a worker that still loads."""
+    node = Node(tmp_path / "home")
+    node.offer_gpus(tmp_path / "nvml")
+    try:
+        client = node.start(cpu_devices=None)
+        node.behave(slow_start_s=600)
+        deployed = replace(
+            spec("GPU-aaaa", memory_bytes=20 * GIB, worker_id="deployed", profiling=False),
+            checkpoint=str(node.checkpoint),
+        )
+        client.launch(deployed)
+        profile = within_what_is_free(replace(spec("GPU-aaaa"), checkpoint=str(node.checkpoint)), client.node())
+        assert profile.limits.memory_bytes_per_device == int(0.9 * 28 * GIB)
+        client.launch(profile)
+        first = client.node().devices[0]
+        assert first.free_bytes == pytest.approx(2.8 * GIB, abs=4)
+        with pytest.raises(InfeasibleError, match=r"2\.80 GiB are free"):
+            client.launch(replace(deployed, worker_id="more"))
+        client.stop("profile")
+        assert client.node().devices[0].free_bytes == 28 * GIB
+        assert client.worker("deployed").state is WorkerState.STARTING
+        assert client.node().driver == "570.86.15"
+    finally:
+        node.clear()
+
+
+# --- last words ------------------------------------------------------------------------------------------------
+
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+CORE_FAILED = (
+    "vLLM did not start: RuntimeError: Engine core initialization failed. See root cause above. "
+    "Failed core proc(s): {}"
+)
+EARLIER = (
+    f"{LOAD_MARK} /f/2-layers 16bit 16bit\n(EngineCore_0 pid=7) ERROR 11-21 12:00:00 [core.py:9] {OUT_OF_MEMORY}\n"
+)
+NOW = f"{LOAD_MARK} /f/2-layers fp8 16bit\nINFO 11-21 12:01:00 [core.py:1] Initializing a V1 LLM engine\n"
+
+
+def said(log: str, error: str = CORE_FAILED) -> str:
+    return str(last_words(VllmEngine(), spec("GPU-aaaa"), EngineError(error), log))
+
+
+def test_the_log_knows_what_the_worker_was_not_told() -> None:
+    """vLLM's own error only says that its engine core failed; the core's words are in the log."""
+    words = said(EARLIER)
+    assert "ran out of GPU memory; give it more memory" in words
+    assert OUT_OF_MEMORY in words
+
+
+def test_only_the_last_start_is_asked() -> None:
+    words = said(f"{EARLIER}{NOW}(EngineCore_0 pid=8) ValueError: No kernel for fp8 here\n")
+    assert "No kernel for fp8 here" in words
+    assert "OutOfMemory" not in words
+
+
+def test_where_the_log_knows_nothing_the_worker_s_own_word_stands() -> None:
+    assert "unexpected keyword argument 'x'" in said(
+        NOW, "vLLM did not start: TypeError: unexpected keyword argument 'x'"
+    )
+    assert "Engine core initialization failed" not in said(NOW, "vLLM did not start: TypeError: bad")
+
+
+def test_the_worker_prints_the_mark_that_the_controller_looks_for() -> None:
+    """It cannot import it: it runs in vLLM's interpreter."""
+    hosted = (Path(__file__).parents[2] / "daemon" / "vllm_worker" / "hosted.py").read_text()
+    assert f'LOAD_MARK = "{LOAD_MARK}"' in hosted
+
+
+class HungUp:
+    """A worker that no longer listens; whoever watches it sees its end at the fourth look."""
+
+    url = "http://127.0.0.1:9"
+    looks = 0
+
+    def failure(self) -> str | None:
+        self.looks += 1
+        return "worker profile (vllm) ended: exit code -9; last words: Killed" if self.looks > 3 else None
+
+    def stop(self) -> None: ...
+
+
+def test_a_worker_that_hung_up_is_given_a_moment_to_be_seen_dead() -> None:
+    """Why it ended is the daemon's to tell, which looks when it looks; a closed port alone tells nothing."""
+    with pytest.raises(EngineError, match="exit code -9; last words: Killed"):
+        WorkerProfileSession(HungUp(), call_timeout_s=5.0).memory()
