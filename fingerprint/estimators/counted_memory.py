@@ -59,11 +59,10 @@ class CountedMemory:
         Raises:
             NotMeasuredError: the configuration was not loaded.
         """
-        points = self._loaded(config)
+        points = self.loaded(config)
         layer = self._layer_bytes(config, points)
         first, last = self._ends(config, points, layer)
         ranks = [rank for point in points for rank in point.ranks]
-        per_stage = max(even_split(self._spec.num_layers, config.pp))
         estimate = MemoryEstimate(
             tp=config.tp,
             pp=config.pp,
@@ -74,7 +73,7 @@ class CountedMemory:
             last_stage_bytes=math.ceil(last),
             activation_bytes=max(rank.activation_peak_bytes for rank in ranks),
             pp_buffer_bytes=max(rank.pp_buffer_bytes for rank in ranks),
-            runtime_bytes=max(rank.runtime_bytes for rank in ranks) + self._graph_bytes(points, per_stage),
+            runtime_bytes=max(rank.runtime_bytes for rank in ranks) + self.graph_bytes(config),
             relative_error=_RELATIVE_ERROR,
             source=Source.EXTRAPOLATED,
         )
@@ -101,24 +100,36 @@ class CountedMemory:
         Raises:
             NotMeasuredError: the configuration was not loaded.
         """
-        points = self._loaded(config)
+        points = self.loaded(config)
         estimate = self.memory(config, Workload())
         ranks = [rank for point in points for rank in point.ranks]
-        split = even_split(self._spec.num_layers, config.pp)
-        context = estimate.runtime_bytes - self._graph_bytes(points, max(split))
+        context = estimate.runtime_bytes - self.graph_bytes(config)
         block_tokens = max(rank.kv_block_tokens for rank in ranks)
         block = self._kv_bytes_per_token(points) * block_tokens
         fewest = []
-        for stage, layers in enumerate(split):
+        for stage, layers in enumerate(even_split(self._spec.num_layers, config.pp)):
             held = estimate.stage(stage, layers).weights_bytes + estimate.activation_bytes + context
             fewest.append(max(0, math.floor((budget_bytes - held) / block) // layers))
         return min(fewest)
 
-    def _loaded(self, config: DeploymentConfig) -> list[MemoryPoint]:
+    def loaded(self, config: DeploymentConfig) -> list[MemoryPoint]:
+        """What was counted of ``config``'s fingerprints: of the real group, else of one rank alone.
+
+        Raises:
+            NotMeasuredError: nothing was.
+        """
         points = self._points.get(key_of(config))
         if not points or config.pruning is not Pruning.NONE or config.engine != self._engine:
             raise NotMeasuredError(f"the memory of {config} was not measured on {self._engine}")
         return points
+
+    def graph_bytes(self, config: DeploymentConfig) -> int:
+        """Of captured graphs on the GPU with the most layers; ``memory`` has them in ``runtime_bytes``.
+
+        Raises:
+            NotMeasuredError: the configuration was not loaded.
+        """
+        return self._graph_bytes(self.loaded(config), max(even_split(self._spec.num_layers, config.pp)))
 
     def _layer_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
         """One layer's weights on one GPU."""

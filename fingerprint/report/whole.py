@@ -15,6 +15,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workloa
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.estimators.l3 import Overhead, WholePoint, repeat_overheads, repeated_points
 from fingerprint.measurements import MemoryPoint, StepReading, TimingPoint
 
@@ -157,7 +158,7 @@ class WholeModel:
     lines: tuple[BatchLine, ...]
     cost: RepeatCost
     plain_gap_s: tuple[float, float] | None  # smallest and largest, where it was run unrepeated
-    memory: CountedModel | None  # None: not counted, or of one rank alone, whose group holds more
+    memory: CountedModel | None  # None: not counted
 
 
 def whole_models(estimator: DepthTiedEstimator, workload: Workload) -> tuple[WholeModel, ...]:
@@ -192,7 +193,10 @@ class _Times:
 def _whole_model(times: _Times, whole: Sequence[WholePoint], memory: CountedModel | None) -> WholeModel:
     profile, config = times.estimator.profile, times.config
     num_layers = profile.spec.num_layers
-    ran = _group([p for p in profile.timing if _ran(p) == _asked(config)])
+    shard = key_of(config) in times.estimator.l3.shards
+    ran = tuple(
+        p for p in profile.timing if (p.shard, MeasuredKey(p.tp, p.pp, p.weights, p.kv)) == (shard, key_of(config))
+    )
     repeated, deepest = repeated_points(ran, num_layers)
     used = [p for p in repeated if p.num_layers == deepest]
     plain = [p for p in ran if p.repeat == 1 and p.num_layers < num_layers]
@@ -206,7 +210,7 @@ def _whole_model(times: _Times, whole: Sequence[WholePoint], memory: CountedMode
         output_tokens=times.output_tokens,
         num_layers=deepest,
         repeat=used[0].repeat,
-        shard=used[0].shard,
+        shard=shard,
         points=tuple(_run_point(times.at(p.batch, p.input_tokens), used, step) for p in whole),
         lines=tuple(times.line(n, [p.batch for p in whole if p.input_tokens == n]) for n in inputs),
         cost=RepeatCost(
@@ -219,21 +223,6 @@ def _whole_model(times: _Times, whole: Sequence[WholePoint], memory: CountedMode
         plain_gap_s=_range(statistics.median(s.gap_s for s in steps) for p in plain if (steps := _steady(p))),
         memory=memory,
     )
-
-
-def _group(points: Sequence[TimingPoint]) -> tuple[TimingPoint, ...]:
-    """The real TP group's points; those of one rank alone where the group was not repeated at two depths."""
-    real = tuple(p for p in points if not p.shard)
-    depths = {p.num_layers for p in real if p.repeat > 1}
-    return real if len(depths) > 1 else tuple(p for p in points if p.shard) or real
-
-
-def _asked(config: DeploymentConfig) -> tuple[int, int, WeightFormat, KvFormat]:
-    return config.tp, config.pp, config.weights, config.kv
-
-
-def _ran(point: TimingPoint | MemoryPoint) -> tuple[int, int, WeightFormat, KvFormat]:
-    return point.tp, point.pp, point.weights, point.kv
 
 
 def _run_point(time: TimeAt, used: Sequence[TimingPoint], step: Overhead) -> RunPoint:
@@ -288,34 +277,31 @@ def _range(values: Iterable[float]) -> tuple[float, float] | None:
 
 
 def _counted(estimator: DepthTiedEstimator, config: DeploymentConfig) -> CountedModel | None:
-    profile, counted = estimator.profile, estimator.memory
-    points = [p for p in profile.memory if _ran(p) == _asked(config) and not p.shard]
-    ranks = [rank for point in points for rank in point.ranks]
-    block_tokens = max((rank.kv_block_tokens for rank in ranks), default=0)
-    if not block_tokens:
-        return None
+    counted = estimator.memory
     some_tokens = Workload(batch=1, input_tokens=1, output_tokens=1)
-    budget_bytes = int(KV_SHARE * profile.machine.device.memory_bytes)
     try:
-        whole = counted.memory(config, some_tokens)
-        blocks = counted.kv_blocks(config, budget_bytes)
+        points, whole = counted.loaded(config), counted.memory(config, some_tokens)
     except NotMeasuredError:
         return None
+    block_tokens = max(rank.kv_block_tokens for point in points for rank in point.ranks)
+    if not block_tokens:
+        return None
+    budget_bytes = int(KV_SHARE * estimator.profile.machine.device.memory_bytes)
     fullest = max(whole.stages(even_split(whole.num_layers, config.pp)), key=lambda stage: stage.weights_bytes)
-    context_bytes = max(rank.runtime_bytes for rank in ranks)
+    graph_bytes = counted.graph_bytes(config)
     return CountedModel(
         fingerprints=tuple(_items(point) for point in sorted(points, key=lambda p: p.num_layers)),
         whole=CountedItems(
             num_layers=whole.num_layers,
             weights_bytes=fullest.weights_bytes,
             activation_bytes=fullest.activation_bytes,
-            context_bytes=context_bytes,
+            context_bytes=fullest.runtime_bytes - graph_bytes,
             pp_buffer_bytes=fullest.pp_buffer_bytes,
-            graph_bytes=fullest.runtime_bytes - context_bytes,
+            graph_bytes=graph_bytes,
             kv_bytes_per_token=fullest.kv_bytes / some_tokens.kv_tokens,
         ),
         block_tokens=block_tokens,
-        blocks=blocks,
+        blocks=counted.kv_blocks(config, budget_bytes),
         budget_bytes=budget_bytes,
     )
 

@@ -99,6 +99,20 @@ def test_a_rank_that_was_run_alone_is_said_to_be(profile: Profile) -> None:
     assert [model.shard for model in models_of(replace(profile, timing=both))] == [False, False]
 
 
+def test_a_group_holds_more_than_its_rank_alone(profile: Profile) -> None:
+    alone = replace(
+        profile,
+        timing=tuple(replace(p, shard=p.tp == 2) for p in profile.timing),
+        memory=tuple(replace(p, shard=p.tp == 2) for p in profile.memory),
+    )
+    (_, rank), (_, group) = (model.memory for model in models_of(profile)), models_of(alone)
+    assert rank is not None
+    assert group.memory is not None
+    assert group.memory.whole.graph_bytes == rank.whole.graph_bytes
+    assert group.memory.whole.context_bytes > rank.whole.context_bytes  # the buffers of its sums, by assumption
+    assert group.memory.blocks < rank.blocks
+
+
 def test_waits_of_plain_fingerprints_are_told_where_they_were_run(
     machine: StepTimedMachine, profile: Profile, models: tuple[WholeModel, ...]
 ) -> None:
