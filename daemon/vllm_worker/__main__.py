@@ -43,7 +43,7 @@ class _Worker:
     def __init__(self, spec: dict[str, Any], machine: Any) -> None:
         self.hosted = Hosted(spec)
         self.machine = machine
-        self._work: queue.Queue[_Work | None] = queue.Queue()
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # a signal handler may put into it
         self._busy = threading.Lock()
 
     def ask(self, call: Callable[[], Any]) -> Any:

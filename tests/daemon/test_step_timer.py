@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.engines.vllm_stand_in import costs
+
 HERE = Path(__file__).parent
 STAND_IN = HERE / "engines" / "vllm_stand_in"
 TIMER = HERE.parents[1] / "daemon" / "step_timer" / "iserve_step_timer.py"
@@ -64,7 +66,6 @@ class Rig:
         return [dict(zip(self.timer.COLUMNS, row, strict=True)) for row in self.worker.iserve_timer_read()]
 
     def forward_s(self, tokens: int, pairs: int) -> float:
-        costs = self.worker_module
         return costs.OTHER_S + LAYERS * costs.layer_s(tokens, pairs)
 
 
@@ -77,11 +78,13 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
         "vllm.v1",
         "vllm.v1.worker",
         "vllm.v1.worker.gpu_worker",
+        "vllm.costs",
         "iserve_timer",
         "core",
     ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # restored whatever follows
     torch = module_of("torch", STAND_IN / "torch_on_paper.py")
+    sys.modules["vllm"].costs = module_of("vllm.costs", STAND_IN / "costs.py")
     worker = module_of("vllm.v1.worker.gpu_worker", STAND_IN / "gpu_worker.py")
     core = module_of("core", STAND_IN / "core.py")
     timer = module_of("iserve_timer", TIMER)
@@ -99,7 +102,6 @@ class TestWhatAStepTook:
         rig.run([10, 10], 4)
         prefill, *decode = rig.read()
         assert (prefill["prefill_tokens"], len(decode)) == (20, 3)
-        costs = rig.worker_module
         assert prefill["forward_s"] == pytest.approx(repeat * rig.forward_s(20, 110))
         for number, step in enumerate(decode):
             pairs = 2 if runner == NEWER else 2 * (11 + number)  # a whole graph is of the size it was captured for
@@ -134,7 +136,6 @@ class TestWhatAStepTook:
         before = rig.torch.stream.now_s
         rig.run([16], 1)
         assert rig.worker.model_runner.model.calls - calls == 4
-        costs = rig.worker_module
         took = rig.torch.stream.now_s - before - costs.LEAD_S - costs.TAIL_S
         assert took == pytest.approx(4 * rig.forward_s(16, 136))
 
@@ -244,7 +245,7 @@ class TestRecording:
             rig.worker.iserve_timer_start(repeat, True)
 
     def test_memory_is_what_vllm_counted(self, rig) -> None:
-        worker, costs = rig.start(), rig.worker_module
+        worker = rig.start()
         counted = worker.iserve_memory()
         assert counted["weights"] == costs.OTHER_BYTES + LAYERS * costs.LAYER_BYTES
         assert counted["peak_activation_memory"] == costs.ACTIVATION_BYTES

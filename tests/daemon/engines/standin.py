@@ -44,7 +44,8 @@ def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
     stand_in = HERE / "vllm_stand_in"
     modules = {
         "vllm.entrypoints.cli.main": HERE / "vllm_standin.py",
-        "vllm.__init__": stand_in / "__init__.py",
+        "vllm.__init__": stand_in / "package.py",
+        "vllm.costs": stand_in / "costs.py",
         "vllm.core": stand_in / "core.py",
         "vllm.llm": stand_in / "llm.py",
         "vllm.third_party.pynvml": HERE.parent / "fake_nvml.py",

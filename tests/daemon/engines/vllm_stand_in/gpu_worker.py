@@ -5,19 +5,10 @@ forward. The older one calls the forward for every step; within it each layer's 
 """
 
 import torch
+from vllm import costs
 
-GIB = 2**30
-LAYER_S, TOKEN_S, PAIR_S = 3e-4, 1e-6, 1e-9  # of one layer: of a step, of a token, of a query-key pair
-OTHER_S = 5e-5  # of a forward beside its layers
-LEAD_S, TAIL_S = 2e-5, 1e-4
-LAYER_BYTES, OTHER_BYTES = 64 * 2**20, 256 * 2**20
-ACTIVATION_BYTES, CONTEXT_BYTES, GRAPH_BYTES = 3 * GIB // 2, GIB // 4, 300 * 2**20
 NEWER_RUNNER = {"LlamaForCausalLM", "Qwen3ForCausalLM"}
 CAPTURED = (1, 2, 4, 8, 16, 32)
-
-
-def layer_s(tokens, pairs):
-    return LAYER_S + TOKEN_S * tokens + PAIR_S * pairs
 
 
 class Model:
@@ -31,13 +22,13 @@ class Model:
 
     def forward(self, tokens, pairs):
         self.calls += 1
-        torch.kernel(OTHER_S)
+        torch.kernel(costs.OTHER_S)
         for _ in range(self.layers):
             self.run_layer(tokens, pairs)
         return "hidden states"
 
     def run_layer(self, tokens, pairs):
-        torch.kernel(layer_s(tokens, pairs))
+        torch.kernel(costs.layer_s(tokens, pairs))
 
 
 class PiecewiseModel(Model):
@@ -50,15 +41,15 @@ class PiecewiseModel(Model):
     def run_layer(self, tokens, pairs):
         piece = self.pieces.get(tokens)
         if piece is None or torch.cuda.is_current_stream_capturing():
-            torch.kernel(layer_s(tokens, 0))
+            torch.kernel(costs.layer_s(tokens, 0))
         else:
             piece.replay()
-        torch.kernel(PAIR_S * pairs)
+        torch.kernel(costs.PAIR_S * pairs)
 
     def capture(self, tokens):
         piece = torch.cuda.CUDAGraph()
         with torch.cuda.graph(piece):
-            torch.kernel(layer_s(tokens, 0))
+            torch.kernel(costs.layer_s(tokens, 0))
         self.pieces[tokens] = piece
 
 
@@ -70,7 +61,7 @@ class ModelRunner:
 
     def load_model(self):
         self.model = Model(self.settings["layers"])
-        self.model_memory_usage = OTHER_BYTES + LAYER_BYTES * self.settings["layers"]
+        self.model_memory_usage = costs.OTHER_BYTES + costs.LAYER_BYTES * self.settings["layers"]
 
     def get_model(self):
         return self.model
@@ -80,13 +71,13 @@ class ModelRunner:
             self.graphs[size] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[size]):
                 self.model(size, size)
-        return GRAPH_BYTES
+        return costs.GRAPH_BYTES
 
     def execute_model(self, scheduler_output):
         if not scheduler_output.total_num_scheduled_tokens:
             return "nothing to do"
         assert not self.unsampled, "the last step was not sampled"
-        torch.kernel(LEAD_S)
+        torch.kernel(costs.LEAD_S)
         self.forward(scheduler_output)
         self.unsampled = len(scheduler_output.num_scheduled_tokens)
         return None
@@ -100,7 +91,7 @@ class ModelRunner:
 
     def sample_tokens(self, _grammar_output):
         if self.unsampled:
-            torch.kernel(TAIL_S)
+            torch.kernel(costs.TAIL_S)
         sampled, self.unsampled = self.unsampled, 0
         return sampled
 
@@ -115,7 +106,7 @@ class GPUModelRunner(ModelRunner):
     def capture_model(self):
         for size in CAPTURED:
             self.model.capture(size)
-        return GRAPH_BYTES
+        return costs.GRAPH_BYTES
 
     def forward(self, scheduler_output):
         self.model(scheduler_output.total_num_scheduled_tokens, scheduler_output.pairs)
@@ -136,9 +127,9 @@ class Worker:
         self.model_runner.load_model()
 
     def determine_available_memory(self):
-        self.peak_activation_memory, self.non_torch_memory = ACTIVATION_BYTES, CONTEXT_BYTES
+        self.peak_activation_memory, self.non_torch_memory = costs.ACTIVATION_BYTES, costs.CONTEXT_BYTES
         self.cudagraph_memory_estimate = 0
-        held = self.model_runner.model_memory_usage + ACTIVATION_BYTES + CONTEXT_BYTES
+        held = self.model_runner.model_memory_usage + costs.ACTIVATION_BYTES + costs.CONTEXT_BYTES
         self.available_kv_cache_memory_bytes = self.requested_memory - held
         return self.available_kv_cache_memory_bytes
 

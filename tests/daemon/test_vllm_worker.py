@@ -1,0 +1,472 @@
+"""The profiling worker around ``vllm.LLM``: real daemon, keeper, guard, HTTP and client; the package stands in.
+
+The stand-in's engine is processes of their own that load the real step timer as a plugin; its GPU is a clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.client import DaemonClient
+from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.procfs import processes
+from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
+from daemon.status import WorkerState
+from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
+from fingerprint.errors import ConfigError, ConflictError, EngineError, IserveError, UnavailableError
+from fingerprint.estimators.counted_memory import CountedMemory
+from fingerprint.estimators.l3 import whole_points
+from fingerprint.families import load_spec
+from fingerprint.generate import generate_shape
+from fingerprint.measurements import Profile
+from tests.daemon.engines.standin import make_vllm
+from tests.daemon.engines.vllm_stand_in import costs
+
+GIB = 2**30
+GPUS = ("GPU-aaaa", "GPU-bbbb")
+LAYERS = 8  # of the whole model
+BITS16, FP8 = WeightFormat.BITS16, WeightFormat.FP8
+
+
+class Handle:
+    """A worker that a daemon runs, as the profiling client wants it."""
+
+    def __init__(self, client: DaemonClient, worker_id: str, url: str) -> None:
+        self._client, self.worker_id, self.url = client, worker_id, url
+
+    def failure(self) -> str | None:
+        status = self._client.worker(self.worker_id)
+        ended = status.state in (WorkerState.FAILED, WorkerState.STOPPED) or status.restarts
+        return (status.error or f"it is {status.state}") if ended else None
+
+    def stop(self) -> None:
+        self._client.stop(self.worker_id)
+
+
+class House:
+    """A node with vLLM on two GPUs, and the whole model's folder."""
+
+    def __init__(self, node: Any, folder: Path, checkpoint: Path) -> None:
+        self.node, self.folder, self.model = node, folder, checkpoint
+        self.handles: list[Handle] = []
+
+    def target(self) -> WorkerProfileTarget:
+        def launch(spec: WorkerSpec) -> Handle:
+            status = self.node.client.launch(spec)
+            self.handles.append(Handle(self.node.client, spec.worker_id, status.url))
+            return self.handles[-1]
+
+        limits = WorkerLimits(
+            max_batch=1,
+            max_batched_tokens=256,
+            max_context_tokens=1024,
+            kv_tokens=1024,
+            memory_bytes_per_device=20 * GIB,
+        )
+        return WorkerProfileTarget(
+            launch,
+            checkpoint=self.model,
+            device_ids=GPUS,
+            limits=limits,
+            engine="vllm",
+            start_timeout_s=60,
+            call_timeout_s=60,
+        )
+
+    def fingerprint(self, layers: int, **behaviour: object) -> Path:
+        """The config.json of that many layers alone, as the controller makes it."""
+        target = self.folder / f"{layers}-layers-{len(list(self.folder.iterdir()))}"
+        generate_shape(self.model, target, layers)
+        if behaviour:
+            (target / "behaviour.json").write_text(json.dumps(behaviour))
+        return target
+
+    def load(self, session: WorkerProfileSession, layers: int = 2, *, stages: int = 1, **changes: Any) -> None:
+        behaviour = changes.pop("behaviour", {})
+        values = {
+            "weights": BITS16,
+            "kv": KvFormat.BITS16,
+            "layers_per_stage": (layers // stages,) * stages,
+            "max_batch": 8,
+            "max_context_tokens": 512,
+            "kv_tokens": 2048,
+        }
+        session.load(self.fingerprint(layers, **behaviour), **(values | changes))
+
+    def processes(self, session: WorkerProfileSession | None = None) -> set[int]:
+        """Of this worker, or the last one: what carries its folder in its environment."""
+        where = str(self._folder_of(session)).encode()
+        found = set()
+        for stat in processes():
+            with contextlib.suppress(OSError):
+                if where in Path(f"/proc/{stat.pid}/environ").read_bytes():
+                    found.add(stat.pid)
+        return found
+
+    def engine(self, session: WorkerProfileSession) -> set[int]:
+        """The processes that vLLM itself started."""
+        return {pid for pid in self.processes(session) if "spawn_main" in cmdline(pid)}
+
+    def log(self, session: WorkerProfileSession) -> str:
+        return (self._folder_of(session) / "worker.log").read_text()
+
+    def _folder_of(self, session: WorkerProfileSession | None) -> Path:
+        handle = self.handles[-1] if session is None else session._handle
+        assert isinstance(handle, Handle)
+        return Path(self.node.home) / "workers" / handle.worker_id
+
+
+@pytest.fixture(scope="module")
+def house(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_node: Callable[[Path], Any],
+    tiny_checkpoint: Callable[[str], Path],
+) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("vllm-worker")
+    node = make_node(folder / "home")
+    node.offer_gpus(folder / "nvml")
+    node.extra_env["ISERVE_VLLM_PYTHON"] = str(make_vllm(folder / "env"))
+    model, fingerprints = folder / "model", folder / "fingerprints"
+    shutil.copytree(tiny_checkpoint("llama"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": LAYERS, "max_position_embeddings": 1024})
+    )
+    fingerprints.mkdir()
+    try:
+        node.start(real_engines=True, cpu_devices=None)
+        yield House(node, fingerprints, model)
+    finally:
+        node.clear()
+
+
+@contextlib.contextmanager
+def opened(house: House) -> Iterator[WorkerProfileSession]:
+    with house.target() as target:
+        session = target.open(tp=1, pp=1)
+        try:
+            yield session
+        finally:
+            session.close()
+
+
+@pytest.fixture
+def session(house: House) -> Iterator[WorkerProfileSession]:
+    """A worker of one's own."""
+    with opened(house) as session:
+        yield session
+
+
+@pytest.fixture(scope="class")
+def kept(house: House) -> Iterator[WorkerProfileSession]:
+    """One worker for a class of tests, each of which loads what it needs."""
+    with opened(house) as session:
+        yield session
+
+
+def bursts(
+    session: WorkerProfileSession, batch: int = 2, input_tokens: int = 20, output_tokens: int = 3, **changes
+):
+    values = {"repeat": 1, "most": 2, "until_s": 60.0} | changes
+    return session.bursts(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, **values)
+
+
+class TestMeasuring:
+    @pytest.mark.parametrize("repeat", [1, 4])
+    def test_a_burst_is_its_steps_repeated_as_asked(self, house, kept, repeat) -> None:
+        house.load(kept, 2)
+        runs = bursts(kept, repeat=repeat)
+        assert len(runs) == 2
+        for run in runs:
+            assert [(s.tokens, s.sequences, s.prefill_tokens) for s in run.steps] == [
+                (40, 2, 40),
+                (2, 2, 0),
+                (2, 2, 0),
+            ]
+            prefill = costs.OTHER_S + 2 * costs.layer_s(40, 420)
+            decode = costs.OTHER_S + 2 * costs.layer_s(2, 2)
+            assert run.steps[0].forward_s == pytest.approx(repeat * prefill)
+            assert [s.forward_s for s in run.steps[1:]] == pytest.approx([repeat * decode] * 2)
+            assert run.device_s == pytest.approx(sum(s.forward_s for s in run.steps))
+            assert run.e2e_s >= run.device_s
+            assert run.host_s == pytest.approx(run.e2e_s - run.device_s)
+            assert (run.sm_clock_mhz, run.power_w) == (210.0, 25.0)
+
+    def test_a_long_prompt_is_cut_by_the_limit_of_the_worker(self, house, kept) -> None:
+        house.load(kept)
+        (run,) = bursts(kept, 3, 200, 2, most=1)
+        assert [s.prefill_tokens for s in run.steps] == [256, 255, 89, 0]  # the first decodes in the second step
+
+    def test_bursts_end_with_the_count_or_the_time(self, house, kept) -> None:
+        house.load(kept)
+        assert len(bursts(kept, most=5)) == 5
+        assert len(bursts(kept, most=5, until_s=0.0)) == 1
+
+    @pytest.mark.parametrize("kv", [KvFormat.BITS16, KvFormat.FP8])
+    def test_memory_is_what_vllm_counts_and_the_cache_has_the_room_asked_for(self, house, kept, kv) -> None:
+        house.load(kept, 2, kv=kv)
+        (rank,) = kept.memory()
+        assert (rank.rank, rank.stage) == (0, 0)
+        assert rank.weights_bytes == costs.OTHER_BYTES + 2 * costs.LAYER_BYTES
+        assert rank.activation_peak_bytes == costs.ACTIVATION_BYTES
+        assert (rank.runtime_bytes, rank.graph_bytes) == (costs.CONTEXT_BYTES, costs.GRAPH_BYTES)
+        assert rank.kv_block_tokens == 16
+        assert rank.kv_room_tokens == 16 * (2048 // 16 + 8 + 1)
+        per_token = load_spec(house.model).kv_bytes_per_token_per_layer(kv)
+        assert rank.kv_bytes == rank.kv_room_tokens * per_token * 2
+        held = rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes
+        assert rank.kv_blocks == pytest.approx((20 * GIB - held) // (2 * 16 * per_token), rel=1e-3)
+
+    def test_the_room_asked_for_holds_what_it_is_asked_for(self, house, kept) -> None:
+        """Each sequence's last block is partly empty; the stand-in's engine dies rather than preempt."""
+        house.load(kept, max_batch=8, max_context_tokens=70, kv_tokens=8 * 70)
+        (run,) = bursts(kept, 8, 67, 3, most=1)
+        assert sum(s.prefill_tokens for s in run.steps) == 8 * 67
+
+    def test_the_machine_is_what_the_daemon_knows(self, kept) -> None:
+        machine = kept.machine()
+        assert machine.device.name == "a6000"
+        assert machine.driver == "570.86.15"
+        assert dict(machine.versions)["engine"] == "vllm 0.24.0"
+
+    def test_fingerprints_follow_each_other_in_one_worker(self, house, kept) -> None:
+        for layers, weights in ((2, BITS16), (1, BITS16), (2, FP8)):
+            house.load(kept, layers, weights=weights)
+            assert kept.memory()[0].weights_bytes == costs.OTHER_BYTES + layers * costs.LAYER_BYTES
+            assert len(house.engine(kept)) == 1
+
+    @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+    def test_two_gpus_are_two_ranks_of_their_stages(self, house, tp, pp) -> None:
+        """With tp=2 the stand-in refuses to start with NVLink multicast on."""
+        with house.target() as target:
+            session = target.open(tp=tp, pp=pp)
+            try:
+                house.load(session, 2 * pp, stages=pp)
+                ranks = session.memory()
+                assert [(rank.rank, rank.stage) for rank in ranks] == [(0, 0), (1, 1 // tp)]
+                assert {rank.weights_bytes for rank in ranks} == {costs.OTHER_BYTES + 2 * costs.LAYER_BYTES}
+                (run,) = bursts(session, most=1)
+                assert len(run.steps) == 3
+            finally:
+                session.close()
+        assert not house.processes()
+
+    def test_a_profile_of_it_tells_the_whole_model(self, house) -> None:
+        """The real driver over all of this: decode steps and memory are those of the clock, exactly."""
+        plan = DepthTiedPlan(
+            points=((1, 32), (4, 64)),
+            shallow_points=((1, 32), (4, 64)),
+            long_output=9,
+            max_batch=8,
+            max_context_tokens=128,
+            settle_s=0.0,
+            budget_s=60.0,
+        )
+        with house.target() as target:
+            profile = depth_tied_profile("m", load_spec(house.model), target, house.fingerprint, plan)
+        assert (profile.complete, profile.notes) == (True, ())
+        assert_whole(profile, house)
+        assert not house.processes()
+
+
+def assert_whole(profile: Profile, house: House) -> None:
+    points = whole_points(profile.timing, LAYERS)
+    assert {(p.batch, p.input_tokens) for p in points} == {(1, 32), (4, 64)}
+    for point in points:
+        whole = costs.OTHER_S + LAYERS * costs.layer_s(point.batch, point.batch)
+        assert point.steady_s == pytest.approx(whole + costs.LEAD_S + costs.TAIL_S, rel=1e-6)
+    memory = CountedMemory(profile)
+    (key,) = memory.measured
+    assert (key.tp, key.pp) == (1, 1)
+    assert {point.num_layers for point in profile.memory} == {1, 2}
+
+
+def cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+class TestRefusals:
+    def test_before_a_load_there_is_nothing_to_measure(self, session) -> None:
+        for ask in (lambda: bursts(session), session.memory):
+            with pytest.raises(UnavailableError, match="nothing is loaded"):
+                ask()
+
+    @pytest.mark.parametrize(
+        ("batch", "input_tokens", "output_tokens"),
+        [(9, 20, 3), (1, 511, 2), (8, 260, 3)],
+        ids=["batch", "long", "room"],
+    )
+    def test_what_does_not_fit_what_was_loaded(self, house, kept, batch, input_tokens, output_tokens) -> None:
+        house.load(kept)
+        with pytest.raises(ConfigError, match="do not fit what was loaded: 8 sequences, 512 tokens each, 2048 in"):
+            bursts(kept, batch, input_tokens, output_tokens)
+        assert bursts(kept)  # and nothing was harmed
+
+    def test_one_request_at_a_time(self, house, kept) -> None:
+        house.load(kept)
+        results: list[object] = []
+
+        def long_one() -> None:
+            while not results:
+                with contextlib.suppress(ConflictError):  # of a question that was there before
+                    results.append(bursts(kept, 8, 60, 100, most=4, until_s=60.0, repeat=4))
+
+        thread = threading.Thread(target=long_one)
+        thread.start()
+        refused: list[IserveError] = []
+        while thread.is_alive() and not refused:
+            try:
+                kept.memory()
+            except ConflictError as error:
+                refused.append(error)
+        thread.join()
+        assert "another profiling request is under way" in str(refused[0])
+        assert len(results) == 1
+
+    def test_a_path_that_is_none(self, kept) -> None:
+        with pytest.raises(IserveError, match="no route /profile/nothing"):
+            kept._call("POST", "/profile/nothing", {}, dict[str, str])
+
+
+class TestFailures:
+    def test_an_engine_that_does_not_start_is_told_and_another_load_goes_well(self, house, kept) -> None:
+        words = "ValueError: No available memory for the cache blocks."
+        with pytest.raises(EngineError, match="vLLM did not start: "):
+            house.load(kept, behaviour={"start_error": words})
+        assert words in house.log(kept)
+        assert not house.engine(kept)
+        house.load(kept)
+        assert bursts(kept)
+
+    def test_an_argument_that_vllm_refuses_itself_is_told(self, house, kept) -> None:
+        with pytest.raises(EngineError, match=r"max_model_len \(2048\) is greater than the derived"):
+            house.load(kept, max_context_tokens=2048, kv_tokens=4096)
+
+    @pytest.mark.parametrize(
+        "behaviour", [{"dies_at_batch": 4}, {"no_memory_at_tokens": 100}], ids=["killed", "out-of-memory"]
+    )
+    def test_an_engine_that_dies_in_a_run_leaves_nothing_and_the_worker_goes_on(
+        self, house, kept, behaviour
+    ) -> None:
+        house.load(kept, behaviour=behaviour)
+        assert bursts(kept, 2, 20)
+        with pytest.raises(EngineError, match="vLLM failed in a run: EngineDeadError"):
+            bursts(kept, 4, 60)
+        if "no_memory_at_tokens" in behaviour:
+            assert "torch.OutOfMemoryError: CUDA out of memory" in house.log(kept)
+        assert not house.engine(kept)
+        with pytest.raises(UnavailableError, match="nothing is loaded"):
+            bursts(kept)
+        house.load(kept)
+        assert bursts(kept, 4, 60)
+
+    def test_a_point_that_kills_the_engine_costs_a_profile_that_point_alone(self, house) -> None:
+        plan = DepthTiedPlan(
+            points=((1, 32), (2, 32), (4, 64)),
+            shallow_points=((1, 32), (4, 64)),
+            long_output=9,
+            max_batch=8,
+            max_context_tokens=128,
+            settle_s=0.0,
+            budget_s=60.0,
+        )
+        fragile = [house.fingerprint(2, dies_at_batch=4)]
+
+        def fingerprints(layers: int) -> Path:
+            return fragile.pop() if layers == 2 and fragile else house.fingerprint(layers)
+
+        with house.target() as target:
+            profile = depth_tied_profile("m", load_spec(house.model), target, fingerprints, plan)
+        (note,) = profile.notes
+        assert "2 layers, batch 4 with 64 in failed: vLLM failed in a run: EngineDeadError" in note
+        assert {(t.num_layers, t.batch) for t in profile.timing} == {(2, 1), (2, 2), (1, 1), (1, 4)}
+        assert not house.processes()
+
+
+class TestTheEnd:
+    def test_a_stopped_worker_takes_its_engine_with_it(self, house, session) -> None:
+        house.load(session)
+        engine = house.processes()
+        assert len(engine) >= 3  # guard, worker, engine core
+        session.close()
+        assert not house.processes()
+        exit_file = house.node.home / "workers" / house.handles[-1].worker_id / "exit.json"
+        assert json.loads(exit_file.read_text())["exit_code"] == 0
+
+    def test_sigterm_during_a_run_finishes_it_first(self, house, session, until) -> None:
+        house.load(session)
+        results: list[object] = []
+
+        def run() -> None:
+            while not results:
+                with contextlib.suppress(ConflictError):
+                    results.append(bursts(session, 8, 60, 100, most=4, until_s=60.0, repeat=4))
+
+        def is_running() -> bool:
+            try:
+                session.memory()
+            except ConflictError:
+                return True
+            return False
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        until(is_running)
+        (worker,) = (p for p in house.processes() if "vllm_worker" in cmdline(p) and "guard" not in cmdline(p))
+        os.kill(worker, signal.SIGTERM)
+        thread.join()
+        assert len(results) == 1
+        until(lambda: worker not in house.processes() and not house.engine(session), "it is gone with its engine")
+
+    @pytest.mark.parametrize("who", ["worker", "guard", "engine"])
+    def test_kill_9_of_any_process_leaves_none(self, house, session, until, who) -> None:
+        house.load(session)
+        marks = {"worker": "vllm_worker", "guard": "daemon.engines.guard", "engine": "spawn_main"}
+        found = [p for p in house.processes() if marks[who] in cmdline(p)]
+        (victim,) = (p for p in found if who != "worker" or "guard" not in cmdline(p))
+        before = house.processes()
+        os.kill(victim, signal.SIGKILL)
+        if who == "engine":
+            with pytest.raises(EngineError, match="EngineDeadError"):
+                bursts(session)
+            assert not house.engine(session)
+        else:
+            until(lambda: not (before - keepers(house)) & house.processes(), "all that ran is gone")
+        session.close()
+        assert not house.processes()
+
+
+def keepers(house: House) -> set[int]:
+    return {p for p in house.processes() if "daemon.keeper" in cmdline(p)}
+
+
+def test_stages_are_of_the_devices_given() -> None:
+    """What the target asks of a daemon for two stages."""
+    asked: list[WorkerSpec] = []
+
+    def launch(spec: WorkerSpec) -> Handle:
+        asked.append(spec)
+        raise EngineError("not launched")
+
+    limits = WorkerLimits(
+        max_batch=1, max_batched_tokens=1, max_context_tokens=1, kv_tokens=1, memory_bytes_per_device=1
+    )
+    target = WorkerProfileTarget(launch, checkpoint=Path("/m"), device_ids=GPUS, limits=limits, engine="vllm")
+    with pytest.raises(EngineError, match="not launched"):
+        target.open_step_timed(tp=1, pp=2)
+    assert asked[0].profiling
+    assert asked[0].stages == tuple(StageAssignment(device_ids=(gpu,), num_layers=1) for gpu in GPUS)
