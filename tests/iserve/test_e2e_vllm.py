@@ -98,3 +98,23 @@ def test_deploy_serve_refuse_survive_remove(
     vllm_home.run("rm", "chat")
     assert vllm_home.json("ps") == []
     assert not [line for line in vllm_home.processes().values() if "vllm.entrypoints" in line]
+
+
+def test_a_check_reads_the_blocks_that_vllm_reports_and_makes_up_no_memory(vllm_home: Any) -> None:
+    """Neither vLLM nor this NVML, whose GPUs hold nothing, tells what the worker takes."""
+    work = ("--input-tokens", "48", "--output-tokens", "16", "--max-seconds", "3")
+    document = vllm_home.json("verify", "iserve-demo", "--engine", "vllm", *work)
+    assert (document["config"]["engine"], document["deployment"]) == ("vllm", None)
+    found = {metric["name"]: metric for metric in document["metrics"]}
+    assert found["ttft_s"]["measured"] > 0
+    assert found["tpot_s"]["repeats"] >= 3
+    kv = found["kv_tokens"]
+    assert (kv["predicted"], kv["inside"]) == (64, True)
+    assert kv["how"] == f"the engine's own report: {kv['measured'] / 16:.0f} blocks of 16"
+    memory = found["memory_bytes_per_gpu"]
+    assert (memory["measured"], memory["inside"]) == (None, None)
+    assert "not reported" in memory["how"]
+    assert not [line for line in vllm_home.processes().values() if "vllm.entrypoints" in line]
+    candidates = vllm_home.json("plan", "iserve-demo", "--engine", "vllm", *work[:4])["candidates"]
+    corrections = [c["estimate"]["correction"] for c in candidates if c["estimate"] is not None]
+    assert {c["memory_bytes"] for c in corrections} == {0}
