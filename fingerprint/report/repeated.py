@@ -170,10 +170,9 @@ def _gap_text(model: WholeModel) -> str:
     )
     if model.plain_gap_s is None:
         return told
-    return (
-        f"{told} Where a forward was run once only, it waited {_range(*model.plain_gap_s)}, which is why forwards "
-        "are repeated."
-    )
+    once = f"{told} Where a forward was run once only, it waited {_range(*model.plain_gap_s)}"
+    hidden = model.plain_gap_s[0] > waits[-1]
+    return f"{once}: its few layers were done before the host had the next step ready." if hidden else f"{once}."
 
 
 def _range(low_s: float, high_s: float) -> str:
