@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload, even_split
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Source
+from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.l1 import L1
 from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.l2_device import L2Device
+from fingerprint.estimators.l3 import L3
 from fingerprint.estimators.m1 import M1
 from fingerprint.estimators.m2 import M2
 from fingerprint.estimators.m3 import M3
+from fingerprint.estimators.registry import Predicts, estimator_names
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import MemoryPoint, Profile, RunReading, StepReading, TimingPoint
 from fingerprint.profile import ProfilePlan
@@ -320,6 +323,25 @@ class TestL2Device(LatencyConformance):
 
     def test_runs_without_step_records_tell_nothing(self) -> None:
         assert not L2Device(take_profile(SyntheticMachine(), FINGERPRINTS)).fits
+
+
+class TestL3(LatencyConformance):
+    reached = (VLLM,)
+    refused = (replace(VLLM, tp=2), replace(VLLM, pruning=Pruning.WANDA))
+
+    @pytest.fixture
+    def strategy(self, plain: Profile) -> L3:
+        return L3(plain, RooflineEstimator(plain.spec, plain.machine.device), Calibration())
+
+
+def test_every_registered_strategy_is_held_to_the_suite() -> None:
+    suites = {
+        Predicts.MEMORY: {"M1": TestM1, "M2": TestM2, "M3": TestM3, "counted": TestCounted},
+        Predicts.LATENCY: {"L1": TestL1, "L2": TestL2, "L2-device": TestL2Device, "L3": TestL3},
+    }
+    for predicts, named in suites.items():
+        assert tuple(sorted(named)) == estimator_names(predicts)
+        assert all(suite.predicts is predicts for suite in named.values())
 
 
 @pytest.mark.parametrize(("memory", "latency"), [("M1", "L1"), ("M3", "L2"), ("M2", "L1")])
