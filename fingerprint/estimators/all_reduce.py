@@ -3,7 +3,8 @@
 A rank's shape on one GPU (``fingerprint.shard_config``) does a rank's arithmetic and no communication. A group
 adds up the hidden states twice per layer, after attention and after the MLP (Shoeybi et al. 2019): 2 N all-reduces
 of a step's tokens in the whole model. Left out: the sum after the embedding and the gathering of logits, one of
-each per step (3% of 2 N sums with 32 layers).
+each per step (3% of 2 N sums with 32 layers); and that a group samples from the whole vocabulary, a rank alone
+from its part.
 
 Not measured, so assumed: that the model of an all-reduce is right within a factor of two, and that a rank that
 waits for others takes within 10% of one alone.
