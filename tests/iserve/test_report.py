@@ -30,7 +30,9 @@ from fingerprint.report import AccuracyRecord, AccuracyRow, Report, render_repor
 from iserve.accuracy_store import find_accuracy, store_accuracy
 from iserve.api_types import ModelDocument, NodeDocument
 from iserve.cli.app import app
+from iserve.cli.profile_text import print_profile
 from iserve.client import ControllerClient
+from iserve.controller.estimating import estimator_for
 from iserve.planning import PlanOptions, hypothetical_hardware, make_plan
 from iserve.report_service import ReportOptions, build_report, find_profile, read_accuracy
 from planner.intent import Intent, IntentKind
@@ -196,6 +198,17 @@ def test_the_latest_profile_of_the_shape_is_found(profile: Profile) -> None:
     assert find_profile([older, other], "other", None) is other
     with pytest.raises(NotMeasuredError, match="iserve profile synthetic"):
         find_profile([other], "synthetic", shape)
+
+
+def test_a_profile_of_plain_fingerprints_in_words(profile: Profile, capsys: pytest.CaptureFixture[str]) -> None:
+    estimator = estimator_for(profile)
+    for complete, told in ((True, "all intervals tight"), (False, "the budget ended first")):
+        print_profile(replace(profile, complete=complete), estimator, Workload())
+        (line,) = capsys.readouterr().out.splitlines()
+        runs = sum(len(point.runs) for point in profile.timing)
+        assert line == (
+            f"synthetic: {runs} runs of {len(profile.timing)} points in {profile.spent_s:.1f} s ({told})"
+        )
 
 
 class Controller:

@@ -96,8 +96,11 @@ def test_the_page_is_whole_and_says_what_was_measured(recorded: Recorded, num_gp
     assert "from fingerprints measured on this machine" in page
     times, counted = section(page, "whole"), section(page, "counted")
     for point in own(report, recorded).points:
-        for found in (point.time.ttft_s, point.time.tpot_s):
-            assert f"{seconds(found.low)} to {seconds(found.high)}" in times
+        time = point.time
+        row = [f"{time.batch}", f"{time.input_tokens:,}"]
+        for found in (time.ttft_s, time.tpot_s):
+            row += [seconds(found.value), f"{seconds(found.low)} to {seconds(found.high)}"]
+        assert "".join(row) in times  # the cells of its row, in their order
     assert f"{own(report, recorded).num_layers} layers, each forward" in times
     assert f"whole model ({recorded.profile.spec.num_layers} layers), predicted" in counted
     for note in recorded.profile.notes:
