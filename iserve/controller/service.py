@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
+from daemon.engines.registry import ENGINES
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json
@@ -159,6 +160,8 @@ class Controller:
         profile = self.profiler.stored(source, engine, node, batch=batch)
         if profile is None:
             notes += self.profiler.unused(source, engine, node, batch=batch)
+            others = [e.name for e in ENGINES.values() if self.profiler.stored(source, e, node, batch=batch)]
+            notes += tuple(f"there is one on {other}: --engine {other}" for other in others)
             asked = f"{source.name} --engine {engine.name}" + (f" --batch {batch}" if batch > 1 else "")
             raise NotMeasuredError(
                 f"{source.name} has no profile on {engine.name} that holds on this machine; run `iserve profile "

@@ -3,9 +3,11 @@ or short of memory at the worst moments. The profile of the demo model is a synt
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from daemon.process import own_record, write_record
 from daemon.status import WorkerState
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
+from fingerprint.errors import NotMeasuredError
 from fingerprint.families import load_spec
-from iserve.api_types import DeployBody, DeploymentDocument
+from fingerprint.measurements import Profile
+from iserve.api_types import DeployBody, DeploymentDocument, PlanBody
 from iserve.controller.deployer import worker_spec
 from iserve.controller.profiling import machine_key
 from iserve.controller.reconcile import Reconciler
@@ -30,6 +34,7 @@ from iserve.state.store import Store
 from placement.types import Placement, StagePlacement
 from planner.plan import Ranked
 from tests.daemon.conftest import Node
+from tests.daemon.engines.standin import make_vllm
 from tests.fingerprint.synthetic_machine import SyntheticMachine, Truth, take_profile
 
 Until = Callable[..., Any]
@@ -189,6 +194,39 @@ def test_a_deployment_whose_place_is_taken_is_planned_anew(world: World, ended: 
     (worker,) = world.node.client.workers()
     assert worker.spec.worker_id == "a-1"
     assert worker.spec.limits.memory_bytes_per_device < world.free_bytes()
+
+
+def test_a_profile_of_another_engine_version_is_told_and_not_used(
+    world: World, ended: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Plan and deploy say so; once there is one that holds, there is nothing to say."""
+    world.start()
+    old = take_profile(SyntheticMachine(load_spec(demo_model_path())))
+    versions = (("engine", "torch 0.0.9"), ("torch", "1.13.0"))
+    world.store.put_profile(replace(old, machine=replace(old.machine, versions=versions)), "of another time")
+    why = r"is not used: it was taken with torch 0\.0\.9 \(now torch .*\), torch 1\.13\.0 \(now "
+    with pytest.raises(NotMeasuredError, match=why):
+        world.controller.plan(PlanBody(input_tokens=16, output_tokens=16))
+
+    def take(*_arguments: Any, **_options: Any) -> Profile:
+        world.know_demo(runtime_bytes=2**20)
+        (newest, *_) = world.store.profiles()
+        return newest
+
+    monkeypatch.setattr(world.controller.profiler, "take", take)
+    world.deploy("a")
+    world.deploy("b")
+    assert [ended("a"), ended("b")] == ["ready", "ready"]
+    (note,) = world.controller.deployment_plan("a").notes
+    assert re.search(why, note)
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env")))
+    with pytest.raises(
+        NotMeasuredError, match=r"no profile on vllm that holds .*; there is one on torch: --engine torch"
+    ):
+        world.controller.plan(PlanBody(input_tokens=16, output_tokens=16, engine="vllm"))
+    world.deploy("c")
+    assert ended("c") == "ready"
+    assert world.controller.deployment_plan("c").notes == ()
 
 
 def test_two_deploys_at_once_choose_one_after_the_other(world: World, ended: Callable[..., str]) -> None:

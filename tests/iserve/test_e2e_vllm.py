@@ -37,7 +37,8 @@ def take_to_be_measured(installation: Any) -> None:
     assert [device.kind for device in node.devices] == ["cuda", "cuda"]
     machine = SyntheticMachine(load_spec(demo_model_path()), engine="vllm")
     profile = take_profile(machine)
-    profile = replace(profile, machine=replace(profile.machine, device=gpu_spec("a6000")))
+    here = {"device": gpu_spec("a6000"), "driver": node.driver, "versions": get_engine("vllm").versions()}
+    profile = replace(profile, machine=replace(profile.machine, num_devices=2, **here))
     store = Store.open(installation.home / "state.db")
     store.put_profile(profile, machine_key(node, get_engine("vllm")))
     store.close()
@@ -118,3 +119,20 @@ def test_a_check_reads_the_blocks_that_vllm_reports_and_makes_up_no_memory(vllm_
     candidates = vllm_home.json("plan", "iserve-demo", "--engine", "vllm", *work[:4])["candidates"]
     corrections = [c["estimate"]["correction"] for c in candidates if c["estimate"] is not None]
     assert {c["memory_bytes"] for c in corrections} == {0}
+
+
+def test_auto_is_vllm_on_gpus_and_a_profile_holds_for_one_driver(vllm_home: Any, tmp_path: Path) -> None:
+    plan = vllm_home.json("plan", "iserve-demo", *WORK)
+    assert {candidate["config"]["engine"] for candidate in plan["candidates"]} == {"vllm"}
+    assert plan["notes"] == []
+    vllm_home.run("down")
+    nvml = tmp_path / "nvml" / "pynvml.py"
+    nvml.write_text(nvml.read_text().replace('"570.86.15"', '"575.57.08"'))
+    refused = vllm_home.run("plan", "iserve-demo", *WORK, check=False)
+    assert refused.returncode == 1
+    assert "has no profile on vllm that holds on this machine" in refused.stderr
+    assert "is not used: it was taken with driver 570.86.15 (now 575.57.08)" in refused.stderr
+    torch = vllm_home.run("plan", "iserve-demo", "--engine", "torch", *WORK, check=False)
+    assert "has no profile on torch" in torch.stderr
+    assert "not used" not in torch.stderr  # of the engine that is asked for there never was one
+    assert "there is one on" not in torch.stderr  # that holds
