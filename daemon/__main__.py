@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from daemon.engines.registry import get_engine
+from daemon.own_log import bound_own_log
 from daemon.server import serve
 from daemon.settings import DaemonSettings
 from fingerprint.errors import IserveError
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             cpu_devices=arguments.cpu_devices,
             **{name: value for name, value in given.items() if value is not None},
         )
+        bound_own_log(settings.home / "logs" / "daemon.log")
         asyncio.run(serve(settings, get_engine))
     except IserveError as error:
         print(f"daemon: {error}", file=sys.stderr)

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from types import FrameType
 
 import uvicorn
 
+from daemon.own_log import bound_own_log
 from daemon.process import ProcessRecord, is_alive, own_record, read_record, write_record
 from fingerprint.errors import ConflictError, IserveError, UnavailableError
 from iserve.controller.app import create_app
@@ -116,7 +118,10 @@ def _start_companions(controller: Controller, reconciler: Reconciler) -> None:
 def run(settings: Settings) -> None:
     """Serve until SIGTERM. The daemon, the gateway and the workers go on without it."""
     path = settings.run_folder / "controller.json"
+    bound_own_log(settings.log_folder / "controller.log")
     with _only_one(settings), ExitStack() as at_the_end:
+        # What a profile left whose controller was killed: from here on nobody else uses it.
+        shutil.rmtree(settings.fingerprint_folder, ignore_errors=True)
         listener = _listen(settings)
         at_the_end.callback(listener.close)
         host, port = listener.getsockname()[:2]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from daemon.own_log import move_if_large
 from daemon.process import ProcessRecord, is_alive, kill_group, read_record, spawn_detached
 from daemon.procfs import ProcessStat, pids_with, sees, start_time_ticks, started_as
 from fingerprint.errors import UnavailableError
@@ -24,7 +25,6 @@ __all__ = ["Companion", "daemon_companion", "end_controllers", "gateway_companio
 
 log = logging.getLogger(__name__)
 
-_LOG_BYTES = 8 * 2**20
 _RESPAWN_S = 1.0  # never more than one start in so long; after one that failed, twice as long
 _MAX_RESPAWN_S = 30.0
 
@@ -91,7 +91,7 @@ class Companion:
     def _start(self) -> ProcessRecord:
         try:
             self._settings.log_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _bound_log(self.log_path)
+            move_if_large(self.log_path)
         except OSError as error:
             raise UnavailableError(f"cannot write {self.log_path}: {error.strerror}; mend the folder") from error
         pid = next((stat.pid for stat in self._found() if stat.group_id == stat.pid), None)
@@ -187,9 +187,3 @@ def last_line(path: Path) -> str:
     except OSError as error:
         return f"its log cannot be read: {error.strerror}"
     return next((line for line in reversed(lines) if line), "it said nothing")
-
-
-def _bound_log(path: Path) -> None:
-    """Keep one older log when it has grown past 8 MiB."""
-    if path.exists() and path.stat().st_size > _LOG_BYTES:
-        path.replace(path.with_suffix(".log.1"))

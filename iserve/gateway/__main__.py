@@ -19,6 +19,7 @@ from types import FrameType
 
 import uvicorn
 
+from daemon.own_log import bound_own_log
 from daemon.process import own_record, read_record, write_record
 from fingerprint.errors import IserveError
 from iserve.gateway.app import Gateway
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, _end)  # uvicorn re-raises the signal after its clean shutdown; then exit with 0
+    bound_own_log((args.home / "logs" / "gateway.log").absolute())
     run = args.home / "run"
     record_path = run / "gateway.json"
     _raise_file_limit()

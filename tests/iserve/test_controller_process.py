@@ -84,6 +84,31 @@ def test_a_port_in_use_is_one_line_and_starts_nothing(
     assert not (installation.home / "run" / "daemon.json").exists()
 
 
+def test_fingerprints_of_a_killed_controller_are_gone_at_the_next_start(
+    make_installation: Callable[..., Any],
+) -> None:
+    """They take disk, up to two layers of a model, and nobody would use them again."""
+    installation = make_installation()
+    left = installation.home / "fingerprints" / "0123" / "1-layers"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"x" * 1000)
+    installation.run("up")
+    assert not left.parent.exists()
+
+
+def test_logs_are_bounded_while_their_processes_run(
+    make_installation: Callable[..., Any], until: Callable[..., Any]
+) -> None:
+    installation = make_installation()
+    installation.run("up")
+    for name in ("controller", "daemon", "gateway"):
+        log = installation.home / "logs" / f"{name}.log"
+        with log.open("ab") as file:
+            file.write(b"x" * 9 * 2**20 + b"\n")
+        until(lambda log=log: log.exists() and log.stat().st_size < 2**20, f"{log} is begun anew")
+        assert log.with_name(f"{name}.log.1").stat().st_size > 8 * 2**20
+
+
 def test_sigterm_ends_it_in_the_middle_of_a_profile(
     make_installation: Callable[..., Any], until: Callable[..., Any]
 ) -> None:

@@ -1,0 +1,51 @@
+"""Keeps the log of a long-lived process bounded: the file its output goes to, and one older file beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["bound_own_log", "move_if_large"]
+
+_LOG_BYTES = 8 * 2**20
+_LOOK_S = 1.0
+
+
+def move_if_large(path: Path, *, max_bytes: int = _LOG_BYTES) -> bool:
+    """Move a log that has grown past ``max_bytes`` to ``NAME.1``, in place of the one there.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if not path.exists() or path.stat().st_size <= max_bytes:
+        return False
+    path.replace(path.with_name(f"{path.name}.1"))
+    return True
+
+
+def bound_own_log(path: Path, *, max_bytes: int = _LOG_BYTES, look_s: float = _LOOK_S) -> None:
+    """From now on, while this process's output goes to ``path``, keep it to about ``max_bytes``.
+
+    All of the output, tracebacks and libraries' included: the descriptors are turned to a new file. Looked at once
+    in ``look_s`` by a thread; output that goes elsewhere, a terminal say, is left alone.
+    """
+
+    def watch() -> None:
+        while True:
+            time.sleep(look_s)
+            with contextlib.suppress(OSError):  # a full disk: tried again
+                _turn_over(path, max_bytes)
+
+    threading.Thread(target=watch, name="own-log", daemon=True).start()
+
+
+def _turn_over(path: Path, max_bytes: int) -> None:
+    own = [number for number in (1, 2) if os.path.samestat(os.fstat(number), path.stat())]
+    if own and move_if_large(path, max_bytes=max_bytes):
+        new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for number in own:
+            os.dup2(new, number)
+        os.close(new)
