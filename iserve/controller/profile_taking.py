@@ -14,7 +14,6 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.depth_tied_profile import depth_tied_plan, depth_tied_profile
 from fingerprint.errors import NotMeasuredError, UnsupportedModelError
-from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
@@ -23,16 +22,14 @@ from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import default_plan
 from iserve.controller.estimating import estimator_for
 from iserve.controller.node import hardware_of
+from iserve.controller.profile_room import STEP_TOKENS, fitting, quietest
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions
 from iserve.worth_measuring import cannot_change_plan
 from planner.intent import Quality, allows
 from planner.space import shape_refusal
 
-__all__ = ["STEP_TOKENS", "Fingerprints", "Order", "take"]
-
-# Of the largest step of a profiling worker; and of deployments on engines whose memory is counted for such a step.
-STEP_TOKENS = DEFAULT_MAX_BATCHED_TOKENS
+__all__ = ["Fingerprints", "Order", "take"]
 
 _DEGREES = ((1, 1), (2, 1), (1, 2))
 
@@ -82,7 +79,8 @@ def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fi
     """Every forward repeated to the model's depth. A format takes two engine starts of its own, so those that the
     wished quality does not allow are left out, as is what cannot become the best any more."""
     source, workload = order.source, order.workload
-    weights, degrees = _formats_and_degrees(source.spec, order, target.machine().device)
+    device = target.machine().device
+    weights, degrees = _formats_and_degrees(source.spec, order, device)
     allowed = tuple(w for w in weights if allows(order.quality, DeploymentConfig(weights=w)))
     plan = replace(
         depth_tied_plan(
@@ -95,6 +93,7 @@ def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fi
         ),
         max_batched_tokens=STEP_TOKENS,
     )
+    plan, no_room = fitting(plan, source.spec, device, quietest(order.node.devices))
     measured = depth_tied_profile(
         source.name,
         source.spec,
@@ -107,7 +106,7 @@ def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fi
     left_out = (
         f"{w} not measured: quality={order.quality} does not allow it" for w in weights if w not in allowed
     )
-    return replace(measured, notes=(*measured.notes, *left_out))
+    return replace(measured, notes=(*measured.notes, *no_room, *left_out))
 
 
 def _needless(order: Order, config: DeploymentConfig, so_far: Profile) -> str | None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
 from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
-from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
+from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import (
     EngineError,
@@ -32,7 +32,8 @@ from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from iserve.controller.estimating import estimator_for, step_tokens_of
-from iserve.controller.profile_taking import STEP_TOKENS, Fingerprints, Order, take
+from iserve.controller.profile_room import STEP_TOKENS, quietest, share_of_free_bytes
+from iserve.controller.profile_taking import Fingerprints, Order, take
 from iserve.controller.profile_validity import covers, key_without_driver, machine_key, why_unused
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions
@@ -53,7 +54,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_SHARE_OF_FREE = 0.9  # of a device's memory, for a profiling worker
 _LOG_LINES = 2000  # of a profiling worker's log, to look for its engine's last words in
 _ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
 
@@ -279,7 +279,9 @@ class Profiler:
     def _target(
         self, source: ModelSource, engine: Engine, daemon: Callable[[], DaemonClient], node: NodeStatus
     ) -> WorkerProfileTarget:
-        devices = _quietest(node)
+        if not node.devices:
+            raise InfeasibleError(f"node {node.node_id} offers no device to profile on")
+        devices = quietest(node.devices)
 
         def launch(spec: WorkerSpec) -> WorkerHandle:
             self._workers |= {spec.worker_id}
@@ -331,13 +333,6 @@ def _check_usable(measured: Profile, workload: Workload) -> None:
 def within_what_is_free(spec: WorkerSpec, node: NodeStatus) -> WorkerSpec:
     """``spec`` with most of what its devices have free now; a CPU's memory changes from second to second."""
     used = {device_id for stage in spec.stages for device_id in stage.device_ids}
-    free_bytes = min(device.free_bytes for device in node.devices if device.device_id in used)
-    limits = replace(spec.limits, memory_bytes_per_device=int(free_bytes * _SHARE_OF_FREE))
+    free_bytes = share_of_free_bytes(device for device in node.devices if device.device_id in used)
+    limits = replace(spec.limits, memory_bytes_per_device=free_bytes)
     return replace(spec, limits=limits)
-
-
-def _quietest(node: NodeStatus) -> list[DeviceStatus]:
-    """All devices, the least loaded and emptiest first, so that profiling harvests what others leave."""
-    if not node.devices:
-        raise InfeasibleError(f"node {node.node_id} offers no device to profile on")
-    return sorted(node.devices, key=lambda d: (d.load_fraction, -d.free_bytes, d.index))

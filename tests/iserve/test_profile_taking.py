@@ -14,11 +14,13 @@ import pytest
 from daemon.engines.vllm.table import TABLE
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.errors import InfeasibleError
 from fingerprint.measurements import Profile
 from iserve.controller.deployer import worker_spec
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.controller.node import hardware_of
-from iserve.controller.profile_taking import STEP_TOKENS, Order, take
+from iserve.controller.profile_room import STEP_TOKENS
+from iserve.controller.profile_taking import Order, take
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions, make_plan
 from planner.intent import Intent, IntentKind, Quality, Slo
@@ -55,11 +57,12 @@ def profiled(
     quality: Quality = Quality.NEAR,
     table: Any = RUNS,
     batch: int = 4,
+    node: NodeStatus = NODE,
 ) -> Profile:
     order = Order(
         source=SOURCE,
         table=table,
-        node=NODE,
+        node=node,
         workload=Workload(batch, 512, 128) if wish is None else wish.workload,
         wish=wish,
         quality=quality if wish is None else wish.intent.quality,
@@ -139,6 +142,42 @@ def test_a_split_is_not_measured_for_least_memory_and_is_for_least_latency() -> 
     assert not any(entry[0] == "open" and entry[1:] != (1, 1) for entry in small.log), "a worker was started"
     profiled(fast, wish=wished(IntentKind.MIN_LATENCY, quality=Quality.EXACT))
     assert (2, 1, BITS16) in started(fast)
+
+
+def with_free(*gib: float) -> NodeStatus:
+    devices = (replace(d, free_bytes=int(g * GIB)) for d, g in zip(NODE.devices, gib, strict=True))
+    return replace(NODE, devices=tuple(devices))
+
+
+def points(profile: Profile) -> set[tuple[int, int]]:
+    return {(point.batch, point.input_tokens) for point in profile.timing}
+
+
+def test_points_that_what_is_free_does_not_hold_are_left_out() -> None:
+    """The engine makes as many KV blocks as it is told, whoever was promised the memory: of Llama-2-7B in two
+    layers 32 KiB for each token, 4.3 GiB for 256 sequences of 545."""
+    whole = profiled(StepTimedMachine(), batch=256, quality=Quality.EXACT)
+    some = profiled(StepTimedMachine(), batch=256, quality=Quality.EXACT, node=with_free(6, 6))
+    assert (256, 512) in points(whole) - points(some)
+    assert (1, 512) in points(some) < points(whole)
+    left_out = [note for note in some.notes if "GiB of a GPU, a profile may use 5.4 GiB now" in note]
+    assert len(left_out) == len(points(whole) - points(some))
+    assert max(p.kv_tokens for p in some.memory) * 32 * 1024 < 4 * GIB
+
+
+def test_a_gpu_that_is_full_stands_in_the_way_of_splits_alone() -> None:
+    machine = StepTimedMachine()
+    profile = profiled(machine, quality=Quality.EXACT, node=with_free(2, 139))
+    assert started(machine) == [(1, 1, BITS16)]
+    assert [note.partition(":")[0] for note in profile.notes[:2]] == ["tp=2 pp=1 left out", "tp=1 pp=2 left out"]
+    assert points(profile) == points(profiled(StepTimedMachine(), quality=Quality.EXACT))
+
+
+def test_a_profile_that_has_room_for_nothing_says_what_it_needs() -> None:
+    machine = StepTimedMachine()
+    with pytest.raises(InfeasibleError, match=r"a profile needs \d\.\d GiB of a GPU, 0\.9 GiB of what is free"):
+        profiled(machine, quality=Quality.EXACT, node=with_free(1, 1))
+    assert started(machine) == []
 
 
 @pytest.mark.parametrize("batch", [1, 16])

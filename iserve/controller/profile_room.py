@@ -1,0 +1,95 @@
+"""Which devices a profile is taken on, and what of it fits beside the workers that are there.
+
+An engine that is told how many KV blocks to make makes them, so nobody but its plan keeps it from memory that is
+promised to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from daemon.status import DeviceStatus
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.depth_tied_profile import DepthTiedPlan
+from fingerprint.errors import InfeasibleError
+from fingerprint.estimates import StageMemory
+from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["STEP_TOKENS", "fitting", "quietest", "share_of_free_bytes"]
+
+# Of the largest step of a profiling worker; and of deployments on engines whose memory is counted for such a step.
+STEP_TOKENS = DEFAULT_MAX_BATCHED_TOKENS
+
+_SHARE_OF_FREE = 0.9  # of a device's memory, for a profiling worker
+_DEEPEST = 2  # layers of the largest fingerprint, per stage
+_GIB = 2**30
+
+
+def quietest(devices: Iterable[DeviceStatus]) -> list[DeviceStatus]:
+    """The least loaded and emptiest first, so that profiling harvests what others leave."""
+    return sorted(devices, key=lambda d: (d.load_fraction, -d.free_bytes, d.index))
+
+
+def share_of_free_bytes(devices: Iterable[DeviceStatus]) -> int:
+    """What a profiling worker may take of each of ``devices``: most of what the fullest has free of promises."""
+    return int(min(device.free_bytes for device in devices) * _SHARE_OF_FREE)
+
+
+def fitting(
+    plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequence[DeviceStatus]
+) -> tuple[DepthTiedPlan, tuple[str, ...]]:
+    """The points and degrees of ``plan`` that fit what ``devices`` have free now, and a note on each other.
+
+    Args:
+        devices: in the order in which they are used: tp * pp of them from the first on.
+
+    Raises:
+        InfeasibleError: the first has room for none.
+    """
+    need = _need_bytes(plan, spec, gpu)
+    limit = share_of_free_bytes(devices[:1])
+    points = tuple(point for point in plan.points if need[point] <= limit)
+    if not points:
+        raise InfeasibleError(
+            f"a profile needs {min(need.values()) / _GIB:.1f} GiB of a GPU, {limit / _GIB:.1f} GiB of what is "
+            "free may be used; stop a worker there"
+        )
+    notes = [
+        f"batch {b} with {n} in left out: it needs {need[b, n] / _GIB:.1f} GiB of a GPU, a profile may use "
+        f"{limit / _GIB:.1f} GiB now"
+        for b, n in plan.points
+        if (b, n) not in points
+    ]
+    largest = max(need[point] for point in points)
+    degrees = []
+    for tp, pp in plan.degrees:
+        room = share_of_free_bytes(devices[: tp * pp])
+        if largest <= room:
+            degrees.append((tp, pp))
+        else:
+            notes.append(
+                f"tp={tp} pp={pp} left out: up to {largest / _GIB:.1f} GiB of each GPU is needed, a profile may "
+                f"use {room / _GIB:.1f} GiB now"
+            )
+    kept = replace(
+        plan,
+        points=points,
+        shallow_points=tuple(point for point in plan.shallow_points if point in points),
+        degrees=tuple(degrees),
+    )
+    return replace(kept, max_context_tokens=min(plan.max_context_tokens, kept.kv_tokens)), tuple(notes)
+
+
+def _need_bytes(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec) -> dict[tuple[int, int], int]:
+    """By point, what the largest fingerprint takes on one GPU: by the roofline, with 16-bit weights."""
+    cut = RooflineEstimator(replace(spec, num_layers=_DEEPEST), gpu, max_batched_tokens=STEP_TOKENS)
+
+    def stage(workload: Workload) -> StageMemory:
+        return cut.estimate(DeploymentConfig(), workload).memory.stage(0, _DEEPEST)
+
+    step = stage(Workload(1, STEP_TOKENS, 1))
+    beside = step.total_bytes - step.kv_bytes
+    return {(b, n): beside + stage(Workload(b, n, plan.long_output)).kv_bytes for b, n in plan.points}
