@@ -24,6 +24,11 @@ class StageAssignment:
     num_layers: int
     memory_bytes_per_device: int | None = None  # of its share; None: that of the limits
 
+    def room_bytes(self, limits: WorkerLimits) -> int:
+        """What each of its ranks may take."""
+        given = self.memory_bytes_per_device
+        return limits.memory_bytes_per_device if given is None else given
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLimits:
@@ -66,10 +71,8 @@ class WorkerSpec:
         """By device, what the ranks on it may take together. With an uneven split the stages differ."""
         promised: dict[str, int] = {}
         for stage in self.stages:
-            given = stage.memory_bytes_per_device
-            each = self.limits.memory_bytes_per_device if given is None else given
             for device_id in stage.device_ids:
-                promised[device_id] = promised.get(device_id, 0) + each
+                promised[device_id] = promised.get(device_id, 0) + stage.room_bytes(self.limits)
         return promised
 
 

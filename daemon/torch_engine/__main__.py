@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -21,7 +22,14 @@ from typing import TYPE_CHECKING
 from daemon.engines.base import WorkerSpec
 from daemon.torch_engine import exit_codes
 from fingerprint.codec import from_json
-from fingerprint.errors import BadInputError, ConflictError, IserveError, NotFoundError
+from fingerprint.errors import (
+    BadInputError,
+    ConfigError,
+    ConflictError,
+    IserveError,
+    NotFoundError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from daemon.torch_engine.steps import Runner
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
 DRAIN_LIMIT_S = 30.0
 _CLOSE_LIMIT_S = 10.0
 _LEASE_CHECK_S = 5.0
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # why one cannot listen now
 _LAST_FRAMES_S = 1.0  # for error frames to reach their clients before the process ends
 
 _log = logging.getLogger("iserve.worker")
@@ -47,9 +56,9 @@ def main(argv: list[str] | None = None, make_runner: Callable[[], Runner] | None
     try:
         spec = _read_spec(options.spec)
         listener = _bind(spec)
-    except (BadInputError, ConflictError) as error:
+    except IserveError as error:
         exit_codes.report_failure(folder, error)
-        return exit_codes.PORT_IN_USE if isinstance(error, ConflictError) else exit_codes.BAD_CHECKPOINT
+        return exit_codes.PORT_IN_USE if isinstance(error, ConflictError) else _exit_code(error)
     # The engine's and the event loop's threads take turns many times a step; the default of 5 ms would show in it.
     sys.setswitchinterval(0.0005)
     return asyncio.run(_serve(spec, listener, options.lease, folder, make_runner or _torch_runner))
@@ -63,15 +72,29 @@ def _read_spec(path: Path) -> WorkerSpec:
 
 
 def _bind(spec: WorkerSpec) -> socket.socket:
-    """The listening socket, before anything slow, so that a taken port is known at once."""
-    listener = socket.socket(socket.AF_INET6 if ":" in spec.host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """The listening socket, before anything slow, so that a taken port is known at once.
+
+    Raises:
+        ConflictError: the port is in use.
+        ConfigError: an address or port that cannot be listened on here.
+        UnavailableError: it cannot be now, for a reason that may pass (no file descriptor is left, say).
+    """
+    asked = f"cannot listen on {spec.host}:{spec.port}"
+    listener = None
     try:
+        listener = socket.socket(socket.AF_INET6 if ":" in spec.host else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((spec.host, spec.port))
         listener.listen(1024)
     except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConflictError(f"cannot listen on {spec.host}:{spec.port}: {error}; choose another port") from error
+        if listener is not None:
+            listener.close()
+        number = error.errno if isinstance(error, OSError) else None
+        if number == errno.EADDRINUSE:
+            raise ConflictError(f"{asked}: {error}; choose another port") from error
+        if number in _PASSING:
+            raise UnavailableError(f"{asked}: {error}; try again later") from error
+        raise ConfigError(f"{asked}: {error}; give an address of this machine and a port it may use") from error
     return listener
 
 
@@ -129,8 +152,12 @@ async def _serve(
     await asyncio.sleep(0)  # the closing engine's last events
     await app.cleanup()
     if not closed:
-        _log.error("the engine did not end within %.0f s", _CLOSE_LIMIT_S)
-        os._exit(code or exit_codes.ENGINE_FAILED)
+        if worker.engine.has_work:
+            _log.error("the engine did not end within %.0f s", _CLOSE_LIMIT_S)
+            code = code or exit_codes.ENGINE_FAILED
+        else:
+            _log.info("ended in the middle of a load")  # nobody's answer is lost
+        os._exit(code)
     return code
 
 

@@ -73,6 +73,7 @@ class LocalRunner:
             tp=config.tp,
             pp=config.pp,
             layers_per_stage=tuple(stage.num_layers for stage in stages),
+            room_bytes_per_stage=tuple(stage.room_bytes(limits) for stage in stages),
             limits=limits,
             dtype=None if self._dtype is None else str(self._dtype).removeprefix("torch."),
         )

@@ -61,8 +61,9 @@ class Stage:
         self._spec, self._dtype, self._shape = source.spec, source.dtype, shape
         self._peak_bytes = 0
         self._metered = (0, 0, 0)
-        self._check_room(order)
-        device.limit_memory(order.limits.memory_bytes_per_device)
+        room_bytes = order.room_bytes_per_stage[place.stage]
+        self._check_room(room_bytes)
+        device.limit_memory(room_bytes)
         self.model.load(device.torch_device)
         release_memory()  # what quantizing one tensor after the other freed would count as runtime
         self._cache = KvCache(**self._cache_sizes(), dtype=self._dtype, device=device.torch_device)
@@ -85,12 +86,12 @@ class Stage:
         size = (1, self._limits.max_batched_tokens, self._spec.hidden_size)
         return torch.zeros(size, dtype=self._dtype, device=self._device.torch_device)
 
-    def _check_room(self, order: LoadOrder) -> None:
+    def _check_room(self, room: int) -> None:
         weights = self.model.planned_bytes()
         kv = kv_cache_bytes(**self._cache_sizes(), element_bytes=self._dtype.itemsize)
         rows = 0 if self._shape.is_first else self._limits.max_batched_tokens
         buffers = rows * self._spec.hidden_size * self._dtype.itemsize
-        need, room = weights + kv + buffers, order.limits.memory_bytes_per_device
+        need = weights + kv + buffers
         if need > room:
             raise EngineError(
                 f"stage {self._place.stage} needs {weights:,} bytes of weights, {kv:,} of KV cache and "

@@ -22,6 +22,7 @@ class LoadOrder:
     tp: int
     pp: int
     layers_per_stage: tuple[int, ...]
+    room_bytes_per_stage: tuple[int, ...]  # of each of its ranks
     limits: WorkerLimits
     dtype: str | None = None  # "float32" in tests of token equality; None: the checkpoint's 16-bit type
 

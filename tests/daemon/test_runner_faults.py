@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -158,6 +159,18 @@ def test_a_refused_load_leaves_nothing_on_the_other_ranks(tiny_checkpoint, tiny_
     runner.load(tiny_checkpoint("llama"), config, stages, roomy)
     assert child.memory_info().rss - before > 24 * 2**20, "the measure sees a layer's cache"
     runner.close()
+
+
+def test_each_stage_has_a_limit_of_its_own(tiny_checkpoint, tiny_stages, tiny_limits) -> None:
+    """The largest stage's is no promise of the others: their devices were chosen for less."""
+    checkpoint, config = tiny_checkpoint("llama"), DeploymentConfig(pp=2)
+    first, second = tiny_stages(4, pp=2, layers=(3, 1))
+    tight = dataclasses.replace(second, memory_bytes_per_device=10_000)
+    roomy = tuple(dataclasses.replace(stage, memory_bytes_per_device=2**26) for stage in (first, second))
+    with contextlib.closing(LocalRunner()) as runner:
+        with pytest.raises(EngineError, match=r"stage 1 needs .* its limit is 10,000"):
+            runner.load(checkpoint, config, (first, tight), tiny_limits)
+        runner.load(checkpoint, config, roomy, dataclasses.replace(tiny_limits, memory_bytes_per_device=10_000))
 
 
 def test_ranks_that_cannot_be_started_leave_nothing(

@@ -257,16 +257,38 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+_SLOW_LOAD_MAIN = """
+import sys, time
+from daemon.torch_engine import __main__ as worker
+from daemon.torch_engine.runner import LocalRunner
+
+class SlowRunner(LocalRunner):
+    def load(self, *model):
+        print("loading", flush=True)
+        time.sleep(600)
+
+worker._CLOSE_LIMIT_S = 0.2
+sys.exit(worker.main(sys.argv[1:], SlowRunner))
+"""
+
+
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Launched]]:
-    """``launch(spec)``: ``python -m daemon.torch_engine`` on that spec; ``float32``: computing in that type."""
+    """``launch(spec)``: ``python -m daemon.torch_engine`` on that spec.
+
+    ``float32``: computing in that type; ``slow_load``: loading for as long as the test waits.
+    """
     launched: list[Launched] = []
 
-    def start(spec: WorkerSpec, *, float32: bool = False, lease: Path | None = None) -> Launched:
+    def start(
+        spec: WorkerSpec, *, float32: bool = False, slow_load: bool = False, lease: Path | None = None
+    ) -> Launched:
         folder = tmp_path_factory.mktemp("worker")
         spec = spec if spec.port else replace(spec, port=free_port())
         (folder / "spec.json").write_bytes(to_json(spec))
-        program = ["-c", _FLOAT32_MAIN] if float32 else ["-m", "daemon.torch_engine"]
+        program = ["-m", "daemon.torch_engine"]
+        if float32 or slow_load:
+            program = ["-c", _FLOAT32_MAIN if float32 else _SLOW_LOAD_MAIN]
         argv = [sys.executable, *program, "--spec", str(folder / "spec.json")]
         if lease is not None:
             argv += ["--lease", str(lease)]

@@ -176,6 +176,29 @@ def test_a_port_in_use(launch, spec) -> None:
     assert f"127.0.0.1:{port}" in said["message"]
 
 
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param({"host": "203.0.113.1"}, id="another-machine's"), pytest.param({"port": 70_000}, id="no-port")],
+)
+def test_an_address_that_cannot_be_is_not_a_port_in_use(launch, spec, where: dict[str, Any]) -> None:
+    """The daemon would try port after port."""
+    code, said = failed(launch(spec(**where)))
+    assert (code, said["error"]) == (exit_codes.BAD_CHECKPOINT, "ConfigError")
+    assert "cannot listen on" in said["message"]
+
+
+def test_a_stop_during_a_long_load_is_no_failure(launch, spec) -> None:
+    """A load cannot be broken off; its process is."""
+    worker = launch(spec(), slow_load=True)
+    end_s = time.monotonic() + PATIENCE_S
+    while "loading" not in worker.log() and time.monotonic() < end_s:
+        time.sleep(0.02)
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.process.wait(PATIENCE_S) == 0
+    assert "in the middle of a load" in worker.log()
+    assert not (worker.folder / exit_codes.STARTUP_ERROR_FILE).exists()
+
+
 def test_checkpoints_that_cannot_be_served(launch, spec, tmp_path: Path) -> None:
     (tmp_path / "pickle").mkdir()
     (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"\x80")
