@@ -268,9 +268,10 @@ class _Driver:
         for attempt in (1, 2):
             timing: list[TimingPoint] = []
             memory: list[MemoryPoint] = []
+            points = sorted(self.plan.points, key=_tokens)
             for depth in depths:
-                points = self.plan.points if depth == depths[0] else self.plan.shallow_points
-                self._depth(case, depth, sorted(points, key=_tokens), timing, memory)
+                self._depth(case, depth, points, timing, memory)
+                points = self._shallow(timing)
             problem = contradiction(timing)
             if problem is None:
                 break
@@ -280,6 +281,17 @@ class _Driver:
         if problem is not None:
             raise NotMeasuredError(f"{case} is unusable, measured twice: {problem}")
         self.timing += timing
+
+    def _shallow(self, timing: list[TimingPoint]) -> list[Point]:
+        """What the next depth runs: only beside a point of the one before does it tell something.
+
+        Raises:
+            NotMeasuredError: there is none.
+        """
+        there = sorted({(p.batch, p.input_tokens) for p in timing}, key=_tokens)
+        if not there:
+            raise NotMeasuredError("not one point could be measured")
+        return [point for point in there if point in self.plan.shallow_points] or there[:1]
 
     def _depth(
         self,
@@ -292,7 +304,7 @@ class _Driver:
         """Measure one fingerprint. An engine that dies at a point is started once more for the points that follow.
 
         Raises:
-            IserveError: it does not start, or died twice.
+            IserveError: it does not start.
         """
         plan, num_layers = self.plan, depth * case.pp
         session: StepTimedSession | None = self._load(case, depth)
@@ -314,7 +326,8 @@ class _Driver:
                 self._close()
                 session = None
                 if died:
-                    raise EngineError(f"its engine died twice on {num_layers} layers: {error}") from error
+                    self.notes.append(f"{case}, {num_layers} layers: its engine died twice, the rest is left out")
+                    return
                 died = True
 
     def _memory(self, case: _Case, num_layers: int) -> MemoryPoint:

@@ -139,7 +139,9 @@ class TestTheBudget:
         first = cost[2, 1, 128] + cost[1, 1, 128]
         assert profile.spent_s <= max(budget_s + cost[1, 1, 128], first) * (1 + 1e-9)
         left_out = [note for note in profile.notes if "left out, the budget of" in note]
-        assert len(left_out) == len(WHOLE) - len(cost)
+        deep = {(b, n) for layers, b, n in cost if layers == 2}
+        wanted = len(PLAN.points) + len(deep & set(PLAN.shallow_points))  # one layer runs only what two did
+        assert len(left_out) == wanted - len(cost)
         assert profile.complete == (not left_out)
         assert whole_points(profile.timing, 32)  # even of the smallest budget
 
@@ -179,7 +181,7 @@ class TestFailures:
         where = f"tp=1 pp=1 16bit, {layers} layers, batch {batch} with {input_tokens} in"
         assert note == f"{where} failed: {WORDS}"
         assert not profile.complete
-        assert measured(profile) == WHOLE - {at}
+        assert measured(profile) == WHOLE - {at, (1, batch, input_tokens)}
         assert all(session.closed for session in machine.sessions)
         assert len(machine.sessions) == 2
         found = whole_points(profile.timing, 32)
@@ -190,17 +192,35 @@ class TestFailures:
         take_depth_tied(machine)
         assert len(loads(machine)) == 2
 
-    def test_an_engine_that_dies_again_and_again_is_given_up(self) -> None:
-        """Memory that does not hold the larger points: no start for each of them."""
+    def test_an_engine_that_dies_again_and_again_is_given_up_and_what_was_measured_is_kept(self) -> None:
+        """Memory that does not hold the larger points: no start for each of them, none at all at one layer."""
 
         def broken(_cut: Cut, batch: int, input_tokens: int, _output: int) -> EngineError | None:
             return EngineError(WORDS) if batch * input_tokens >= 1024 else None
 
         machine = StepTimedMachine(broken=broken)
-        with pytest.raises(EngineError, match="CUDA out of memory"):
-            take_depth_tied(machine)
-        assert len(loads(machine)) == 2
+        profile = take_depth_tied(machine)
+        assert [layers for _, _, layers, _ in loads(machine)] == [2, 2, 1]
+        assert measured(profile) == {(2, 1, 128), (1, 1, 128)}
+        assert [WORDS in note for note in profile.notes] == [True, True, False]
+        assert profile.notes[-1] == "tp=1 pp=1 16bit, 2 layers: its engine died twice, the rest is left out"
+        assert len(whole_points(profile.timing, 32)) == 1
         assert all(session.closed for session in machine.sessions)
+
+    def test_where_no_point_can_be_measured_the_first_failure_is_told(self) -> None:
+        machine = StepTimedMachine(broken=lambda _cut, batch, *_: EngineError(WORDS) if batch else None)
+        with pytest.raises(EngineError, match="CUDA out of memory"):
+            take_depth_tied(machine, weights=(BITS16, FP8))
+        assert [weights for *_, weights in loads(machine)] == [BITS16, BITS16, FP8, FP8]
+        assert all(session.closed for session in machine.sessions)
+
+    def test_one_layer_runs_only_what_two_did(self) -> None:
+        """A point of one depth alone tells nothing."""
+        machine = StepTimedMachine(broken=breaks((2, 1, 128, 1)))
+        assert (1, 1, 128) not in measured(take_depth_tied(machine))
+        only = ((8, 1024),)
+        profile = take_depth_tied(StepTimedMachine(), points=(*only, (1, 128)), shallow_points=())
+        assert measured(profile) == {(2, 8, 1024), (2, 1, 128), (1, 1, 128)}
 
     def test_a_format_that_does_not_start_takes_no_other_with_it(self) -> None:
         def broken(_cut: Cut, batch: int, *_: int) -> EngineError | None:

@@ -70,8 +70,8 @@ class Core:
     def __init__(self, arguments):
         self.arguments = arguments
         folder = Path(arguments["model"])
-        behaviour = folder / "behaviour.json"
-        self.behaviour = json.loads(behaviour.read_text()) if behaviour.exists() else {}
+        told = [file for where in (folder, Path(sys.prefix)) if (file := where / "behaviour.json").exists()]
+        self.behaviour = json.loads(told[0].read_text()) if told else {}  # of this model, or of every one
         self.config = config = json.loads((folder / "config.json").read_text())
         self.check()
         tp, pp = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]

@@ -1,0 +1,97 @@
+"""`iserve profile --engine vllm` and a deployment by what it measured, with nothing stored beforehand.
+
+Stand-ins are only what cannot be here: a GPU of a strict NVML, the package vllm with its server. The step timer,
+the profiling worker, guard, keeper, daemon, controller, planner and gateway are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.engines.standin import make_vllm
+from tests.daemon.engines.vllm_stand_in import costs
+
+NVML = Path(__file__).parents[1] / "daemon" / "fake_nvml.py"
+DEMO, LAYERS = "iserve-demo", 8
+WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "2")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """Where the stand-in vLLM is installed."""
+    make_vllm(tmp_path / "env")
+    return tmp_path / "env"
+
+
+@pytest.fixture
+def home(tmp_path: Path, environment: Path, make_installation: Callable[..., Any]) -> Any:
+    """A home on a node with one GPU and vLLM, nothing ever measured."""
+    (tmp_path / "nvml").mkdir()
+    (tmp_path / "nvml" / "pynvml.py").write_text(NVML.read_text() + "\ndel GPUS[1:]\n")
+    python_path = os.pathsep.join(filter(None, (str(tmp_path / "nvml"), os.environ.get("PYTHONPATH"))))
+    return make_installation(
+        None,
+        ISERVE_CPU_DEVICES="",
+        ISERVE_VLLM_PYTHON=str(environment / "bin" / "python"),
+        ISERVE_PROFILE_SECONDS="3",
+        PYTHONPATH=python_path,
+    )
+
+
+def of_vllm(home: Any) -> list[str]:
+    """Processes of the home that vLLM's own or our worker around it."""
+    marks = ("vllm_worker", "vllm.entrypoints", "spawn_main")
+    return [line for line in home.processes().values() if any(mark in line for mark in marks)]
+
+
+def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: Any) -> None:
+    """One way through the house; each step needs the one before."""
+    deployed = home.json("deploy", DEMO, "--engine", "vllm", "--name", "chat", *WORK)
+    assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "vllm")
+    assert not [line for line in of_vllm(home) if "vllm_worker" in line]
+    assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["vllm"]
+    answer = home.openai().completions.create(model="chat", prompt="hello", max_tokens=8, temperature=0)
+    assert answer.choices[0].text == "abcdefgh"
+    home.run("rm", "chat")
+    assert of_vllm(home) == []
+
+    asked = {"tp": 1, "pp": 1, "weights": "16bit", "kv": "16bit", "pruning": "none"}
+    planned = home.json("plan", DEMO, "--engine", "vllm", *WORK)
+    (measured,) = (c["estimate"] for c in planned["candidates"] if asked.items() <= c["config"].items())
+    assert measured["ttft_s"]["source"] == "extrapolated"
+    assert measured["tpot_s"]["value"] > 0
+    weights = costs.OTHER_BYTES + LAYERS * costs.LAYER_BYTES  # as vLLM counts: the demo's own tensors are tiny
+    held = weights + costs.ACTIVATION_BYTES + costs.CONTEXT_BYTES + costs.GRAPH_BYTES
+    assert held <= measured["memory_bytes_per_gpu"] <= 1.1 * held
+
+
+def test_an_engine_that_does_not_start_is_told_in_its_own_words_and_leaves_nothing(
+    home: Any, environment: Path
+) -> None:
+    words = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"
+    (environment / "behaviour.json").write_text(json.dumps({"start_error": words}))
+    done = home.run("profile", DEMO, "--engine", "vllm", "--max-seconds", "3", check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    told = done.stderr.splitlines()[-1]
+    assert "No available memory for the cache blocks" in told
+    assert of_vllm(home) == []
+    assert home.get("/api/v1/profiles") == []
+
+    (environment / "behaviour.json").unlink()
+    assert home.json("profile", DEMO, "--engine", "vllm", "--max-seconds", "1")["engine"] == "vllm"
+
+
+def test_an_engine_that_dies_at_a_point_costs_that_point(home: Any, environment: Path) -> None:
+    (environment / "behaviour.json").write_text(json.dumps({"no_memory_at_tokens": 300}))
+    home.run("profile", DEMO, "--engine", "vllm", "--max-seconds", "3")
+    assert of_vllm(home) == []
+    assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["vllm"]
+    warnings = home.json("report", DEMO, "--engine", "vllm")["warnings"]
+    assert any("batch 1 with 512 in failed" in note and "CUDA out of memory" in note for note in warnings)
