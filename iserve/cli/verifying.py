@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
+    from iserve.api_types import ProgressDocument
     from iserve.cli.progress import StepDisplay
     from iserve.client import ControllerClient
     from iserve.settings import Settings
@@ -113,13 +115,19 @@ def _follow(
 
     try:
         while job.status == "running":
-            display.show("verifying", job.progress)
+            _show(display, job.progress)
             time.sleep(_POLL_S)
             job = controller.get(f"/api/v1/verifications/jobs/{job.job_id}", VerificationJobDocument)
     except KeyboardInterrupt:
         typer.echo("iserve: the check goes on and ends by itself, with what was launched for it", err=True)
         raise
     return job
+
+
+def _show(display: StepDisplay, progress: ProgressDocument | None) -> None:
+    if progress is not None:
+        step, _, detail = progress.step.partition(": ")
+        display.show(step, replace(progress, step=detail) if progress.total else None)
 
 
 def _print(document: VerificationDocument, model: str) -> None:

@@ -118,7 +118,7 @@ class Targets:
                 yield CheckTarget(
                     source=source,
                     engine=engine,
-                    profile=self._stored_profile(source, engine),
+                    profile=self._stored_profile(source, engine, room),
                     spec=status.spec,
                     url=status.url,
                     room=room,
@@ -136,12 +136,12 @@ class Targets:
                 return source
         return self._resolve(spec.checkpoint, need_weights=False)
 
-    def _stored_profile(self, source: ModelSource, engine: Engine) -> Profile:
-        found = self._profiler.stored(source, engine, self._node())
+    def _stored_profile(self, source: ModelSource, engine: Engine, room: Workload) -> Profile:
+        found = self._profiler.stored(source, engine, self._node(), batch=room.batch)
         if found is None:
             raise NotMeasuredError(
-                f"{source.name} has no profile on this machine with this engine, so nothing is predicted of it; "
-                f"run `iserve profile {source.name}` first"
+                f"{source.name} has no profile that holds here, on {engine.name}, for batch {room.batch}: nothing "
+                f"is predicted of it; run `iserve profile {source.name} --batch {room.batch}` first"
             )
         return found
 
