@@ -91,7 +91,8 @@ class Worker:
         if generation.model is not None and generation.model != self.spec.served_model:
             raise ApiError(
                 404,
-                f"there is no model {generation.model[:200]!r} here; this worker serves {self.spec.served_model!r}",
+                f"there is no model {generation.model[:200]!r} here; "
+                f"this worker serves {self.spec.served_model!r}",
                 "invalid_request_error",
                 "model",
                 "model_not_found",
