@@ -291,9 +291,11 @@ class Profiler:
         def explain(spec: WorkerSpec, error: IserveError) -> IserveError:
             if not engine.capabilities().step_timed or not isinstance(error, EngineError):
                 return error
-            return last_words(
-                engine, spec, error, ask_daemon(daemon, lambda there: there.log(spec.worker_id, _LOG_LINES))
-            )
+            try:
+                log = ask_daemon(daemon, lambda there: there.log(spec.worker_id, _LOG_LINES))
+            except IserveError:
+                return error
+            return last_words(engine, spec, error, log)
 
         return WorkerProfileTarget(
             launch,
