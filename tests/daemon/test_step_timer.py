@@ -143,6 +143,9 @@ class TestWhatAStepTook:
         """Capture and profile runs, and a step without tokens."""
         rig.start()
         rig.worker.iserve_timer_start(8, True)
+        rig.run([4], 1)
+        assert len(rig.read()) == 1
+        rig.worker.iserve_timer_start(8, True)
         model, before = rig.worker.model_runner.model, rig.torch.stream.now_s
         model(5, 5)
         assert rig.torch.stream.now_s - before == pytest.approx(rig.forward_s(5, 5))
@@ -179,6 +182,12 @@ class TestFacts:
             (2, 2, 0, 41 + 40, 42 + 41),
             (1, 1, 0, 41, 42),
         ]
+
+    def test_a_prompt_of_one_token_is_a_prompt(self, rig) -> None:
+        rig.start()
+        rig.worker.iserve_timer_start(1, True)
+        rig.run([1, 4], 2)
+        assert [(row["tokens"], row["prefill_tokens"]) for row in rig.read()] == [(5, 5), (2, 0)]
 
     def test_pairs_are_those_of_a_causal_mask(self, rig) -> None:
         for sizes in ([(1, 0)], [(1, 9)], [(5, 0), (3, 7)], [(40, 40), (1, 1), (17, 0)]):
