@@ -29,7 +29,7 @@ types: setup
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/pytest -m "not long and not gpu" --durations=15
+	$(BIN)/pytest -m "not long and not gpu" -n 2 --dist loadfile --durations=15
 
 test-long: setup
 	$(BIN)/pytest -m "long" --durations=25

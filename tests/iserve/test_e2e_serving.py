@@ -171,15 +171,22 @@ def _without_steps(done: Any) -> Any:
         (("--batch", "100000"), "no configuration is feasible"),
         (("--input-tokens", "100000"), "context"),
         (("--engine", "vllm"), "set ISERVE_VLLM_PYTHON"),
-        (("--name", "not/a/name"), "name"),
         (("no-such-model",), "no directory"),
     ],
 )
 def test_what_cannot_be_deployed_is_one_line_and_leaves_nothing(
     served: Any, one_line: Callable[..., str], arguments: tuple[str, ...], reason: str
 ) -> None:
-    name = () if "--name" in arguments else ("--name", "refused")
-    assert reason in one_line(served.run("deploy", *arguments, *name, "--json", check=False))
+    done = served.run("deploy", *arguments, "--name", "refused", "--json", check=False)
+    assert reason in one_line(done)
+    assert [d["name"] for d in served.json("ps")] == [DEMO]
+
+
+def test_a_name_that_cannot_be_is_a_usage_error_and_leaves_nothing(served: Any) -> None:
+    done = served.run("deploy", "--name", "not/a/name", "--json", check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--name" in done.stderr
+    assert "Traceback" not in done.stderr
     assert [d["name"] for d in served.json("ps")] == [DEMO]
 
 
