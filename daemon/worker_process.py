@@ -76,11 +76,12 @@ def read_spec(folder: Path, lease: Lease) -> WorkerSpec:
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """The processes of one worker, through its restarts. Not thread-safe: one caller at a time."""
+    """The processes of one worker, through its restarts. One caller acts at a time; :meth:`look` is for all."""
 
     folder: Path
     lease: Lease | None = None
     _spawned_at_s: float = 0.0
+    _past: Lease | None = None  # of the start before this one
 
     def start(self, spec: WorkerSpec, command: Command, cores: tuple[int, ...], settings: DaemonSettings) -> None:
         """Write the orders and start a keeper, which starts the engine.
@@ -102,6 +103,9 @@ class WorkerProcess:
             log_files=settings.log_files,
             log_tail_bytes=settings.log_tail_bytes,
         )
+        self._past = (
+            self.lease or self._read_lease()
+        )  # whoever looks while files are exchanged must not take it up
         self.lease = None
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -141,7 +145,7 @@ class WorkerProcess:
     def _read_lease(self) -> Lease | None:
         with contextlib.suppress(LeaseFileError):
             lease = read_file(self.folder / LEASE_FILE, Lease)
-            if lease.worker_id == self.folder.name:
+            if lease.worker_id == self.folder.name and lease != self._past:
                 return lease
         return None
 
