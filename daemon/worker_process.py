@@ -212,14 +212,16 @@ class WorkerProcess:
                 self._ask_keeper()
             time.sleep(_POLL_S)
         deadline = time.monotonic() + 5.0
-        while (is_kept := keeper_is_alive(self.folder)) or self.left():
+        while True:
+            is_kept = keeper_is_alive(self.folder)
+            if not is_kept and not self.left() and self.look() is Phase.ENDED:
+                return True
             if time.monotonic() > deadline:
                 return False
-            if is_kept:
+            if is_kept:  # maybe only now: one that was slow to begin finds its orders withdrawn and ends
                 self._kill_keeper()
             self.kill_engine()
             time.sleep(_POLL_S)
-        return self.look() is Phase.ENDED
 
     def _kill_keeper(self) -> None:
         """One that is deaf, or that has no lease yet and does not get on; the kernel then kills the engine."""

@@ -56,3 +56,19 @@ def test_who_looks_during_a_restart_does_not_take_up_the_last_workers_lease(
     assert seen
     assert process.lease is None
     assert process.look() is Phase.STARTING
+
+
+def test_a_keeper_that_begins_while_its_worker_is_ended_does_not_make_the_end_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the folder's lock for the moment in which it finds that its orders were withdrawn."""
+    process = WorkerProcess(tmp_path / "w1")
+    process.folder.mkdir()
+    looks = [False, False, True]  # before the end, after it, and at the last look
+
+    def keeper_is_alive(_folder: Path) -> bool:
+        return looks.pop(0) if looks else False
+
+    monkeypatch.setattr(worker_process, "keeper_is_alive", keeper_is_alive)
+    assert process.end(grace_s=0.0)
+    assert not looks
