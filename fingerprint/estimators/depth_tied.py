@@ -7,14 +7,13 @@ What neither reaches (another degree or format) is the nearest measured configur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.calibration import Calibration, shipped_calibration
 from fingerprint.estimators.counted_memory import CountedMemory
-from fingerprint.estimators.fingerprinted import nearest, scaled
+from fingerprint.estimators.fingerprinted import nearest, scaled, scaled_memory
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.estimators.l3 import L3
 from fingerprint.measurements import Profile
@@ -91,24 +90,7 @@ class DepthTiedEstimator:
         measured = self.memory.memory(near, workload)
         asked = self._roofline.estimate(config, workload).memory
         there = self._roofline.estimate(near, workload).memory
-
-        def item(of: Callable[[MemoryEstimate], int]) -> int:
-            return math.ceil(of(measured) * of(asked) / of(there)) if of(there) else of(asked)
-
-        return MemoryEstimate(
-            tp=config.tp,
-            pp=config.pp,
-            num_layers=asked.num_layers,
-            layer_weight_bytes=item(lambda m: m.layer_weight_bytes),
-            layer_kv_bytes=item(lambda m: m.layer_kv_bytes),
-            first_stage_bytes=item(lambda m: m.first_stage_bytes),
-            last_stage_bytes=item(lambda m: m.last_stage_bytes),
-            activation_bytes=item(lambda m: m.activation_bytes),
-            pp_buffer_bytes=item(lambda m: m.pp_buffer_bytes),
-            runtime_bytes=item(lambda m: m.runtime_bytes),
-            relative_error=math.hypot(measured.relative_error, asked.relative_error),
-            source=Source.SCALED,
-        )
+        return scaled_memory(measured, asked, there)
 
     def _power(self, config: DeploymentConfig, workload: Workload) -> Quantity | None:
         """Mean power read at the nearest point of the nearest configuration; the roofline's when none was."""

@@ -22,7 +22,7 @@ from fingerprint.estimators.registry import Predicts, estimator_class
 from fingerprint.estimators.strategies import LatencyFit, LatencyStrategy, MemoryStrategy
 from fingerprint.measurements import Profile
 
-__all__ = ["FingerprintedEstimator", "distance", "nearest", "scaled"]
+__all__ = ["FingerprintedEstimator", "distance", "nearest", "scaled", "scaled_memory"]
 
 
 def distance(a: DeploymentConfig, b: DeploymentConfig) -> float:
@@ -178,24 +178,8 @@ class FingerprintedEstimator:
         measured, from_config = self._memory_anchor(config, workload)
         asked = self._roofline.estimate(config, workload).memory
         there = self._roofline.estimate(from_config, workload).memory
-
-        def item(of: Callable[[MemoryEstimate], int]) -> int:
-            return math.ceil(of(measured) * of(asked) / of(there)) if of(there) else of(asked)
-
-        return MemoryEstimate(
-            tp=config.tp,
-            pp=config.pp,
-            num_layers=asked.num_layers,
-            layer_weight_bytes=item(lambda m: m.layer_weight_bytes),
-            layer_kv_bytes=math.ceil(self.memory.layer_kv_bytes(config, workload)),
-            first_stage_bytes=item(lambda m: m.first_stage_bytes),
-            last_stage_bytes=item(lambda m: m.last_stage_bytes),
-            activation_bytes=item(lambda m: m.activation_bytes),
-            pp_buffer_bytes=item(lambda m: m.pp_buffer_bytes),
-            runtime_bytes=item(lambda m: m.runtime_bytes),
-            relative_error=math.hypot(measured.relative_error, asked.relative_error),
-            source=Source.SCALED,
-        )
+        found = scaled_memory(measured, asked, there)
+        return replace(found, layer_kv_bytes=math.ceil(self.memory.layer_kv_bytes(config, workload)))
 
     def _memory_anchor(
         self, config: DeploymentConfig, workload: Workload
@@ -251,3 +235,25 @@ def scaled(measured: Quantity, asked: Quantity, there: Quantity) -> Quantity:
     low = value * math.exp(-side(lambda q: q.low))
     high = value * math.exp(side(lambda q: q.high))
     return Quantity(value, low, high, Source.SCALED)
+
+
+def scaled_memory(measured: MemoryEstimate, asked: MemoryEstimate, there: MemoryEstimate) -> MemoryEstimate:
+    """``measured * asked / there``, item by item; an item that the roofline has not ``there`` is ``asked``'s."""
+
+    def item(of: Callable[[MemoryEstimate], int]) -> int:
+        return math.ceil(of(measured) * of(asked) / of(there)) if of(there) else of(asked)
+
+    return MemoryEstimate(
+        tp=asked.tp,
+        pp=asked.pp,
+        num_layers=asked.num_layers,
+        layer_weight_bytes=item(lambda m: m.layer_weight_bytes),
+        layer_kv_bytes=item(lambda m: m.layer_kv_bytes),
+        first_stage_bytes=item(lambda m: m.first_stage_bytes),
+        last_stage_bytes=item(lambda m: m.last_stage_bytes),
+        activation_bytes=item(lambda m: m.activation_bytes),
+        pp_buffer_bytes=item(lambda m: m.pp_buffer_bytes),
+        runtime_bytes=item(lambda m: m.runtime_bytes),
+        relative_error=math.hypot(measured.relative_error, asked.relative_error),
+        source=Source.SCALED,
+    )
