@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fingerprint.codec import from_json
+from fingerprint.errors import BadInputError, EngineError
 from fingerprint.measurements import RankMemory
 
-__all__ = ["DeviceBusy", "WorkerStats"]
+__all__ = ["DeviceBusy", "WorkerStats", "read_own_stats"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,3 +34,15 @@ class WorkerStats:
     busy: tuple[DeviceBusy, ...]
     memory: tuple[RankMemory, ...]
     kv_block_tokens: int = 0  # of one block of the KV cache; 0: the engine has none, or does not say
+
+
+def read_own_stats(worker_id: str, body: bytes) -> WorkerStats:
+    """What a worker whose ``GET /stats`` is ours answered.
+
+    Raises:
+        EngineError: it is no such account; names the worker.
+    """
+    try:
+        return from_json(body, WorkerStats, what="stats")
+    except BadInputError as error:
+        raise EngineError(f"worker {worker_id}: {error}") from error

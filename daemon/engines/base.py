@@ -104,7 +104,7 @@ class Engine(Protocol):
     stats_path: str  # whose answer :meth:`read_stats` reads
 
     def capabilities(self) -> EngineCapabilities:
-        """What it runs; with ``not_installed`` set where no worker of it can be started here."""
+        """What it runs; with ``unavailable`` set where no worker of it can be started here."""
         ...
 
     def versions(self) -> tuple[tuple[str, str], ...]:

@@ -10,14 +10,16 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from daemon.engines.base import WorkerSpec
+from fingerprint.capability import EngineCapabilities
 from fingerprint.errors import EngineError
 
-__all__ = ["Installation", "Interpreter", "guarded"]
+__all__ = ["ForeignEngine", "Installation", "Interpreter", "guarded"]
 
 _ANSWER_S = 20.0  # a cold file system takes a few; a program that is no Python may never end
 _MAX_ANSWER_BYTES = 1 << 16
@@ -88,14 +90,6 @@ class Interpreter:
             )
         return _installation(python, versions)
 
-    def missing(self) -> str | None:
-        """Why there is no such interpreter; None when there is."""
-        try:
-            self.find()
-        except EngineError as error:
-            return str(error)
-        return None
-
     def _versions(self, python: str) -> dict[str, str | None]:
         with self._lock:
             known = self._known.get(python)
@@ -155,6 +149,46 @@ def _modified_ns(path: str) -> int:
         return os.stat(path).st_mtime_ns
     except OSError:
         return 0
+
+
+class ForeignEngine(ABC):
+    """What adapters of such engines share: whether the engine is there, what it then runs, and of which versions.
+
+    Args:
+        table: what it runs where it is installed.
+        interpreter: the one it is installed for.
+    """
+
+    def __init__(self, table: EngineCapabilities, interpreter: Interpreter) -> None:
+        self.name = table.engine
+        self.interpreter = interpreter
+        self._table = table
+
+    @abstractmethod
+    def check(self, found: Installation) -> None:
+        """Raises EngineError: what is installed there is not what this adapter knows; says what to install."""
+
+    def installed(self) -> Installation:
+        """Raises EngineError: it is not there, or not as :meth:`check` wants it."""
+        found = self.interpreter.find()
+        self.check(found)
+        return found
+
+    def capabilities(self) -> EngineCapabilities:
+        try:
+            self.installed()
+        except EngineError as error:
+            return replace(self._table, unavailable=str(error))
+        return self._table
+
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        try:
+            found = self.installed()
+        except EngineError:
+            return ()
+        own = self.interpreter.distribution
+        beside = ((name, version) for name, version in found.versions if name != own)
+        return (("engine", f"{self.name} {found.version(own)}"), *beside)
 
 
 def guarded(spec: WorkerSpec, argv: tuple[str, ...], *, python_path: str = "") -> tuple[str, ...]:

@@ -11,12 +11,10 @@ from pathlib import Path
 from daemon.devices import Device
 from daemon.engines.base import Command, WorkerSpec
 from daemon.torch_engine import exit_codes, support
-from daemon.worker_stats import WorkerStats
+from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.capability import EngineCapabilities, Exclusion
-from fingerprint.codec import from_json
 from fingerprint.config import WeightFormat
 from fingerprint.errors import (
-    BadInputError,
     CheckpointError,
     ConfigError,
     ConflictError,
@@ -91,10 +89,7 @@ class TorchEngine:
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
-        try:
-            return from_json(body, WorkerStats, what="stats")
-        except BadInputError as error:
-            raise EngineError(f"worker {spec.worker_id}: {error}") from error
+        return read_own_stats(spec.worker_id, body)
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
         """What the worker itself said (its last JSON line), else what its exit code means, else its last words."""

@@ -9,23 +9,20 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from daemon.devices import Device
 from daemon.engines.base import Command, WorkerSpec
 from daemon.engines.failures import explain
-from daemon.engines.foreign import Installation, Interpreter, guarded
+from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
 from daemon.engines.tensorrt_llm.checkpoint import check_formats, stored_formats
 from daemon.engines.tensorrt_llm.failures import SIGNS
 from daemon.engines.tensorrt_llm.options import as_yaml, llm_options
 from daemon.engines.tensorrt_llm.table import TABLE
-from daemon.worker_stats import WorkerStats
-from fingerprint.capability import EngineCapabilities
+from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.checkpoint import Checkpoint
-from fingerprint.codec import from_json
 from fingerprint.config_json import read_config
-from fingerprint.errors import BadInputError, ConfigError, EngineError, IserveError
+from fingerprint.errors import ConfigError, EngineError, IserveError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec, match_device
 from fingerprint.model_spec import ModelSpec
@@ -38,46 +35,25 @@ _OUR_PACKAGES = str(Path(__file__).parents[3])  # for the face; it hides them fr
 _KNOWN_RELEASE = re.compile(r"1\.2\.\d+(\.post\d+)?")  # no candidates: early ones lack options
 
 
-class TensorRtLlmEngine:
+class TensorRtLlmEngine(ForeignEngine):
     """Its workers are one HTTP process and a rank per GPU, spawned through MPI."""
 
-    name = TABLE.engine
     stats_path = "/stats"
 
     def __init__(self) -> None:
-        self._interpreter = Interpreter(
-            "ISERVE_TENSORRT_LLM_PYTHON", _DISTRIBUTION, beside=("torch", "transformers")
-        )
+        interpreter = Interpreter("ISERVE_TENSORRT_LLM_PYTHON", _DISTRIBUTION, beside=("torch", "transformers"))
+        super().__init__(TABLE, interpreter)
 
-    def capabilities(self) -> EngineCapabilities:
-        try:
-            self._installed()
-        except EngineError as error:
-            return replace(TABLE, unavailable=str(error))
-        return TABLE
-
-    def versions(self) -> tuple[tuple[str, str], ...]:
-        try:
-            found = self._installed()
-        except EngineError:
-            return ()
-        return (
-            ("engine", f"{self.name} {found.version(_DISTRIBUTION)}"),
-            *((name, version) for name, version in found.versions if name != _DISTRIBUTION),
-        )
-
-    def _installed(self) -> Installation:
-        """Raises EngineError: not there, without its server, or a release whose options were not read."""
-        found = self._interpreter.find()
+    def check(self, found: Installation) -> None:
+        """Raises EngineError: a release whose options were not read, or one without its server."""
         version = found.version(_DISTRIBUTION)
         if not _KNOWN_RELEASE.fullmatch(version):
             raise EngineError(
                 f"TensorRT-LLM {version} of {found.python} is not one that iServe knows: install 1.2, or set "
-                f"{self._interpreter.variable} to the Python of an environment that has it"
+                f"{self.interpreter.variable} to the Python of an environment that has it"
             )
         if not _server(found).is_file():
             raise EngineError(f"there is no trtllm-serve beside {found.python}; install TensorRT-LLM there anew")
-        return found
 
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
         """``trtllm-serve`` behind our face, under our guard; all limits are in its options file.
@@ -88,7 +64,7 @@ class TensorRtLlmEngine:
             CheckpointError: the checkpoint has no safetensors, is not in the planned formats, or brings code of
                 its own.
         """
-        found = self._installed()
+        found = self.installed()
         if spec.profiling:
             raise ConfigError("tensorrt-llm has no profiling worker yet; profile on torch or vllm")
         directory = Path(spec.checkpoint)
@@ -115,10 +91,7 @@ class TensorRtLlmEngine:
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
-        try:
-            return from_json(body, WorkerStats, what="stats")
-        except BadInputError as error:
-            raise EngineError(f"worker {spec.worker_id}: {error}") from error
+        return read_own_stats(spec.worker_id, body)
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
         return explain(self.name, spec, exit_code, log_tail, SIGNS)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from daemon.devices import Device
 from daemon.engines.base import Command, WorkerSpec
 from daemon.engines.failures import explain
-from daemon.engines.foreign import Installation, Interpreter, guarded
+from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
 from daemon.engines.machine import gpu_machine
 from daemon.engines.vllm import launch, metrics, signs
 from daemon.engines.vllm.table import TABLE
 from daemon.worker_stats import WorkerStats
-from fingerprint.capability import EngineCapabilities
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError
 
@@ -27,46 +25,27 @@ _PROFILING_WORKER = _DAEMON / "vllm_worker" / "__main__.py"
 _STEP_TIMER = _DAEMON / "step_timer"  # found by vLLM as a plugin when it is on its path
 
 
-class VllmEngine:
+class VllmEngine(ForeignEngine):
     """``vllm serve`` of the Python that ``ISERVE_VLLM_PYTHON`` names."""
 
-    name = "vllm"
     stats_path = "/metrics"
 
     def __init__(self) -> None:
-        self._interpreter = Interpreter("ISERVE_VLLM_PYTHON", "vllm", beside=("torch", "transformers"))
+        interpreter = Interpreter("ISERVE_VLLM_PYTHON", "vllm", beside=("torch", "transformers"))
+        super().__init__(TABLE, interpreter)
 
-    def capabilities(self) -> EngineCapabilities:
-        try:
-            self._installed()
-        except EngineError as error:
-            return replace(TABLE, unavailable=str(error))
-        return TABLE
-
-    def versions(self) -> tuple[tuple[str, str], ...]:
-        try:
-            found = self._installed()
-        except EngineError:
-            return ()
-        return (
-            ("engine", f"vllm {found.version('vllm')}"),
-            *((name, version) for name, version in found.versions if name != "vllm"),
-        )
-
-    def _installed(self) -> Installation:
-        """Raises EngineError: not there, or of a release whose command line was not read."""
-        found = self._interpreter.find()
+    def check(self, found: Installation) -> None:
+        """Raises EngineError: a release whose command line was not read."""
         version = found.version("vllm")
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers is None or not _OLDEST <= (int(numbers[1]), int(numbers[2])) <= _NEWEST:
             raise EngineError(
                 f"vllm {version} of {found.python} is not one that iServe knows: install one of 0.20 to 0.24, or "
-                f"set {self._interpreter.variable} to the Python of an environment that has one"
+                f"set {self.interpreter.variable} to the Python of an environment that has one"
             )
-        return found
 
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
-        python = self._installed().python
+        python = self.installed().python
         if spec.profiling:
             worker = (python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
             machine = to_json(gpu_machine(devices.values(), self.versions())).decode()

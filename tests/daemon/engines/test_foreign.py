@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from daemon.engines import foreign
-from daemon.engines.foreign import Interpreter
+from daemon.engines.foreign import ForeignEngine, Installation, Interpreter
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.errors import EngineError
 from tests.daemon.engines.standin import make_environment, set_version
 
@@ -44,14 +46,12 @@ def test_without_a_setting_it_is_the_running_interpreter(monkeypatch):
     assert Interpreter(VARIABLE, "pytest").find().python == sys.executable
     with pytest.raises(EngineError, match=f"abacus is not installed: set {VARIABLE} to the Python"):
         Interpreter(VARIABLE, "abacus").find()
-    assert Interpreter(VARIABLE, "pytest").missing() is None
 
 
 def test_an_interpreter_without_it_is_named(monkeypatch, python):
     monkeypatch.setenv(VARIABLE, str(python))
-    missing = Interpreter(VARIABLE, "beads").missing()
-    assert missing is not None
-    assert missing.startswith(f"beads is not installed for {VARIABLE}={python}")
+    with pytest.raises(EngineError, match=f"^beads is not installed for {VARIABLE}={python}"):
+        Interpreter(VARIABLE, "beads").find()
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,50 @@ def test_our_own_python_path_is_not_the_engines(monkeypatch, python, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ours))
     monkeypatch.setenv(VARIABLE, str(python))
     assert Interpreter(VARIABLE, "abacus", beside=("beads",)).find().version("beads") == ""
+
+
+class Abacus(ForeignEngine):
+    """Knows release 1 of the abacus only."""
+
+    def __init__(self) -> None:
+        table = EngineCapabilities(
+            engine="abacus-engine",
+            families=frozenset({"llama"}),
+            tp_families=frozenset({"llama"}),
+            weights=dict.fromkeys(WeightFormat),
+            kv=dict.fromkeys(KvFormat),
+            pruning={Pruning.NONE: None},
+            max_tp=1,
+            max_pp=1,
+        )
+        super().__init__(table, Interpreter(VARIABLE, "abacus", beside=("beads", "absent")))
+
+    def check(self, found: Installation) -> None:
+        if not found.version("abacus").startswith("1."):
+            raise EngineError("install abacus 1")
+
+
+def test_an_installed_engine_has_its_table_and_its_version_first(monkeypatch, python):
+    set_version(packages_of(python), "beads", "7")
+    monkeypatch.setenv(VARIABLE, str(python))
+    engine = Abacus()
+    assert engine.name == "abacus-engine"
+    assert engine.capabilities().unavailable is None
+    assert engine.versions() == (("engine", "abacus-engine 1.2.3"), ("beads", "7"))
+
+
+@pytest.mark.parametrize("version", [None, "2.0"], ids=["absent", "another-release"])
+def test_an_engine_that_is_not_there_keeps_its_table_and_says_what_to_install(monkeypatch, python, version):
+    """Plans name what could run on it; no profile is recorded with versions of what cannot be started."""
+    if version is None:
+        monkeypatch.delenv(VARIABLE, raising=False)
+    else:
+        set_version(packages_of(python), "abacus", version)
+        monkeypatch.setenv(VARIABLE, str(python))
+    engine = Abacus()
+    table = engine.capabilities()
+    assert table.families == {"llama"}
+    assert "install" in (table.unavailable or "")
+    assert engine.versions() == ()
+    with pytest.raises(EngineError, match="install"):
+        engine.installed()
