@@ -17,6 +17,7 @@ _SAMPLE_S = 0.05  # between looks at clock and power
 _END_S = 20.0  # for vLLM's processes to end by themselves
 _STEP = ("tokens", "sequences", "prefill_tokens", "context_tokens", "attention_pairs")
 _TIMES = ("gap_s", "lead_s", "forward_s", "tail_s")
+_DIGITS = 9  # of times in seconds; a recording is kept, and CUDA events tell half a microsecond
 
 
 class WorkError(Exception):
@@ -198,16 +199,16 @@ def _reading(start: float, end: float, rows: list[list[list[float]]], sampler: _
     device_s = sum(row[8] for row in steps)
     clock_mhz, power_w, held_bytes = sampler.mean(start, end)
     return {
-        "e2e_s": end - start,
-        "device_s": device_s,
-        "host_s": max(0.0, end - start - device_s),
+        "e2e_s": round(end - start, _DIGITS),
+        "device_s": round(device_s, _DIGITS),
+        "host_s": round(max(0.0, end - start - device_s), _DIGITS),
         "sm_clock_mhz": clock_mhz,
         "power_w": power_w,
         "held_bytes": held_bytes,
         "steps": [
             {
                 **{name: int(value) for name, value in zip(_STEP, row[1:6], strict=True)},
-                **dict(zip(_TIMES, row[6:10], strict=True)),
+                **{name: round(value, _DIGITS) for name, value in zip(_TIMES, row[6:10], strict=True)},
             }
             for row in steps
         ],
