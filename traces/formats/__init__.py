@@ -1,0 +1,13 @@
+"""File formats of requests, by name. A new one is one module and one line here."""
+
+from __future__ import annotations
+
+from traces.formats.azure import AZURE
+from traces.formats.base import TraceFormat
+from traces.formats.burstgpt import BURSTGPT
+from traces.formats.columns import CSV
+from traces.formats.mooncake import MOONCAKE
+
+__all__ = ["FORMATS", "TraceFormat"]
+
+FORMATS: dict[str, TraceFormat] = {known.name: known for known in (CSV, AZURE, MOONCAKE, BURSTGPT)}

@@ -1,0 +1,127 @@
+"""Open a trace file: find its format, check every row, yield requests one at a time in constant memory.
+
+Two requests at one time are read: real clocks have steps (whole seconds in BurstGPT; 11 pairs of Mooncake's 3,993
+share a millisecond), so a repeated time says nothing about the file. ``strict`` refuses them, for traces whose
+clock is finer than their gaps, such as Azure's of 2023, where one would mean that rows were copied or rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fingerprint.errors import BadInputError
+from traces.formats import FORMATS, TraceFormat
+from traces.formats.base import ZeroLengths
+from traces.lines import Lines
+from traces.request import Request
+
+__all__ = ["OpenTrace", "open_trace"]
+
+
+class OpenTrace:
+    """The requests of one file, once, in order; ``rows`` and ``skipped`` count as far as it has been read."""
+
+    def __init__(self, path: Path, trace_format: TraceFormat, requests: Iterator[Request]) -> None:
+        self.path = path
+        self.format = trace_format
+        self.rows = 0
+        self.skipped = 0
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return self
+
+    def __next__(self) -> Request:
+        return next(self._requests)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file; also done when the last row was read."""
+        close = getattr(self._requests, "close", None)
+        if close is not None:
+            close()
+
+
+def open_trace(
+    path: str | Path,
+    format: str | None = None,  # noqa: A002  as the open of csv and pandas readers name it
+    *,
+    strict: bool = False,
+    zero_lengths: ZeroLengths | None = None,
+) -> OpenTrace:
+    """The requests of a trace file, plain or gzip.
+
+    Args:
+        path: the file.
+        format: a name of ``FORMATS``; None recognises it from the first line.
+        strict: refuse two requests at the same time.
+        zero_lengths: what to do with a request without input or output tokens: ``refuse`` the file, ``skip`` the
+            request and count it, ``keep`` it; None leaves it to the format (BurstGPT skips: they failed there).
+
+    Raises:
+        NotFoundError: no such file.
+        BadInputError: an unknown format, an empty file, or (while reading) a row that is wrong: negative or
+            non-numeric lengths, NaN or negative times, times that go back, with the file and line.
+    """
+    path = Path(path)
+    lines = Lines(path)
+    rest = iter(lines)
+    first = next((line for line in rest if line.strip()), None)
+    if first is None:
+        raise BadInputError(f"{path} is empty; a trace has a header and at least one request")
+    chosen = _format_of(first, path) if format is None else _format_named(format)
+    opened = OpenTrace(path, chosen, iter(()))
+    policy = zero_lengths or chosen.zero_lengths
+    opened._requests = _checked(opened, chosen.read(first, lines, rest), lines, policy, strict)
+    return opened
+
+
+def _format_named(name: str) -> TraceFormat:
+    if name not in FORMATS:
+        raise BadInputError(f"there is no trace format {name!r}; there are {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def _format_of(first: str, path: Path) -> TraceFormat:
+    for known in FORMATS.values():
+        if known.recognises(first):
+            return known
+    forms = "; ".join(f"{known.name}: {known.describes}" for known in FORMATS.values())
+    raise BadInputError(f"{path} begins with {first[:120]!r}, which is no trace format known here ({forms})")
+
+
+def _checked(
+    opened: OpenTrace, requests: Iterator[Request], lines: Lines, zero_lengths: ZeroLengths, strict: bool
+) -> Iterator[Request]:
+    last_s = 0.0
+    for request in requests:
+        opened.rows += 1
+        arrival_s = request.arrival_s
+        if arrival_s < last_s:
+            raise lines.error(
+                f"arrives at {arrival_s:.7f} s, before the row above it ({last_s:.7f} s); sort the file by time"
+                if opened.rows > 1
+                else f"arrives at {arrival_s:.7f} s, before the start of the trace"
+            )
+        if strict and arrival_s == last_s and opened.rows > 1:
+            raise lines.error(f"arrives at {arrival_s:.7f} s like the row above it; strict reading refuses that")
+        last_s = arrival_s
+        if not (request.input_tokens and request.output_tokens) and zero_lengths != "keep":
+            if zero_lengths == "refuse":
+                side = "output" if request.input_tokens else "input"
+                raise lines.error(f"has no {side} tokens; read it with zero_lengths skip or keep")
+            opened.skipped += 1
+            continue
+        yield request
+    if opened.rows == 0:
+        raise BadInputError(f"{opened.path} has a header and no requests")
