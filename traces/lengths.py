@@ -1,0 +1,231 @@
+"""How long prompts and answers are: seeded models of both at once, fitted to a trace or given.
+
+Memory of a fit is bounded whatever the trace's length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fingerprint.errors import BadInputError, ConfigError
+from traces.request import Request
+
+__all__ = [
+    "EmpiricalLengths",
+    "FitDistance",
+    "FixedLengths",
+    "LengthModel",
+    "LognormalLengths",
+    "QuantileLengths",
+    "Tokens",
+    "fit_distance",
+]
+
+Tokens: TypeAlias = NDArray[np.int64]
+
+
+class LengthModel(Protocol):
+    """Where requests' lengths come from."""
+
+    def sample(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
+        """Input and output tokens of ``count`` requests, each at least 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedLengths:
+    """Every request alike."""
+
+    input_tokens: int
+    output_tokens: int
+
+    def __post_init__(self) -> None:
+        if min(self.input_tokens, self.output_tokens) < 1:
+            raise ConfigError(f"a request has at least 1 token each way, got {self}")
+
+    def sample(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
+        return np.full(count, self.input_tokens), np.full(count, self.output_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class EmpiricalLengths:
+    """Requests of a trace drawn again, input and output of one request together."""
+
+    input_tokens: Tokens
+    output_tokens: Tokens
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.input_tokens) == len(self.output_tokens):
+            raise ConfigError("empirical lengths need as many outputs as inputs, at least one")
+
+    @classmethod
+    def fit(cls, requests: Iterable[Request], *, max_kept: int = 100_000, seed: int = 0) -> EmpiricalLengths:
+        """Keep up to ``max_kept`` requests, every one with the same chance (Vitter's reservoir, algorithm R)."""
+        rng = np.random.default_rng(seed)
+        kept: list[tuple[int, int]] = []
+        slots: list[int] = []
+        for index, request in enumerate(requests):
+            if index < max_kept:
+                kept.append((request.input_tokens, request.output_tokens))
+                continue
+            if not slots:  # the slots of the next thousand at once: one number at a time is ten times slower
+                slots = rng.integers(np.arange(index, index + 1000) + 1).tolist()[::-1]
+            if (slot := slots.pop()) < max_kept:
+                kept[slot] = (request.input_tokens, request.output_tokens)
+        if not kept:
+            raise BadInputError("lengths cannot be fitted to a trace without requests")
+        both = np.array(kept, dtype=np.int64)
+        return cls(both[:, 0].copy(), both[:, 1].copy())
+
+    def sample(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
+        drawn = rng.integers(len(self.input_tokens), size=count)
+        return self.input_tokens[drawn], self.output_tokens[drawn]
+
+
+@dataclass(frozen=True)
+class LognormalLengths:
+    """Logarithms of both lengths jointly normal; rounded up, at most the longest seen.
+
+    Long prompts and answers of chat are near it; a distribution with spikes (templates, a limit that many answers
+    reach) is not: see ``fit_distance``.
+    """
+
+    log_mean_input: float
+    log_std_input: float
+    log_mean_output: float
+    log_std_output: float
+    log_correlation: float = 0.0
+    max_input_tokens: int = 10**9
+    max_output_tokens: int = 10**9
+
+    def __post_init__(self) -> None:
+        if not (self.log_std_input >= 0 and self.log_std_output >= 0 and -1 <= self.log_correlation <= 1):
+            raise ConfigError(f"deviations must be at least 0 and the correlation in [-1, 1], got {self}")
+
+    @classmethod
+    def fit(cls, requests: Iterable[Request]) -> LognormalLengths:
+        """By moments of the logarithms, in one pass; half a token is taken off for the rounding up."""
+        count, mean, spread = 0, np.zeros(2), np.zeros((2, 2))
+        longest_input = longest_output = 1
+        for block in _blocks(requests):
+            logs = np.log(np.maximum(block, 1) - 0.5)
+            more = len(logs)
+            shift = logs.mean(0) - mean
+            away = logs - logs.mean(0)
+            spread += away.T @ away + np.outer(shift, shift) * count * more / (count + more)
+            mean += shift * more / (count + more)
+            count += more
+            longest_input = max(longest_input, int(block[:, 0].max()))
+            longest_output = max(longest_output, int(block[:, 1].max()))
+        if count == 0:
+            raise BadInputError("lengths cannot be fitted to a trace without requests")
+        input_std, output_std = np.sqrt(np.diag(spread) / count)
+        both = input_std * output_std * count
+        correlation = float(np.clip(spread[0, 1] / both, -1, 1)) if both > 0 else 0.0
+        return cls(
+            float(mean[0]),
+            float(input_std),
+            float(mean[1]),
+            float(output_std),
+            correlation,
+            longest_input,
+            longest_output,
+        )
+
+    def sample(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
+        first, second = rng.standard_normal((count, 2)).T
+        second = self.log_correlation * first + math.sqrt(1 - self.log_correlation**2) * second
+        return (
+            _whole(np.exp(self.log_mean_input + self.log_std_input * first), self.max_input_tokens),
+            _whole(np.exp(self.log_mean_output + self.log_std_output * second), self.max_output_tokens),
+        )
+
+
+@dataclass(frozen=True)
+class QuantileLengths:
+    """Each length from its quantiles, straight lines between them; input and output independent.
+
+    For workloads of which only quantiles are known. Each table is ascending ``(fraction, tokens)`` from fraction 0
+    to fraction 1.
+    """
+
+    input_quantiles: tuple[tuple[float, float], ...]
+    output_quantiles: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        for table in (self.input_quantiles, self.output_quantiles):
+            fractions, tokens = zip(*table, strict=True) if table else ((), ())
+            if len(table) < 2 or fractions[0] != 0 or fractions[-1] != 1 or tokens[0] < 1:
+                raise ConfigError("quantiles must reach from fraction 0 to fraction 1, with at least 1 token")
+            if list(fractions) != sorted(fractions) or list(tokens) != sorted(tokens):
+                raise ConfigError("quantiles must ascend, fractions and tokens both")
+
+    def sample(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
+        uniform = rng.random((count, 2))
+        return _at(uniform[:, 0], self.input_quantiles), _at(uniform[:, 1], self.output_quantiles)
+
+
+@dataclass(frozen=True)
+class FitDistance:
+    """Kolmogorov-Smirnov distance of the model's lengths from the trace's: 0 the same, 1 nothing in common."""
+
+    input_ks: float
+    output_ks: float
+    compared: int = field(default=0)
+
+
+def fit_distance(
+    model: LengthModel, requests: Iterable[Request], *, samples: int = 100_000, seed: int = 0
+) -> FitDistance:
+    """How far a length model is from a trace, length by length (not their correlation).
+
+    Two-sample: the model's ``samples`` draws carry an error of about ``1 / sqrt(samples)``.
+    """
+    inputs, outputs = model.sample(np.random.default_rng(seed), samples)
+    seen: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    count = 0
+    for block in _blocks(requests):
+        count += len(block)
+        for column, histogram in enumerate(seen):
+            for value, times in zip(*np.unique(block[:, column], return_counts=True), strict=True):
+                histogram[int(value)] = histogram.get(int(value), 0) + int(times)
+    if count == 0:
+        raise BadInputError("a model cannot be compared with a trace without requests")
+    return FitDistance(_ks(inputs, seen[0], count), _ks(outputs, seen[1], count), count)
+
+
+def _ks(drawn: Tokens, histogram: dict[int, int], count: int) -> float:
+    values = np.array(sorted(histogram))
+    shares = np.cumsum([histogram[int(value)] for value in values]) / count
+    points = np.union1d(values, drawn)
+    at = np.searchsorted(values, points, side="right")
+    trace_cdf = np.concatenate([[0.0], shares])[at]
+    model_cdf = np.searchsorted(np.sort(drawn), points, side="right") / len(drawn)
+    return float(np.abs(trace_cdf - model_cdf).max())
+
+
+def _at(uniform: NDArray[np.float64], table: tuple[tuple[float, float], ...]) -> Tokens:
+    fractions, tokens = zip(*table, strict=True)
+    return _whole(np.interp(uniform, fractions, tokens), math.ceil(tokens[-1]))
+
+
+def _whole(lengths: NDArray[np.float64], longest: int) -> Tokens:
+    return np.clip(np.ceil(lengths), 1, longest).astype(np.int64)
+
+
+def _blocks(requests: Iterable[Request], size: int = 8192) -> Iterable[Tokens]:
+    """Lengths as arrays of shape [up to size, 2]."""
+    block: list[tuple[int, int]] = []
+    for request in requests:
+        block.append((request.input_tokens, request.output_tokens))
+        if len(block) == size:
+            yield np.array(block, dtype=np.int64)
+            block = []
+    if block:
+        yield np.array(block, dtype=np.int64)
