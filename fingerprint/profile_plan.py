@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 from fingerprint.config import KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["ProfilePlan", "default_plan", "fingerprint_layers"]
+__all__ = ["ProfilePlan", "Shards", "default_plan", "fingerprint_layers"]
+
+
+class Shards(StrEnum):
+    """Which degrees a profile takes as one rank of a tensor-parallel group, alone on one GPU."""
+
+    NEVER = "never"
+    AUTO = "auto"  # those whose GPUs are there and not free
+    ALWAYS = "always"  # and those that need more GPUs than there are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

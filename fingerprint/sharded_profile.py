@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.depth_tied_profile import DepthTiedPlan, StepTimedTarget
 from fingerprint.errors import InfeasibleError, IserveError
 from fingerprint.measurements import MachineInfo, Profile, StepTimedSession
@@ -19,6 +20,7 @@ from fingerprint.shard_config import refuses_shards
 
 __all__ = ["Measure", "Shapes", "profile_with_shards"]
 
+Needless = Callable[[DeploymentConfig, Profile], str | None]  # as ``depth_tied_profile`` asks
 Shapes = Callable[[int, int], Path]  # (layers, tp): a directory with one rank's config.json; tp=1: the model's
 
 
@@ -26,14 +28,29 @@ class Measure(Protocol):
     """``depth_tied_profile`` with the model and the options already given."""
 
     def __call__(
-        self, target: StepTimedTarget, fingerprints: Callable[[int], Path], plan: DepthTiedPlan
+        self,
+        target: StepTimedTarget,
+        fingerprints: Callable[[int], Path],
+        plan: DepthTiedPlan,
+        *,
+        needless: Needless = ...,
     ) -> Profile: ...
 
 
 def profile_with_shards(
-    measure: Measure, family: str, target: StepTimedTarget, shapes: Shapes, plan: DepthTiedPlan, *, num_gpus: int
+    measure: Measure,
+    family: str,
+    target: StepTimedTarget,
+    shapes: Shapes,
+    plan: DepthTiedPlan,
+    *,
+    num_gpus: int,
+    needless: Needless = lambda _config, _so_far: None,
 ) -> Profile:
     """``plan`` on ``num_gpus`` GPUs, as shards where they are too few. The budget is of all together.
+
+    Args:
+        needless: as ``depth_tied_profile``; of a shard's formats it is asked together, before the first.
 
     Raises:
         InfeasibleError: neither works for any degree; the message says why.
@@ -43,6 +60,7 @@ def profile_with_shards(
     jobs = ([(real, 1)] if real else []) + [(((tp, pp),), tp) for tp, pp in plan.degrees if (tp, pp) not in real]
     taken: list[Profile] = []
     notes: list[str] = []
+    unneeded: list[str] = []
     errors: list[IserveError] = []
     for degrees, ranks in jobs:
         left_s = plan.budget_s - sum(profile.spent_s for profile in taken)
@@ -54,14 +72,24 @@ def profile_with_shards(
             notes.append(f"{what} left out: {why_not}")
             continue
         part = replace(plan, degrees=degrees, budget_s=left_s)
+        if ranks > 1 and taken:
+            weights, skipped = _needed(part, target.engine, needless, _merged(taken, (), plan.budget_s))
+            unneeded += skipped
+            if not weights:
+                continue
+            part = replace(part, weights=weights)
         try:
-            taken.append(_taken(measure, target, shapes, part, ranks))
+            if ranks > 1:
+                taken.append(_rank_alone(measure, target, shapes, part, ranks))
+            else:
+                taken.append(measure(target, lambda layers: shapes(layers, 1), part, needless=needless))
         except IserveError as error:
             errors.append(error)
             notes.append(f"{what} failed: {error}")
     if not taken:
         raise errors[0] if errors else InfeasibleError("; ".join(notes))
-    return _merged(taken, notes, plan.budget_s)
+    merged = _merged(taken, notes, plan.budget_s)
+    return replace(merged, notes=(*merged.notes, *unneeded))
 
 
 def _refusal(family: str, ranks: int, pp: int, num_gpus: int) -> str | None:
@@ -70,9 +98,25 @@ def _refusal(family: str, ranks: int, pp: int, num_gpus: int) -> str | None:
     return refuses_shards(family) if ranks > 1 else None
 
 
-def _taken(measure: Measure, target: StepTimedTarget, shapes: Shapes, plan: DepthTiedPlan, ranks: int) -> Profile:
-    if ranks == 1:
-        return measure(target, lambda layers: shapes(layers, 1), plan)
+def _needed(
+    part: DepthTiedPlan, engine: str, needless: Needless, so_far: Profile
+) -> tuple[tuple[WeightFormat, ...], list[str]]:
+    """The weight formats of one degree that are worth measuring, and a note on each other."""
+    ((tp, pp),) = part.degrees
+    kept, notes = [], []
+    for weights in part.weights:
+        configs = [DeploymentConfig(tp=tp, pp=pp, weights=weights, kv=kv, engine=engine) for kv in part.kv]
+        reasons = [needless(config, so_far) for config in configs]
+        if None in reasons:
+            kept.append(weights)
+        else:
+            notes.append(f"tp={tp} pp={pp} {weights} not measured: {reasons[0]}")
+    return tuple(kept), notes
+
+
+def _rank_alone(
+    measure: Measure, target: StepTimedTarget, shapes: Shapes, plan: DepthTiedPlan, ranks: int
+) -> Profile:
     found = measure(_OneRank(target), lambda layers: shapes(layers, ranks), plan)
     return replace(
         found,
@@ -97,6 +141,7 @@ class _OneRank:
 
 
 def _merged(taken: Sequence[Profile], notes: Sequence[str], budget_s: float) -> Profile:
+    """All of ``taken``, with ``notes`` on what is missing."""
     return replace(
         taken[0],
         budget_s=budget_s,

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
+from fingerprint.profile_plan import Shards
 from iserve.planning import PlanOptions
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 
@@ -117,6 +118,7 @@ class ProfileBody(_Body):
     engine: str = "auto"
     max_seconds: float = Field(default=60.0, gt=0, le=86_400)
     quality: Quality = Quality.NEAR  # an engine that starts anew for each format measures only what this allows
+    shards: Shards = Shards.AUTO  # degrees that are run as one tensor-parallel rank on one GPU
     input_tokens: int = Workload().input_tokens
     output_tokens: int = Workload().output_tokens
     batch: int = Workload().batch

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fingerprint.profile_plan import Shards
 from iserve.cli import options as o
 
 __all__ = ["register"]
@@ -134,6 +135,14 @@ def profile(
         float, typer.Option("--max-seconds", help="Budget; on torch launches included, on vllm without them.")
     ] = 60.0,
     quality: o.QualityOption = o.DEFAULT_INTENT.quality,
+    shards: Annotated[
+        Shards,
+        typer.Option(
+            "--shards",
+            help="TP degrees run as one rank on one GPU (vllm): auto: whose GPUs are not free; "
+            "always: also beyond the node's GPUs.",
+        ),
+    ] = Shards.AUTO,
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
@@ -157,7 +166,7 @@ def profile(
     model = None if model is None else model_argument(model, settings)
     controller = client(settings)
     body = {"model": model, "engine": engine, "max_seconds": max_seconds, "quality": quality.value}
-    body |= {"batch": batch, "input_tokens": input_tokens, "output_tokens": output_tokens}
+    body |= {"shards": shards.value, "batch": batch, "input_tokens": input_tokens, "output_tokens": output_tokens}
     job = controller.post("/api/v1/profiles", body, ProfileJobDocument)
     with StepDisplay(quiet=as_json) as display:
         while job.status == "running":

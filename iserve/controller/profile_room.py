@@ -7,7 +7,7 @@ promised to others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig, Workload
@@ -18,7 +18,7 @@ from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, Roofline
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["STEP_TOKENS", "fitting", "quietest", "share_of_free_bytes"]
+__all__ = ["STEP_TOKENS", "Room", "fitting", "quietest", "share_of_free_bytes"]
 
 # Of the largest step of a profiling worker; and of deployments on engines whose memory is counted for such a step.
 STEP_TOKENS = DEFAULT_MAX_BATCHED_TOKENS
@@ -38,10 +38,17 @@ def share_of_free_bytes(devices: Iterable[DeviceStatus]) -> int:
     return int(min(device.free_bytes for device in devices) * _SHARE_OF_FREE)
 
 
-def fitting(
-    plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequence[DeviceStatus]
-) -> tuple[DepthTiedPlan, tuple[str, ...]]:
-    """The points and degrees of ``plan`` that fit what ``devices`` have free now, and a note on each other.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What of a plan fits what is free now."""
+
+    plan: DepthTiedPlan
+    notes: tuple[str, ...]  # on each point that does not
+    too_full: tuple[tuple[tuple[int, int], str], ...]  # each (tp, pp) that does not, and why
+
+
+def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequence[DeviceStatus]) -> Room:
+    """The points and degrees of ``plan`` that fit what ``devices`` have free now.
 
     Args:
         devices: in the order in which they are used: tp * pp of them from the first on.
@@ -57,30 +64,30 @@ def fitting(
             f"a profile needs {min(need.values()) / _GIB:.1f} GiB of a GPU, {limit / _GIB:.1f} GiB of what is "
             "free may be used; stop a worker there"
         )
-    notes = [
+    notes = tuple(
         f"batch {b} with {n} in left out: it needs {need[b, n] / _GIB:.1f} GiB of a GPU, a profile may use "
         f"{limit / _GIB:.1f} GiB now"
         for b, n in plan.points
         if (b, n) not in points
-    ]
+    )
     largest = max(need[point] for point in points)
-    degrees = []
+    degrees, too_full = [], []
     for tp, pp in plan.degrees:
         room = share_of_free_bytes(devices[: tp * pp])
         if largest <= room:
             degrees.append((tp, pp))
         else:
-            notes.append(
-                f"tp={tp} pp={pp} left out: up to {largest / _GIB:.1f} GiB of each GPU is needed, a profile may "
-                f"use {room / _GIB:.1f} GiB now"
-            )
+            need_gib, room_gib = largest / _GIB, room / _GIB
+            why = f"up to {need_gib:.1f} GiB of each GPU is needed, a profile may use {room_gib:.1f} GiB now"
+            too_full.append(((tp, pp), why))
     kept = replace(
         plan,
         points=points,
         shallow_points=tuple(point for point in plan.shallow_points if point in points),
         degrees=tuple(degrees),
     )
-    return replace(kept, max_context_tokens=min(plan.max_context_tokens, kept.kv_tokens)), tuple(notes)
+    kept = replace(kept, max_context_tokens=min(plan.max_context_tokens, kept.kv_tokens))
+    return Room(kept, notes, tuple(too_full))
 
 
 def _need_bytes(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec) -> dict[tuple[int, int], int]:

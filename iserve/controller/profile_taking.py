@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from daemon.profile_client import WorkerProfileTarget
@@ -13,16 +14,17 @@ from daemon.status import NodeStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.depth_tied_profile import depth_tied_plan, depth_tied_profile
-from fingerprint.errors import NotMeasuredError, UnsupportedModelError
+from fingerprint.errors import ConfigError, NotMeasuredError, UnsupportedModelError
 from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
-from fingerprint.profile_plan import default_plan
+from fingerprint.profile_plan import Shards, default_plan
+from fingerprint.sharded_profile import profile_with_shards
 from iserve.controller.estimating import estimator_for
 from iserve.controller.node import hardware_of
-from iserve.controller.profile_room import STEP_TOKENS, fitting, quietest
+from iserve.controller.profile_room import STEP_TOKENS, Room, fitting, quietest
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions
 from iserve.worth_measuring import cannot_change_plan
@@ -42,6 +44,7 @@ class Order:
         table: what the engine runs of checkpoints as they are.
         node: before any worker of this profile.
         wish: measure what may serve it best; None: everything that may serve some wish of that quality.
+        shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine that carries our step timer: there the GPU's time after
             engine starts.
     """
@@ -52,12 +55,18 @@ class Order:
     workload: Workload
     wish: PlanOptions | None
     quality: Quality
+    shards: Shards
     max_seconds: float
     progress: Callable[[ProfileProgress], None]
 
 
 def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Measure; raises as ``Profiler.take``."""
+    """Measure; raises as ``Profiler.take``, and ConfigError: shards are wanted of an engine without step timer."""
+    if order.shards is Shards.ALWAYS and not order.table.step_timed:
+        raise ConfigError(
+            f"shards={order.shards} profiles one tensor-parallel rank alone, which takes an engine with our step "
+            f"timer, and {order.table.engine} has none; take --engine vllm, or leave --shards out"
+        )
     return (_take_depth_tied if order.table.step_timed else _take_plain)(order, target, fingerprints)
 
 
@@ -93,20 +102,39 @@ def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fi
         ),
         max_batched_tokens=STEP_TOKENS,
     )
-    plan, no_room = fitting(plan, source.spec, device, quietest(order.node.devices))
-    measured = depth_tied_profile(
-        source.name,
-        source.spec,
+    room = fitting(plan, source.spec, device, quietest(order.node.devices))
+    alone = _ranks_alone(order, device, room)
+    measured = profile_with_shards(
+        partial(depth_tied_profile, source.name, source.spec, progress=order.progress),
+        source.spec.family,
         target,
         fingerprints,
-        plan,
-        progress=order.progress,
+        replace(room.plan, degrees=(*room.plan.degrees, *alone)),
+        num_gpus=max((tp * pp for tp, pp in room.plan.degrees), default=1),
         needless=lambda config, so_far: _needless(order, config, so_far),
     )
     left_out = (
         f"{w} not measured: quality={order.quality} does not allow it" for w in weights if w not in allowed
     )
-    return replace(measured, notes=(*measured.notes, *no_room, *left_out))
+    no_gpus = (
+        f"tp={tp} pp={pp} {'not run whole' if (tp, pp) in alone else 'left out'}: {why}"
+        for (tp, pp), why in room.too_full
+    )
+    return replace(measured, notes=(*measured.notes, *room.notes, *no_gpus, *left_out))
+
+
+def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int], ...]:
+    """Of the degrees there are no GPUs for, those to take as one rank alone."""
+    if order.shards is Shards.NEVER:
+        return ()
+    full = [degree for degree, _ in room.too_full]
+    missing = [degree for degree in _DEGREES if degree[0] * degree[1] > len(order.node.devices)]
+    wanted = full + (missing if order.shards is Shards.ALWAYS else [])
+    return tuple(
+        (tp, pp)
+        for tp, pp in wanted
+        if pp == 1 and _runs(order, DeploymentConfig(tp=tp, engine=order.table.engine), gpu, num_gpus=tp)
+    )
 
 
 def _needless(order: Order, config: DeploymentConfig, so_far: Profile) -> str | None:
@@ -132,8 +160,7 @@ def _formats_and_degrees(
     table, name = order.table, order.table.engine
 
     def runs(config: DeploymentConfig) -> bool:
-        shape = shape_refusal(spec, config, len(order.node.devices))
-        return shape is None and table.refusal(spec, config, gpu) is None
+        return _runs(order, config, gpu, num_gpus=len(order.node.devices))
 
     weights = tuple(w for w in WeightFormat if runs(DeploymentConfig(weights=w, engine=name)))
     degrees = tuple((tp, pp) for tp, pp in _DEGREES if runs(DeploymentConfig(tp=tp, pp=pp, engine=name)))
@@ -143,18 +170,24 @@ def _formats_and_degrees(
     return weights, degrees
 
 
+def _runs(order: Order, config: DeploymentConfig, gpu: GpuSpec, *, num_gpus: int) -> bool:
+    spec = order.source.spec
+    return shape_refusal(spec, config, num_gpus) is None and order.table.refusal(spec, config, gpu) is None
+
+
 class Fingerprints:
     """Cuts each fingerprint when it is first asked for."""
 
     def __init__(self, source: ModelSource, folder: Path, *, weights: bool) -> None:
         self._source, self._folder, self._weights = source, folder, weights
 
-    def __call__(self, num_layers: int) -> Path:
-        target = self._folder / f"{num_layers}-layers"
+    def __call__(self, num_layers: int, tp: int = 1) -> Path:
+        """The first layers; of one rank of ``tp``, which is a shape without weights, where that is above 1."""
+        target = self._folder / (f"{num_layers}-layers" if tp == 1 else f"{num_layers}-layers-of-{tp}")
         if not target.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
-            if not self._weights:  # the engine makes random ones
-                generate_shape(self._source.directory, target, num_layers)
+            if tp > 1 or not self._weights:  # the engine makes random ones
+                generate_shape(self._source.directory, target, num_layers, tp=tp)
             elif self._source.has_weights:
                 generate(self._source.directory, target, range(num_layers))
             else:

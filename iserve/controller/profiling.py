@@ -31,6 +31,7 @@ from fingerprint.errors import (
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
+from fingerprint.profile_plan import Shards
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.controller.profile_room import STEP_TOKENS, quietest, share_of_free_bytes
 from iserve.controller.profile_taking import Fingerprints, Order, take
@@ -217,6 +218,7 @@ class Profiler:
         workload: Workload,
         wish: PlanOptions | None = None,
         quality: Quality = Quality.NEAR,
+        shards: Shards = Shards.AUTO,
         max_seconds: float,
         progress: Callable[[ProfileProgress], None],
         unless: Callable[[], Profile | None] = lambda: None,
@@ -227,12 +229,14 @@ class Profiler:
         Args:
             wish: what it is taken for, if for anything in particular.
             quality: which formats are worth a start of the engine, where there is no wish.
+            shards: which degrees may be taken as one tensor-parallel rank alone.
             progress: what it raises ends the profile.
             unless: asked when this profile's turn has come; one that another took meanwhile is returned instead.
             go_on: called while that turn is waited for; what it raises ends the waiting.
 
         Raises:
             InfeasibleError: there is no device.
+            ConfigError: shards are wanted of an engine that has no step timer.
             EngineError: the profiling worker failed.
             NotMeasuredError: the budget was too short to estimate anything from; nothing is kept.
         """
@@ -249,6 +253,7 @@ class Profiler:
                 workload=workload,
                 wish=wish,
                 quality=quality if wish is None else wish.intent.quality,
+                shards=shards,
                 max_seconds=max_seconds,
                 progress=progress,
             )

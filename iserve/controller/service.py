@@ -198,6 +198,7 @@ class Controller:
                     self.daemon,
                     workload=workload,
                     quality=body.quality,
+                    shards=body.shards,
                     max_seconds=body.max_seconds,
                     progress=lambda p: self._put_job(replace(job, progress=_progress_document(p))),
                 )

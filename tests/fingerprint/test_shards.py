@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
 from fingerprint.errors import EngineError, InfeasibleError
 from fingerprint.estimates import Source
@@ -84,8 +84,10 @@ def take(machine: RankMachine, plan: DepthTiedPlan = PLAN, family: str = "llama"
     return profile_with_shards(measure, family, machine, machine.shape, plan, num_gpus=machine.num_devices)
 
 
-def _measure(machine: RankMachine, target: Any, fingerprints: Any, plan: DepthTiedPlan) -> Profile:
-    return depth_tied_profile("synthetic", machine.spec, target, fingerprints, plan, clock=machine.clock)
+def _measure(machine: RankMachine, target: Any, fingerprints: Any, plan: DepthTiedPlan, **options: Any) -> Profile:
+    return depth_tied_profile(
+        "synthetic", machine.spec, target, fingerprints, plan, clock=machine.clock, **options
+    )
 
 
 def estimator_of(profile: Profile) -> DepthTiedEstimator:
@@ -156,6 +158,29 @@ class TestDriver:
         least = take(RankMachine(num_devices=1), degrees=((1, 1), (2, 1)), budget_s=1e-3)
         assert {(p.tp, p.shard) for p in least.timing} == {(1, False)}
         assert least.notes[-1] == "tp=2 pp=1 left out: the budget of 0.001 GPU-seconds is spent"
+
+    def test_a_rank_is_asked_about_with_all_that_was_measured_and_left_out_without_a_start(self) -> None:
+        formats = (WeightFormat.BITS16, WeightFormat.FP8)
+        asked: list[tuple[DeploymentConfig, set[WeightFormat]]] = []
+
+        def needless(config: DeploymentConfig, so_far: Profile) -> str | None:
+            asked.append((config, {point.weights for point in so_far.timing}))
+            return "16 bits would do" if config == replace(TP2, weights=WeightFormat.FP8) else None
+
+        machine = RankMachine(num_devices=1)
+        plan = replace(PLAN, degrees=((1, 1), (2, 1)), weights=formats)
+        profile = profile_with_shards(
+            partial(_measure, machine), "llama", machine, machine.shape, plan, num_gpus=1, needless=needless
+        )
+        fp8 = replace(TP2, weights=WeightFormat.FP8)
+        assert asked == [
+            (replace(ALONE, weights=WeightFormat.FP8), {WeightFormat.BITS16}),
+            (TP2, set(formats)),
+            (fp8, set(formats)),
+        ]
+        assert {(p.tp, p.weights) for p in profile.timing if p.shard} == {(2, WeightFormat.BITS16)}
+        assert profile.notes[-1] == "tp=2 pp=1 fp8 not measured: 16 bits would do"
+        assert profile.complete
 
     def test_it_travels_as_json(self, sharded: Profile) -> None:
         assert from_json(to_json(sharded), Profile) == sharded

@@ -14,8 +14,10 @@ import pytest
 from daemon.engines.vllm.table import TABLE
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
-from fingerprint.errors import InfeasibleError
+from fingerprint.errors import ConfigError, InfeasibleError
+from fingerprint.estimates import Source
 from fingerprint.measurements import Profile
+from fingerprint.profile_plan import Shards
 from iserve.controller.deployer import worker_spec
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.controller.node import hardware_of
@@ -26,10 +28,12 @@ from iserve.planning import PlanOptions, make_plan
 from planner.intent import Intent, IntentKind, Quality, Slo
 from planner.plan import Plan
 from tests.fingerprint.step_timed_machine import StepTimedMachine, llama_7b
+from tests.fingerprint.test_shards import RankMachine
 
 GIB = 2**30
 BITS16, FP8 = WeightFormat.BITS16, WeightFormat.FP8
 SOURCE = ModelSource(name="m", directory=Path("/m"), has_weights=True, spec=llama_7b())
+QWEN_2 = replace(SOURCE.spec, family="qwen2")
 RUNS = TABLE.unprepared()
 NODE = NodeStatus(
     node_id="n",
@@ -58,19 +62,29 @@ def profiled(
     table: Any = RUNS,
     batch: int = 4,
     node: NodeStatus = NODE,
+    shards: Shards = Shards.AUTO,
+    source: ModelSource = SOURCE,
 ) -> Profile:
     order = Order(
-        source=SOURCE,
+        source=source,
         table=table,
         node=node,
         workload=Workload(batch, 512, 128) if wish is None else wish.workload,
         wish=wish,
         quality=quality if wish is None else wish.intent.quality,
+        shards=shards,
         max_seconds=1e6,
         progress=lambda _: None,
     )
     target: Any = machine
-    fingerprints: Any = machine.fingerprint
+
+    def shape(layers: int, tp: int = 1) -> Path:
+        if isinstance(machine, RankMachine):
+            return machine.shape(layers, tp)
+        assert tp == 1, "a rank's shape, on a machine that knows none"
+        return machine.fingerprint(layers)
+
+    fingerprints: Any = shape
     return take(order, target, fingerprints)
 
 
@@ -167,10 +181,65 @@ def test_points_that_what_is_free_does_not_hold_are_left_out() -> None:
 
 def test_a_gpu_that_is_full_stands_in_the_way_of_splits_alone() -> None:
     machine = StepTimedMachine()
-    profile = profiled(machine, quality=Quality.EXACT, node=with_free(2, 139))
+    profile = profiled(machine, quality=Quality.EXACT, node=with_free(2, 139), shards=Shards.NEVER)
     assert started(machine) == [(1, 1, BITS16)]
     assert [note.partition(":")[0] for note in profile.notes[:2]] == ["tp=2 pp=1 left out", "tp=1 pp=2 left out"]
     assert points(profile) == points(profiled(StepTimedMachine(), quality=Quality.EXACT))
+
+
+def runs_of(profile: Profile) -> set[tuple[int, int, WeightFormat, bool]]:
+    return {(point.tp, point.pp, point.weights, point.shard) for point in profile.timing}
+
+
+def test_a_degree_whose_second_gpu_is_full_is_taken_as_one_rank_on_the_first() -> None:
+    machine = RankMachine()
+    profile = profiled(machine, quality=Quality.EXACT, node=with_free(2, 139))
+    assert runs_of(profile) == {(1, 1, BITS16, False), (2, 1, BITS16, True)}
+    assert {entry[1:] for entry in machine.log if entry[0] == "open"} == {(1, 1)}
+    told = [note.partition(":")[0] for note in profile.notes]
+    assert "tp=2 pp=1 not run whole" in told
+    assert "tp=1 pp=2 left out" in told
+    assert "tp=2 was run as one rank's shape, without communication" in profile.notes
+    estimate = estimator_for(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
+    assert {estimate.ttft_s.source, estimate.tpot_s.source, estimate.memory.source} == {Source.SHARDED}
+
+
+ONE_GPU = replace(NODE, devices=NODE.devices[:1])
+
+
+@pytest.mark.parametrize(
+    ("shards", "source"), [(Shards.NEVER, "scaled"), (Shards.AUTO, "scaled"), (Shards.ALWAYS, "sharded")]
+)
+def test_what_the_node_never_has_the_gpus_for_is_taken_when_it_is_asked_for(shards: Shards, source: str) -> None:
+    """On one GPU two ranks are wanted only by who asks what a second one would bring."""
+    profile = profiled(RankMachine(num_devices=1), quality=Quality.EXACT, node=ONE_GPU, shards=shards)
+    estimate = estimator_for(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
+    assert estimate.tpot_s.source == source
+    assert profile.complete
+
+
+def test_a_wish_takes_no_rank_that_cannot_change_its_plan() -> None:
+    """Nothing with tp=2 can be launched beside the full GPU, so nothing of it is worth an engine start."""
+    machine = RankMachine()
+    profile = profiled(machine, wish=wished(), node=with_free(2, 139))
+    assert {(tp, pp) for tp, pp, _, _ in runs_of(profile)} == {(1, 1)}
+    assert any(note.startswith("tp=2 pp=1 16bit not measured: ") for note in profile.notes)
+    assert profile.complete
+
+
+def test_a_family_whose_ranks_cannot_be_written_says_so() -> None:
+    node, quality = with_free(2, 139), Quality.EXACT
+    profile = profiled(RankMachine(), quality=quality, node=node, source=replace(SOURCE, spec=QWEN_2))
+    assert {(tp, shard) for tp, _, _, shard in runs_of(profile)} == {(1, False)}
+    assert any("qwen2 take head_dim" in note for note in profile.notes)
+    assert not profile.complete
+
+
+def test_an_engine_without_step_timer_refuses_ranks_alone_before_it_starts() -> None:
+    machine = RankMachine()
+    with pytest.raises(ConfigError, match="vllm has none; take --engine vllm, or leave --shards out"):
+        profiled(machine, shards=Shards.ALWAYS, table=replace(RUNS, step_timed=False))
+    assert machine.log == []
 
 
 def test_a_profile_that_has_room_for_nothing_says_what_it_needs() -> None:
