@@ -17,6 +17,7 @@ __all__ = [
     "IserveError",
     "NotFoundError",
     "NotMeasuredError",
+    "PolicyError",
     "UnavailableError",
     "UnsupportedModelError",
 ]
@@ -56,6 +57,10 @@ class InfeasibleError(IserveError):
 
 class NotMeasuredError(IserveError):
     """A number that the answer needs has never been measured; profile first."""
+
+
+class PolicyError(IserveError):
+    """A policy that was plugged in raised, or answered what it must not; the message names it, and when."""
 
 
 class UnavailableError(IserveError):

@@ -1,0 +1,180 @@
+"""The simulated GPUs and what runs on them: memory, who shares with whom, busy times, and the queue of events.
+
+Knows servers and their runs, nothing of requests or deployments.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import replace
+
+from placement.types import ClusterSnapshot, GpuState, Placement
+from traces.simulator.contention import Contention
+from traces.simulator.gpus import Gpu
+from traces.simulator.servers import Server, Stage
+
+__all__ = ["Cluster", "Event"]
+
+Event = tuple[
+    float, int, int, Server
+]  # (time, number, the server's version, server); of equal times the older first
+
+
+class Cluster:
+    """``events`` is a heap of the ends of runs (or their beginnings, where a server is idle)."""
+
+    def __init__(self, snapshot: ClusterSnapshot, contention: Contention) -> None:
+        self._states = {(gpu.node_id, gpu.device_id): gpu for gpu in snapshot.gpus}
+        self.gpus = {
+            key: Gpu(state.device_id, state.node_id, state.gpu_index, state.free_bytes)
+            for key, state in self._states.items()
+        }
+        self.dead_nodes: set[str] = set()
+        self._contention = contention
+        self.events: list[Event] = []
+        self._number = 0
+        self._held: dict[Server, tuple[tuple[Gpu, int], ...]] = {}
+
+    def snapshot(self, now_s: float) -> ClusterSnapshot:
+        """What placement sees: the living GPUs, their free memory, their load over the last 120 s."""
+        return ClusterSnapshot(
+            tuple(
+                replace(self._states[key], free_bytes=gpu.free_bytes, load_fraction=gpu.load_fraction(now_s))
+                for key, gpu in self.gpus.items()
+                if gpu.node_id not in self.dead_nodes
+            )
+        )
+
+    def stages(self, placement: Placement) -> list[Stage]:
+        """With the share of a step that each stage has, by its layers."""
+        layers = sum(stage.num_layers for stage in placement.stages)
+        return [
+            Stage(
+                tuple(self.gpus[stage.node_id, device] for device in stage.device_ids), stage.num_layers / layers
+            )
+            for stage in placement.stages
+        ]
+
+    def gpu(self, state: GpuState) -> Gpu:
+        return self.gpus[state.node_id, state.device_id]
+
+    def add(self, server: Server, memory: Iterable[tuple[Gpu, int]]) -> None:
+        """Give ``server`` its memory; it begins at its ``ready_s``.
+
+        Raises:
+            ConfigError: a GPU has less free.
+        """
+        held = tuple(memory)
+        for gpu, size_bytes in held:
+            gpu.take(size_bytes)
+        for gpu, _ in held:
+            gpu.tenants.append(server)
+        self._held[server] = held
+        self._mark_shared(held)
+        self.schedule(server, server.ready_s)
+
+    def remove(self, server: Server, now_s: float) -> None:
+        """Its memory is free, whatever ran has ended."""
+        if server.busy:
+            self.stop(server, now_s)
+        server.version += 1
+        held = self._held.pop(server)
+        for gpu, size_bytes in held:
+            gpu.give_back(size_bytes)
+            gpu.tenants.remove(server)
+        self._mark_shared(held)
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """In the order in which they came."""
+        return tuple(self._held)
+
+    def on_node(self, server: Server, node_id: str) -> bool:
+        return any(gpu.node_id == node_id for gpu, _ in self._held[server])
+
+    def schedule(self, server: Server, at_s: float) -> None:
+        """The one event of ``server`` is at ``at_s``; any earlier one is void."""
+        server.version += 1
+        server.queued = True
+        self._number += 1
+        heapq.heappush(self.events, (at_s, self._number, server.version, server))
+
+    def go_on(self, server: Server, now_s: float) -> None:
+        """Begin the next run of ``server``, or let it fall idle."""
+        work_s = server.begin()
+        if work_s > 0:
+            if not server.busy:
+                self._start(server, now_s)
+            server.work_s = server.left_s = work_s
+            server.at_s = now_s
+            server.version += 1
+            server.queued = True
+            self._number += 1
+            heapq.heappush(self.events, (now_s + work_s / server.speed, self._number, server.version, server))
+        else:
+            server.queued = False
+            if server.busy:
+                self.stop(server, now_s)
+
+    def cut(self, server: Server, now_s: float) -> None:
+        """A request has joined during a run, which may now end sooner."""
+        done_s = server.done_s(now_s)
+        work_s = server.cut(done_s)
+        if work_s < server.work_s:
+            server.work_s = work_s
+            server.left_s = max(0.0, work_s - done_s)
+            server.at_s = now_s
+            self.schedule(server, now_s + server.left_s / server.speed)
+
+    def _start(self, server: Server, now_s: float) -> None:
+        server.busy = True
+        for gpus, share in server.stages:
+            for gpu in gpus:
+                gpu.start(server, share, now_s)
+        server.speed = 1.0
+        if server.shared:
+            server.speed = self._speed(server)
+            self._slow_others(server, now_s)
+
+    def stop(self, server: Server, now_s: float) -> None:
+        server.busy = False
+        for gpus, _ in server.stages:
+            for gpu in gpus:
+                gpu.stop(server, now_s)
+        if server.shared:
+            self._slow_others(server, now_s)
+
+    def _slow_others(self, server: Server, now_s: float) -> None:
+        """Whoever runs beside ``server`` goes on at the speed that it now has."""
+        others = {
+            other: None
+            for gpus, _ in server.stages
+            for gpu in gpus
+            for other in gpu.demands
+            if other is not server
+        }
+        for other in others:
+            assert isinstance(other, Server), "only servers run"
+            speed = self._speed(other)
+            if speed != other.speed:
+                other.left_s = max(0.0, other.left_s - (now_s - other.at_s) * other.speed)
+                other.at_s = now_s
+                other.speed = speed
+                self.schedule(other, now_s + other.left_s / speed)
+
+    def _speed(self, server: Server) -> float:
+        return self._contention(
+            [
+                (share, [sum(d for other, d in gpu.demands.items() if other is not server) for gpu in gpus])
+                for gpus, share in server.stages
+            ]
+        )
+
+    @staticmethod
+    def _mark_shared(held: Iterable[tuple[Gpu, int]]) -> None:
+        """On whom contention can bear."""
+        for gpu, _ in held:
+            for tenant in gpu.tenants:
+                assert isinstance(tenant, Server), "only servers have memory"
+                tenant.shared = any(len(g.tenants) > 1 for gpus, _ in tenant.stages for g in gpus)

@@ -1,0 +1,161 @@
+"""Continuous batching with chunked prefill, many steps at once.
+
+The policy is that of ``daemon.torch_engine.scheduler`` (and, of vLLM's, the part that matters for time): every
+sequence that decodes gets one token of a step, then prompts in the order of their arrival are cut to what is left
+of ``max_batched_tokens``, and waiting ones are admitted into free slots. While no prompt is under way and none can
+be admitted, every step is alike but for one token more of context: such a stretch is one run, whose length is a
+closed sum. A request that can be admitted cuts it short at the end of the step it arrives in. ``stepped`` runs the
+engine's own scheduler step by step; both give the same times (tests/traces/simulator/test_continuous.py).
+
+Beyond the slots, ``kv_tokens`` of the limits bounds admission: a request waits, first in the queue, until its
+prompt and its whole answer fit beside those of all that run. vLLM is less strict: it admits, and preempts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections import deque
+from collections.abc import Sequence
+
+from traces.simulator.requests import Requests
+from traces.simulator.servers import Server, Stage
+from traces.simulator.step_model import StepModel
+
+__all__ = ["ContinuousWorker"]
+
+
+class ContinuousWorker(Server):
+    """Rounds count the steps since the beginning; a sequence that decodes knows the round of its last token."""
+
+    __slots__ = (
+        "_cached", "_chunks", "_decoders", "_first_s", "_free", "_kv_free", "_last_s", "_prompts", "_requests",
+        "_round", "_rounds", "_step_tokens", "_steps", "_waiting",
+    )  # fmt: skip
+    cuts = True
+
+    def __init__(self, name: str, stages: Sequence[Stage], ready_s: float, steps: StepModel, requests: Requests):
+        super().__init__(name, stages, ready_s)
+        limits = steps.limits
+        self.max_batch = limits.max_batch
+        self.longest = min(limits.max_context_tokens, limits.kv_tokens or limits.max_context_tokens)
+        self._steps = steps
+        self._step_tokens = limits.max_batched_tokens
+        self._requests = requests
+        self._first_s, self._last_s = requests.first_s, requests.last_s
+        self._waiting: deque[tuple[int, int, int]] = deque()  # (row, input, output tokens)
+        self._prompts: list[list[int]] = []  # [row, input, output tokens, cached], in order of admission
+        self._decoders: list[tuple[int, int, int]] = []  # heap of (last round, row, tokens cached by then)
+        self._chunks: list[tuple[list[int], int]] = []  # of this step: (prompt, tokens)
+        self._cached = 0  # tokens whose KV the decoders hold
+        self._free = limits.max_batch  # slots
+        self._kv_free = sys.maxsize if limits.kv_tokens is None else limits.kv_tokens
+        self._round = 0
+        self._rounds = 0  # steps of this run
+
+    @property
+    def num_running(self) -> int:
+        return self.max_batch - self._free
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
+        self._waiting.append((row, input_tokens, output_tokens))
+
+    def begin(self) -> float:
+        decoders = self._decoders
+        n = len(decoders)
+        if self._prompts or (self._waiting and self._free):
+            budget = self._step_tokens - n
+            if budget:
+                tokens, attention_s = self._prefill(budget)
+                if tokens:
+                    self._rounds = 1
+                    return self._steps.mixed_s(tokens, attention_s, n, self._cached / n + 1 if n else 0.0)
+        if not n:
+            return 0.0
+        self._rounds = rounds = decoders[0][0] - self._round
+        return self._steps.run_s(n, self._cached / n + 1, rounds)
+
+    def _prefill(self, budget: int) -> tuple[int, float]:
+        """Fill the step's ``budget`` of tokens with prompts: their tokens, and their attention's time."""
+        attention, chunks, left, attention_s = self._steps.attention_s, self._chunks, budget, 0.0
+        for prompt in self._prompts:
+            if not left:
+                break
+            cached = prompt[3]
+            tokens = min(left, prompt[1] - cached)
+            left -= tokens
+            attention_s += attention[cached + tokens] - attention[cached]
+            chunks.append((prompt, tokens))
+        waiting = self._waiting
+        while left and waiting and self._free:
+            row, input_tokens, output_tokens = waiting[0]
+            if input_tokens + output_tokens > self._kv_free:
+                break
+            waiting.popleft()
+            self._free -= 1
+            self._kv_free -= input_tokens + output_tokens
+            prompt = [row, input_tokens, output_tokens, 0]
+            self._prompts.append(prompt)
+            tokens = min(left, input_tokens)
+            left -= tokens
+            attention_s += attention[tokens]
+            chunks.append((prompt, tokens))
+        return budget - left, attention_s
+
+    def finish(self, now_s: float) -> None:
+        decoders, rounds = self._decoders, self._rounds
+        self._round = here = self._round + rounds
+        if decoders:
+            self._cached += rounds * len(decoders)
+            while decoders and decoders[0][0] == here:
+                _, row, cached = heapq.heappop(decoders)
+                self._cached -= cached
+                self._leave(row, cached + 1, now_s)
+        if not self._chunks:
+            return
+        ended = 0
+        for prompt, tokens in self._chunks:
+            prompt[3] += tokens
+            row, input_tokens, output_tokens, cached = prompt
+            if cached < input_tokens:
+                continue
+            ended += 1
+            self._first_s[row] = now_s
+            if output_tokens == 1:
+                self._leave(row, input_tokens + 1, now_s)
+            else:
+                self._cached += cached
+                heapq.heappush(decoders, (here + output_tokens - 1, row, input_tokens + output_tokens - 1))
+        self._chunks.clear()
+        del self._prompts[:ended]  # prompts end in their order: only the last of a step can be cut
+
+    def _leave(self, row: int, kv_tokens: int, now_s: float) -> None:
+        self._last_s[row] = now_s
+        self._free += 1
+        self._kv_free += kv_tokens
+
+    def cut(self, done_s: float) -> float:
+        """Only the first in the queue, and only a stretch of decode steps; the others find it cut already."""
+        if self._chunks or not self._free or len(self._waiting) > 1:
+            return self.work_s
+        _, input_tokens, output_tokens = self._waiting[0]
+        n = len(self._decoders)
+        if n >= self._step_tokens or input_tokens + output_tokens > self._kv_free:
+            return self.work_s
+        context = self._cached / n + 1
+        rounds = self._steps.steps_until(n, context, done_s)
+        if rounds >= self._rounds:
+            return self.work_s
+        self._rounds = rounds
+        return self._steps.run_s(n, context, rounds)
+
+    def clear(self) -> tuple[list[int], list[int]]:
+        running = [prompt[0] for prompt in self._prompts] + [row for _, row, _ in self._decoders]
+        waiting = [row for row, _, _ in self._waiting]
+        for held in (self._waiting, self._prompts, self._decoders, self._chunks):
+            held.clear()
+        return running, waiting

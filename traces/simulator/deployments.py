@@ -1,0 +1,239 @@
+"""What is deployed under which name: replicas come by the planner's decision and go with their nodes.
+
+A replica that was refused, or lost with its node, is asked for again whenever memory has become free (a node is
+back, a deployment or a profile is gone), oldest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from fingerprint.errors import IserveError, PolicyError
+from traces.outcomes import Failure
+from traces.simulator.cluster import Cluster
+from traces.simulator.continuous import ContinuousWorker
+from traces.simulator.fcfs import FcfsWorker
+from traces.simulator.gpus import Gpu
+from traces.simulator.requests import Requests
+from traces.simulator.result import Change, ChangeKind
+from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Profile, Scenario, Service
+from traces.simulator.servers import Job, Server, Stage
+from traces.simulator.stepped import SteppedWorker
+
+__all__ = ["Deployment", "Deployments", "ask"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Deployment:
+    """``replicas`` serve; ``held`` rows have lost their replica and wait for another."""
+
+    index: int
+    name: str
+    model: str
+    replicas: list[Server] = field(default_factory=list)
+    missing: int = 0
+    turn: int = 0
+    gone: bool = False
+    arrived: int = 0
+
+
+def ask(policy: str, now_s: float, decide: Callable[[], T]) -> T:
+    """What a policy answers.
+
+    Raises:
+        PolicyError: it raised; the message names it and the time.
+    """
+    try:
+        return decide()
+    except Exception as error:
+        kind = "" if isinstance(error, IserveError) else f"{type(error).__name__}: "
+        raise PolicyError(
+            f"the policy {policy} raised at {now_s:.3f} s of simulated time: {kind}{error}"
+        ) from error
+
+
+class Deployments:
+    """All of one simulation. ``changes`` tells what happened to them."""
+
+    def __init__(self, scenario: Scenario, policies: Policies, cluster: Cluster, requests: Requests) -> None:
+        self._scenario, self._policies = scenario, policies
+        self._cluster, self._requests = cluster, requests
+        names = [action for action in scenario.actions if isinstance(action, Deploy)]
+        self.by_name = {a.name: Deployment(i, a.name, a.model) for i, a in enumerate(names)}
+        self.changes: list[Change] = []
+        self._of: dict[Server, Deployment] = {}
+        self._profiles: list[Profile] = []  # that wait for spare memory
+        self._made = 0
+
+    def deploy(self, action: Deploy, now_s: float) -> None:
+        deployment = self.by_name[action.name]
+        deployment.missing = action.replicas
+        self._fill(deployment, now_s)
+
+    def remove(self, name: str, now_s: float) -> None:
+        deployment = self.by_name[name]
+        deployment.gone, deployment.missing = True, 0
+        for server in tuple(deployment.replicas):
+            running, waiting = self._end(server, now_s)
+            for row in (*running, *waiting):
+                self._requests.fail(row, Failure.NOT_SERVED)
+        self._tell(now_s, ChangeKind.REMOVED, name, "taken down")
+        self.retry(now_s)
+
+    def node_fails(self, node_id: str, now_s: float) -> None:
+        """All that has a GPU there ends. Deployments are planned again at once, without the node; then requests
+        that waited go to the replicas that are left, or are not served where there is none."""
+        self._cluster.dead_nodes.add(node_id)
+        orphans: list[tuple[Deployment, list[int]]] = []
+        for server in self._cluster.servers:
+            if not self._cluster.on_node(server, node_id):
+                continue
+            if isinstance(server, Job):
+                self._cluster.remove(server, now_s)
+                self._tell(
+                    now_s, ChangeKind.LOST, server.name, f"{node_id} failed; the profile is not taken again"
+                )
+                continue
+            deployment = self._of[server]
+            running, waiting = self._end(server, now_s)
+            for row in running:
+                self._requests.fail(row, Failure.CONNECTION_LOST)
+            orphans.append((deployment, waiting))
+            deployment.missing += 1
+            self._tell(now_s, ChangeKind.LOST, deployment.name, f"{node_id} failed under {server.name}")
+        self.retry(now_s)
+        for deployment, rows in orphans:
+            for row in rows:
+                self.send(deployment, row, now_s)
+
+    def node_returns(self, node_id: str, now_s: float) -> None:
+        self._cluster.dead_nodes.discard(node_id)
+        self.retry(now_s)
+
+    def profile(self, action: Profile, now_s: float) -> None:
+        """On spare memory, or later when there is some."""
+        snapshot = self._cluster.snapshot(now_s)
+        state = ask("harvest", now_s, lambda: self._policies.harvest(snapshot, action.memory_bytes))
+        if state is None:
+            self._profiles.append(action)
+            self._tell(now_s, ChangeKind.REFUSED, action.name, "no GPU has the spare memory for its profile now")
+            return
+        gpu = self._cluster.gpu(state)
+        job = Job(action.name, [Stage((gpu,), 1.0)], now_s, action.work_s)
+        self._add(job, [(gpu, action.memory_bytes)], "harvest", now_s)
+        self._tell(now_s, ChangeKind.PROFILING, action.name, "on spare memory", ((gpu, action.memory_bytes),))
+
+    def profiled(self, job: Job, now_s: float) -> None:
+        self._cluster.remove(job, now_s)
+        self._tell(now_s, ChangeKind.PROFILED, job.name, "its memory is free again")
+        self.retry(now_s)
+
+    def retry(self, now_s: float) -> None:
+        """Ask again for what has no place: there may be more memory than before."""
+        for deployment in self.by_name.values():
+            if deployment.missing:
+                self._fill(deployment, now_s)
+        waiting, self._profiles = self._profiles, []
+        for action in waiting:
+            self.profile(action, now_s)
+
+    def send(self, deployment: Deployment, row: int, now_s: float) -> Server | None:
+        """Give a request to one of the replicas; the server it joined, None where it was refused."""
+        replicas = deployment.replicas
+        if not replicas:
+            self._requests.fail(row, Failure.NOT_SERVED)
+            return None
+        server = replicas[0] if len(replicas) == 1 else replicas[self._choose(deployment, now_s)]
+        input_tokens, output_tokens = self._requests.input_tokens[row], self._requests.output_tokens[row]
+        if input_tokens + output_tokens > server.longest:
+            self._requests.fail(row, Failure.BAD_REQUEST)
+            return None
+        most = self._scenario.max_waiting
+        if most is not None and server.num_waiting >= most + max(0, server.max_batch - server.num_running):
+            self._requests.fail(row, Failure.RATE_LIMITED)
+            return None
+        server.submit(row, input_tokens, output_tokens)
+        if server.busy:
+            if server.cuts:
+                self._cluster.cut(server, now_s)
+        elif not server.queued:
+            self._cluster.schedule(server, now_s)
+        return server
+
+    def _choose(self, deployment: Deployment, now_s: float) -> int:
+        router, replicas, turn = self._policies.router, deployment.replicas, deployment.turn
+        deployment.turn += 1
+        chosen = ask(router.name, now_s, lambda: router.choose(replicas, turn))
+        if not 0 <= chosen < len(replicas):
+            raise PolicyError(
+                f"the policy {router.name} chose replica {chosen} at {now_s:.3f} s of simulated time; "
+                f"{deployment.name} has {len(replicas)}, from 0 on"
+            )
+        return chosen
+
+    def _fill(self, deployment: Deployment, now_s: float) -> None:
+        """One replica after the other, each on the cluster that the one before left."""
+        deployer = self._policies.deployer
+        while deployment.missing:
+            snapshot = self._cluster.snapshot(now_s)
+            if not snapshot.gpus:
+                answer: Deployed | NotDeployed = NotDeployed(reason="no GPU is left")
+            else:
+                answer = ask(deployer.name, now_s, lambda: deployer(deployment.model, snapshot))  # noqa: B023
+            if isinstance(answer, NotDeployed):
+                self._tell(now_s, ChangeKind.REFUSED, deployment.name, answer.reason)
+                return
+            self._launch(deployment, answer, now_s)
+
+    def _launch(self, deployment: Deployment, decided: Deployed, now_s: float) -> None:
+        self._made += 1
+        stages = self._cluster.stages(decided.placement)
+        server = self._worker(f"{deployment.name}#{self._made}", stages, decided, now_s + self._scenario.startup_s)
+        memory = [
+            (gpu, placed.bytes_per_gpu)
+            for stage, placed in zip(stages, decided.placement.stages, strict=True)
+            for gpu in stage.gpus
+        ]
+        self._add(server, memory, self._policies.deployer.name, now_s)
+        self._of[server] = deployment
+        deployment.replicas.append(server)
+        deployment.missing -= 1
+        self._tell(now_s, ChangeKind.DEPLOYED, deployment.name, decided.what, tuple(memory))
+
+    def _worker(self, name: str, stages: list[Stage], decided: Deployed, ready_s: float) -> Server:
+        args = (name, stages, ready_s, decided.steps, self._requests)
+        match self._scenario.service:
+            case Service.FCFS:
+                return FcfsWorker(*args)
+            case Service.CONTINUOUS:
+                return ContinuousWorker(*args)
+            case Service.STEPPED:
+                make = self._policies.make_batcher
+                assert make is not None, "checked before the simulation began"
+                return SteppedWorker(*args, make(decided.steps.limits))
+
+    def _add(self, server: Server, memory: list[tuple[Gpu, int]], policy: str, now_s: float) -> None:
+        ask(policy, now_s, lambda: self._cluster.add(server, memory))
+
+    def _end(self, server: Server, now_s: float) -> tuple[list[int], list[int]]:
+        self._cluster.remove(server, now_s)
+        self._of.pop(server).replicas.remove(server)
+        return server.clear()
+
+    def _tell(
+        self, now_s: float, kind: ChangeKind, name: str, text: str, memory: tuple[tuple[Gpu, int], ...] = ()
+    ) -> None:
+        self.changes.append(
+            Change(
+                at_s=now_s,
+                kind=kind,
+                name=name,
+                text=text,
+                device_ids=tuple(gpu.device_id for gpu, _ in memory),
+                memory_bytes=sum(size for _, size in memory),
+            )
+        )

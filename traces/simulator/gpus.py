@@ -1,0 +1,117 @@
+"""One simulated GPU: memory promised, and how busy it has been.
+
+Busy is the union of the times in which any worker executes a step here. A pipeline stage executes a share of its
+worker's step and the moments are not followed, so while servers with the shares d run, the GPU counts as busy for
+``1 - product of (1 - d)`` of the time: all of it when one of them has it alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+
+from fingerprint.errors import ConfigError
+
+__all__ = ["LOAD_WINDOW_S", "Gpu"]
+
+LOAD_WINDOW_S = 120.0  # as the daemon's load is over
+_SAMPLE_S = 1.0  # and as finely
+
+
+class Gpu:
+    """``demands``: the share of its steps that each running server spends here."""
+
+    __slots__ = (
+        "_busy_s",
+        "_rate",
+        "_samples",
+        "_since_s",
+        "demands",
+        "device_id",
+        "index",
+        "node_id",
+        "peak_bytes",
+        "tenants",
+        "total_bytes",
+        "used_bytes",
+    )
+
+    def __init__(self, device_id: str, node_id: str, index: int, total_bytes: int) -> None:
+        self.device_id, self.node_id, self.index, self.total_bytes = device_id, node_id, index, total_bytes
+        self.used_bytes = self.peak_bytes = 0
+        self.demands: dict[object, float] = {}
+        self.tenants: list[object] = []  # servers that have memory here, running or not
+        self._busy_s = 0.0
+        self._rate = 0.0
+        self._since_s = 0.0
+        self._samples: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # (time, busy seconds until then)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
+
+    def take(self, size_bytes: int) -> None:
+        """Raises ConfigError: more than is free; a placement policy must not."""
+        if size_bytes > self.free_bytes:
+            raise ConfigError(
+                f"{size_bytes / 2**30:.2f} GiB were placed on {self.device_id}, which has "
+                f"{self.free_bytes / 2**30:.2f} GiB free"
+            )
+        self.used_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def give_back(self, size_bytes: int) -> None:
+        self.used_bytes -= size_bytes
+
+    def start(self, server: object, share: float, now_s: float) -> None:
+        """``server`` runs from now on."""
+        self._advance(now_s)
+        self.demands[server] = share
+        self._rate = self._busy_rate()
+
+    def stop(self, server: object, now_s: float) -> None:
+        self._advance(now_s)
+        self.demands.pop(server, None)
+        self._rate = self._busy_rate()
+
+    def busy_s(self, now_s: float) -> float:
+        """Since the beginning."""
+        return self._busy_s + (now_s - self._since_s) * self._rate
+
+    def load_fraction(self, now_s: float) -> float:
+        """Of the last 120 s, or of the time since the beginning where that is shorter."""
+        begin_s = max(0.0, now_s - LOAD_WINDOW_S)
+        if now_s <= begin_s:
+            return 0.0
+        return min(1.0, max(0.0, (self.busy_s(now_s) - self._busy_until(begin_s, now_s)) / (now_s - begin_s)))
+
+    def _busy_until(self, at_s: float, now_s: float) -> float:
+        """Between samples, and from the last one to now, as if busy evenly."""
+        position = bisect_right(self._samples, (at_s, float("inf")))
+        before_s, busy_before_s = self._samples[max(position - 1, 0)]
+        if position < len(self._samples):
+            after_s, busy_after_s = self._samples[position]
+        else:
+            after_s, busy_after_s = now_s, self.busy_s(now_s)
+        if after_s <= before_s:
+            return busy_before_s
+        return busy_before_s + (busy_after_s - busy_before_s) * (at_s - before_s) / (after_s - before_s)
+
+    def _advance(self, now_s: float) -> None:
+        self._busy_s += (now_s - self._since_s) * self._rate
+        self._since_s = now_s
+        samples = self._samples
+        if now_s - samples[-1][0] >= _SAMPLE_S:
+            samples.append((now_s, self._busy_s))
+            horizon_s = now_s - LOAD_WINDOW_S
+            while len(samples) > 2 and samples[1][0] <= horizon_s:
+                samples.popleft()
+
+    def _busy_rate(self) -> float:
+        demands = self.demands
+        if len(demands) < 2:
+            return next(iter(demands.values()), 0.0)
+        idle = 1.0
+        for share in demands.values():
+            idle *= 1.0 - share
+        return 1.0 - idle

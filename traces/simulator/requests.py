@@ -1,0 +1,74 @@
+"""Every request that has arrived, one row each: what it asked and what became of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from traces.outcomes import Failure, Outcomes
+
+__all__ = ["Requests"]
+
+_NEVER = float("nan")
+
+
+class Requests:
+    """Columns that grow. Each row ends exactly once: with its last token, or with a failure."""
+
+    __slots__ = ("arrival_s", "deployment", "failure", "first_s", "input_tokens", "last_s", "output_tokens")
+
+    def __init__(self) -> None:
+        self.arrival_s = array("d")
+        self.first_s = array("d")
+        self.last_s = array("d")
+        self.input_tokens = array("q")
+        self.output_tokens = array("q")
+        self.deployment = array("q")
+        self.failure = array("b")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def add(self, arrival_s: float, input_tokens: int, output_tokens: int, deployment: int) -> int:
+        """Its row."""
+        self.arrival_s.append(arrival_s)
+        self.first_s.append(_NEVER)
+        self.last_s.append(_NEVER)
+        self.input_tokens.append(input_tokens)
+        self.output_tokens.append(output_tokens)
+        self.deployment.append(deployment)
+        self.failure.append(0)
+        return len(self.failure) - 1
+
+    def fail(self, row: int, failure: Failure) -> None:
+        assert not self.failure[row], "a request fails once"
+        assert self.last_s[row] != self.last_s[row], "a request that was answered does not fail"
+        self.failure[row] = failure
+
+    def fail_unfinished(self, failure: Failure) -> None:
+        """Whatever has not ended."""
+        for row in range(len(self)):
+            if not self.failure[row] and self.last_s[row] != self.last_s[row]:
+                self.failure[row] = failure
+
+    def outcomes(self, deployments: Sequence[str]) -> Outcomes:
+        """As a replay would have recorded them: sent when scheduled."""
+        arrival_s = np.array(self.arrival_s)
+        input_tokens, output_tokens = np.array(self.input_tokens), np.array(self.output_tokens)
+        answered = ~np.isnan(np.array(self.last_s))
+        return Outcomes(
+            deployments=tuple(deployments),
+            deployment=np.array(self.deployment),
+            arrival_s=arrival_s,
+            scheduled_s=arrival_s,
+            sent_s=arrival_s,
+            first_token_s=np.array(self.first_s),
+            last_token_s=np.array(self.last_s),
+            asked_input_tokens=input_tokens,
+            asked_output_tokens=output_tokens,
+            input_tokens=input_tokens,
+            output_tokens=np.where(answered, output_tokens, 0),
+            failure=np.array(self.failure),
+        )

@@ -1,0 +1,60 @@
+"""What a simulation tells: every request's outcome, what happened to the deployments, how busy the GPUs were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from traces.outcomes import Outcomes
+
+__all__ = ["Change", "ChangeKind", "DeploymentFigures", "GpuFigures", "SimulationResult"]
+
+
+class ChangeKind(StrEnum):
+    DEPLOYED = "deployed"  # one replica
+    REFUSED = "refused"
+    LOST = "lost"
+    REMOVED = "removed"
+    PROFILING = "profiling"
+    PROFILED = "profiled"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One thing that happened to a deployment or a profile."""
+
+    at_s: float
+    kind: ChangeKind
+    name: str
+    text: str
+    device_ids: tuple[str, ...] = ()
+    memory_bytes: int = 0  # over all its GPUs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuFigures:
+    node_id: str
+    device_id: str
+    busy_fraction: float  # of the whole simulation
+    peak_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentFigures:
+    """``waiting``: as the last request arrived. Where it is large the queue grew: more came than is served."""
+
+    name: str
+    arrived: int
+    replicas: int  # at the end
+    waiting: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationResult:
+    outcomes: Outcomes
+    changes: tuple[Change, ...]
+    gpus: tuple[GpuFigures, ...]
+    deployments: tuple[DeploymentFigures, ...]
+    end_s: float  # the last thing that happened
+    stopped: str | None  # why it was ended early, None: all requests were followed to their end

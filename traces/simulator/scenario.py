@@ -1,0 +1,181 @@
+"""What is simulated: a cluster, what happens to it and when, how workers serve, and the policies that decide.
+
+Policies are values handed in; the simulator runs whatever decides in production.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, TypeAlias
+
+from fingerprint.errors import ConfigError
+from placement.routing import LeastOutstanding, Router
+from placement.types import ClusterSnapshot, GpuState, Placement
+from traces.simulator.contention import Contention, processor_sharing
+from traces.simulator.step_model import StepModel
+from traces.simulator.stepped import MakeBatcher
+
+__all__ = [
+    "Action",
+    "Deploy",
+    "Deployed",
+    "Deployer",
+    "Harvest",
+    "NodeFails",
+    "NodeReturns",
+    "NotDeployed",
+    "Policies",
+    "Profile",
+    "Remove",
+    "Scenario",
+    "Service",
+]
+
+
+class Service(StrEnum):
+    """How a worker serves its queue."""
+
+    FCFS = "fcfs"  # one request at a time
+    CONTINUOUS = "continuous"
+    STEPPED = "stepped"  # continuous, by the scheduler that is handed in, step by step: slow, and the same times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deploy:
+    """``replicas`` of ``model`` are asked for under ``name``, which requests call."""
+
+    at_s: float
+    name: str
+    model: str
+    replicas: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remove:
+    """``name`` is taken down: what it runs or has waiting is not served."""
+
+    at_s: float
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFails:
+    """Every worker with a GPU there ends; its running requests are lost, its waiting ones go elsewhere."""
+
+    at_s: float
+    node_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeReturns:
+    """The node is back, empty."""
+
+    at_s: float
+    node_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """A fingerprint's profile: ``work_s`` seconds of a GPU, were it alone, in ``memory_bytes`` of spare memory."""
+
+    at_s: float
+    name: str
+    memory_bytes: int
+    work_s: float
+
+
+Action: TypeAlias = Deploy | Remove | NodeFails | NodeReturns | Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deployed:
+    """Where one replica goes, and how long its steps take."""
+
+    placement: Placement
+    steps: StepModel
+    what: str  # the configuration, for people
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotDeployed:
+    reason: str
+
+
+class Deployer(Protocol):
+    """Planner and placement: what becomes of one more replica of ``model`` on the cluster as it is now."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed: ...
+
+
+Harvest: TypeAlias = Callable[[ClusterSnapshot, int], GpuState | None]
+
+
+def _no_harvest(snapshot: ClusterSnapshot, need_bytes: int) -> GpuState | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policies:
+    """Everything that decides. ``make_batcher`` is needed for stepped service only."""
+
+    deployer: Deployer
+    router: Router = field(default_factory=LeastOutstanding)
+    harvest: Harvest = _no_harvest
+    contention: Contention = processor_sharing
+    make_batcher: MakeBatcher | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """One simulated world. At one time, actions come first, in the order given, then arrivals, then ends of steps.
+
+    Raises:
+        ConfigError: no GPU, a value out of its range, or an action that names what is not there.
+    """
+
+    cluster: ClusterSnapshot  # idle; ``free_bytes`` is what workers may take
+    actions: tuple[Action, ...]
+    service: Service = Service.CONTINUOUS
+    startup_s: float = 0.0  # from the decision to deploy until a worker serves
+    max_waiting: int | None = None  # of one worker; more are refused, as by the engine. None: they wait
+    most_waiting: int = 10_000  # of one worker: beyond, it is overloaded and the simulation stops
+
+    def __post_init__(self) -> None:
+        if not self.cluster.gpus:
+            raise ConfigError("a simulated cluster needs at least one GPU")
+        if not (math.isfinite(self.startup_s) and self.startup_s >= 0):
+            raise ConfigError(f"startup_s must be a number of seconds of at least 0, got {self.startup_s}")
+        if self.most_waiting < 1 or (self.max_waiting is not None and self.max_waiting < 0):
+            raise ConfigError(
+                f"the queue's bounds must be at least 1 (most_waiting, got {self.most_waiting}) and 0 "
+                f"(max_waiting, got {self.max_waiting})"
+            )
+        nodes = {gpu.node_id for gpu in self.cluster.gpus}
+        names: set[str] = set()
+        for action in self.actions:
+            _check(action, nodes, names)
+
+
+def _check(action: Action, nodes: set[str], names: set[str]) -> None:
+    if not (math.isfinite(action.at_s) and action.at_s >= 0):
+        raise ConfigError(f"actions happen at finite times from 0 on, got {action}")
+    match action:
+        case Deploy(name=name, replicas=replicas):
+            if name in names or replicas < 1:
+                raise ConfigError(f"{name!r}: a name is deployed once, with at least one replica, got {action}")
+            names.add(name)
+        case Remove(name=name) if name not in names:
+            raise ConfigError(f"there is no earlier deployment {name!r} to remove")
+        case NodeFails(node_id=node) | NodeReturns(node_id=node) if node not in nodes:
+            raise ConfigError(f"there is no node {node!r}; the cluster has {', '.join(sorted(nodes))}")
+        case Profile(memory_bytes=memory, work_s=work_s):
+            if memory < 0 or not (math.isfinite(work_s) and work_s > 0):
+                raise ConfigError(f"a profile takes memory and a positive time, got {action}")
+        case _:
+            pass

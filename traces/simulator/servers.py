@@ -1,0 +1,102 @@
+"""What occupies GPUs with steps: the part that all kinds of workers and jobs have in common.
+
+A server works in *runs*: stretches of work whose content is settled when they begin (one step, or many alike). A
+run has a length in seconds of a GPU of its own; on a shared one it goes at ``speed`` below 1. What a run holds is
+the business of the subclasses, which see work only and no clock but the times they are told:
+
+    begin() -> work        the next run; 0: nothing to do
+    finish(now_s)          the run has ended: record what came of it
+    submit(row, ...)       a request joins the queue
+    cut(done_s) -> work    somebody has joined during a run: where it ends now
+    clear() -> (running, waiting)   rows that it held, as its node dies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from traces.simulator.gpus import Gpu
+
+__all__ = ["Job", "Server", "Stage"]
+
+
+class Stage(NamedTuple):
+    """A pipeline stage: its GPUs, and the share of every step that runs there."""
+
+    gpus: tuple[Gpu, ...]
+    share: float
+
+
+class Server:
+    """Base of all. ``busy``: within a run. ``queued``: an event is under way that will begin or end a run."""
+
+    __slots__ = (
+        "at_s", "busy", "left_s", "longest", "max_batch", "name", "queued", "ready_s", "shared", "speed", "stages",
+        "version", "work_s",
+    )  # fmt: skip
+
+    cuts = False  # whether a request that joins can end a run early
+
+    def __init__(self, name: str, stages: Sequence[Stage], ready_s: float) -> None:
+        self.name = name
+        self.stages = tuple(stages)
+        self.ready_s = ready_s
+        self.max_batch = 1
+        self.longest = 0  # tokens of a prompt and its answer; more are refused
+        self.speed = 1.0
+        self.shared = False  # somebody else has a place on one of its GPUs
+        self.busy = False
+        self.queued = False
+        self.version = 0  # of its event: older ones are void
+        self.work_s = self.left_s = self.at_s = 0.0  # of the run: whole, and left at ``at_s``
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return 0
+
+    @property
+    def num_waiting(self) -> int:
+        return 0
+
+    def done_s(self, now_s: float) -> float:
+        """Work of the run that is behind it."""
+        return self.work_s - self.left_s + (now_s - self.at_s) * self.speed
+
+    def begin(self) -> float:
+        raise NotImplementedError
+
+    def finish(self, now_s: float) -> None:
+        raise NotImplementedError
+
+    def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
+        raise NotImplementedError
+
+    def cut(self, done_s: float) -> float:
+        """The whole length of the run now that a request has joined; by default it is not cut."""
+        return self.work_s
+
+    def clear(self) -> tuple[list[int], list[int]]:
+        raise NotImplementedError
+
+
+class Job(Server):
+    """Work that is no request: a fingerprint's profile on spare memory."""
+
+    __slots__ = ("_remaining_s", "ended_s")
+
+    def __init__(self, name: str, stages: Sequence[Stage], ready_s: float, work_s: float) -> None:
+        super().__init__(name, stages, ready_s)
+        self._remaining_s = work_s
+        self.ended_s: float | None = None
+
+    def begin(self) -> float:
+        return self._remaining_s
+
+    def finish(self, now_s: float) -> None:
+        self._remaining_s = 0.0
+        self.ended_s = now_s
+
+    def clear(self) -> tuple[list[int], list[int]]:
+        return [], []

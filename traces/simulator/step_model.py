@@ -1,0 +1,261 @@
+"""How long one step of a deployment takes, tabulated once from its estimator so that looking it up costs little.
+
+An estimator answers for whole batches: TTFT and TPOT over (batch, input, context). A simulator meets other steps:
+chunks of prompts beside sequences that decode. Three tables lead from one to the other, with x new tokens in a
+step, n sequences that decode, and m their mean context (tokens attended to, the new one included):
+
+*   decode(n, m): TPOT at batch n and context m, linear between knots in both. The m of a step is one more than
+    that of the step before while nobody comes or goes, so many steps have a closed sum.
+*   tokens(x): TTFT of x prompt tokens as short prompts, as many as may run at once.
+*   attention(l): what the first l tokens of one prompt take beyond that, because they attend to one another:
+    TTFT(1, l) less the tokens(x) of its chunks, never falling and never negative. A chunk [s, e) takes
+    attention(e) - attention(s).
+
+A step of prompts takes ``tokens(x) + attention of its chunks``, beside decoders ``tokens(x + n) + attention of its
+chunks + decode(n, m) - decode(n, 1)`` (their tokens go through the same matrices, their KV is read on top), and
+never less than decode(n, m) alone. At the knots, a lone prompt takes the estimator's TTFT and a pure decode step
+its TPOT, so one request alone has the estimator's E2E (but where chunks are smaller than the estimator's own,
+which costs a little: the weights are read for each).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import ConfigError
+from fingerprint.estimates import Estimator
+
+__all__ = ["Limits", "StepModel", "linear_steps", "tabulate"]
+
+_SHORT_PROMPT = 128  # tokens: of attention to one another they have next to none
+_EXACT_CONTEXT = 512  # tokens, from here on knots are this factor apart:
+_KNOT_RATIO = 1.5
+
+Table = npt.NDArray[np.float64]
+_Ttft = Callable[[int, int], float]  # (batch, tokens of each) -> seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a worker is launched with.
+
+    Raises:
+        ConfigError: a limit below 1, or a step that does not hold one token of each sequence.
+    """
+
+    max_batch: int
+    max_context_tokens: int  # prompt and answer of one request
+    max_batched_tokens: int  # of one step
+    kv_tokens: int | None = None  # of all sequences together; None: every slot has room for a whole context
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_context_tokens", "max_batched_tokens", "kv_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.max_batched_tokens < self.max_batch:
+            raise ConfigError(
+                f"a step of {self.max_batched_tokens} tokens has no room for one token of each of "
+                f"{self.max_batch} sequences; raise max_batched_tokens"
+            )
+
+
+class StepModel:
+    """Step times of one deployment, in seconds (module docstring). Never changes once it is built.
+
+    Args:
+        contexts: knots of the mean context, ascending, from 1.
+        decode_s: [max_batch, knots], row n - 1 for n sequences.
+        tokens_s: of 0 to ``max_batched_tokens`` new tokens.
+        attention_s: of the first 0 to ``max_context_tokens`` tokens of one prompt; starts at 0, never falls.
+
+    Raises:
+        ConfigError: a time that is not finite and positive, or tables of other sizes.
+    """
+
+    __slots__ = ("_base", "_knots", "_least", "_slope", "attention_s", "limits", "tokens_s")
+
+    def __init__(
+        self, limits: Limits, *, contexts: Table, decode_s: Table, tokens_s: Table, attention_s: Table
+    ) -> None:
+        sizes = (decode_s.shape, tokens_s.shape, attention_s.shape)
+        wanted = (
+            (limits.max_batch, len(contexts)),
+            (limits.max_batched_tokens + 1,),
+            (limits.max_context_tokens + 1,),
+        )
+        if sizes != wanted or len(contexts) < 2:
+            raise ConfigError(f"tables of {wanted} are needed, got {sizes}")
+        for name, table in (("decode", decode_s), ("prefill", tokens_s[1:])):
+            if not (np.isfinite(table).all() and (table > 0).all()):
+                raise ConfigError(f"a {name} time of this deployment is not a positive, finite number of seconds")
+        if attention_s[0] or not np.isfinite(attention_s).all() or (np.diff(attention_s) < 0).any():
+            raise ConfigError("the attention times must begin at 0 and never fall")
+        self.limits = limits
+        slope = np.diff(decode_s, axis=1) / np.diff(contexts)
+        base = decode_s[:, :-1] - slope * contexts[:-1]
+        # Row 0 keeps the number of sequences and the row's index the same.
+        self._slope: list[list[float]] = [[], *slope.tolist()]
+        self._base: list[list[float]] = [[], *base.tolist()]
+        self._least: list[float] = [0.0, *decode_s[:, 0].tolist()]
+        self._knots: list[float] = contexts[1:-1].tolist()  # the last segment goes on beyond its end
+        self.tokens_s = array("d", tokens_s)
+        self.attention_s = array("d", attention_s)
+
+    def decode_s(self, sequences: int, mean_context: float) -> float:
+        """One step of ``sequences`` that each attend to ``mean_context`` tokens, the new one included."""
+        segment = bisect_right(self._knots, mean_context)
+        return self._base[sequences][segment] + self._slope[sequences][segment] * mean_context
+
+    def mixed_s(self, tokens: int, attention_s: float, sequences: int, mean_context: float) -> float:
+        """One step of ``tokens`` of prompts, their attention to themselves, beside ``sequences`` that decode."""
+        if not sequences:
+            return self.tokens_s[tokens] + attention_s
+        alone_s = self.decode_s(sequences, mean_context)
+        both_s = self.tokens_s[tokens + sequences] + attention_s + alone_s - self._least[sequences]
+        return both_s if both_s > alone_s else alone_s
+
+    def run_s(self, sequences: int, mean_context: float, steps: int) -> float:
+        """``steps`` decode steps in a row, the first at ``mean_context``, each later one at one token more."""
+        knots, slopes, bases = self._knots, self._slope[sequences], self._base[sequences]
+        segment = bisect_right(knots, mean_context)
+        total_s = 0.0
+        while segment < len(knots):
+            here = math.ceil(knots[segment] - mean_context)  # steps before the knot
+            if here >= steps:
+                break
+            total_s += here * (bases[segment] + slopes[segment] * (mean_context + (here - 1) / 2))
+            mean_context += here
+            steps -= here
+            segment = bisect_right(knots, mean_context, segment)
+        return total_s + steps * (bases[segment] + slopes[segment] * (mean_context + (steps - 1) / 2))
+
+    def steps_until(self, sequences: int, mean_context: float, elapsed_s: float) -> int:
+        """How many steps of such a run have begun within ``elapsed_s``: the fewest that take it, at least 1."""
+        knots, slopes, bases = self._knots, self._slope[sequences], self._base[sequences]
+        segment, before = bisect_right(knots, mean_context), 0
+        while segment < len(knots):
+            here = math.ceil(knots[segment] - mean_context)
+            here_s = here * (bases[segment] + slopes[segment] * (mean_context + (here - 1) / 2))
+            if here_s >= elapsed_s:
+                break
+            elapsed_s -= here_s
+            before += here
+            mean_context += here
+            segment = bisect_right(knots, mean_context, segment)
+        slope = slopes[segment]
+        first_s = bases[segment] + slope * mean_context
+        # Smallest j with j * first + slope * j (j - 1) / 2 >= elapsed: the root, then one step of doubt each way.
+        half = first_s - slope / 2
+        j = math.ceil(2 * elapsed_s / (half + math.sqrt(max(half * half + 2 * slope * elapsed_s, 0.0))))
+        while j > 1 and (j - 1) * (first_s + slope * (j - 2) / 2) >= elapsed_s:
+            j -= 1
+        while j * (first_s + slope * (j - 1) / 2) < elapsed_s:
+            j += 1
+        return max(before + j, 1)
+
+    def prompt_s(self, tokens: int) -> float:
+        """TTFT of one prompt alone, in chunks of the largest step."""
+        step = self.limits.max_batched_tokens
+        whole, rest = divmod(tokens, step)
+        return whole * self.tokens_s[step] + (self.tokens_s[rest] if rest else 0.0) + self.attention_s[tokens]
+
+
+def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> StepModel:
+    """The tables of ``config`` from some two hundred answers of ``estimator``.
+
+    Raises:
+        ConfigError: an answer that is not a positive, finite time.
+        NotMeasuredError: the estimator does not reach a point.
+    """
+
+    def ttft_s(batch: int, tokens: int) -> float:
+        return estimator.estimate(config, Workload(batch, tokens, 1)).ttft_s.value
+
+    def tpot_s(batch: int, context: int) -> float:
+        # TPOT is that of the mean context, input + output / 2.
+        return estimator.estimate(config, Workload(batch, context - 1, 2)).tpot_s.value
+
+    batches = _doubled(limits.max_batch)
+    contexts = _lengths(max(limits.max_context_tokens, 3))
+    # No estimator is asked for an empty prompt: the first knot has the second's time.
+    known = np.array([[tpot_s(n, max(m, 2)) for m in contexts] for n in batches])
+    decode_s = np.stack(
+        [np.interp(np.arange(1, limits.max_batch + 1), batches, column) for column in known.T], axis=1
+    )
+    tokens_s = _tokens_table(ttft_s, limits)
+    return StepModel(
+        limits,
+        contexts=np.array(contexts, np.float64),
+        decode_s=decode_s,
+        tokens_s=tokens_s,
+        attention_s=_attention_table(ttft_s, limits, tokens_s),
+    )
+
+
+def linear_steps(
+    limits: Limits,
+    *,
+    step_s: float,
+    sequence_s: float = 0.0,
+    context_token_s: float = 0.0,
+    prompt_token_s: float = 0.0,
+) -> StepModel:
+    """Steps of ``step_s``, and so much more per decoding sequence, token of their contexts, and prompt token."""
+    batch = np.arange(1, limits.max_batch + 1, dtype=np.float64)[:, None]
+    contexts = np.array([1.0, float(max(limits.max_context_tokens, 2))])
+    return StepModel(
+        limits,
+        contexts=contexts,
+        decode_s=step_s + sequence_s * batch + context_token_s * batch * contexts,
+        tokens_s=step_s + prompt_token_s * np.arange(limits.max_batched_tokens + 1.0),
+        attention_s=np.zeros(limits.max_context_tokens + 1),
+    )
+
+
+def _tokens_table(ttft_s: _Ttft, limits: Limits) -> Table:
+    """As short prompts, but no more of them than run at once: with one at once, one prompt."""
+    knots: list[float] = []
+    times: list[float] = []
+    for wanted in _lengths(limits.max_batched_tokens):
+        prompts = min(limits.max_batch, max(1, wanted // _SHORT_PROMPT))
+        length = max(1, wanted // prompts)
+        if not knots or prompts * length > knots[-1]:
+            knots.append(prompts * length)
+            times.append(ttft_s(prompts, length))
+    if knots[-1] < limits.max_batched_tokens:  # not a multiple: the last slope goes on
+        slope = (times[-1] - times[-2]) / (knots[-1] - knots[-2]) if len(knots) > 1 else 0.0
+        times.append(times[-1] + slope * (limits.max_batched_tokens - knots[-1]))
+        knots.append(limits.max_batched_tokens)
+    return np.asarray(np.interp(np.arange(limits.max_batched_tokens + 1), knots, times))
+
+
+def _attention_table(ttft_s: _Ttft, limits: Limits, tokens_s: Table) -> Table:
+    length = np.arange(limits.max_context_tokens + 1)
+    whole, rest = np.divmod(length, limits.max_batched_tokens)
+    chunks_s = whole * tokens_s[-1] + np.where(rest > 0, tokens_s[rest], 0.0)
+    knots = _lengths(limits.max_context_tokens)
+    beyond_s = np.maximum.accumulate([max(0.0, ttft_s(1, x) - float(chunks_s[x])) for x in knots])
+    return np.asarray(np.interp(length, [0, *knots], [0.0, *beyond_s]))
+
+
+def _doubled(largest: int) -> list[int]:
+    powers = [2**i for i in range(largest.bit_length())]
+    return sorted({*powers, largest})
+
+
+def _lengths(largest: int) -> list[int]:
+    """Knots from 1 to ``largest``: powers of two at first, then closer together."""
+    knots = {largest, *(x for x in _doubled(_EXACT_CONTEXT) if x < largest)}
+    knot = float(_EXACT_CONTEXT)
+    while (knot := knot * _KNOT_RATIO) < largest:
+        knots.add(round(knot))
+    return sorted(knots)
