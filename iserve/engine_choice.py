@@ -1,4 +1,5 @@
-"""Which engine a deploy takes when nobody named one: by preference, the first that can be measured and run here.
+"""Which engine is taken when nobody named one: for a deploy the first that can be measured and run here; for a plan
+of GPUs that are not here, in the same order.
 
 Pure: tables and a model in, a name out, with the reason why each engine that would have been preferred was not.
 """
@@ -16,7 +17,7 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from planner.intent import Quality, allows
 
-__all__ = ["EngineChoice", "choose_engine"]
+__all__ = ["EngineChoice", "by_preference", "choose_engine"]
 
 _ON_GPUS = ("vllm", "tensorrt-llm", "torch")
 _ON_CPUS = ("torch",)
@@ -28,6 +29,18 @@ class EngineChoice:
 
     engine: str
     passed_over: tuple[str, ...] = ()
+
+
+def by_preference(tables: Sequence[EngineCapabilities], gpu: GpuSpec) -> tuple[EngineCapabilities, ...]:
+    """``tables`` in the order in which a plan for ``gpu``, which is not here, asks them: as a deploy prefers them,
+    and last those that none takes because nothing can be measured on them. What is installed here does not count.
+    """
+    names = _ON_CPUS if gpu.compute_capability is None else _ON_GPUS
+
+    def rank(table: EngineCapabilities) -> tuple[bool, int]:
+        return table.unprofiled is not None, names.index(table.engine) if table.engine in names else len(names)
+
+    return tuple(sorted(tables, key=rank))
 
 
 def choose_engine(

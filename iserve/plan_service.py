@@ -12,6 +12,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import MemoryEstimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
+from iserve.engine_choice import by_preference
 from iserve.model_source import resolve
 from iserve.plan_document import EstimateDocument, PlanDocument, estimate_document, plan_document
 from iserve.planning import (
@@ -60,7 +61,7 @@ def plan_for_gpus(
     source = resolve(model, registered or {}, need_weights=False)
     hardware = hypothetical_hardware(gpu, count)
     estimator = RooflineEstimator(source.spec, gpu)
-    engines = capabilities_for(engine)
+    engines = by_preference(capabilities_for(engine), gpu)
     plan = make_plan(source.spec, hardware, estimator, engines, options)
     return plan_document(
         plan,
@@ -87,7 +88,7 @@ def estimate_for_gpu(
     """
     source = resolve(model, registered or {}, need_weights=False)
     check_context(source.spec, workload)
-    chooser = EngineChooser(source.spec, gpu, capabilities_for(config.engine))
+    chooser = EngineChooser(source.spec, gpu, by_preference(capabilities_for(config.engine), gpu))
     settled = replace(config, engine=chooser.name(config))
     estimate = RooflineEstimator(source.spec, gpu).estimate(settled, workload)
     prices = Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)

@@ -14,7 +14,7 @@ from fingerprint.errors import ConfigError
 
 __all__ = ["ENGINES", "capabilities_for", "get_engine"]
 
-# In order of preference where several run a configuration: those that can be deployed come first.
+# Which is preferred where several run a configuration is said in iserve.engine_choice.
 _ALL: tuple[Engine, ...] = (TorchEngine(), VllmEngine(), TensorRtLlmEngine())
 ENGINES: Mapping[str, Engine] = MappingProxyType({engine.name: engine for engine in _ALL})
 
@@ -28,7 +28,7 @@ def get_engine(name: str) -> Engine:
 
 
 def capabilities_for(name: str) -> tuple[EngineCapabilities, ...]:
-    """The tables to plan with: one engine's, or every engine's for ``"auto"``, in order of preference.
+    """The tables to plan with: one engine's, or every engine's for ``"auto"``.
 
     Raises:
         ConfigError: there is no such engine.

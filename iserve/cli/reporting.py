@@ -84,6 +84,7 @@ def _hypothetical(
     from fingerprint.estimators.roofline import RooflineEstimator
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import registered_models
+    from iserve.engine_choice import by_preference
     from iserve.model_source import resolve
     from iserve.planning import hypothetical_hardware
     from iserve.report_service import build_report
@@ -94,7 +95,7 @@ def _hypothetical(
     source = resolve(model, registered_models(model, load_settings()), need_weights=False)
     hardware = hypothetical_hardware(gpu, count)
     estimator = RooflineEstimator(source.spec, gpu)
-    engines = capabilities_for(engine)
+    engines = by_preference(capabilities_for(engine), gpu)
     return build_report(source.name, source.spec, hardware, estimator, engines, options, accuracy=accuracy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,13 +10,16 @@ import pytest
 from daemon.engines.tensorrt_llm.table import TABLE as TENSORRT_LLM
 from daemon.engines.torch import TorchEngine
 from daemon.engines.vllm.table import TABLE as VLLM
-from fingerprint.config import WeightFormat
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.errors import UnsupportedModelError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
-from iserve.engine_choice import EngineChoice, choose_engine
-from planner.intent import Quality
+from iserve.engine_choice import EngineChoice, by_preference, choose_engine
+from iserve.plan_service import estimate_for_gpu, plan_for_gpus
+from iserve.planning import EngineChooser, PlanOptions
+from planner.intent import CostModel, Quality
 from tests.fingerprint.synthetic_machine import llama
+from tests.iserve.test_report import LLAMA_2_7B
 
 TORCH = TorchEngine().capabilities()
 TABLES = (TORCH, TENSORRT_LLM, VLLM)  # their order says nothing
@@ -97,3 +101,48 @@ def test_a_model_that_no_engine_runs_is_refused_with_each_reason(gpu) -> None:
         assert words in str(refused.value)
     if gpu is not None:
         assert choose(VLLM, TENSORRT_LLM, TORCH, spec=FALCON, gpu=gpu) == EngineChoice("vllm")
+
+
+# --- plans for GPUs that are not here ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [llama(), FALCON], ids=["llama", "falcon"])
+@pytest.mark.parametrize("gpu", ["a6000", "h200"])
+def test_where_all_are_installed_a_plan_names_what_a_deploy_takes(spec, gpu) -> None:
+    tables = tuple(replace(table, unavailable=None) for table in TABLES)
+    planned = EngineChooser(spec, gpu_spec(gpu), by_preference(tables, gpu_spec(gpu)))
+    assert planned.name(DeploymentConfig()) == choose(*tables, spec=spec, gpu=gpu_spec(gpu)).engine
+
+
+def test_what_is_installed_here_says_nothing_of_gpus_that_are_elsewhere() -> None:
+    assert [table.engine for table in by_preference((TORCH, TENSORRT_LLM, NOT_INSTALLED), A6000)] == [
+        "vllm",
+        "torch",
+        "tensorrt-llm",
+    ]
+
+
+def test_what_nothing_can_be_measured_on_is_asked_last() -> None:
+    """And takes its place before the embedded engine as soon as something can."""
+    measured = replace(TENSORRT_LLM, unprofiled=None)
+    assert [t.engine for t in by_preference((TORCH, measured, VLLM), A6000)] == ["vllm", "tensorrt-llm", "torch"]
+
+
+def test_a_cpu_is_the_embedded_engine_s() -> None:
+    cpu = replace(A6000, compute_capability=None)
+    assert by_preference(TABLES, cpu)[0].engine == "torch"
+
+
+def test_a_plan_and_an_estimate_for_an_h200_are_of_vllm(tmp_path) -> None:
+    """Half-precision weights, which every engine runs; int8 weights stay the embedded engine's."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    plan = plan_for_gpus(str(tmp_path), gpu_spec("h200"), 1, PlanOptions(), "auto")
+    named = {candidate.config for candidate in plan.candidates}
+    assert DeploymentConfig(engine="vllm") in named
+    assert DeploymentConfig(weights=WeightFormat.INT8, engine="torch") in named
+    one = estimate_for_gpu(
+        str(tmp_path), gpu_spec("h200"), DeploymentConfig(engine="auto"), Workload(), CostModel.MEMORY_LATENCY
+    )
+    assert (one.config.engine, one.runnable) == ("vllm", True)
+    asked = plan_for_gpus(str(tmp_path), gpu_spec("h200"), 1, PlanOptions(), "torch")
+    assert {candidate.config.engine for candidate in asked.candidates} == {"torch"}
