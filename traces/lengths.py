@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fingerprint.errors import BadInputError, ConfigError
+from traces.blocks import Moments, blocks, count_values
 from traces.request import Request
 
 __all__ = [
     "EmpiricalLengths",
     "FitDistance",
     "FixedLengths",
+    "HistogramLengths",
     "LengthModel",
     "LognormalLengths",
+    "MixedLengths",
     "QuantileLengths",
     "Tokens",
     "fit_distance",
@@ -111,32 +114,14 @@ class LognormalLengths:
     @classmethod
     def fit(cls, requests: Iterable[Request]) -> LognormalLengths:
         """By moments of the logarithms, in one pass; half a token is taken off for the rounding up."""
-        count, mean, spread = 0, np.zeros(2), np.zeros((2, 2))
-        longest_input = longest_output = 1
-        for block in _blocks(requests):
-            logs = np.log(np.maximum(block, 1) - 0.5)
-            more = len(logs)
-            shift = logs.mean(0) - mean
-            away = logs - logs.mean(0)
-            spread += away.T @ away + np.outer(shift, shift) * count * more / (count + more)
-            mean += shift * more / (count + more)
-            count += more
-            longest_input = max(longest_input, int(block[:, 0].max()))
-            longest_output = max(longest_output, int(block[:, 1].max()))
-        if count == 0:
+        logs, longest = Moments(2), np.ones(2, dtype=np.int64)
+        for block in blocks(requests):
+            logs.add(np.log(np.maximum(block.tokens, 1) - 0.5))
+            longest = np.maximum(longest, block.tokens.max(0))
+        if logs.count == 0:
             raise BadInputError("lengths cannot be fitted to a trace without requests")
-        input_std, output_std = np.sqrt(np.diag(spread) / count)
-        both = input_std * output_std * count
-        correlation = float(np.clip(spread[0, 1] / both, -1, 1)) if both > 0 else 0.0
-        return cls(
-            float(mean[0]),
-            float(input_std),
-            float(mean[1]),
-            float(output_std),
-            correlation,
-            longest_input,
-            longest_output,
-        )
+        (input_mean, output_mean), (input_std, output_std) = logs.mean.tolist(), logs.std.tolist()
+        return cls(input_mean, input_std, output_mean, output_std, logs.correlation, *longest.tolist())
 
     def sample(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
         first, second = rng.standard_normal((count, 2)).T
@@ -171,13 +156,45 @@ class QuantileLengths:
         return _at(uniform[:, 0], self.input_quantiles), _at(uniform[:, 1], self.output_quantiles)
 
 
+@dataclass(frozen=True, eq=False)
+class HistogramLengths:
+    """Each length from its own histogram: values and their cumulative shares."""
+
+    inputs: tuple[Tokens, NDArray[np.float64]]
+    outputs: tuple[Tokens, NDArray[np.float64]]
+
+    def sample(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
+        uniform = rng.random((count, 2))
+        drawn = []
+        for column, (values, upto) in enumerate((self.inputs, self.outputs)):
+            at = np.searchsorted(upto, uniform[:, column] * upto[-1], side="right")
+            drawn.append(values[at.clip(max=len(values) - 1)])
+        return drawn[0], drawn[1]
+
+
+@dataclass(frozen=True, eq=False)
+class MixedLengths:
+    """One of several models for each request, by weight."""
+
+    parts: tuple[tuple[float, LengthModel], ...]
+
+    def sample(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
+        edges = np.cumsum([weight for weight, _ in self.parts])
+        chosen = np.searchsorted(edges, rng.random(count) * edges[-1], side="right").clip(max=len(edges) - 1)
+        both = np.empty((count, 2), dtype=np.int64)
+        for index, (_, part) in enumerate(self.parts):
+            mine = chosen == index
+            both[mine] = np.stack(part.sample(rng, int(mine.sum())), axis=1)
+        return both[:, 0], both[:, 1]
+
+
 @dataclass(frozen=True)
 class FitDistance:
     """Kolmogorov-Smirnov distance of the model's lengths from the trace's: 0 the same, 1 nothing in common."""
 
     input_ks: float
     output_ks: float
-    compared: int = field(default=0)
+    compared: int  # requests of the trace
 
 
 def fit_distance(
@@ -190,11 +207,10 @@ def fit_distance(
     inputs, outputs = model.sample(np.random.default_rng(seed), samples)
     seen: tuple[dict[int, int], dict[int, int]] = ({}, {})
     count = 0
-    for block in _blocks(requests):
-        count += len(block)
+    for block in blocks(requests):
+        count += len(block.tokens)
         for column, histogram in enumerate(seen):
-            for value, times in zip(*np.unique(block[:, column], return_counts=True), strict=True):
-                histogram[int(value)] = histogram.get(int(value), 0) + int(times)
+            count_values(block.tokens[:, column], histogram)
     if count == 0:
         raise BadInputError("a model cannot be compared with a trace without requests")
     return FitDistance(_ks(inputs, seen[0], count), _ks(outputs, seen[1], count), count)
@@ -202,7 +218,7 @@ def fit_distance(
 
 def _ks(drawn: Tokens, histogram: dict[int, int], count: int) -> float:
     values = np.array(sorted(histogram))
-    shares = np.cumsum([histogram[int(value)] for value in values]) / count
+    shares = np.cumsum([histogram[value] for value in values.tolist()]) / count
     points = np.union1d(values, drawn)
     at = np.searchsorted(values, points, side="right")
     trace_cdf = np.concatenate([[0.0], shares])[at]
@@ -217,15 +233,3 @@ def _at(uniform: NDArray[np.float64], table: tuple[tuple[float, float], ...]) ->
 
 def _whole(lengths: NDArray[np.float64], longest: int) -> Tokens:
     return np.clip(np.ceil(lengths), 1, longest).astype(np.int64)
-
-
-def _blocks(requests: Iterable[Request], size: int = 8192) -> Iterable[Tokens]:
-    """Lengths as arrays of shape [up to size, 2]."""
-    block: list[tuple[int, int]] = []
-    for request in requests:
-        block.append((request.input_tokens, request.output_tokens))
-        if len(block) == size:
-            yield np.array(block, dtype=np.int64)
-            block = []
-    if block:
-        yield np.array(block, dtype=np.int64)

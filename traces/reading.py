@@ -15,6 +15,7 @@ from typing import Self
 from fingerprint.errors import BadInputError
 from traces.formats import FORMATS, TraceFormat
 from traces.formats.base import ZeroLengths
+from traces.formats.servegen_folder import SERVEGEN_FOLDER, is_servegen_folder
 from traces.lines import Lines
 from traces.request import Request
 
@@ -76,6 +77,10 @@ def open_trace(
     path = Path(path)
     lines = Lines(path)
     rest = iter(lines)
+    if is_servegen_folder(path):
+        opened = OpenTrace(path, SERVEGEN_FOLDER, iter(()))
+        opened._requests = _checked(opened, SERVEGEN_FOLDER.read("", lines, rest), lines, "refuse", strict)
+        return opened
     first = next((line for line in rest if line.strip()), None)
     if first is None:
         raise BadInputError(f"{path} is empty; a trace has a header and at least one request")

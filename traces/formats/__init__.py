@@ -7,7 +7,12 @@ from traces.formats.base import TraceFormat
 from traces.formats.burstgpt import BURSTGPT
 from traces.formats.columns import CSV
 from traces.formats.mooncake import MOONCAKE
+from traces.formats.servegen_folder import SERVEGEN_FOLDER
+from traces.formats.servegen_series import SERVEGEN_CLIENTS, SERVEGEN_RATE
 
 __all__ = ["FORMATS", "TraceFormat"]
 
-FORMATS: dict[str, TraceFormat] = {known.name: known for known in (CSV, AZURE, MOONCAKE, BURSTGPT)}
+FORMATS: dict[str, TraceFormat] = {
+    known.name: known
+    for known in (CSV, AZURE, MOONCAKE, BURSTGPT, SERVEGEN_RATE, SERVEGEN_CLIENTS, SERVEGEN_FOLDER)
+}

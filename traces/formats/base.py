@@ -25,7 +25,8 @@ class TraceFormat:
     """One file format of requests.
 
     ``read`` turns a first line and the lines after it into requests and checks what is the format's own;
-    ``recognises`` says from the first line whether a file is of this format; ``write`` turns requests into lines.
+    ``recognises`` says from the first line whether a file is of this format; ``write`` turns requests into lines,
+    and is None where the format holds no single requests.
     ``zero_lengths`` says what a request without input or output tokens means in this format.
     """
 
@@ -33,7 +34,7 @@ class TraceFormat:
     describes: str
     recognises: Callable[[str], bool]
     read: Callable[[str, Lines, Iterator[str]], Iterator[Request]]
-    write: Callable[[Iterable[Request]], Iterator[str]]
+    write: Callable[[Iterable[Request]], Iterator[str]] | None
     zero_lengths: ZeroLengths = "refuse"
 
 
