@@ -1,4 +1,4 @@
-"""Which engine is taken when nobody named one: for a deploy the first that can be measured and run here; for a plan
+"""Which engine is taken when nobody named one: by a deploy the first that can be measured and run here; by a plan
 of GPUs that are not here, in the same order.
 
 Pure: tables and a model in, a name out, with the reason why each engine that would have been preferred was not.
