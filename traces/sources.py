@@ -1,0 +1,23 @@
+"""A trace by what a person types: a file or folder, or ``synthetic:NAME`` for a stand-in that needs no file."""
+
+from __future__ import annotations
+
+from traces.reading import open_trace
+from traces.request import RequestStream
+from traces.standin import standin
+
+__all__ = ["SYNTHETIC", "requests_of"]
+
+SYNTHETIC = "synthetic:"
+
+
+def requests_of(source: str, *, format: str | None = None, seed: int = 0) -> RequestStream:  # noqa: A002
+    """The requests of ``source``. ``format`` is for files, ``seed`` for stand-ins.
+
+    Raises:
+        NotFoundError: no such file, or no such stand-in.
+        BadInputError: as ``open_trace``.
+    """
+    if source.startswith(SYNTHETIC):
+        return standin(source.removeprefix(SYNTHETIC)).requests(seed=seed)
+    return open_trace(source, format)
