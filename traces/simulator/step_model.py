@@ -36,8 +36,8 @@ from fingerprint.estimates import Estimator
 __all__ = ["Limits", "StepModel", "linear_steps", "tabulate"]
 
 _SHORT_PROMPT = 128  # tokens: of attention to one another they have next to none
-_EXACT_CONTEXT = 512  # tokens, from here on knots are this factor apart:
-_KNOT_RATIO = 1.5
+_DENSE_FROM = 64  # tokens: from here on the knots of prompts are closer than a factor of two apart,
+_DENSE_RATIO = 1.25  # because somewhere there reading the weights gives way to arithmetic, with a bend
 
 Table = npt.NDArray[np.float64]
 _Ttft = Callable[[int, int], float]  # (batch, tokens of each) -> seconds
@@ -185,7 +185,7 @@ def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> 
         return estimator.estimate(config, Workload(batch, context - 1, 2)).tpot_s.value
 
     batches = _doubled(limits.max_batch)
-    contexts = _lengths(max(limits.max_context_tokens, 3))
+    contexts = _doubled(max(limits.max_context_tokens, 3))
     # No estimator is asked for an empty prompt: the first knot has the second's time.
     known = np.array([[tpot_s(n, max(m, 2)) for m in contexts] for n in batches])
     decode_s = np.stack(
@@ -254,8 +254,8 @@ def _doubled(largest: int) -> list[int]:
 
 def _lengths(largest: int) -> list[int]:
     """Knots from 1 to ``largest``: powers of two at first, then closer together."""
-    knots = {largest, *(x for x in _doubled(_EXACT_CONTEXT) if x < largest)}
-    knot = float(_EXACT_CONTEXT)
-    while (knot := knot * _KNOT_RATIO) < largest:
+    knots = {largest, *(x for x in _doubled(_DENSE_FROM) if x < largest)}
+    knot = float(_DENSE_FROM)
+    while (knot := knot * _DENSE_RATIO) < largest:
         knots.add(round(knot))
     return sorted(knots)

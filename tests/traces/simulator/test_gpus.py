@@ -1,0 +1,89 @@
+"""Load and memory of one GPU, and what sharing it costs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fingerprint.errors import ConfigError
+from traces.simulator.contention import processor_sharing
+from traces.simulator.gpus import Gpu
+
+
+def _gpu() -> Gpu:
+    return Gpu("gpu0", "node0", 0, 100)
+
+
+def test_load_is_over_the_last_120_seconds() -> None:
+    gpu = _gpu()
+    gpu.start("a", 1.0, 10.0)
+    gpu.stop("a", 40.0)
+    assert gpu.load_fraction(40.0) == pytest.approx(30 / 40)  # nothing was before the beginning
+    assert gpu.load_fraction(120.0) == pytest.approx(30 / 120)
+    assert gpu.load_fraction(145.0) == pytest.approx(15 / 120)
+    assert gpu.load_fraction(200.0) == pytest.approx(0.0)
+    assert gpu.busy_s(200.0) == pytest.approx(30.0)
+
+
+def test_busy_is_the_union_of_what_runs() -> None:
+    gpu = _gpu()
+    gpu.start("a", 1.0, 0.0)
+    gpu.start("b", 1.0, 1.0)
+    gpu.stop("a", 3.0)
+    gpu.stop("b", 4.0)
+    assert gpu.busy_s(10.0) == pytest.approx(4.0)
+
+
+def test_a_stage_counts_its_own_steps_only() -> None:
+    """Halves of two workers' steps, at moments that are not followed: 1 - 1/2 * 1/2."""
+    gpu = _gpu()
+    gpu.start("a", 0.5, 0.0)
+    assert gpu.busy_s(2.0) == pytest.approx(1.0)
+    gpu.start("b", 0.5, 2.0)
+    assert gpu.busy_s(4.0) == pytest.approx(1.0 + 1.5)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_load_is_within_a_sample_of_the_truth(seed: int) -> None:
+    rng, gpu, now_s, spans = random.Random(seed), _gpu(), 0.0, []
+    for _ in range(rng.randrange(1, 200)):
+        start_s = now_s + rng.expovariate(rng.choice([10.0, 1.0, 0.05]))
+        now_s = start_s + rng.expovariate(rng.choice([10.0, 1.0, 0.05]))
+        gpu.start("a", 1.0, start_s)
+        gpu.stop("a", now_s)
+        spans.append((start_s, now_s))
+    begin_s = max(0.0, now_s - 120)
+    true_s = sum(max(0.0, end_s - max(start_s, begin_s)) for start_s, end_s in spans)
+    # Within the sample that the window's beginning falls into, work counts as if it were even: 1 s at most, unless
+    # nothing happened for longer.
+    assert gpu.load_fraction(now_s) == pytest.approx(
+        true_s / (now_s - begin_s), abs=1.01 / max(1.0, now_s - begin_s)
+    )
+
+
+def test_memory_is_never_promised_twice() -> None:
+    gpu = _gpu()
+    gpu.take(60)
+    with pytest.raises(ConfigError, match="were placed on gpu0, which has"):
+        gpu.take(41)
+    gpu.give_back(60)
+    gpu.take(100)
+    assert (gpu.free_bytes, gpu.peak_bytes) == (0, 100)
+
+
+@pytest.mark.parametrize(
+    ("stages", "speed"),
+    [
+        pytest.param([(1.0, [0.0])], 1.0, id="alone"),
+        pytest.param([(1.0, [1.0])], 1 / 2, id="two on one GPU"),
+        pytest.param([(1.0, [2.0])], 1 / 3, id="three on one GPU"),
+        pytest.param([(1.0, [0.0, 1.0])], 1 / 2, id="a TP group waits for its slowest GPU"),
+        pytest.param([(0.5, [0.0]), (0.5, [1.0])], 1 / 1.5, id="the other stage of a pipeline is alone"),
+        pytest.param([(0.5, [0.5]), (0.5, [0.5])], 1 / 1.5, id="two pipelines on the same GPUs"),
+    ],
+)
+def test_processor_sharing(stages: list[tuple[float, list[float]]], speed: float) -> None:
+    assert processor_sharing(stages) == pytest.approx(speed)
