@@ -1,0 +1,291 @@
+"""Trace files: each format's facts, and every bad file as one line that names the file and the line."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fingerprint.errors import BadInputError, IserveError, NotFoundError
+from traces.lines import MAX_LINE_BYTES
+from traces.reading import open_trace
+from traces.request import Request
+
+CSV = "arrival_s,input_tokens,output_tokens\n"
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+BURST_2 = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+
+
+def write(folder: Path, content: str | bytes, name: str = "trace") -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+# Rows as the publishers have them.
+GOOD = {
+    "csv": (
+        CSV + "0.0000000,374,44\n4.3145790,396,109\n",
+        [Request(0.0, 374, 44), Request(4.314579, 396, 109)],
+    ),
+    "csv with blocks": (
+        "arrival_s,input_tokens,output_tokens,prefix_block_ids\n0.000,700,6,0 1\n0.040,512,4,0\n",
+        [Request(0.0, 700, 6, "", (0, 1)), Request(0.04, 512, 4, "", (0,))],
+    ),
+    "csv with models, other order, byte order mark, Windows line ends": (
+        "\ufeffmodel,output_tokens,input_tokens,arrival_s\r\nm,1,2,3.5\r\n",
+        [Request(3.5, 2, 1, "m")],
+    ),
+    "azure 2023": (
+        AZURE + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n",
+        [Request(0.0, 374, 44), Request(4.314579, 396, 109)],
+    ),
+    "azure over midnight": (
+        AZURE + "2023-12-31 23:59:59.9999999,1,1\n2024-01-01 00:00:00.0000001,2,2\n",
+        [Request(0.0, 1, 1), Request(2e-7, 2, 2)],
+    ),
+    "azure 2024, with an offset and whole seconds": (
+        AZURE + "2024-05-12 00:00:00+00:00,1,1\n2024-05-12 02:00:10.25+02:00,2,2\n",
+        [Request(0.0, 1, 1), Request(10.25, 2, 2)],
+    ),
+    "azure multimodal": (
+        "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15 00:00:00.0000000,2,900,120\n",
+        [Request(0.0, 900, 120)],
+    ),
+    "mooncake": (
+        '{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}\n'
+        '{"timestamp": 3000, "input_length": 7322, "output_length": 490, "hash_ids": [0, 14]}\n',
+        [Request(0.0, 6758, 500, "", (0, 1)), Request(3.0, 7322, 490, "", (0, 14))],
+    ),
+    "burstgpt 1": (
+        BURST + "5,ChatGPT,472,18,490,Conversation log\n45,GPT-4,1087,230,1317,API log\n",
+        [Request(0.0, 472, 18, "ChatGPT"), Request(40.0, 1087, 230, "GPT-4")],
+    ),
+    "burstgpt 2, a failed request between": (
+        BURST_2
+        + "19440110.0,1722ac82,43,GPT-4,906,446,1352,Conversation log\n"
+        + "19440161.0,,2,ChatGPT,36,0,36,API log\n"
+        + "19440161.0,,2,ChatGPT,36,29,65,API log\n",
+        [Request(0.0, 906, 446, "GPT-4"), Request(51.0, 36, 29, "ChatGPT")],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+@pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
+def test_published_rows(case: str, zipped: bool, tmp_path: Path) -> None:
+    content, expected = GOOD[case]
+    data = gzip.compress(content.encode()) if zipped else content.encode()
+    assert list(open_trace(write(tmp_path, data))) == expected
+
+
+@pytest.mark.parametrize("name", ["azure", "burstgpt", "csv", "mooncake"])
+def test_a_format_by_name(name: str, tmp_path: Path) -> None:
+    content, expected = next(GOOD[case] for case in GOOD if case.startswith(name))
+    opened = open_trace(write(tmp_path, content), name)
+    assert list(opened) == expected
+    assert opened.format.name == name
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        pytest.param("", "is empty", id="empty"),
+        pytest.param("\n\n", "is empty", id="blank"),
+        pytest.param(CSV, "no requests", id="header-only"),
+        pytest.param("a,b,c\n1,2,3\n", "no trace format known", id="unknown-header"),
+        pytest.param("input_tokens,output_tokens\n1,2\n", "no trace format known", id="lengths-only"),
+        pytest.param("arrival_s,arrival_s,input_tokens,output_tokens\n", "names a column twice", id="twice"),
+        pytest.param(CSV + "0,1\n", "line 2: 2 fields, the header has 3", id="short-row"),
+        pytest.param(CSV + "0,1,1\n0,1,1,1\n", "line 3: 4 fields", id="long-row"),
+        pytest.param(CSV + "0,-1,1\n", "line 2: input_tokens is -1", id="negative-input"),
+        pytest.param(CSV + "0,1,-5\n", "line 2: output_tokens is -5", id="negative-output"),
+        pytest.param(CSV + "0,1,1.5\n", "output_tokens is '1.5', not a whole number", id="fraction"),
+        pytest.param(CSV + "0,x,1\n", "input_tokens is 'x'", id="word"),
+        pytest.param(CSV + "0,,1\n", "input_tokens is ''", id="missing"),
+        pytest.param(CSV + "0,99999999999,1\n", "outside 0 to", id="too-many"),
+        pytest.param(CSV + "0," + "9" * 5000 + ",1\n", "not a whole number", id="very-many-digits"),
+        pytest.param(CSV + "0,0,1\n", "line 2: has no input tokens", id="no-input"),
+        pytest.param(CSV + "0,1,0\n", "line 2: has no output tokens", id="no-output"),
+        pytest.param(CSV + "nan,1,1\n", "arrival_s is nan, not a finite time", id="nan"),
+        pytest.param(CSV + "inf,1,1\n", "not a finite time", id="infinite"),
+        pytest.param(CSV + "-1,1,1\n", "line 2: arrives at -1.0000000 s, before the start", id="before-start"),
+        pytest.param(CSV + "2,1,1\n1,1,1\n", "line 3: arrives at 1.0000000 s, before the row", id="unsorted"),
+        pytest.param(CSV + '0,"1,1\n', "line 2", id="open-quote"),
+        pytest.param(CSV.encode() + b"0,1,1\n1,\xff,1\n", "line 3: not UTF-8", id="not-utf8"),
+        pytest.param(CSV.encode() + b"0,1,1\x00\n", "line 2", id="nul"),
+        pytest.param(CSV + "0,1,1\n" + "1" * (MAX_LINE_BYTES + 1), "line 3: longer than", id="long-line"),
+        pytest.param("x" * 10 * MAX_LINE_BYTES, "line 1: longer than", id="one-long-line"),
+        pytest.param(AZURE + "yesterday,1,1\n", "TIMESTAMP is 'yesterday'", id="azure-no-time"),
+        pytest.param(AZURE + "2023-13-16 18:15:46.1,1,1\n", "month must be", id="azure-no-month"),
+        pytest.param(AZURE + "2023-11-16 18:15:99.1,1,1\n", "99 seconds", id="azure-no-second"),
+        pytest.param(
+            AZURE + "2023-11-16 18:15:46.2,1,1\n2023-11-16 18:15:46.1,1,1\n",
+            "line 3: arrives",
+            id="azure-unsorted",
+        ),
+        pytest.param('{"input_length": 1, "output_length": 1}\n', "timestamp is 'None'", id="mooncake-no-time"),
+        pytest.param(
+            '{"timestamp": 0, "input_length": "1", "output_length": 1}\n',
+            "input_length is '1'",
+            id="mooncake-text",
+        ),
+        pytest.param(
+            '{"timestamp": 0, "input_length": true, "output_length": 1}\n', "input_length is 'True'", id="bool"
+        ),
+        pytest.param(
+            '{"timestamp": NaN, "input_length": 1, "output_length": 1}\n', "not a finite time", id="mooncake-nan"
+        ),
+        pytest.param('{"input_length": 1,\n', "line 1: not a JSON object", id="mooncake-cut"),
+        pytest.param(
+            '{"timestamp": 0, "input_length": 1, "output_length": 1}\n[1]\n', "line 2: not a JSON", id="json-list"
+        ),
+        pytest.param(
+            '{"timestamp": 0, "input_length": 1, "output_length": 1}\n' + "[" * 100_000, "line 2", id="json-deep"
+        ),
+        pytest.param(
+            '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0.5]}\n', "hash_ids", id="blocks"
+        ),
+        pytest.param(BURST + "5,m,-1,1,0,API log\n", "Request tokens is -1", id="burstgpt-negative"),
+        pytest.param(
+            BURST + "5,m,1,1,2,API log\n4,m,1,1,2,API log\n", "line 3: arrives at -1", id="burst-unsorted"
+        ),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(content: str | bytes, says: str, tmp_path: Path) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(BadInputError) as caught:
+        list(open_trace(path))
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_gzip_names_the_last_line_it_gave(tmp_path: Path) -> None:
+    rows = "".join(f"{second},{second * 7919 % 1000 + 1},1\n" for second in range(50_000))
+    whole = gzip.compress((CSV + rows).encode())
+    path = write(tmp_path, whole[: len(whole) // 2])
+    with pytest.raises(BadInputError, match=r"line \d{4,}: the gzip stream is damaged or ends early"):
+        list(open_trace(path))
+
+
+def test_a_gzip_with_a_flipped_byte_is_refused(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress((CSV + "0,1,1\n" * 1000).encode()))
+    data[-6] ^= 1  # in the checksum
+    with pytest.raises(BadInputError, match="damaged"):
+        list(open_trace(write(tmp_path, bytes(data))))
+
+
+def test_no_file_a_folder_and_an_unknown_format(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no trace file"):
+        open_trace(tmp_path / "nothing.csv")
+    with pytest.raises(BadInputError, match="cannot be read"):
+        open_trace(tmp_path)
+    with pytest.raises(BadInputError, match="no trace format 'parquet'; there are csv, azure"):
+        open_trace(write(tmp_path, CSV), "parquet")
+    with pytest.raises(BadInputError, match="the header has no TIMESTAMP"):
+        list(open_trace(write(tmp_path, CSV + "0,1,1\n"), "azure"))
+
+
+def test_requests_at_one_time_are_read_unless_strict(tmp_path: Path) -> None:
+    path = write(tmp_path, CSV + "0,1,1\n3,1,1\n3,1,1\n")
+    assert [request.arrival_s for request in open_trace(path)] == [0, 3, 3]
+    with pytest.raises(BadInputError, match="line 4: arrives at 3.0000000 s like the row above"):
+        list(open_trace(path, strict=True))
+
+
+def test_what_no_tokens_mean_is_the_formats_or_the_callers_to_say(tmp_path: Path) -> None:
+    path = write(tmp_path, BURST + "5,m,10,0,10,API log\n6,m,10,1,11,API log\n")
+    opened = open_trace(path)
+    assert [request.output_tokens for request in opened] == [1]
+    assert (opened.rows, opened.skipped) == (2, 1)
+    assert [request.output_tokens for request in open_trace(path, zero_lengths="keep")] == [0, 1]
+    with pytest.raises(BadInputError, match="line 2: has no output tokens"):
+        list(open_trace(path, zero_lengths="refuse"))
+    plain = write(tmp_path, CSV + "0,0,3\n1,2,3\n")
+    assert list(open_trace(plain, zero_lengths="skip")) == [Request(1.0, 2, 3)]
+
+
+def test_closing_lets_go_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, CSV + "0,1,1\n1,1,1\n")
+    with open_trace(path) as opened:
+        assert next(opened) == Request(0.0, 1, 1)
+    assert next(opened, None) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    header=st.sampled_from([CSV, AZURE, BURST, BURST_2, '{"input_length": 1}\n', ""]),
+    body=st.one_of(
+        st.binary(max_size=300), st.text(alphabet='0123456789,.-:"{} \n', max_size=300).map(str.encode)
+    ),
+    zipped=st.booleans(),
+)
+def test_no_bytes_make_a_traceback(
+    header: str, body: bytes, zipped: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    data = header.encode() + body
+    path = write(tmp_path_factory.mktemp("fuzz"), gzip.compress(data) if zipped else data)
+    last_s = 0.0
+    try:
+        for request in open_trace(path):
+            assert request.arrival_s >= last_s
+            assert request.input_tokens > 0
+            assert request.output_tokens > 0
+            last_s = request.arrival_s
+    except IserveError:
+        pass
+
+
+def _rows(count: int) -> Iterator[str]:
+    yield CSV
+    for row in range(count):
+        yield f"{row * 0.0359:.7f},{row % 900 + 1},{row % 300 + 1}\n"
+
+
+def _peak_bytes(path: Path) -> int:
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in open_trace(path)) > 0
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    short, long = tmp_path / "short.csv", tmp_path / "long.csv"
+    for path, count in ((short, 10_000), (long, 80_000)):
+        with path.open("w") as file:
+            file.writelines(_rows(count))
+    _peak_bytes(short)  # imports and caches
+    assert _peak_bytes(long) < 1.1 * _peak_bytes(short) < 4 * 2**20
+
+
+@pytest.mark.long
+def test_28_million_rows_in_constant_memory(tmp_path: Path) -> None:
+    """The size of Azure's week of 2024. The reader's process is measured, its statistics too."""
+    path = tmp_path / "week.csv"
+    program = (
+        "import re, sys; from traces.reading import open_trace; from traces.statistics import statistics_of; "
+        "print(statistics_of(open_trace(sys.argv[1])).requests); "
+        r"print(re.search(r'VmHWM:\s*(\d+) kB', open('/proc/self/status').read())[1])"
+    )
+    peaks_kib = []
+    for count in (100_000, 28_000_000):
+        with path.open("w") as file:
+            file.writelines(_rows(count))
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
+        )
+        requests, peak_kib = map(int, done.stdout.split())
+        assert requests == count
+        peaks_kib.append(peak_kib)
+    assert peaks_kib[1] - peaks_kib[0] < 16 * 1024
