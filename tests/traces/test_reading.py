@@ -198,7 +198,7 @@ def test_no_file_a_folder_and_an_unknown_format(tmp_path: Path) -> None:
 def test_requests_at_one_time_are_read_unless_strict(tmp_path: Path) -> None:
     path = write(tmp_path, CSV + "0,1,1\n3,1,1\n3,1,1\n")
     assert [request.arrival_s for request in open_trace(path)] == [0, 3, 3]
-    with pytest.raises(BadInputError, match="line 4: arrives at 3.0000000 s like the row above"):
+    with pytest.raises(BadInputError, match=r"line 4: arrives at 3\.0000000 s like the row above"):
         list(open_trace(path, strict=True))
 
 

@@ -12,7 +12,18 @@ from fingerprint.errors import BadInputError
 from traces.lines import Lines
 from traces.request import Request
 
-__all__ = ["MAX_TOKENS", "Columns", "TraceFormat", "ZeroLengths", "count_of", "csv_rows", "seconds_of"]
+__all__ = [
+    "MAX_TOKENS",
+    "Columns",
+    "TraceFormat",
+    "ZeroLengths",
+    "count_of",
+    "csv_rows",
+    "model_cell",
+    "names_of",
+    "refuse_to_lose",
+    "seconds_of",
+]
 
 # No prompt has as many; a longer number is a shifted column or a time stamp.
 MAX_TOKENS = 10**9

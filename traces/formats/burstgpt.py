@@ -15,7 +15,16 @@ import io
 from collections.abc import Iterable, Iterator
 
 from fingerprint.errors import BadInputError
-from traces.formats.base import Columns, TraceFormat, count_of, csv_rows, names_of, refuse_to_lose, seconds_of
+from traces.formats.base import (
+    Columns,
+    TraceFormat,
+    count_of,
+    csv_rows,
+    model_cell,
+    names_of,
+    refuse_to_lose,
+    seconds_of,
+)
 from traces.lines import Lines
 from traces.request import Request
 

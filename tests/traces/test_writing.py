@@ -1,0 +1,132 @@
+"""What is written is read again, in every format; a failure leaves nothing."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fingerprint.errors import BadInputError
+from traces.formats import FORMATS
+from traces.reading import open_trace
+from traces.request import Request
+from traces.writing import write_trace
+
+TOKENS = st.integers(1, 10**6)
+MODELS = st.text(
+    st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp"), exclude_characters="\x85"), max_size=12
+)
+BLOCKS = st.lists(st.integers(0, 10**6), max_size=5).map(tuple)
+
+
+def streams(
+    *, models: st.SearchStrategy[str] = st.just(""), blocks: st.SearchStrategy[tuple[int, ...]] = st.just(())
+) -> st.SearchStrategy[list[Request]]:
+    times = st.lists(st.floats(0, 10**6), min_size=1, max_size=8).map(sorted)
+    return times.flatmap(
+        lambda chosen: st.tuples(*(st.builds(Request, st.just(t), TOKENS, TOKENS, models, blocks) for t in chosen))
+    ).map(list)
+
+
+@settings(deadline=None)
+@given(requests=streams(models=MODELS, blocks=BLOCKS), suffix=st.sampled_from([".csv", ".csv.gz"]))
+def test_csv_keeps_everything(
+    requests: list[Request], suffix: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("csv") / f"trace{suffix}"
+    assert write_trace(path, requests) == len(requests)
+    assert list(open_trace(path)) == requests
+
+
+@pytest.mark.parametrize(
+    ("name", "step_s", "from_first", "given_requests"),
+    [
+        pytest.param("azure", 1e-7, True, streams(), id="azure"),
+        pytest.param("mooncake", 1e-9, False, streams(blocks=BLOCKS), id="mooncake"),
+        pytest.param("burstgpt", 1e-9, True, streams(models=MODELS.filter(bool)), id="burstgpt"),
+    ],
+)
+def test_the_others_keep_what_they_have_columns_for(
+    name: str,
+    step_s: float,
+    from_first: bool,
+    given_requests: st.SearchStrategy[list[Request]],
+    tmp_path: Path,
+) -> None:
+    """Times to the format's step; Azure's and BurstGPT's clocks start at the first request."""
+
+    @settings(deadline=None)
+    @given(requests=given_requests)
+    def law(requests: list[Request]) -> None:
+        path = tmp_path / "trace"
+        write_trace(path, requests, name)
+        again = list(open_trace(path))
+        start_s = requests[0].arrival_s if from_first else 0.0
+        for before, after in zip(requests, again, strict=True):
+            assert after.arrival_s == pytest.approx(before.arrival_s - start_s, abs=2 * step_s)
+            assert (after.input_tokens, after.output_tokens) == (before.input_tokens, before.output_tokens)
+            assert (after.model, after.prefix_blocks) == (before.model, before.prefix_blocks)
+        assert open_trace(path).format.name == name
+
+    law()
+
+
+def test_a_published_trace_is_the_same_in_both_formats(reference_traces: Path, tmp_path: Path) -> None:
+    """The README's seven decimals are Azure's 100 ns steps: nothing is lost either way."""
+    original = list(open_trace(reference_traces / "azure_llm_2023_code.csv.gz"))
+    write_trace(tmp_path / "azure.csv", original, "azure")
+    assert list(open_trace(tmp_path / "azure.csv", strict=True)) == original
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "says"),
+    [
+        pytest.param("azure", Request(0, 1, 1, "m"), "azure has no place for the model 'm'", id="azure-model"),
+        pytest.param("azure", Request(0, 1, 1, "", (1,)), "no place for prefix blocks", id="azure-blocks"),
+        pytest.param(
+            "mooncake", Request(0, 1, 1, "m"), "mooncake has no place for the model", id="mooncake-model"
+        ),
+        pytest.param("burstgpt", Request(0, 1, 1), "names a model in every row", id="burstgpt-no-model"),
+        pytest.param("burstgpt", Request(0, 1, 1, "m", (1,)), "no place for prefix blocks", id="burstgpt-blocks"),
+        pytest.param("csv", Request(0, 1, 1, "", (10**6,) * 20_000), "could not be read again", id="too-long"),
+        pytest.param("servegen", Request(0, 1, 1), "only read", id="servegen"),
+        pytest.param("parquet", Request(0, 1, 1), "no trace format 'parquet'", id="unknown"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_and_the_old_file_stays(
+    name: str, request_: Request, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text("as it was")
+    with pytest.raises(BadInputError, match=says):
+        write_trace(path, [request_], name)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["as it was"]
+
+
+def test_a_stream_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    def failing() -> Iterator[Request]:
+        yield Request(0.0, 1, 1)
+        raise BadInputError("the source broke")
+
+    with pytest.raises(BadInputError, match="the source broke"):
+        write_trace(tmp_path / "trace.csv.gz", failing())
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(BadInputError, match="cannot be written"):
+        write_trace(tmp_path / "no" / "folder.csv", [])
+
+
+def test_equal_traces_make_equal_files(tmp_path: Path) -> None:
+    for name in ("a.csv.gz", "b.csv.gz"):
+        write_trace(tmp_path / name, [Request(0.5, 1, 2)])
+    assert (tmp_path / "a.csv.gz").read_bytes() == (tmp_path / "b.csv.gz").read_bytes()
+    text = gzip.decompress((tmp_path / "a.csv.gz").read_bytes()).decode()
+    assert text == "arrival_s,input_tokens,output_tokens,model,prefix_block_ids\n0.5,1,2,,\n"
+
+
+def test_every_format_says_what_it_is() -> None:
+    assert {name: known.name for name, known in FORMATS.items()} == {name: name for name in FORMATS}
+    assert all(known.describes for known in FORMATS.values())
