@@ -15,7 +15,7 @@ from traces.reading import open_trace
 from traces.request import Request
 from traces.statistics import TraceStatistics, statistics_of
 
-# The README of the traces: rows; span, rate, CV; peaks and IoD at 1, 10, 60 s; mean, p50, p95, max of both lengths.
+# The README of the traces: rows; span, rate, CV; peaks and IoD at 1, 10, 60 s; mean, p50, p95, max of each.
 PUBLISHED = {
     "azure_llm_2023_conv": (
         *(19_366, 3501.7, 5.530, 1.09),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -121,6 +122,13 @@ def seconds_of(text: str, what: str, lines: Lines) -> float:
     if not math.isfinite(seconds):
         raise lines.error(f"{what} is {text[:40]}, not a finite time")
     return seconds
+
+
+def model_cell(request: Request) -> str:
+    """The model's name for a CSV; BadInputError where it has a line end or other control character."""
+    if any(unicodedata.category(character) == "Cc" for character in request.model):
+        raise BadInputError(f"the model name {request.model[:40]!r} cannot stand in a line of a trace file")
+    return request.model
 
 
 def refuse_to_lose(

@@ -63,7 +63,7 @@ def _write(requests: Iterable[Request]) -> Iterator[str]:
         if not request.model:
             raise BadInputError("burstgpt names a model in every row, and this trace has a request without one")
         tokens = (request.input_tokens, request.output_tokens, request.input_tokens + request.output_tokens)
-        writer.writerow((repr(request.arrival_s), request.model, *tokens, "API log"))
+        writer.writerow((repr(request.arrival_s), model_cell(request), *tokens, "API log"))
         yield text.getvalue()
         text.seek(0)
         text.truncate()

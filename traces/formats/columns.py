@@ -9,7 +9,7 @@ import csv
 import io
 from collections.abc import Iterable, Iterator
 
-from traces.formats.base import Columns, TraceFormat, count_of, csv_rows, names_of, seconds_of
+from traces.formats.base import Columns, TraceFormat, count_of, csv_rows, model_cell, names_of, seconds_of
 from traces.lines import Lines
 from traces.request import Request
 
@@ -54,7 +54,7 @@ def _write(requests: Iterable[Request]) -> Iterator[str]:
                 repr(request.arrival_s),
                 request.input_tokens,
                 request.output_tokens,
-                request.model,
+                model_cell(request),
                 " ".join(map(str, request.prefix_blocks)),
             )
         )
