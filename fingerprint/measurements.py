@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
@@ -146,6 +146,7 @@ class Profile:
     memory: tuple[MemoryPoint, ...]
     timing: tuple[TimingPoint, ...]
     notes: tuple[str, ...] = ()  # what was left out, and why
+    skipped: tuple[DeploymentConfig, ...] = ()  # of that, what only its wish had no need of; another may
 
 
 class ProfileSession(Protocol):

@@ -201,7 +201,7 @@ class Targets:
 
     def _profile(self, source: ModelSource, engine: Engine, options: PlanOptions, tell: Tell) -> Profile:
         def find() -> Profile | None:
-            return self._profiler.stored(source, engine, self._node(), batch=options.workload.batch)
+            return self._profiler.enough(source, engine, self._node(), options)
 
         return find() or self._profiler.take(
             source,

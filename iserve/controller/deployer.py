@@ -181,7 +181,7 @@ class Deployer:
         options = self.options(body)
         node = ask_daemon(self._daemon, DaemonClient.node)
         engine, notes = engine_for(body.engine, source.spec, node, options.intent.quality)
-        profile = self._profiler.stored(source, engine, node, batch=options.workload.batch)
+        profile = self._profiler.enough(source, engine, node, options)
         if profile is None:
             notes += self._profiler.unused(source, engine, node, batch=options.workload.batch)
             profile = self._profile(row, source, engine, options)
@@ -191,7 +191,7 @@ class Deployer:
     def _profile(self, row: DeploymentRow, source: ModelSource, engine: Engine, options: PlanOptions) -> Profile:
         def find() -> Profile | None:
             node = ask_daemon(self._daemon, DaemonClient.node)
-            return self._profiler.stored(source, engine, node, batch=options.workload.batch)
+            return self._profiler.enough(source, engine, node, options)
 
         def report(progress: ProfileProgress) -> None:
             self._check_wanted(row)

@@ -13,8 +13,8 @@ from daemon.profile_client import WorkerProfileTarget
 from daemon.status import NodeStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
-from fingerprint.depth_tied_profile import depth_tied_plan, depth_tied_profile
-from fingerprint.errors import ConfigError, NotMeasuredError, UnsupportedModelError
+from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_plan, depth_tied_profile
+from fingerprint.errors import ConfigError, InfeasibleError, IserveError, UnsupportedModelError
 from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
@@ -22,12 +22,10 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import Shards, default_plan
 from fingerprint.sharded_profile import profile_with_shards
-from iserve.controller.estimating import estimator_for
-from iserve.controller.node import hardware_of
 from iserve.controller.profile_room import STEP_TOKENS, Room, fitting, quietest
+from iserve.controller.profile_worth import lacking, why_needless
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions
-from iserve.worth_measuring import cannot_change_plan
 from planner.intent import Quality, allows
 from planner.space import shape_refusal
 
@@ -44,6 +42,7 @@ class Order:
         table: what the engine runs of checkpoints as they are.
         node: before any worker of this profile.
         wish: measure what may serve it best; None: everything that may serve some wish of that quality.
+        known: holds on the node, with measurements left out that the wish needs: these are added to it.
         shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine that carries our step timer: there the GPU's time after
             engine starts.
@@ -58,6 +57,7 @@ class Order:
     shards: Shards
     max_seconds: float
     progress: Callable[[ProfileProgress], None]
+    known: Profile | None = None
 
 
 def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
@@ -67,6 +67,8 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
             f"shards={order.shards} profiles one tensor-parallel rank alone, which takes an engine with our step "
             f"timer, and {order.table.engine} has none; take --engine vllm, or leave --shards out"
         )
+    if order.known is not None and order.wish is not None:
+        return _added(order.known, order.wish, order, target, fingerprints)
     return (_take_depth_tied if order.table.step_timed else _take_plain)(order, target, fingerprints)
 
 
@@ -87,40 +89,112 @@ def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerp
 def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
     """Every forward repeated to the model's depth. A format takes two engine starts of its own, so those that the
     wished quality does not allow are left out, as is what cannot become the best any more."""
-    source, workload = order.source, order.workload
     device = target.machine().device
-    weights, degrees = _formats_and_degrees(source.spec, order, device)
+    weights, degrees = _formats_and_degrees(order.source.spec, order, device)
     allowed = tuple(w for w in weights if allows(order.quality, DeploymentConfig(weights=w)))
-    plan = replace(
-        depth_tied_plan(
-            source.spec,
-            workload,
-            max_batch=workload.batch,
-            weights=allowed,
-            degrees=degrees,
-            budget_s=order.max_seconds,
-        ),
-        max_batched_tokens=STEP_TOKENS,
-    )
-    room = fitting(plan, source.spec, device, quietest(order.node.devices))
-    alone = _ranks_alone(order, device, room)
-    measured = profile_with_shards(
-        partial(depth_tied_profile, source.name, source.spec, progress=order.progress),
-        source.spec.family,
-        target,
-        fingerprints,
-        replace(room.plan, degrees=(*room.plan.degrees, *alone)),
-        num_gpus=max((tp * pp for tp, pp in room.plan.degrees), default=1),
-        needless=lambda config, so_far: _needless(order, config, so_far),
-    )
+    plan = _depth_tied_plan(order, allowed, degrees, order.max_seconds)
+    skipped = [
+        DeploymentConfig(tp=tp, pp=pp, weights=w, engine=order.table.engine)
+        for w in weights
+        if w not in allowed
+        for tp, pp in degrees
+    ]
+    measured = _measured(order, device, plan, target, fingerprints, skipped)
     left_out = (
         f"{w} not measured: quality={order.quality} does not allow it" for w in weights if w not in allowed
+    )
+    return replace(measured, notes=(*measured.notes, *left_out), skipped=tuple(skipped))
+
+
+def _added(
+    known: Profile, wish: PlanOptions, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
+) -> Profile:
+    """``known`` and what it lacks for ``wish``. It stays good for what it holds: what there is no room for now is
+    not added, and what fails is not tried again."""
+    given_s = known.spent_s + order.max_seconds
+    while known.spent_s < given_s and (missing := lacking(known, order.node, order.table, wish)):
+        config = missing[0]
+        degrees = ((config.tp, config.pp),)
+        plan = _depth_tied_plan(order, (config.weights,), degrees, given_s - known.spent_s, like=known)
+        rest = tuple(other for other in known.skipped if other != config)
+        try:
+            part = _measured(order, known.machine.device, plan, target, fingerprints, [])
+        except InfeasibleError:  # no room now
+            return known
+        except IserveError as error:
+            known = replace(known, notes=(*known.notes, f"{config} failed: {error}"), skipped=rest)
+            continue
+        known = replace(
+            known,
+            spent_s=known.spent_s + part.spent_s,
+            complete=known.complete and part.complete,
+            memory=(*known.memory, *part.memory),
+            timing=(*known.timing, *part.timing),
+            notes=(*known.notes, f"{config} was added on {part.created_at}", *part.notes),
+            skipped=rest,
+        )
+    return known
+
+
+def _depth_tied_plan(
+    order: Order,
+    weights: tuple[WeightFormat, ...],
+    degrees: tuple[tuple[int, int], ...],
+    budget_s: float,
+    *,
+    like: Profile | None = None,
+) -> DepthTiedPlan:
+    """Args: like: the engine is started for as many sequences as it was there, if for more than are asked for."""
+    started_for = 0 if like is None else max((point.max_batch for point in like.memory), default=0)
+    plan = depth_tied_plan(
+        order.source.spec,
+        order.workload,
+        max_batch=max(order.workload.batch, started_for),
+        weights=weights,
+        degrees=degrees,
+        budget_s=budget_s,
+    )
+    return replace(plan, max_batched_tokens=STEP_TOKENS)
+
+
+def _measured(
+    order: Order,
+    device: GpuSpec,
+    plan: DepthTiedPlan,
+    target: WorkerProfileTarget,
+    fingerprints: Fingerprints,
+    skipped: list[DeploymentConfig],
+) -> Profile:
+    """What of ``plan`` there is room for; what turns out needless on the way is added to ``skipped``."""
+    spec = order.source.spec
+    room = fitting(plan, spec, device, quietest(order.node.devices))
+    alone = _ranks_alone(order, device, room)
+    wanted = (*room.plan.degrees, *alone)
+    if not wanted:
+        raise InfeasibleError("; ".join(why for _, why in room.too_full))
+
+    def needless(config: DeploymentConfig, so_far: Profile) -> str | None:
+        if order.wish is None:
+            return None
+        why = why_needless(config, so_far, order.node, order.table, order.wish)
+        if why is not None:
+            skipped.append(config)
+        return why
+
+    measured = profile_with_shards(
+        partial(depth_tied_profile, order.source.name, spec, progress=order.progress),
+        spec.family,
+        target,
+        fingerprints,
+        replace(room.plan, degrees=wanted),
+        num_gpus=max((tp * pp for tp, pp in room.plan.degrees), default=1),
+        needless=needless,
     )
     no_gpus = (
         f"tp={tp} pp={pp} {'not run whole' if (tp, pp) in alone else 'left out'}: {why}"
         for (tp, pp), why in room.too_full
     )
-    return replace(measured, notes=(*measured.notes, *room.notes, *no_gpus, *left_out))
+    return replace(measured, notes=(*measured.notes, *room.notes, *no_gpus))
 
 
 def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int], ...]:
@@ -135,22 +209,6 @@ def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int
         for tp, pp in wanted
         if pp == 1 and _runs(order, DeploymentConfig(tp=tp, engine=order.table.engine), gpu, num_gpus=tp)
     )
-
-
-def _needless(order: Order, config: DeploymentConfig, so_far: Profile) -> str | None:
-    """Why measuring ``config`` cannot change what the wish is answered with."""
-    if order.wish is None:
-        return None
-    measured = {
-        DeploymentConfig(tp=p.tp, pp=p.pp, weights=p.weights, kv=p.kv, engine=so_far.engine) for p in so_far.timing
-    }
-    hardware = hardware_of(order.node, so_far.machine.device)
-    try:
-        return cannot_change_plan(
-            config, sorted(measured), order.source.spec, hardware, estimator_for(so_far), order.table, order.wish
-        )
-    except NotMeasuredError:  # too little of the first was measured to compare with
-        return None
 
 
 def _formats_and_degrees(

@@ -36,6 +36,7 @@ from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.controller.profile_room import STEP_TOKENS, quietest, share_of_free_bytes
 from iserve.controller.profile_taking import Fingerprints, Order, take
 from iserve.controller.profile_validity import covers, key_without_driver, machine_key, why_unused
+from iserve.controller.profile_worth import lacking
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions
 from iserve.state.store import Store
@@ -199,6 +200,17 @@ class Profiler:
             found = older if older is not None and older.machine.driver == node.driver else None
         return found if found is not None and covers(found, batch) else None
 
+    def enough(self, source: ModelSource, engine: Engine, node: NodeStatus, wish: PlanOptions) -> Profile | None:
+        """The stored profile, where nothing was left out of it that ``wish`` may need."""
+        found = self.stored(source, engine, node, batch=wish.workload.batch)
+        return None if found is None or self.lacking(found, engine, node, wish) else found
+
+    def lacking(
+        self, profile: Profile, engine: Engine, node: NodeStatus, wish: PlanOptions
+    ) -> tuple[DeploymentConfig, ...]:
+        """What was left out of ``profile`` as needless for another wish, and may change what this one chooses."""
+        return lacking(profile, node, engine.capabilities().unprepared(), wish)
+
     def unused(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> tuple[str, ...]:
         """A sentence on every profile of this model and engine that is there and does not hold now."""
         used = self.stored(source, engine, node, batch=batch)
@@ -224,7 +236,8 @@ class Profiler:
         unless: Callable[[], Profile | None] = lambda: None,
         go_on: Callable[[], None] = lambda: None,
     ) -> Profile:
-        """Measure the model's fingerprints on devices that are free now, and keep the result.
+        """Measure the model's fingerprints on devices that are free now, and keep the result. A profile that holds
+        and is not :meth:`enough` for ``wish`` is kept, with what it lacks.
 
         Args:
             wish: what it is taken for, if for anything in particular.
@@ -256,6 +269,7 @@ class Profiler:
                 shards=shards,
                 max_seconds=max_seconds,
                 progress=progress,
+                known=None if wish is None else self.stored(source, engine, node, batch=workload.batch),
             )
             fingerprints = Fingerprints(source, folder, weights=not order.table.step_timed)
             try:

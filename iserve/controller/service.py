@@ -168,6 +168,11 @@ class Controller:
                 f"{asked}` first, or plan for datasheet GPUs with --gpus NAME:COUNT"
                 + "".join(f"; {note}" for note in notes)
             )
+        notes += tuple(
+            f"{config} was not measured, for the profile was taken for another wish, and may change this plan: a "
+            "deploy measures it first"
+            for config in self.profiler.lacking(profile, engine, node, options)
+        )
         return self._deployer.plan(source, engine, profile, options, notes).document
 
     def profiles(self) -> tuple[Profile, ...]:

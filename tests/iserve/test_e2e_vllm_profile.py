@@ -104,3 +104,23 @@ def test_one_rank_of_a_group_is_measured_on_the_only_gpu_when_it_is_asked_for(ho
     assert "tp=2 pp=1 weights=16bit kv=16bit, the whole group by one rank's 2 layers repeated 4 times" in told
     assert "note: tp=2 was run as one rank's shape, without communication" in told
     assert of_vllm(home) == []
+
+
+def test_a_near_deployment_after_an_exact_one_measures_what_that_left_out(home: Any, tmp_path: Path) -> None:
+    """Else its fp8 would be the 16 bits' times scaled by datasheets, because an exact one came first."""
+    nvml = tmp_path / "nvml" / "pynvml.py"
+    nvml.write_text(nvml.read_text().replace("NVIDIA RTX A6000", "NVIDIA H200"))  # a GPU with fp8
+    fp8 = {"tp": 1, "pp": 1, "weights": "fp8", "kv": "16bit", "pruning": "none"}
+
+    def planned() -> tuple[str, list[str]]:
+        plan = home.json("plan", DEMO, "--engine", "vllm", *WORK)
+        (found,) = (c["estimate"] for c in plan["candidates"] if fp8.items() <= c["config"].items())
+        return found["tpot_s"]["source"], [note for note in plan["notes"] if "taken for another wish" in note]
+
+    home.json("deploy", DEMO, "--engine", "vllm", "--quality", "exact", "--name", "exact", *WORK)
+    home.run("rm", "exact")
+    source, notes = planned()
+    assert (source, len(notes)) == ("scaled", 1)
+    assert "weights=fp8" in notes[0]
+    assert home.json("deploy", DEMO, "--engine", "vllm", "--name", "near", *WORK)["status"] == "ready"
+    assert planned() == ("extrapolated", [])

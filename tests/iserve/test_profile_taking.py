@@ -13,8 +13,9 @@ import pytest
 
 from daemon.engines.vllm.table import TABLE
 from daemon.status import DeviceStatus, NodeStatus
+from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
-from fingerprint.errors import ConfigError, InfeasibleError
+from fingerprint.errors import ConfigError, EngineError, InfeasibleError
 from fingerprint.estimates import Source
 from fingerprint.measurements import Profile
 from fingerprint.profile_plan import Shards
@@ -23,6 +24,7 @@ from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.controller.node import hardware_of
 from iserve.controller.profile_room import STEP_TOKENS
 from iserve.controller.profile_taking import Order, take
+from iserve.controller.profile_worth import lacking
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions, make_plan
 from planner.intent import Intent, IntentKind, Quality, Slo
@@ -64,6 +66,7 @@ def profiled(
     node: NodeStatus = NODE,
     shards: Shards = Shards.AUTO,
     source: ModelSource = SOURCE,
+    known: Profile | None = None,
 ) -> Profile:
     order = Order(
         source=source,
@@ -75,6 +78,7 @@ def profiled(
         shards=shards,
         max_seconds=1e6,
         progress=lambda _: None,
+        known=known,
     )
     target: Any = machine
 
@@ -275,3 +279,73 @@ def test_what_is_estimated_from_the_skipped_stays_scaled() -> None:
     profile = profiled(StepTimedMachine(), wish=wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
     estimate = estimator_for(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
     assert estimate.tpot_s.source == "scaled"
+
+
+# --- a profile that another wish was answered by ----------------------------------------------------------------
+
+
+AT = Workload(4, 512, 128)
+EXACT, NEAR = wished(quality=Quality.EXACT), wished(quality=Quality.NEAR)
+
+
+def source_of(profile: Profile, **config: Any) -> Source:
+    return estimator_for(profile).estimate(DeploymentConfig(engine="vllm", **config), AT).tpot_s.source
+
+
+def test_what_an_exact_wish_left_out_is_what_a_near_one_lacks() -> None:
+    """Its fp8 would be the 16 bits' times scaled by datasheets, though measuring it could change the choice."""
+    exact = profiled(StepTimedMachine(), wish=EXACT)
+    assert source_of(exact, weights=FP8) is Source.SCALED
+    assert lacking(exact, NODE, RUNS, EXACT) == ()
+    assert DeploymentConfig(weights=FP8, engine="vllm") in lacking(exact, NODE, RUNS, NEAR)
+
+
+@pytest.mark.parametrize("second", [NEAR, wished(IntentKind.MIN_LATENCY), wished(IntentKind.MAX_THROUGHPUT)])
+def test_what_is_lacking_is_measured_beside_what_is_there(second: PlanOptions) -> None:
+    """Nothing is measured twice or lost, and the second wish is answered as if it had come first."""
+    exact, machine = profiled(StepTimedMachine(), wish=EXACT), StepTimedMachine()
+    both = profiled(machine, wish=second, known=exact)
+    assert (1, 1, FP8) in started(machine)
+    assert (1, 1, BITS16) not in started(machine)
+    assert source_of(both, weights=FP8) is Source.EXTRAPOLATED
+    estimated = [estimator_for(p).estimate(DeploymentConfig(engine="vllm"), AT) for p in (exact, both)]
+    assert estimated[0] == estimated[1]
+    assert lacking(both, NODE, RUNS, second) == ()
+    chosen, first = plan_of(both, second).best, plan_of(profiled(StepTimedMachine(), wish=second), second).best
+    assert (chosen and chosen.config) == (first and first.config)
+    assert both.spent_s > exact.spent_s
+
+
+def test_a_degree_that_one_wish_did_not_need_is_measured_for_one_that_does() -> None:
+    small = profiled(StepTimedMachine(), wish=wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    fast = wished(IntentKind.MIN_LATENCY, quality=Quality.EXACT)
+    assert source_of(small, tp=2) is Source.SCALED
+    both = profiled(StepTimedMachine(), wish=fast, known=small)
+    assert source_of(both, tp=2) is Source.EXTRAPOLATED
+    assert lacking(both, NODE, RUNS, fast) == ()
+
+
+def test_what_fails_when_it_is_added_costs_nothing_of_what_is_there_and_is_not_tried_again() -> None:
+    exact = profiled(StepTimedMachine(), wish=EXACT)
+    broken = StepTimedMachine(broken=lambda *_: EngineError("no fp8 kernel"))
+    both = profiled(broken, wish=NEAR, known=exact)
+    assert (both.timing, both.memory) == (exact.timing, exact.memory)
+    assert any("weights=fp8" in note and "no fp8 kernel" in note for note in both.notes)
+    assert lacking(both, NODE, RUNS, NEAR) == ()
+
+
+def test_what_there_is_no_room_for_now_is_lacking_still() -> None:
+    exact = profiled(StepTimedMachine(), wish=EXACT)
+    taken = StepTimedMachine(refuses_to_open=lambda *_: InfeasibleError("promised to others meanwhile"))
+    assert profiled(taken, wish=NEAR, known=exact) == exact
+    assert [entry[0] for entry in taken.log] == ["open"]
+
+
+def test_every_format_and_degree_that_is_left_out_for_a_wish_is_recorded() -> None:
+    exact = profiled(StepTimedMachine(), wish=wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    measured = {(p.tp, p.pp, p.weights) for p in exact.timing}
+    skipped = {(c.tp, c.pp, c.weights) for c in exact.skipped}
+    assert measured | skipped == {(tp, pp, w) for tp, pp in ((1, 1), (2, 1), (1, 2)) for w in (BITS16, FP8)}
+    assert not measured & skipped
+    assert profiled(StepTimedMachine()).skipped == ()
+    assert from_json(to_json(exact), Profile) == exact

@@ -1,0 +1,45 @@
+"""What a profile need not hold for a wish; and what one that was taken for another wish lacks for this one."""
+
+from __future__ import annotations
+
+from daemon.status import NodeStatus
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import NotMeasuredError
+from fingerprint.measurements import Profile
+from iserve.controller.estimating import estimator_for
+from iserve.controller.node import hardware_of
+from iserve.planning import PlanOptions
+from iserve.worth_measuring import cannot_change_plan
+from planner.intent import allows
+
+__all__ = ["lacking", "why_needless"]
+
+
+def why_needless(
+    config: DeploymentConfig, so_far: Profile, node: NodeStatus, table: EngineCapabilities, wish: PlanOptions
+) -> str | None:
+    """Why measuring ``config`` beside ``so_far`` cannot change what ``wish`` is answered with; None: it may."""
+    if not allows(wish.intent.quality, config):
+        return f"quality={wish.intent.quality} does not allow it"
+    measured = {
+        DeploymentConfig(tp=p.tp, pp=p.pp, weights=p.weights, kv=p.kv, engine=so_far.engine) for p in so_far.timing
+    }
+    hardware = hardware_of(node, so_far.machine.device)
+    try:
+        return cannot_change_plan(
+            config, sorted(measured), so_far.spec, hardware, estimator_for(so_far), table, wish
+        )
+    except NotMeasuredError:  # too little of the first was measured to compare with
+        return None
+
+
+def lacking(
+    profile: Profile, node: NodeStatus, table: EngineCapabilities, wish: PlanOptions
+) -> tuple[DeploymentConfig, ...]:
+    """Of what was left out of ``profile`` as needless for the wish it was taken for, what this one may need.
+
+    Args:
+        table: what the engine runs of checkpoints as they are.
+    """
+    return tuple(c for c in profile.skipped if why_needless(c, profile, node, table, wish) is None)
