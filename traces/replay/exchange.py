@@ -1,0 +1,175 @@
+"""One request's answer as it comes: when its tokens came, and how it ended. Pure: the clock is the caller's."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+
+from traces.outcomes import Failure
+from traces.replay.http_answer import EventLines, HttpAnswer, MalformedError
+from traces.replay.pieces import error_words, read_piece
+
+__all__ = ["Exchange"]
+
+_MAX_REFUSAL_BYTES = 64 * 2**10
+_SPARE_PIECES = 1000  # what an answer may have beyond two pieces for each token asked
+
+
+class Exchange:
+    """A request that was sent. ``first_s`` and ``last_s`` are 0 until they are known."""
+
+    __slots__ = (
+        "_events",
+        "_finished_s",
+        "_http",
+        "_most_pieces",
+        "_on_end",
+        "_refusal",
+        "abandon",
+        "completion_tokens",
+        "done",
+        "failure",
+        "first_s",
+        "gaps",
+        "last_s",
+        "message",
+        "over",
+        "pieces",
+        "prompt_tokens",
+        "row",
+        "sent_s",
+    )
+
+    def __init__(self, row: int, asked_tokens: int, sent_s: float, on_end: Callable[[Exchange], None]) -> None:
+        self.row = row
+        self.sent_s = sent_s
+        self.first_s = self.last_s = 0.0
+        self.gaps = array("f")
+        self.pieces = 0
+        self.prompt_tokens = self.completion_tokens = 0
+        self.failure, self.message = Failure.NONE, ""
+        self.done = False  # the server said that the answer is complete
+        self.over = False  # the outcome is known, whatever the connection does
+        self.abandon: Callable[[], object] | None = None  # ends what carries it
+        self._on_end = on_end
+        self._most_pieces = 2 * asked_tokens + _SPARE_PIECES
+        self._http, self._events = HttpAnswer(), EventLines()
+        self._refusal = bytearray()
+        self._finished_s = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """The connection has brought all of it."""
+        return self._http.complete
+
+    @property
+    def reusable(self) -> bool:
+        return self.complete and self.done and self._http.keep_alive
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """What the connection brought at ``now_s``."""
+        if self.over:
+            self._feed_rest(data)
+            return
+        try:
+            body = self._http.feed(data)
+            if self._http.status == 200:
+                self._stream(body, now_s)
+            elif self._http.status:
+                self._refusal += body[: _MAX_REFUSAL_BYTES - len(self._refusal)]
+                if self._http.complete or len(self._refusal) >= _MAX_REFUSAL_BYTES:
+                    self._refused()
+        except MalformedError as error:
+            self.fail(Failure.MALFORMED, str(error))
+
+    def _feed_rest(self, data: bytes) -> None:
+        try:
+            self._http.feed(data)
+        except MalformedError:
+            self.done = False  # the outcome stands, the connection is of no more use
+
+    def closed(self, error: Exception | None) -> None:
+        """The connection is gone."""
+        if self.over:
+            return
+        if error is None and self._http.status:
+            with suppress(MalformedError):
+                self._http.end()  # an answer that says nothing of its length ends so
+                if self._http.status != 200:
+                    self._refused()
+                    return
+        where = "in the middle of the answer" if self._http.status else "before an answer"
+        self.fail(Failure.CONNECTION_LOST, f"the connection ended {where}{f': {error}' if error else ''}")
+
+    def fail(self, failure: Failure, message: str) -> None:
+        if not self.over:
+            self.failure, self.message = failure, message
+            self._end()
+
+    def _stream(self, body: bytes, now_s: float) -> None:
+        if self._http.content_type != "text/event-stream":
+            raise MalformedError(
+                f"answered {self._http.content_type or 'nothing known'} where a stream was asked for"
+            )
+        for data in self._events.feed(body):
+            if data == b"[DONE]":
+                self._finish()
+                return
+            self._piece(data, now_s)
+            if self.over:
+                return
+        if self._http.complete:
+            self.fail(Failure.CONNECTION_LOST, "the answer ended without [DONE]")
+
+    def _piece(self, data: bytes, now_s: float) -> None:
+        piece = read_piece(data)
+        if piece.error is not None:
+            self.fail(Failure.ERROR_FRAME, error_words(piece.error))
+            return
+        if piece.usage is not None:
+            self.prompt_tokens, self.completion_tokens = piece.usage.prompt_tokens, piece.usage.completion_tokens
+        if piece.brings_token:
+            if self.pieces:
+                self.gaps.append(now_s - self.last_s)
+            else:
+                self.first_s = now_s
+            self.last_s = now_s
+            self.pieces += 1
+            if self.pieces > self._most_pieces:
+                raise MalformedError(f"more than {self._most_pieces} pieces, the answer does not end")
+        elif piece.finishes:
+            self._finished_s = now_s
+
+    def _finish(self) -> None:
+        self.done = True
+        if (
+            self._finished_s and self.pieces < self.completion_tokens
+        ):  # the closing piece held a token without text
+            if self.pieces:
+                self.gaps.append(self._finished_s - self.last_s)
+            self.first_s = self.first_s or self._finished_s
+            self.last_s = self._finished_s
+            self.pieces += 1
+        if not self.pieces:
+            self.fail(Failure.NO_TOKENS, "an answer without tokens")
+        else:
+            self._end()
+
+    def _refused(self) -> None:
+        status = self._http.status
+        kind = (
+            Failure.RATE_LIMITED
+            if status == 429
+            else Failure.SERVER_ERROR
+            if status >= 500
+            else Failure.BAD_REQUEST
+            if status >= 400
+            else Failure.MALFORMED
+        )
+        self.done = True  # the connection is as good as before
+        self.fail(kind, f"{status} {error_words(bytes(self._refusal))}".strip())
+
+    def _end(self) -> None:
+        self.over = True
+        self._on_end(self)

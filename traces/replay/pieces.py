@@ -1,0 +1,95 @@
+"""What one event of an OpenAI stream says: whether it brings tokens, ends the answer, counts or fails. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from traces.replay.http_answer import MalformedError
+
+__all__ = ["Piece", "error_words", "read_piece"]
+
+_MAX_WORDS = 300
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Delta(msgspec.Struct, gc=False):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def brings_token(self) -> bool:
+        """Empty text is a token too, of which the characters are not complete or are special.
+
+        Not so the opening of a chat, which has a role, and a closing piece, which has a reason.
+        """
+        delta = self.delta
+        if delta is None:
+            return bool(self.text) or self.finish_reason is None
+        if delta.content or delta.reasoning or delta.reasoning_content:
+            return True
+        return delta.content is not None and delta.role is None and self.finish_reason is None
+
+
+class Piece(msgspec.Struct, gc=False):
+    """One chunk; ``error`` where the server says instead that it failed."""
+
+    choices: list[_Choice] = []  # msgspec copies it
+    usage: _Usage | None = None
+    error: Any = None
+
+    @property
+    def brings_token(self) -> bool:
+        return any(choice.brings_token for choice in self.choices)
+
+    @property
+    def finishes(self) -> bool:
+        return any(choice.finish_reason is not None for choice in self.choices)
+
+
+_decode_piece = msgspec.json.Decoder(Piece).decode
+
+
+def read_piece(data: bytes) -> Piece:
+    """The data of one event.
+
+    Raises:
+        MalformedError: no chunk of an OpenAI stream.
+    """
+    try:
+        return _decode_piece(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedError(f"{data[:80]!r} is no chunk of an answer: {error}") from error
+
+
+class _ErrorMessage(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorMessage | str
+
+
+def error_words(body: bytes | Any) -> str:
+    """The message in an error's body or frame; else the beginning of it."""
+    try:
+        found = msgspec.json.decode(body, type=_ErrorBody).error if isinstance(body, bytes) else body
+        found = found.message if isinstance(found, _ErrorMessage) else found
+        text = str(found.get("message", found) if isinstance(found, dict) else found)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        text = bytes(body[:_MAX_WORDS]).decode(errors="replace")
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_WORDS else text[: _MAX_WORDS - 1] + "…"

@@ -1,0 +1,282 @@
+"""The open loop: each request leaves at its scheduled time, however many are still being answered.
+
+One asyncio process. The loop that sends never awaits an answer, so a slow server cannot slow it down; what a busy
+client does to it is measured as lateness. What would exceed the bound on requests in flight is refused and
+counted, never put off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import resource
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fingerprint.errors import ConfigError
+from traces.outcomes import Failure, Floats, Outcomes
+from traces.replay.connection import Connections
+from traces.replay.endpoint import Endpoint
+from traces.replay.exchange import Exchange
+from traces.replay.prompts import PromptOptions, Prompts
+from traces.replay.schedule import Schedule
+
+__all__ = ["Progress", "Replay", "ReplayOptions"]
+
+_BURST = 16  # requests sent without a look at the answers
+_SPARE_FILES = 64
+_LOOK_FOR_STOP_S = 0.25
+_GC_THRESHOLDS = (50_000, 50, 50)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayOptions:
+    """How requests are sent.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+
+    timeout_s: float = 600.0  # of a request, from its send to its last token
+    max_in_flight: int = 2000
+    key: str | None = field(default=None, repr=False)
+    prompts: PromptOptions = field(default_factory=PromptOptions)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"the timeout must be above 0 s and finite, got {self.timeout_s}")
+        if self.max_in_flight < 1:
+            raise ConfigError(f"at least 1 request must be allowed in flight, got {self.max_in_flight}")
+        if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
+            raise ConfigError("the API key holds characters that no key has")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run is."""
+
+    elapsed_s: float
+    scheduled_end_s: float  # when the last request is due
+    total: int
+    begun: int  # sent or refused
+    in_flight: int
+    completed: int
+    failed: int
+    lateness_max_s: float
+    output_tokens: int
+
+
+class Replay:
+    """One run; ``run`` once. ``examples`` has the server's words for the first failure of each kind."""
+
+    def __init__(self, schedule: Schedule, endpoint: Endpoint, options: ReplayOptions) -> None:
+        self._schedule, self._endpoint, self._options = schedule, endpoint, options
+        self.examples: dict[Failure, str] = {}
+        self.interrupted = False
+        self.elapsed_s = 0.0
+        n = len(schedule)
+        self._sent_s, self._first_s, self._last_s = (np.full(n, np.nan) for _ in range(3))
+        self._prompt_tokens, self._output_tokens = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self._failure = np.zeros(n, np.int8)
+        self._gaps: list[array[float]] = [_NO_GAPS] * n
+        self._begun = self._completed = self._failed = self._tokens = 0
+        self._late_s = 0.0
+        self._in_flight: dict[Exchange, asyncio.TimerHandle] = {}
+        self._idle = asyncio.Event()
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Send nothing more and end what is in flight; ``run`` returns with what there is."""
+        self.interrupted = True
+        self._stop.set()
+
+    async def run(
+        self, on_progress: Callable[[Progress], None] | None = None, *, every_s: float = 0.5
+    ) -> Outcomes:
+        """Send everything and wait for the answers, each for ``timeout_s`` at most.
+
+        Raises:
+            ConfigError: this process may not hold as many connections.
+        """
+        _allow_files(self._options.max_in_flight + _SPARE_FILES)
+        self._loop = asyncio.get_running_loop()
+        self._connections = Connections(self._endpoint, self._options.prompts.path, self._options.key)
+        ticker = None if on_progress is None else self._loop.create_task(self._tell(on_progress, every_s))
+        with _calm_collector():
+            self._start_s = self._loop.time()
+            try:
+                await self._send_all()
+                await self._answers()
+            finally:
+                await self._end(ticker)
+        if on_progress is not None:
+            on_progress(self.progress())
+        return self._outcomes()
+
+    def progress(self) -> Progress:
+        return Progress(
+            elapsed_s=self._loop.time() - self._start_s,
+            scheduled_end_s=float(self._schedule.scheduled_s[-1]),
+            total=len(self._schedule),
+            begun=self._begun,
+            in_flight=len(self._in_flight),
+            completed=self._completed,
+            failed=self._failed,
+            lateness_max_s=self._late_s,
+            output_tokens=self._tokens,
+        )
+
+    async def _send_all(self) -> None:
+        schedule, prompts = self._schedule, Prompts(self._schedule.deployments, self._options.prompts)
+        since_look = 0
+        for row in range(len(schedule)):
+            body = prompts.body(
+                int(schedule.deployment[row]),
+                int(schedule.input_tokens[row]),
+                int(schedule.output_tokens[row]),
+                schedule.prefix_blocks[row] if schedule.prefix_blocks else (),
+            )
+            due_s = self._start_s + float(schedule.scheduled_s[row])
+            since_look += 1
+            if due_s > self._loop.time():
+                await self._sleep_until(due_s)
+                since_look = 0
+            elif since_look >= _BURST:
+                await asyncio.sleep(0)
+                since_look = 0
+            if self._stop.is_set():
+                return
+            self._begin(row, body, due_s)
+
+    async def _sleep_until(self, due_s: float) -> None:
+        """Or until the run is stopped."""
+        while (left_s := due_s - self._loop.time()) > 0 and not self._stop.is_set():
+            await asyncio.sleep(min(left_s, _LOOK_FOR_STOP_S))
+
+    def _begin(self, row: int, body: bytes, due_s: float) -> None:
+        self._begun = row + 1
+        if len(self._in_flight) >= self._options.max_in_flight:
+            self._failure[row] = Failure.REFUSED_BY_CLIENT
+            self.examples.setdefault(
+                Failure.REFUSED_BY_CLIENT, f"{self._options.max_in_flight} requests were in flight already"
+            )
+            self._failed += 1
+            return
+        now_s = self._loop.time()
+        self._late_s = max(self._late_s, now_s - due_s)
+        self._sent_s[row] = now_s - self._start_s
+        exchange = Exchange(row, int(self._schedule.output_tokens[row]), now_s, self._record)
+        self._in_flight[exchange] = self._loop.call_later(self._options.timeout_s, self._time_out, exchange)
+        self._idle.clear()
+        self._connections.send(exchange, body)
+
+    def _time_out(self, exchange: Exchange) -> None:
+        where = f"after {exchange.pieces} pieces" if exchange.pieces else "before the first token"
+        self._abandon(exchange, Failure.TIMEOUT, f"not complete within {self._options.timeout_s:g} s, {where}")
+
+    def _abandon(self, exchange: Exchange, failure: Failure, message: str) -> None:
+        exchange.fail(failure, message)
+        if exchange.abandon is not None:
+            exchange.abandon()  # the server must not go on for nobody
+
+    def _record(self, exchange: Exchange) -> None:
+        """The outcome of a request is known."""
+        self._in_flight.pop(exchange).cancel()
+        row = exchange.row
+        if exchange.pieces:
+            self._first_s[row] = exchange.first_s - self._start_s
+            self._last_s[row] = exchange.last_s - self._start_s
+            self._gaps[row] = exchange.gaps
+        self._prompt_tokens[row] = exchange.prompt_tokens
+        self._output_tokens[row] = exchange.completion_tokens or exchange.pieces
+        self._failure[row] = exchange.failure
+        if exchange.failure is Failure.NONE:
+            self._completed += 1
+            self._tokens += int(self._output_tokens[row])
+        else:
+            self._failed += 1
+            self.examples.setdefault(exchange.failure, exchange.message)
+        if not self._in_flight:
+            self._idle.set()
+
+    async def _answers(self) -> None:
+        """Until none is in flight, or the run is stopped. Each has its own timer, so this ends."""
+        if not self._in_flight:
+            return
+        waits = [self._loop.create_task(event.wait()) for event in (self._idle, self._stop)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _end(self, ticker: asyncio.Task[None] | None) -> None:
+        for exchange in list(self._in_flight):
+            self._abandon(exchange, Failure.INTERRUPTED, "the run was ended")
+        self._connections.close()
+        if ticker is not None:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+        await self._connections.closed()
+        self.elapsed_s = self._loop.time() - self._start_s
+
+    async def _tell(self, on_progress: Callable[[Progress], None], every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            on_progress(self.progress())
+
+    def _outcomes(self) -> Outcomes:
+        """Of what was begun."""
+        schedule, begun = self._schedule, slice(self._begun)
+        gaps = self._gaps[begun]
+        flat: Floats = np.concatenate([np.frombuffer(g, np.float32) for g in gaps] or [np.zeros(0, np.float32)])
+        return Outcomes(
+            deployments=schedule.deployments,
+            deployment=schedule.deployment[begun],
+            arrival_s=schedule.arrival_s[begun],
+            scheduled_s=schedule.scheduled_s[begun],
+            sent_s=self._sent_s[begun],
+            first_token_s=self._first_s[begun],
+            last_token_s=self._last_s[begun],
+            asked_input_tokens=schedule.input_tokens[begun],
+            asked_output_tokens=schedule.output_tokens[begun],
+            input_tokens=self._prompt_tokens[begun],
+            output_tokens=self._output_tokens[begun],
+            failure=self._failure[begun],
+            gaps_s=flat,
+            num_gaps=np.array([len(g) for g in gaps], np.int64),
+        )
+
+
+_NO_GAPS: array[float] = array("f")
+
+
+@contextmanager
+def _calm_collector() -> Iterator[None]:
+    """What is alive stays: a full collection would stop every stream, and the sender, for tens of milliseconds."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def _allow_files(wanted: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise ConfigError(
+                f"{wanted} open files are needed and this process may have {hard}; lower --max-inflight or raise "
+                "the limit (ulimit -n)"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
