@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from daemon.torch_engine.scheduler import Demand, Scheduler, Work
+from iserve.simulation import EngineBatcher
 from placement.types import ClusterSnapshot, GpuState, Placement, StagePlacement
 from traces.request import Request
 from traces.simulator.result import SimulationResult
@@ -90,35 +90,6 @@ class AsTold(OnTheFirst):
         return Deployed(placement=self.places[model], steps=self.steps, what=model)
 
 
-class RealBatcher:
-    """The engine's own scheduler behind the simulator's protocol (as ``iserve.simulation`` hands it in)."""
-
-    def __init__(self, bounds: Limits) -> None:
-        self._scheduler = Scheduler(
-            max_batch=bounds.max_batch,
-            max_batched_tokens=bounds.max_batched_tokens,
-            max_context_tokens=bounds.max_context_tokens,
-            max_waiting=10**9,
-        )
-
-    @property
-    def num_running(self) -> int:
-        return self._scheduler.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return self._scheduler.num_waiting
-
-    def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
-        self._scheduler.submit([Demand(row, input_tokens, output_tokens)])
-
-    def plan(self) -> Sequence[Work]:
-        return self._scheduler.plan()
-
-    def complete(self, plan: Sequence[Work]) -> Sequence[int]:
-        return self._scheduler.complete(plan)
-
-
 def deploy_all(*names: str, at_s: float = 0.0) -> tuple[Action, ...]:
     return tuple(Deploy(at_s=at_s, name=name, model=name) for name in names)
 
@@ -140,5 +111,5 @@ def serve(
             service=service,
             most_waiting=10**9,
         ),
-        Policies(deployer=OnTheFirst(steps), make_batcher=RealBatcher),
+        Policies(deployer=OnTheFirst(steps), make_batcher=EngineBatcher),
     )

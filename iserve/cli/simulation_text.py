@@ -1,0 +1,79 @@
+"""A simulation as people read it in a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from iserve.cli.render import console, gib, print_rows, seconds, workload_words
+
+if TYPE_CHECKING:
+    from iserve.simulation_document import SimulationDocument
+    from traces.summary import Percentiles, Summary
+
+__all__ = ["print_simulation"]
+
+_CHANGES = 30
+
+
+def print_simulation(document: SimulationDocument) -> None:
+    """Deployments with their latencies, GPUs, what happened, and what to be wary of."""
+    out, whole = console(), document.summary
+    planned = f"planned for {workload_words(document.workload)}"
+    out.print(f"{document.trace} on {document.hardware}, {document.service}, {planned}")
+    out.print(
+        f"{whole.requests:,} requests in {document.end_s:,.1f} simulated seconds, {whole.completed:,} answered, "
+        f"{whole.offered_requests_per_s:.4g} requests/s offered, {whole.completed_requests_per_s:.4g} served"
+    )
+    rows = [_row(d.name, d.summary, d.replicas) for d in document.deployments if d.summary is not None]
+    if len(rows) > 1:
+        rows.append(_row("all", whole, sum(d.replicas for d in document.deployments)))
+    head = (
+        "deployment",
+        "replicas",
+        "answered",
+        "TTFT p50",
+        "p90",
+        "p99",
+        "TPOT p50",
+        "E2E p50",
+        "p90",
+        "p99",
+        "SLO",
+    )
+    print_rows(head, rows)
+    for failure in whole.failures:
+        out.print(f"{failure.count:,} requests: {failure.kind}")
+    print_rows(
+        ("GPU", "node", "busy", "most memory", "of"),
+        [
+            (g.device_id, g.node_id, f"{g.busy_fraction:.1%}", gib(g.peak_bytes), gib(g.total_bytes))
+            for g in document.gpus
+        ],
+    )
+    for change in document.changes[:_CHANGES]:
+        where = f" [{', '.join(change.device_ids)}]" if change.device_ids else ""
+        out.print(f"{change.at_s:>9.1f} s  {change.kind} {change.name}: {change.text}{where}")
+    if len(document.changes) > _CHANGES:
+        out.print(f"... and {len(document.changes) - _CHANGES} more (--json lists all)")
+    out.print(f"step times: {'; '.join(document.times)}")
+    for warning in document.warnings:
+        out.print(f"warning: {warning}")
+
+
+def _row(name: str, summary: Summary, replicas: int) -> tuple[str, ...]:
+    slo = "-" if summary.slo is None else f"{summary.slo.attainment_fraction:.1%}"
+    return (
+        name,
+        str(replicas),
+        f"{summary.completed:,}/{summary.requests:,}",
+        *_times(summary.ttft),
+        _times(summary.tpot)[0],
+        *_times(summary.e2e),
+        slo,
+    )
+
+
+def _times(of: Percentiles | None) -> tuple[str, str, str]:
+    if of is None:
+        return ("-", "-", "-")
+    return (seconds(of.p50_s), seconds(of.p90_s), seconds(of.p99_s))

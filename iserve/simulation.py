@@ -1,0 +1,211 @@
+"""Hands the real planner, placement and batching policies, and predicted times, to the cluster simulator.
+
+``traces`` may not import any of the daemon's or iServe's code; what decides in production is given to it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from daemon.engines.registry import capabilities_for
+from daemon.torch_engine.scheduler import Demand, Scheduler, Work
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import ConfigError
+from fingerprint.estimates import Estimator
+from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.measurements import Profile
+from fingerprint.model_spec import ModelSpec
+from iserve.controller.estimating import estimator_for, step_tokens_of
+from iserve.engine_choice import by_preference
+from iserve.planning import Hardware, PlanOptions, check_context, make_plan
+from placement.harvesting import spare_gpu
+from placement.routing import Router
+from placement.types import ClusterSnapshot, GpuState, Placement
+from traces.request import Request
+from traces.simulator.result import SimulationResult
+from traces.simulator.scenario import Deployed, NotDeployed, Policies, Scenario
+from traces.simulator.simulation import Progress, simulate
+from traces.simulator.step_model import Limits, StepModel, tabulate
+
+__all__ = [
+    "EngineBatcher",
+    "PlannedDeployer",
+    "SimulatedModel",
+    "idle_cluster",
+    "launch_limits",
+    "measured_model",
+    "roofline_model",
+    "simulate_cluster",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedModel:
+    """A model as the planner needs it; ``options`` is what is wished of it."""
+
+    name: str
+    spec: ModelSpec
+    estimator: Estimator  # its ConfigurationMap: measured, or by the roofline
+    engines: tuple[EngineCapabilities, ...]  # in order of preference
+    options: PlanOptions
+    step_tokens: int | None = None  # of the largest step it was measured with, where that binds (a profile)
+
+
+def idle_cluster(gpu: GpuSpec, count: int, *, per_node: int = 8) -> ClusterSnapshot:
+    """``count`` idle GPUs in nodes of ``per_node``; nodes are ``node0``, ``node1``, and so on.
+
+    Raises:
+        ConfigError: no GPU, or none in a node.
+    """
+    if count < 1 or per_node < 1:
+        raise ConfigError(f"a simulated cluster needs at least one GPU in each node, got {count} and {per_node}")
+    return ClusterSnapshot(
+        tuple(
+            GpuState(
+                device_id=f"{gpu.name}:{index}",
+                node_id=f"node{index // per_node}",
+                gpu_index=index % per_node,
+                total_bytes=gpu.memory_bytes,
+                free_bytes=gpu.memory_bytes,
+            )
+            for index in range(count)
+        )
+    )
+
+
+def launch_limits(workload: Workload, step_tokens: int | None = None) -> Limits:
+    """With what a worker planned for ``workload`` is launched, as ``iserve.controller.deployer`` does it."""
+    context = workload.context_tokens
+    largest = step_tokens or min(DEFAULT_MAX_BATCHED_TOKENS, max(workload.batch * workload.input_tokens, context))
+    return Limits(
+        max_batch=workload.batch,
+        max_context_tokens=context,
+        max_batched_tokens=max(largest, workload.batch),
+        kv_tokens=workload.batch * context,
+    )
+
+
+def roofline_model(name: str, spec: ModelSpec, gpu: GpuSpec, options: PlanOptions, engine: str) -> SimulatedModel:
+    """By datasheet alone; ``engine`` "auto": as a deploy prefers them."""
+    return SimulatedModel(
+        name=name,
+        spec=spec,
+        estimator=RooflineEstimator(spec, gpu),
+        engines=by_preference(capabilities_for(engine), gpu),
+        options=options,
+    )
+
+
+def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptions) -> SimulatedModel:
+    """By what was measured of it, on the engine it was measured on.
+
+    Raises:
+        ConfigError: it was measured on another kind of device.
+    """
+    device = profile.machine.device
+    if device != gpu:
+        raise ConfigError(f"the profile of {profile.model} was taken on {device.name}, the cluster has {gpu.name}")
+    return SimulatedModel(
+        name=name,
+        spec=profile.spec,
+        estimator=estimator_for(profile),
+        engines=tuple(capabilities_for(profile.engine)),
+        options=options,
+        step_tokens=step_tokens_of(profile),
+    )
+
+
+class PlannedDeployer:
+    """What ``iserve deploy`` would do with the cluster as it is: rank all configurations, place the best that fits
+    (implements ``traces.simulator.scenario.Deployer``).
+
+    Raises:
+        ConfigError: a workload longer than a model's context.
+    """
+
+    def __init__(self, gpu: GpuSpec, models: Iterable[SimulatedModel]) -> None:
+        self._gpu = gpu
+        self._models = {model.name: model for model in models}
+        self._steps: dict[tuple[str, DeploymentConfig], StepModel] = {}
+        for model in self._models.values():
+            check_context(model.spec, model.options.workload)
+
+    @property
+    def name(self) -> str:
+        policies = dict.fromkeys(model.options.policy for model in self._models.values())
+        return f"planner with {'/'.join(policies)} placement"
+
+    def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        asked = self._models[model]
+        hardware = Hardware(label=f"{len(snapshot.gpus)} x {self._gpu.name}", gpu=self._gpu, snapshot=snapshot)
+        plan = make_plan(asked.spec, hardware, asked.estimator, asked.engines, asked.options)
+        if plan.best is None:
+            nearest = plan.why_not.nearest
+            return NotDeployed(reason="nothing is feasible" if nearest is None else nearest.text)
+        placement = plan.best.layout
+        assert isinstance(placement, Placement), "a feasible candidate of make_plan carries its placement"
+        config = plan.best.config
+        return Deployed(
+            placement=placement, steps=self._step_model(asked, config), what=f"{config} on {config.engine}"
+        )
+
+    def _step_model(self, model: SimulatedModel, config: DeploymentConfig) -> StepModel:
+        found = self._steps.get((model.name, config))
+        if found is None:
+            limits = launch_limits(model.options.workload, model.step_tokens)
+            found = self._steps[model.name, config] = tabulate(model.estimator, config, limits)
+        return found
+
+
+class EngineBatcher:
+    """The embedded engine's scheduler, as the simulator asks it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._scheduler = Scheduler(
+            max_batch=limits.max_batch,
+            max_batched_tokens=limits.max_batched_tokens,
+            max_context_tokens=limits.max_context_tokens,
+            max_waiting=_NO_BOUND,  # the scenario has its own
+        )
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
+        self._scheduler.submit([Demand(row, input_tokens, output_tokens)])
+
+    def plan(self) -> Sequence[Work]:
+        return self._scheduler.plan()
+
+    def complete(self, plan: Sequence[Work]) -> Sequence[int]:
+        return self._scheduler.complete(plan)
+
+
+_NO_BOUND = 2**62
+
+
+def simulate_cluster(
+    requests: Iterable[Request],
+    scenario: Scenario,
+    gpu: GpuSpec,
+    models: Mapping[str, SimulatedModel],
+    *,
+    router: Router,
+    progress: Progress | None = None,
+) -> SimulationResult:
+    """:func:`traces.simulator.simulation.simulate` with the policies that decide in production."""
+    policies = Policies(
+        deployer=PlannedDeployer(gpu, models.values()),
+        router=router,
+        harvest=spare_gpu,
+        make_batcher=EngineBatcher,
+    )
+    return simulate(requests, scenario, policies, progress=progress)

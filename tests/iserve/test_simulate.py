@@ -1,0 +1,210 @@
+"""``iserve simulate``: its documents, its text, and one line for what cannot be simulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fingerprint.codec import to_json
+from iserve.cli import main
+from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
+from traces.request import Request
+from traces.writing import write_trace
+
+_LLAMA_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+    def refused(self, *, code: int = 1) -> str:
+        assert (self.code, self.out) == (code, ""), (self.code, self.out, self.err)
+        return " ".join(self.err.replace("│", " ").split())
+
+
+@pytest.fixture
+def simulate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    for name in os.environ:
+        if name.startswith("ISERVE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ISERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["iserve", "simulate", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        out, err = capsys.readouterr()
+        return Done(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama-7b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(_LLAMA_7B))
+    return folder
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    write_trace(path, [Request(0.5 * i, 100 + i, 20) for i in range(60)])
+    return path
+
+
+def test_the_document(simulate: Callable[..., Done], trace: Path, model: Path) -> None:
+    slo = ("--judge", "ttft=2,tpot=1")
+    document = simulate(trace, "--gpus", "a6000:2", "--models", model, "--batch", 8, *slo, "--json").document
+    assert (document["hardware"], document["service"], document["stopped"]) == ("2 x a6000", "continuous", None)
+    assert document["workload"] == {"batch": 8, "input_tokens": 512, "output_tokens": 128}
+    summary = document["summary"]
+    assert (summary["requests"], summary["completed"], summary["failures"]) == (60, 60, [])
+    assert summary["slo"]["attainment_fraction"] == 1
+    assert 0 < summary["ttft"]["p50_s"] < summary["e2e"]["p50_s"]
+    (deployment,) = document["deployments"]
+    assert (deployment["name"], deployment["replicas"]) == ("llama-7b", 1)
+    assert [change["kind"] for change in document["changes"]] == ["deployed"]
+    assert len(document["gpus"]) == 2
+    assert document["times"] == ["llama-7b: roofline"]
+    assert document["warnings"] == []
+
+
+def test_it_is_deterministic_by_seed(simulate: Callable[..., Done], model: Path) -> None:
+    def run(seed: int) -> Any:
+        named = f"a={model},b={model}"
+        given = ("--gpus", "a6000:2", "--models", named, "--popularity", "zipf", "--limit", 300, "--cap-lengths")
+        return simulate("synthetic:azure-conv", *given, "--batch", 8, "--seed", seed, "--json").document
+
+    assert run(1) == run(1)
+    assert run(1)["summary"] != run(2)["summary"]
+
+
+def test_the_text_tells_of_faults_profiles_and_what_to_be_wary_of(
+    simulate: Callable[..., Done], trace: Path, model: Path
+) -> None:
+    events = ("--fail", "node0:10:20", "--harvest", "1:5:2", "--startup", 1, "--replicas", 2)
+    more = ("--gpus-per-node", 1, "--input-tokens", 110, "--output-tokens", 20, "--service", "fcfs")
+    done = simulate(trace, "--gpus", "a6000:2", "--models", f"chat={model}", *events, *more)
+    assert done.code == 0, done.err
+    for expected in (
+        "trace.csv on 2 x a6000, fcfs, planned for batch 1",
+        "60 requests in",
+        "lost chat: node0 failed under chat#1",
+        "profiling profile 1: on spare memory",
+        "step times: chat: roofline",
+        "49 requests are longer than the 130 tokens that deployments were planned for",
+    ):
+        assert expected in " ".join(done.out.split()), done.out
+
+
+def test_measured_times(simulate: Callable[..., Done], trace: Path, model: Path, tmp_path: Path) -> None:
+    measured = take_depth_tied(StepTimedMachine())
+    profile = tmp_path / "profile.json"
+    profile.write_bytes(to_json(measured))
+    for gpu, expected in (("h200:1", f"profile of {measured.model} on vllm"), ("a6000:1", "was taken on h200")):
+        done = simulate(trace, "--gpus", gpu, "--models", model, "--profile", profile, "--batch", 4)
+        assert expected in done.out + done.err
+    torn = tmp_path / "torn.json"
+    torn.write_text("{")
+    refused = simulate(trace, "--gpus", "h200:1", "--models", model, "--profile", torn).refused()
+    assert str(torn) in refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        pytest.param(("--gpus", "a6000:0"), 2, "must be a whole number from 1", id="zero GPUs"),
+        pytest.param(("--gpus", "a6000:4,h200:4"), 2, "has GPUs of several kinds", id="mixed GPUs"),
+        pytest.param(("--gpus", "abacus:4"), 2, "no datasheet figures for the GPU 'abacus'", id="unknown GPU"),
+        pytest.param(("--gpus-per-node", "0"), 2, "at least one GPU in each node", id="empty nodes"),
+        pytest.param(("--models", ","), 2, "names no model", id="no models"),
+        pytest.param(("--models", "a=x,a=y"), 2, "every model needs a name of its own", id="a name twice"),
+        pytest.param(("--models", "/nowhere"), 1, "there is no directory '/nowhere'", id="unknown model"),
+        pytest.param(("--fail", "node0"), 2, "--fail is NODE:AT[:BACK], in seconds, got 'node0'", id="no time"),
+        pytest.param(("--fail", "node7:1"), 2, "there is no node 'node7'", id="unknown node"),
+        pytest.param(("--fail", "node0:5:4"), 2, "a node is back after it failed", id="back before"),
+        pytest.param(("--harvest", "1:2"), 2, "--harvest is AT:SECONDS:GIB", id="no memory"),
+        pytest.param(("--harvest", "1:nan:2"), 2, "--harvest is AT:SECONDS:GIB", id="not a number"),
+        pytest.param(("--router", "x"), 2, "there is no routing policy 'x'", id="unknown router"),
+        pytest.param(("--popularity", "x"), 2, "there is no popularity 'x'", id="unknown popularity"),
+        pytest.param(("--replicas", "0"), 2, "at least one replica", id="no replicas"),
+        pytest.param(("--most-waiting", "0"), 2, "queue's bounds must be", id="no queue"),
+        pytest.param(("--deploy-every", "nan"), 2, "finite times", id="no such time"),
+        pytest.param(("--judge", "x=1"), 2, "is not one of ttft=, tpot=, e2e=", id="unknown SLO"),
+        pytest.param(("--input-tokens", "5000"), 1, "the model's context is 4096", id="beyond the context"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_sentence(
+    simulate: Callable[..., Done], trace: Path, model: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    given = {"--gpus": "a6000:2", "--models": str(model)}
+    given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert message in simulate(trace, *(word for pair in given.items() for word in pair)).refused(code=code)
+
+
+def test_traces_that_cannot_be_simulated(simulate: Callable[..., Done], model: Path, tmp_path: Path) -> None:
+    given = ("--gpus", "a6000:2", "--models", f"chat={model}")
+    assert "nowhere.csv" in simulate(tmp_path / "nowhere.csv", *given).refused(code=2)
+    other = tmp_path / "other.csv"
+    write_trace(other, [Request(0.0, 5, 5, "chat"), Request(1.0, 5, 5, "gpt-9")])
+    refused = simulate(other, *given).refused()
+    assert "request 2 at 1 s calls 'gpt-9', which is never deployed; deployed are chat" in refused
+    nameless = tmp_path / "nameless.csv"
+    write_trace(nameless, [Request(0.0, 5, 5)])
+    two = simulate(nameless, "--gpus", "a6000:2", "--models", f"a={model},b={model}").refused()
+    assert "the trace names no models and 2 are deployed" in two
+    empty = tmp_path / "empty.csv"
+    header = nameless.read_text().splitlines()[0]
+    empty.write_text(f"{header}\n")
+    assert "no request" in simulate(empty, *given).refused()
+
+
+def test_a_rate_beyond_capacity_stops_and_says_so(
+    simulate: Callable[..., Done], model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "burst.csv"
+    write_trace(path, [Request(0.001 * i, 400, 100) for i in range(3000)])
+    document = simulate(
+        path, "--gpus", "a6000:1", "--models", model, "--most-waiting", 100, "--service", "fcfs", "--json"
+    ).document
+    assert document["stopped"].startswith("stopped at 0.1 s: 101 requests wait for llama-7b#1")
+    assert document["warnings"][0] == document["stopped"]
+    assert {failure["kind"] for failure in document["summary"]["failures"]} == {"interrupted"}
+    followed = simulate(path, "--gpus", "a6000:1", "--models", model, "--batch", 4, "--json").document
+    assert followed["stopped"] is None
+    assert any("still waited as the trace ended" in warning for warning in followed["warnings"])
