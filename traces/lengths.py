@@ -228,7 +228,8 @@ def _ks(drawn: Tokens, histogram: dict[int, int], count: int) -> float:
 
 def _at(uniform: NDArray[np.float64], table: tuple[tuple[float, float], ...]) -> Tokens:
     fractions, tokens = zip(*table, strict=True)
-    return _whole(np.interp(uniform, fractions, tokens), math.ceil(tokens[-1]))
+    lengths: Tokens = np.rint(np.interp(uniform, fractions, tokens)).astype(np.int64)
+    return lengths.clip(min=1)
 
 
 def _whole(lengths: NDArray[np.float64], longest: int) -> Tokens:

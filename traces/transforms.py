@@ -88,9 +88,8 @@ def cap_lengths(
     Raises:
         ConfigError: a limit is below 1, or the context below 2.
     """
-    if min(max_input_tokens or 1, max_output_tokens or 1) < 1 or (
-        context_tokens is not None and context_tokens < 2
-    ):
+    limits = ((max_input_tokens, 1), (max_output_tokens, 1), (context_tokens, 2))
+    if any(limit is not None and limit < least for limit, least in limits):
         raise ConfigError(
             f"limits must be at least 1 token, a context at least 2, got max_input_tokens={max_input_tokens}, "
             f"max_output_tokens={max_output_tokens}, context_tokens={context_tokens}"
