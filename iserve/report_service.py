@@ -34,7 +34,7 @@ from fingerprint.report import (
     whole_models,
 )
 from iserve.planning import Hardware, PlanOptions, make_plan
-from planner.costs import COSTS
+from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Plan, Ranked
 
@@ -218,11 +218,14 @@ class _Planner:
                 kind=IntentKind.LATENCY_SLO, cost_model=options.cost_model, quality=options.quality, slo=slo
             )
             found.append((self.plan(intent), text))
-        if cheapest is not None and cheapest.cost is not None and cheapest.cost > 0:
-            budget = _rounded(EXAMPLE_FACTOR * cheapest.cost)
+        if cheapest is not None and cheapest.estimate is not None and cheapest.cost:
+            prices = Prices(usd_per_gpu_hour=self._hardware.gpu.price_usd_per_gpu_hour)
+            (most,) = COSTS[options.cost_model].of(figures([cheapest.estimate]).at_high, prices).tolist()
+            budget = _rounded(EXAMPLE_FACTOR * most)
             text = (
                 f"Example limit: a budget of {budget:g} {COSTS[options.cost_model].unit} per request, "
-                f"{EXAMPLE_FACTOR:g} times the cheapest configuration; choose your own with --budget."
+                f"{EXAMPLE_FACTOR:g} times the upper end of the cheapest configuration; choose your own with "
+                "--budget."
             )
             intent = Intent(
                 kind=IntentKind.COST_SLO, cost_model=options.cost_model, quality=options.quality, budget=budget

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ class Figures:
     output_tokens: Column
     num_gpus: Column
     total_bytes: Column  # over all GPUs, KV included; exact up to 2**53
+    total_high_bytes: Column
     ttft_high_s: Column
     tpot_high_s: Column
     e2e_s: Column
@@ -69,6 +70,11 @@ class Figures:
         """Whether the row can be compared: finite, positive, and its interval the right way round."""
         ordered = (self.e2e_s > 0) & (self.e2e_s <= self.e2e_high_s) & np.isfinite(self.e2e_high_s)
         return ordered & (self.ttft_high_s >= 0) & (self.tpot_high_s >= 0) & (self.total_bytes >= 0)
+
+    @property
+    def at_high(self) -> Figures:
+        """The same with time and memory at the upper ends of their intervals, for limits on what both make."""
+        return replace(self, e2e_s=self.e2e_high_s, total_bytes=self.total_high_bytes)
 
     def take(self, rows: npt.NDArray[np.intp]) -> Figures:
         """The same columns with ``rows`` only, in that order."""
@@ -102,14 +108,14 @@ def total_bytes(memory: MemoryEstimate) -> int:
 def figures(estimates: Sequence[Estimate]) -> Figures:
     """The columns of ``estimates``, in their order."""
     values = np.fromiter(chain.from_iterable(map(_row, estimates)), np.float64, _ROW * len(estimates))
-    batch, output_tokens, num_gpus, size, ttft_s, ttft_high_s, tpot_s, tpot_high_s, power = values.reshape(
-        -1, _ROW
-    ).T.copy()  # contiguous columns
+    columns = values.reshape(-1, _ROW).T.copy()  # contiguous
+    batch, output_tokens, num_gpus, size, size_error, ttft_s, ttft_high_s, tpot_s, tpot_high_s, power = columns
     return Figures(
         batch=batch,
         output_tokens=output_tokens,
         num_gpus=num_gpus,
         total_bytes=size,
+        total_high_bytes=size * (1 + size_error),
         ttft_high_s=ttft_high_s,
         tpot_high_s=tpot_high_s,
         e2e_s=ttft_s + (output_tokens - 1) * tpot_s,
@@ -118,14 +124,15 @@ def figures(estimates: Sequence[Estimate]) -> Figures:
     )
 
 
-_ROW = 9
+_ROW = 10
 
 
 def _row(estimate: Estimate) -> tuple[float, ...]:
     work, memory, ttft, tpot = estimate.workload, estimate.memory, estimate.ttft_s, estimate.tpot_s
     power = math.nan if estimate.power_w_per_gpu is None else estimate.power_w_per_gpu.value
     gpus, size = memory.tp * memory.pp, total_bytes(memory)
-    return work.batch, work.output_tokens, gpus, size, ttft.value, ttft.high, tpot.value, tpot.high, power
+    times = (ttft.value, ttft.high, tpot.value, tpot.high)
+    return work.batch, work.output_tokens, gpus, size, memory.relative_error, *times, power
 
 
 class Cost(NamedTuple):

@@ -2,7 +2,8 @@
 
 TTFT, TPOT and E2E are judged on the upper end of the estimate's interval. With a rate, the wait at the intent's
 percentile is added to TTFT and E2E, from an FCFS M/D/1 queue with service time e2e / batch, also at the upper end.
-The budget is judged on the value itself. Memory is not judged here: the cluster is asked about it.
+So is the budget: it must hold for a request whose time and memory are both at their upper ends. Memory is not
+judged here: the cluster is asked about it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ class Check(NamedTuple):
 def checks_as_asked(
     intent: Intent, configs: Sequence[DeploymentConfig], seen: Figures, costs: Column, cost_unit: str
 ) -> list[Check]:
-    """Every limit that ``intent`` sets, in the order in which reasons are told."""
+    """Every limit that ``intent`` sets, in the order in which reasons are told.
+
+    Args:
+        costs: of a request, at the upper end.
+    """
     checks: list[Check] = []
     if intent.quality is not Quality.ANY:
         needed = np.array([QUALITIES.index(quality_needed(config)) for config in configs], dtype=np.float64)

@@ -103,7 +103,8 @@ class Violation(NamedTuple):
                     f"rate={self.allowed:g} is a utilisation of {self.allowed / self.actual:.2f} ({MODEL_NAME})"
                 )
             case LimitKind.BUDGET:
-                return f"cost {self.actual:.4g} {self.note} per request exceeds budget={self.allowed:g}"
+                cost = f"cost {self.actual:.4g} {self.note} per request"
+                return f"{cost} exceeds budget={self.allowed:g} {INTERVAL_NOTE}"
             case _:
                 return f"{self.limit} {self.actual:.4g} s exceeds {self.limit}={self.allowed:g} s {self.note}"
 

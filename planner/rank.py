@@ -52,7 +52,7 @@ def rank(
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
     table = _table([c for c in candidates if c.estimate is not None], intent, objective, cost, prices)
-    checks = checks_as_asked(intent, [c.config for c in table.rows], table.seen, table.costs, cost.unit)
+    checks = checks_as_asked(intent, [c.config for c in table.rows], table.seen, table.costs_high, cost.unit)
     judged = _judge(table, checks, intent, objective, cost, fits)
     feasible = [ranked for ranked in judged if ranked.feasible]
     refused = [ranked for ranked in judged if not ranked.feasible]
@@ -84,6 +84,7 @@ class _Table(NamedTuple):
     rows: list[Candidate]
     seen: Figures
     costs: Column  # NaN: unknown, as are the objectives
+    costs_high: Column
     objectives: Column
 
 
@@ -93,9 +94,11 @@ def _table(
     seen = figures([c.estimate for c in predicted if c.estimate is not None])
     with np.errstate(all="ignore"):  # rows that cannot be used are refused by ``_judge``
         costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
+        costs_high = np.where(seen.usable, cost.of(seen.at_high, prices), np.nan)
         objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
     order = _order(predicted, seen, -objectives if objective.maximize else objectives)
-    return _Table([predicted[row] for row in order.tolist()], seen.take(order), costs[order], objectives[order])
+    rows = [predicted[row] for row in order.tolist()]
+    return _Table(rows, seen.take(order), costs[order], costs_high[order], objectives[order])
 
 
 def _judge(

@@ -35,7 +35,6 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import CALIBRATED, RooflineConstants, RooflineEstimator
 from iserve.planning import FitsOn, PlanOptions, hypothetical_hardware
-from planner.intent import IntentKind
 from planner.plan import NoRoom
 from tests.bench.accuracy import load
 from tests.bench.aiconfigurator_answers import Aiconfigurator, ask_aiconfigurator, sample_path
@@ -183,7 +182,7 @@ def _asked(name: Name, wish: Wish, aic_knows: bool) -> bool:
         case Name.ROOMY:
             return wish.limited is None
         case Name.AT_VALUE:
-            return wish.kind is IntentKind.LATENCY_SLO
+            return wish.limited is not None
     return True
 
 

@@ -19,10 +19,12 @@ def estimate(
     ttft_s: float = 0.4,
     tpot_s: float = 0.02,
     spread: float = 0.0,
+    memory_spread: float = 0.0,
     power_w: float | None = None,
     workload: Workload | None = None,
 ) -> Estimate:
-    """``gib_per_gpu`` on every GPU; times within ``value * (1 -+ spread)``; 101 output tokens unless said."""
+    """``gib_per_gpu`` on every GPU, times ``1 -+ memory_spread``; times within ``value * (1 -+ spread)``; 101
+    output tokens unless said."""
 
     def quantity(value: float) -> Quantity:
         return Quantity(value, value * (1 - spread), value * (1 + spread), Source.ROOFLINE)
@@ -38,7 +40,7 @@ def estimate(
         activation_bytes=0,
         pp_buffer_bytes=0,
         runtime_bytes=0,
-        relative_error=0.0,
+        relative_error=memory_spread,
         source=Source.ROOFLINE,
     )
     return Estimate(

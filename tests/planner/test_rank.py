@@ -87,13 +87,36 @@ def test_limits_hold_under_every_intent() -> None:
     assert [b.config for b in plan.why_not.better] == [ONE]
 
 
-def test_the_slo_is_judged_at_the_upper_end_and_the_budget_on_the_value() -> None:
-    wide = (
-        candidate(ONE, gib_per_gpu=10.0, ttft_s=0.4, tpot_s=0.02, spread=0.25),
-    )  # e2e 2.4, at most 3.0; 24 GiB*s
-    assert rank(wide, Intent(slo=Slo(e2e_s=2.99), budget=24.01), fits=everything_fits).chosen is None
-    assert rank(wide, Intent(slo=Slo(e2e_s=3.01), budget=24.01), fits=everything_fits).chosen == 0
-    assert rank(wide, Intent(slo=Slo(e2e_s=3.01), budget=23.99), fits=everything_fits).chosen is None
+def test_slo_and_budget_are_judged_at_the_upper_end_and_the_objective_on_the_value() -> None:
+    """e2e 2.4 s, at most 3.0; 10 GiB, at most 11: 24 GiB*s, at most 33."""
+    wide = (candidate(ONE, gib_per_gpu=10.0, ttft_s=0.4, tpot_s=0.02, spread=0.25, memory_spread=0.1),)
+    assert rank(wide, Intent(slo=Slo(e2e_s=2.99), budget=33.01), fits=everything_fits).chosen is None
+    plan = rank(wide, Intent(slo=Slo(e2e_s=3.01), budget=33.01), fits=everything_fits)
+    assert plan.best is not None
+    assert (plan.best.objective, plan.best.cost) == (pytest.approx(24.0), pytest.approx(24.0))
+    dear = rank(wide, Intent(slo=Slo(e2e_s=3.01), budget=32.99), fits=everything_fits)
+    assert dear.candidates[0].reason == (
+        "cost 33 GiB*s per request exceeds budget=32.99 (upper end of the 90% interval)"
+    )
+    (advice,) = dear.why_not.relaxations
+    assert advice.needed == 33.0
+
+
+@pytest.mark.parametrize(
+    ("model", "most"),
+    [
+        (CostModel.MEMORY_LATENCY, 2 * 11 * 3.0),
+        (CostModel.MEMORY, 2 * 11),
+        (CostModel.GPU_HOURS, 2 * 3.0),
+        (CostModel.DOLLARS, 2 * 3.0 * 2.0 / 3600),
+    ],
+)
+def test_the_budget_of_every_cost_model_is_held_against_what_it_may_come_to(model: CostModel, most: float) -> None:
+    wide = (candidate(TWO, gib_per_gpu=10.0, ttft_s=0.4, tpot_s=0.02, spread=0.25, memory_spread=0.1),)
+    for budget, kept in ((most * 1.001, True), (most * 0.999, False)):
+        intent = Intent(cost_model=model, budget=budget)
+        plan = rank(wide, intent, fits=everything_fits, prices=Prices(usd_per_gpu_hour=2.0))
+        assert (plan.best is not None) == kept
 
 
 def test_a_rate_adds_the_wait_at_the_percentile() -> None:
@@ -154,7 +177,7 @@ def test_quality(quality: str, feasible: set[DeploymentConfig]) -> None:
         pytest.param(Intent(slo=Slo(ttft_s=0.3)), ("ttft 0.44 s", "ttft=0.3 s"), id="ttft"),
         pytest.param(Intent(slo=Slo(tpot_s=0.01)), ("tpot 0.022 s", "tpot=0.01 s"), id="tpot"),
         pytest.param(Intent(slo=Slo(e2e_s=2.0)), ("e2e 2.64 s", "e2e=2 s"), id="e2e"),
-        pytest.param(Intent(budget=20.0), ("cost 24 GiB*s", "budget=20"), id="budget"),
+        pytest.param(Intent(budget=20.0), ("cost 26.4 GiB*s", "budget=20", "upper end"), id="budget"),
         pytest.param(Intent(rate_per_s=1.0), ("at most 0.3788 requests/s", "rate=1 ", "2.64"), id="rate"),
     ],
 )

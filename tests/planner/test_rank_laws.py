@@ -43,6 +43,7 @@ def candidate_lists(draw: st.DrawFn) -> list[Candidate]:
             ttft_s=draw(st.sampled_from([0.1, 0.2, 0.4])),
             tpot_s=draw(st.sampled_from([0.01, 0.02, 0.03])),
             spread=draw(st.sampled_from([0.0, 0.1])),
+            memory_spread=draw(st.sampled_from([0.0, 0.05])),
             power_w=draw(st.sampled_from([None, 200.0, 300.0])),
             workload=Workload(batch=draw(st.sampled_from([1, 4])), input_tokens=8, output_tokens=101),
         )
@@ -132,7 +133,7 @@ def test_the_chosen_one_keeps_every_limit(candidates: list[Candidate], intent: I
     assert guess.memory.layer_weight_bytes <= free * 2**30
     assert QUALITIES.index(quality_needed(best.config)) <= QUALITIES.index(intent.quality)
     if intent.budget is not None:
-        assert COSTS[intent.cost_model].of(figures([guess]), PRICES)[0] <= intent.budget
+        assert COSTS[intent.cost_model].of(figures([guess]).at_high, PRICES)[0] <= intent.budget
     wait_s = 0.0
     if intent.rate_per_s is not None:
         service = figures([guess]).service_s
@@ -318,12 +319,16 @@ def by_hand(candidate: Candidate, intent: Intent, free: float) -> tuple[float, b
     gib = gpus * guess.memory.layer_weight_bytes / 2**30
     e2e_s = guess.ttft_s.value + (tokens - 1) * guess.tpot_s.value
     e2e_high_s = guess.ttft_s.high + (tokens - 1) * guess.tpot_s.high
-    cost = {
-        CostModel.MEMORY_LATENCY: gib * e2e_s / batch,
-        CostModel.MEMORY: gib,
-        CostModel.GPU_HOURS: gpus * e2e_s / batch,
-        CostModel.DOLLARS: 2.0 * gpus * e2e_s / batch / 3600,
-    }[intent.cost_model]
+    gib_high = gib * (1 + guess.memory.relative_error)
+    cost, cost_high = (
+        {
+            CostModel.MEMORY_LATENCY: size * seconds / batch,
+            CostModel.MEMORY: size,
+            CostModel.GPU_HOURS: gpus * seconds / batch,
+            CostModel.DOLLARS: 2.0 * gpus * seconds / batch / 3600,
+        }[intent.cost_model]
+        for size, seconds in ((gib, e2e_s), (gib_high, e2e_high_s))
+    )
     power = math.nan if guess.power_w_per_gpu is None else guess.power_w_per_gpu.value
     objective = {
         IntentKind.MIN_LATENCY: e2e_s,
@@ -339,7 +344,7 @@ def by_hand(candidate: Candidate, intent: Intent, free: float) -> tuple[float, b
         return None
     fine = candidate.refusal is None and guess.memory.layer_weight_bytes <= free * 2**30
     fine &= quality_needed(candidate.config) in QUALITIES[: QUALITIES.index(intent.quality) + 1]
-    fine &= intent.budget is None or cost <= intent.budget
+    fine &= intent.budget is None or cost_high <= intent.budget
     wait_s = 0.0
     if intent.rate_per_s is not None:
         busy = intent.rate_per_s * e2e_high_s / batch
