@@ -11,7 +11,9 @@ cooler GPU (its prefill is a little faster) whose first decode steps still run a
 are measured, so both are in it.
 
 Between measured points the logarithm of (measured / roofline) is smooth: a Gaussian process over log2 batch and
-log2 input tokens carries it, with an interval that widens away from what was measured.
+log2 input tokens carries it, with an interval that widens away from what was measured. Between means inside the
+convex hull of the points in these two logarithms: a corner of the box around them where none was run (the largest
+batch with the longest input, mostly) is beyond, and its source says so.
 
 A tensor-parallel group that was run as one of its ranks alone gets its sums from ``all_reduce``, and says so.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,12 +38,13 @@ from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 
-__all__ = ["L3", "Overhead", "WholePoint", "repeat_overheads", "repeated_points", "whole_points"]
+__all__ = ["L3", "Overhead", "WholePoint", "in_hull", "repeat_overheads", "repeated_points", "whole_points"]
 
 _LENGTH_OCTAVES = 2.5  # of batch or input, over which the ratio to the roofline keeps its value
 _RATIO_SPREAD = 0.2  # of its logarithm, prior to any measurement
 _SETTLED_SHARE = 0.5  # of a point's bursts: the later ones
 _Z90 = 1.6449
+_ON_THE_EDGE = 1e-6  # of the hull of points, in octaves: rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,8 +331,8 @@ class L3:
                 math.log(point.tpot_s(workload.output_tokens, growth[point.batch]) / roofline.tpot_s.value)
             )
         asked = self._roofline.estimate(config, workload)
-        measured = any((p.batch, p.input_tokens) == (workload.batch, workload.input_tokens) for p in points)
-        source = Source.EXTRAPOLATED if measured or _within(points, workload) else Source.SCALED
+        between = in_hull([_octaves(p) for p in points], _octaves(workload))
+        source = Source.EXTRAPOLATED if between else Source.SCALED
         found = Latency(
             self._between(points, ttft, workload, asked.ttft_s, "ttft", source),
             self._between(points, tpot, workload, asked.tpot_s, "tpot", source),
@@ -418,6 +421,16 @@ def _growth(points: tuple[WholePoint, ...], batch: int) -> float:
     return max(0.0, float(np.polyfit(tokens, seconds, 1)[0]))
 
 
-def _within(points: tuple[WholePoint, ...], workload: Workload) -> bool:
-    batches, inputs = [p.batch for p in points], [p.input_tokens for p in points]
-    return min(batches) <= workload.batch <= max(batches) and min(inputs) <= workload.input_tokens <= max(inputs)
+def in_hull(points: Sequence[tuple[float, float]], asked: tuple[float, float]) -> bool:
+    """Whether ``asked`` lies in the convex hull of ``points``: whether it is their mean under some weights.
+
+    One point or several in a row have a hull too.
+    """
+    corners = np.array([(x, y, 1.0) for x, y in points]).T
+    wanted = np.array([*asked, 1.0])
+    weights = LinearRegression(positive=True, fit_intercept=False).fit(corners, wanted).coef_
+    return bool(np.linalg.norm(corners @ weights - wanted) < _ON_THE_EDGE)
+
+
+def _octaves(at: WholePoint | Workload) -> tuple[float, float]:
+    return math.log2(at.batch), math.log2(at.input_tokens)

@@ -15,7 +15,7 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Source
 from fingerprint.estimators.calibration import Calibration, MeasuredError
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
-from fingerprint.estimators.l3 import L3, repeat_overheads, whole_points
+from fingerprint.estimators.l3 import L3, in_hull, repeat_overheads, whole_points
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import Profile
 from tests.fingerprint.estimator_conformance import EstimatorConformance, assert_interval
@@ -221,11 +221,43 @@ class TestBetweenAndBeyondPoints:
         for workload, source in [
             (Workload(8, 128, 9), Source.EXTRAPOLATED),
             (Workload(3, 300, 9), Source.EXTRAPOLATED),
+            (Workload(16, 724, 9), Source.EXTRAPOLATED),  # on the way from (8, 1024) to (32, 512)
             (Workload(33, 512, 9), Source.SCALED),
             (Workload(8, 2048, 9), Source.SCALED),
+            (Workload(32, 1024, 9), Source.SCALED),  # within both ranges, and beyond every point
+            (Workload(32, 128, 9), Source.SCALED),
+            (Workload(16, 728, 9), Source.SCALED),  # less than a hundredth of an octave beyond
         ]:
             latency = l3.latency(VLLM, workload)
             assert (latency.ttft_s.source, latency.tpot_s.source) == (source, source)
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        weights=st.lists(st.integers(0, 5), min_size=5, max_size=5).filter(any),
+        beyond=st.floats(0.01, 3.0),
+        angle=st.floats(0, 2 * math.pi),
+    )
+    def test_every_mean_of_points_is_between_them_and_nothing_past_the_farthest_is(
+        self, weights: list[int], beyond: float, angle: float
+    ) -> None:
+        """In octaves of batch and input, which is where the ratio to the roofline is taken to be smooth."""
+        points = [(0.0, 7.0), (0.0, 10.0), (3.0, 7.0), (3.0, 10.0), (5.0, 9.0)]
+        total = sum(weights)
+        x, y = (sum(w * p[axis] for w, p in zip(weights, points, strict=True)) / total for axis in (0, 1))
+        assert in_hull(points, (x, y))
+        towards = (math.cos(angle), math.sin(angle))
+        reach = max(p[0] * towards[0] + p[1] * towards[1] for p in points)
+        step = reach - (x * towards[0] + y * towards[1]) + beyond
+        assert not in_hull(points, (x + step * towards[0], y + step * towards[1]))
+
+    @pytest.mark.parametrize(
+        ("asked", "between"),
+        [((8, 512), True), ((4, 512), True), ((4, 513), False), ((9, 512), False)],
+    )
+    def test_points_in_a_row_have_nothing_beside_them(self, machine, asked, between) -> None:
+        row = take_depth_tied(machine, points=((1, 512), (8, 512)), shallow_points=((1, 512),), **PATIENT)
+        source = of(machine, row).latency(VLLM, Workload(*asked, 9)).tpot_s.source
+        assert source is (Source.EXTRAPOLATED if between else Source.SCALED)
 
     @pytest.mark.parametrize(
         "config",
