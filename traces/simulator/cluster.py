@@ -9,8 +9,10 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import replace
 
+from fingerprint.errors import NotFoundError
 from placement.types import ClusterSnapshot, GpuState, Placement
 from traces.simulator.contention import Contention
+from traces.simulator.faults import PolicyFault, ask
 from traces.simulator.gpus import Gpu
 from traces.simulator.servers import Server, Stage
 
@@ -47,14 +49,22 @@ class Cluster:
         )
 
     def stages(self, placement: Placement) -> list[Stage]:
-        """With the share of a step that each stage has, by its layers."""
+        """With the share of a step that each stage has, by its layers.
+
+        Raises:
+            NotFoundError: a GPU that is not there, or whose node has failed.
+        """
         layers = sum(stage.num_layers for stage in placement.stages)
         return [
-            Stage(
-                tuple(self.gpus[stage.node_id, device] for device in stage.device_ids), stage.num_layers / layers
-            )
+            Stage(tuple(self._living(stage.node_id, d) for d in stage.device_ids), stage.num_layers / layers)
             for stage in placement.stages
         ]
+
+    def _living(self, node_id: str, device_id: str) -> Gpu:
+        gpu = self.gpus.get((node_id, device_id))
+        if gpu is None or node_id in self.dead_nodes:
+            raise NotFoundError(f"there is no GPU {device_id} on {node_id} now")
+        return gpu
 
     def gpu(self, state: GpuState) -> Gpu:
         return self.gpus[state.node_id, state.device_id]
@@ -164,12 +174,14 @@ class Cluster:
                 self.schedule(other, now_s + other.left_s / speed)
 
     def _speed(self, server: Server) -> float:
-        return self._contention(
-            [
-                (share, [sum(d for other, d in gpu.demands.items() if other is not server) for gpu in gpus])
-                for gpus, share in server.stages
-            ]
-        )
+        demands = [
+            (share, [sum(d for other, d in gpu.demands.items() if other is not server) for gpu in gpus])
+            for gpus, share in server.stages
+        ]
+        speed = ask("contention", lambda: self._contention(demands))
+        if not 0 < speed <= 1:
+            raise PolicyFault("contention", f"gave {server.name} the speed {speed}; it is above 0 and at most 1")
+        return speed
 
     @staticmethod
     def _mark_shared(held: Iterable[tuple[Gpu, int]]) -> None:

@@ -6,14 +6,12 @@ back, a deployment or a profile is gone), oldest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from fingerprint.errors import IserveError, PolicyError
 from traces.outcomes import Failure
 from traces.simulator.cluster import Cluster
 from traces.simulator.continuous import ContinuousWorker
+from traces.simulator.faults import PolicyFault, ask
 from traces.simulator.fcfs import FcfsWorker
 from traces.simulator.gpus import Gpu
 from traces.simulator.requests import Requests
@@ -22,9 +20,7 @@ from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, P
 from traces.simulator.servers import Job, Server, Stage
 from traces.simulator.stepped import SteppedWorker
 
-__all__ = ["Deployment", "Deployments", "ask"]
-
-T = TypeVar("T")
+__all__ = ["Deployment", "Deployments"]
 
 
 @dataclass(slots=True)
@@ -39,21 +35,6 @@ class Deployment:
     turn: int = 0
     gone: bool = False
     arrived: int = 0
-
-
-def ask(policy: str, now_s: float, decide: Callable[[], T]) -> T:
-    """What a policy answers.
-
-    Raises:
-        PolicyError: it raised; the message names it and the time.
-    """
-    try:
-        return decide()
-    except Exception as error:
-        kind = "" if isinstance(error, IserveError) else f"{type(error).__name__}: "
-        raise PolicyError(
-            f"the policy {policy} raised at {now_s:.3f} s of simulated time: {kind}{error}"
-        ) from error
 
 
 class Deployments:
@@ -117,14 +98,14 @@ class Deployments:
     def profile(self, action: Profile, now_s: float) -> None:
         """On spare memory, or later when there is some."""
         snapshot = self._cluster.snapshot(now_s)
-        state = ask("harvest", now_s, lambda: self._policies.harvest(snapshot, action.memory_bytes))
+        state = ask("harvest", lambda: self._policies.harvest(snapshot, action.memory_bytes))
         if state is None:
             self._profiles.append(action)
             self._tell(now_s, ChangeKind.REFUSED, action.name, "no GPU has the spare memory for its profile now")
             return
         gpu = self._cluster.gpu(state)
         job = Job(action.name, [Stage((gpu,), 1.0)], now_s, action.work_s)
-        self._add(job, [(gpu, action.memory_bytes)], "harvest", now_s)
+        ask("harvest", lambda: self._cluster.add(job, [(gpu, action.memory_bytes)]))
         self._tell(now_s, ChangeKind.PROFILING, action.name, "on spare memory", ((gpu, action.memory_bytes),))
 
     def profiled(self, job: Job, now_s: float) -> None:
@@ -147,7 +128,7 @@ class Deployments:
         if not replicas:
             self._requests.fail(row, Failure.NOT_SERVED)
             return None
-        server = replicas[0] if len(replicas) == 1 else replicas[self._choose(deployment, now_s)]
+        server = replicas[0] if len(replicas) == 1 else replicas[self._choose(deployment)]
         input_tokens, output_tokens = self._requests.input_tokens[row], self._requests.output_tokens[row]
         if input_tokens + output_tokens > server.longest:
             self._requests.fail(row, Failure.BAD_REQUEST)
@@ -164,14 +145,13 @@ class Deployments:
             self._cluster.schedule(server, now_s)
         return server
 
-    def _choose(self, deployment: Deployment, now_s: float) -> int:
+    def _choose(self, deployment: Deployment) -> int:
         router, replicas, turn = self._policies.router, deployment.replicas, deployment.turn
         deployment.turn += 1
-        chosen = ask(router.name, now_s, lambda: router.choose(replicas, turn))
+        chosen = ask(router.name, lambda: router.choose(replicas, turn))
         if not 0 <= chosen < len(replicas):
-            raise PolicyError(
-                f"the policy {router.name} chose replica {chosen} at {now_s:.3f} s of simulated time; "
-                f"{deployment.name} has {len(replicas)}, from 0 on"
+            raise PolicyFault(
+                router.name, f"chose replica {chosen}; {deployment.name} has {len(replicas)}, from 0 on"
             )
         return chosen
 
@@ -183,7 +163,7 @@ class Deployments:
             if not snapshot.gpus:
                 answer: Deployed | NotDeployed = NotDeployed(reason="no GPU is left")
             else:
-                answer = ask(deployer.name, now_s, lambda: deployer(deployment.model, snapshot))  # noqa: B023
+                answer = ask(deployer.name, lambda: deployer(deployment.model, snapshot))  # noqa: B023
             if isinstance(answer, NotDeployed):
                 self._tell(now_s, ChangeKind.REFUSED, deployment.name, answer.reason)
                 return
@@ -191,14 +171,15 @@ class Deployments:
 
     def _launch(self, deployment: Deployment, decided: Deployed, now_s: float) -> None:
         self._made += 1
-        stages = self._cluster.stages(decided.placement)
+        deployer = self._policies.deployer.name
+        stages = ask(deployer, lambda: self._cluster.stages(decided.placement))
         server = self._worker(f"{deployment.name}#{self._made}", stages, decided, now_s + self._scenario.startup_s)
         memory = [
             (gpu, placed.bytes_per_gpu)
             for stage, placed in zip(stages, decided.placement.stages, strict=True)
             for gpu in stage.gpus
         ]
-        self._add(server, memory, self._policies.deployer.name, now_s)
+        ask(deployer, lambda: self._cluster.add(server, memory))
         self._of[server] = deployment
         deployment.replicas.append(server)
         deployment.missing -= 1
@@ -215,9 +196,6 @@ class Deployments:
                 make = self._policies.make_batcher
                 assert make is not None, "checked before the simulation began"
                 return SteppedWorker(*args, make(decided.steps.limits))
-
-    def _add(self, server: Server, memory: list[tuple[Gpu, int]], policy: str, now_s: float) -> None:
-        ask(policy, now_s, lambda: self._cluster.add(server, memory))
 
     def _end(self, server: Server, now_s: float) -> tuple[list[int], list[int]]:
         self._cluster.remove(server, now_s)

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Iterable
 from heapq import heappop
 
-from fingerprint.errors import BadInputError, ConfigError, NotFoundError
+from fingerprint.errors import BadInputError, ConfigError, NotFoundError, PolicyError
 from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.cluster import Cluster
 from traces.simulator.deployments import Deployment, Deployments
+from traces.simulator.faults import PolicyFault
 from traces.simulator.requests import Requests
 from traces.simulator.result import DeploymentFigures, GpuFigures, SimulationResult
 from traces.simulator.scenario import (
@@ -55,6 +56,15 @@ def simulate(
     if scenario.service is Service.STEPPED and policies.make_batcher is None:
         raise ConfigError("stepped service needs a batching policy to be handed in")
     world = _World(scenario, policies)
+    try:
+        return _follow(requests, world, progress)
+    except PolicyFault as fault:
+        raise PolicyError(
+            f"the policy {fault.policy} {fault.did}, at {world.now_s:.3f} s of simulated time"
+        ) from fault
+
+
+def _follow(requests: Iterable[Request], world: _World, progress: Progress | None) -> SimulationResult:
     last_s = 0.0
     for number, request in enumerate(requests, start=1):
         if not request.arrival_s >= last_s:
@@ -85,7 +95,7 @@ class _World:
         self.events = self._cluster.events
         self._actions = sorted(scenario.actions, key=lambda action: action.at_s)[::-1]  # the next one is the last
         self.next_s = self._actions[-1].at_s if self._actions else math.inf
-        self._now_s = 0.0
+        self.now_s = 0.0
         self.stopped: str | None = None
 
     def advance(self, until_s: float) -> None:
@@ -96,7 +106,7 @@ class _World:
             if self.next_s <= event_s:
                 if self.next_s > until_s or self.next_s == math.inf:
                     return
-                self._now_s = self.next_s
+                self.now_s = self.next_s
                 self._act(self._actions.pop())
                 self.next_s = self._actions[-1].at_s if self._actions else math.inf
                 continue
@@ -105,7 +115,7 @@ class _World:
             now_s, _, version, server = heappop(events)
             if version != server.version:
                 continue
-            self._now_s = now_s
+            self.now_s = now_s
             if server.busy:
                 server.finish(now_s)
             cluster.go_on(server, now_s)
@@ -114,7 +124,7 @@ class _World:
 
     def arrive(self, request: Request, number: int) -> None:
         now_s, name = request.arrival_s, request.model
-        self._now_s = now_s
+        self.now_s = now_s
         deployment = self._deployments.by_name.get(name)
         if deployment is None:
             known = ", ".join(self._deployments.by_name) or "nothing"
@@ -146,7 +156,7 @@ class _World:
         if self.stopped is None:
             self.advance(math.inf)
         self.requests.fail_unfinished(Failure.INTERRUPTED)
-        end_s = self._now_s
+        end_s = self.now_s
         return SimulationResult(
             outcomes=self.requests.outcomes(tuple(self._deployments.by_name)),
             changes=tuple(self._deployments.changes),
@@ -166,7 +176,7 @@ class _World:
         )
 
     def _act(self, action: Action) -> None:
-        deployments, now_s = self._deployments, self._now_s
+        deployments, now_s = self._deployments, self.now_s
         match action:
             case Deploy():
                 deployments.deploy(action, now_s)
@@ -180,7 +190,7 @@ class _World:
                 deployments.profile(action, now_s)
 
     def _overload(self, deployment: Deployment, worker: str, waiting: int) -> str:
-        now_s = self._now_s
+        now_s = self.now_s
         rows = [row for row, of in enumerate(self.requests.deployment) if of == deployment.index]
         answered = sum(self.requests.last_s[row] == self.requests.last_s[row] for row in rows)
         since_s = now_s - self.requests.arrival_s[rows[0]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
+from traces.simulator.faults import PolicyFault, ask
 from traces.simulator.requests import Requests
 from traces.simulator.servers import Server, Stage
 from traces.simulator.step_model import Limits, StepModel
@@ -79,10 +80,12 @@ class SteppedWorker(Server):
 
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
         self._held[row] = None
-        self._batcher.submit(row, input_tokens, output_tokens)
+        ask("batching", lambda: self._batcher.submit(row, input_tokens, output_tokens))
 
     def begin(self) -> float:
-        self._plan = self._batcher.plan()
+        self._plan = ask("batching", self._batcher.plan)
+        if self._held and not self._plan:
+            raise PolicyFault("batching", f"planned nothing for {len(self._held)} requests")
         prompts, attention = self._requests.input_tokens, self._steps.attention_s
         tokens = sequences = contexts = 0
         attention_s = 0.0
@@ -104,7 +107,7 @@ class SteppedWorker(Server):
         for chunk in self._plan:
             if chunk.samples and first_s[chunk.sequence_id] != first_s[chunk.sequence_id]:
                 first_s[chunk.sequence_id] = now_s
-        for row in self._batcher.complete(self._plan):
+        for row in ask("batching", lambda: self._batcher.complete(self._plan)):
             last_s[row] = now_s
             del self._held[row]
 

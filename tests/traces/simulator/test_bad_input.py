@@ -10,7 +10,7 @@ import pytest
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError, NotMeasuredError, PolicyError
 from placement.routing import Replica
 from placement.types import ClusterSnapshot, GpuState
-from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, second_per_step
+from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, placed_on, second_per_step
 from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.scenario import (
@@ -26,6 +26,8 @@ from traces.simulator.scenario import (
     Service,
 )
 from traces.simulator.simulation import simulate
+from traces.simulator.step_model import Limits
+from traces.simulator.stepped import Chunk
 
 ONE = second_per_step(1)
 SCENARIO = Scenario(cluster=cluster(2), actions=deploy_all("a"))
@@ -116,18 +118,16 @@ LATER = [Request(3.0, 1, 1, "a")]
 
 
 def test_a_planner_that_raises_is_named_with_the_time() -> None:
-    with pytest.raises(
-        PolicyError, match=r"the policy broken raised at 2.500 s of simulated time: ZeroDivisionError: x"
-    ):
+    with pytest.raises(PolicyError, match=r"broken raised ZeroDivisionError: x, at 2.500 s of simulated time"):
         simulate(LATER, TWO, Policies(deployer=_Raises(ZeroDivisionError("x"))))
-    with pytest.raises(PolicyError, match=r"the policy broken raised at 2.500 s of simulated time: measure first"):
+    with pytest.raises(PolicyError, match=r"the policy broken raised measure first, at 2.500 s of simulated time"):
         simulate(LATER, TWO, Policies(deployer=_Raises(NotMeasuredError("measure first"))))
 
 
 def test_a_router_that_raises_or_chooses_nobody_is_named_with_the_time() -> None:
-    with pytest.raises(PolicyError, match=r"the policy broken raised at 3.000 s of simulated time: KeyError"):
+    with pytest.raises(PolicyError, match=r"the policy broken raised KeyError: 'x', at 3.000 s of simulated time"):
         simulate(LATER, TWO, replace(POLICIES, router=_Raises(KeyError("x"))))
-    with pytest.raises(PolicyError, match=r"beyond chose replica 2 at 3.000 s of simulated time; a has 2"):
+    with pytest.raises(PolicyError, match=r"beyond chose replica 2; a has 2, from 0 on, at 3.000 s"):
         simulate(LATER, TWO, replace(POLICIES, router=_Beyond()))
 
 
@@ -137,25 +137,55 @@ def test_a_harvest_that_raises_is_named_with_the_time() -> None:
 
     profile: Action = Profile(at_s=1.5, name="p", memory_bytes=1, work_s=1.0)
     scenario = replace(SCENARIO, actions=(*deploy_all("a"), profile))
-    with pytest.raises(
-        PolicyError, match=r"the policy harvest raised at 1.500 s of simulated time: IndexError: none"
-    ):
+    with pytest.raises(PolicyError, match=r"the policy harvest raised IndexError: none, at 1.500 s"):
         simulate(LATER, scenario, replace(POLICIES, harvest=harvest))
 
 
-def test_a_placement_beyond_the_free_memory_is_the_planners_fault() -> None:
-    class Overfull(OnTheFirst):
-        name = "overfull"
+@pytest.mark.parametrize(("speed", "did"), [(0.0, "gave a#1 the speed 0.0"), (1.5, "gave a#1 the speed 1.5")])
+def test_a_contention_model_that_stops_or_speeds_up_workers_is_named(speed: float, did: str) -> None:
+    scenario = replace(SCENARIO, actions=deploy_all("a", "b"))
+    with pytest.raises(PolicyError, match=rf"the policy contention {did}; .*, at 3.000 s"):
+        simulate(LATER, scenario, replace(POLICIES, contention=lambda stages: speed))
 
-        def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
-            return super().__call__(
-                model, ClusterSnapshot(tuple(replace(g, free_bytes=999) for g in snapshot.gpus))
-            )
 
-    with pytest.raises(
-        PolicyError, match=r"the policy overfull raised at 2.500 s .* were placed on gpu0, which has"
-    ):
-        simulate(LATER, TWO, Policies(deployer=Overfull(ONE, size_bytes=101)))
+def test_a_batching_policy_that_plans_nothing_is_named() -> None:
+    class Idle:
+        num_running = num_waiting = 0
+
+        def __init__(self, bounds: Limits) -> None: ...
+        def submit(self, row: int, input_tokens: int, output_tokens: int) -> None: ...
+        def plan(self) -> Sequence[Chunk]:
+            return ()
+
+        def complete(self, plan: Sequence[Chunk]) -> Sequence[int]:
+            return ()
+
+    scenario = replace(SCENARIO, service=Service.STEPPED)
+    with pytest.raises(PolicyError, match=r"the policy batching planned nothing for 1 requests, at 3.000 s"):
+        simulate(LATER, scenario, replace(POLICIES, make_batcher=Idle))
+
+
+class _Misplaces(OnTheFirst):
+    name = "misplaces"
+
+    def __init__(self, node_id: str, size_bytes: int) -> None:
+        super().__init__(ONE)
+        self.placement = placed_on("gpu0", node_id=node_id, size_bytes=size_bytes)
+
+    def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        return Deployed(placement=self.placement, steps=ONE, what="somewhere")
+
+
+@pytest.mark.parametrize(
+    ("deployer", "did"),
+    [
+        (_Misplaces("node0", 101), "raised .* were placed on gpu0, which has"),
+        (_Misplaces("node9", 1), "raised there is no GPU gpu0 on node9 now"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_the_planners_fault(deployer: _Misplaces, did: str) -> None:
+    with pytest.raises(PolicyError, match=rf"the policy misplaces {did}.*, at 2.500 s"):
+        simulate(LATER, TWO, Policies(deployer=deployer))
 
 
 def test_an_unknown_name_is_told_with_the_names_there_are() -> None:

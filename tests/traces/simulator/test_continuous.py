@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.traces.simulator.worlds import limits, second_per_step, serve
+from tests.traces.simulator.worlds import deploy_all, limits, second_per_step, serve
 from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.result import SimulationResult
@@ -50,7 +52,7 @@ def _assert_same(one: SimulationResult, other: SimulationResult) -> None:
     assert one.gpus[0].busy_fraction == pytest.approx(other.gpus[0].busy_fraction, rel=1e-9)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     asked=st.lists(_ASKED, min_size=1, max_size=25),
     max_batch=st.integers(1, 6),
@@ -63,6 +65,23 @@ def test_equals_the_engines_scheduler_step_by_step(
     steps = _curved(limits(max_batch, 100, max_batch + more_tokens), pace)
     requests = _requests(asked)
     fast, true = (serve(requests, steps, service=s) for s in (Service.CONTINUOUS, Service.STEPPED))
+    _assert_same(fast, true)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    asked=st.lists(_ASKED, min_size=1, max_size=25),
+    whose=st.lists(st.sampled_from("abc"), min_size=25, max_size=25),
+    pace=st.sampled_from([0.05, 0.3, 1.0]),
+)
+def test_equals_it_on_a_shared_gpu_too(asked: list[tuple[float, int, int]], whose: list[str], pace: float) -> None:
+    """Runs are slowed down, sped up and cut in the middle of steps; the steps end when they would have."""
+    steps = _curved(limits(3, 100, 20), pace)
+    requests = [replace(r, model=name) for r, name in zip(_requests(asked), whose, strict=False)]
+    actions = deploy_all("a", "b", "c")
+    fast, true = (
+        serve(requests, steps, service=s, actions=actions) for s in (Service.CONTINUOUS, Service.STEPPED)
+    )
     _assert_same(fast, true)
 
 
