@@ -129,7 +129,10 @@ class Exchange:
             return
         if piece.usage is not None:
             self.prompt_tokens, self.completion_tokens = piece.usage.prompt_tokens, piece.usage.completion_tokens
-        if piece.brings_token:
+        if not piece.choices:
+            return
+        choice = piece.choices[0]
+        if choice.brings_token:
             if self.pieces:
                 self.gaps.append(now_s - self.last_s)
             else:
@@ -138,7 +141,7 @@ class Exchange:
             self.pieces += 1
             if self.pieces > self._most_pieces:
                 raise MalformedError(f"more than {self._most_pieces} pieces, the answer does not end")
-        elif piece.finishes:
+        elif choice.finish_reason is not None:
             self._finished_s = now_s
 
     def _finish(self) -> None:

@@ -12,6 +12,7 @@ __all__ = ["EventLines", "HttpAnswer", "MalformedError"]
 
 MAX_HEAD_BYTES = 64 * 2**10  # of a status line with its headers; of a chunk's size line; of the trailers
 MAX_EVENT_BYTES = 256 * 2**10  # of one event, and of a line without an end
+_SMALL_SIZES = {b"%x" % size: size for size in range(1, 2**12)}
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 _MAX_HEX_DIGITS = 12
 
@@ -126,6 +127,13 @@ class HttpAnswer:
         body: list[bytes] = []
         at, size = 0, len(data)
         while at < size:
+            if self._part is _Part.CHUNK_SIZE and not self._held:  # nearly always: a whole chunk
+                end = data.find(b"\r\n", at, at + 8)
+                stop = end + 2 + _SMALL_SIZES.get(data[at:end], size)
+                if end > 0 and data[stop : stop + 2] == b"\r\n":
+                    body.append(data[end + 2 : stop])
+                    at = stop + 2
+                    continue
             if self._part is _Part.CHUNK:
                 piece = data[at : at + self._left]
                 body.append(piece)

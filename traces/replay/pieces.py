@@ -45,19 +45,11 @@ class _Choice(msgspec.Struct, gc=False):
 
 
 class Piece(msgspec.Struct, gc=False):
-    """One chunk; ``error`` where the server says instead that it failed."""
+    """One chunk of one answer: a choice at most. ``error`` where the server says instead that it failed."""
 
     choices: list[_Choice] = []  # msgspec copies it
     usage: _Usage | None = None
     error: Any = None
-
-    @property
-    def brings_token(self) -> bool:
-        return any(choice.brings_token for choice in self.choices)
-
-    @property
-    def finishes(self) -> bool:
-        return any(choice.finish_reason is not None for choice in self.choices)
 
 
 _decode_piece = msgspec.json.Decoder(Piece).decode
