@@ -54,21 +54,21 @@ class Requests:
                 self.failure[row] = failure
 
     def outcomes(self, deployments: Sequence[str]) -> Outcomes:
-        """As a replay would have recorded them: sent when scheduled."""
-        arrival_s = np.array(self.arrival_s)
-        input_tokens, output_tokens = np.array(self.input_tokens), np.array(self.output_tokens)
-        answered = ~np.isnan(np.array(self.last_s))
+        """As a replay would have recorded them: sent when scheduled. Views of the columns, which end to grow."""
+        arrival_s, last_s = np.frombuffer(self.arrival_s), np.frombuffer(self.last_s)
+        input_tokens = np.frombuffer(self.input_tokens, np.int64)
+        output_tokens = np.frombuffer(self.output_tokens, np.int64)
         return Outcomes(
             deployments=tuple(deployments),
-            deployment=np.array(self.deployment),
+            deployment=np.frombuffer(self.deployment, np.int64),
             arrival_s=arrival_s,
             scheduled_s=arrival_s,
             sent_s=arrival_s,
-            first_token_s=np.array(self.first_s),
-            last_token_s=np.array(self.last_s),
+            first_token_s=np.frombuffer(self.first_s),
+            last_token_s=last_s,
             asked_input_tokens=input_tokens,
             asked_output_tokens=output_tokens,
             input_tokens=input_tokens,
-            output_tokens=np.where(answered, output_tokens, 0),
-            failure=np.array(self.failure),
+            output_tokens=np.where(np.isnan(last_s), 0, output_tokens),
+            failure=np.frombuffer(self.failure, np.int8),
         )
