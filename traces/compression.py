@@ -8,13 +8,13 @@ interval's length nor how many are aggregated nor where in an interval a request
 1. count the requests of each interval;
 2. add up the counts of each k neighbours: they become the count of one interval, so the trace gets k times
    shorter and its rate k times higher;
-3. multiply by f and round so that the sums never differ by a whole request: what rounding takes from one
-   interval is carried to the next, and busy intervals stay as much busier than quiet ones as they were;
-4. of an interval's requests that many are kept, drawn without replacement, in their order and with their
-   lengths, and placed evenly at random in the interval, since a count is all that is known of its inside.
+3. multiply by f, rounding by chance: each request of the interval stays with probability f, with its lengths;
+4. those that stay are placed evenly at random in the interval, in their order, since a count is all that is
+   known of its inside.
 
-The mean rate becomes k * f times what it was. Bursts shorter than k intervals are lost; choose the interval
-shorter than the bursts that matter (Azure code's last 13 s).
+The mean rate becomes k * f times what it was, on average over seeds. Bursts shorter than k intervals are lost;
+choose the interval shorter than the bursts that matter (Azure code's last 13 s). Why by chance, and not to the
+nearest whole request: docs/decisions/0013.
 """
 
 from __future__ import annotations
@@ -61,14 +61,9 @@ def compress(
 def _compressed(
     requests: Iterable[Request], rate_factor: float, interval_s: float, window_s: float, rng: np.random.Generator
 ) -> Iterator[Request]:
-    carried = 0.0
     for index, group in groupby(requests, key=lambda request: int(request.arrival_s // window_s)):
         window = list(group)
-        due = carried + rate_factor * len(window)
-        # Never above the window's own: carried < 1, and a factor of 1 carries nothing.
-        count = min(int(due + 1e-9), len(window))
-        carried = due - count
-        kept = np.sort(rng.choice(len(window), count, replace=False)).tolist()
-        times = np.sort((index + rng.random(count)) * interval_s).tolist()
+        kept = np.flatnonzero(rng.random(len(window)) < rate_factor).tolist()
+        times = np.sort((index + rng.random(len(kept))) * interval_s).tolist()
         for position, arrival_s in zip(kept, times, strict=True):
             yield replace(window[position], arrival_s=arrival_s)
