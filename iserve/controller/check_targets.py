@@ -24,15 +24,14 @@ from fingerprint.config import Workload
 from fingerprint.errors import (
     ConfigError,
     ConflictError,
-    InfeasibleError,
     IserveError,
     NotFoundError,
     NotMeasuredError,
 )
 from fingerprint.measurements import Profile
 from iserve.api_types import DeployBody, VerifyBody
-from iserve.controller.deployer import Deployer, deployable_engine, engine_for, why_nothing, worker_spec
-from iserve.controller.profiling import Profiler, ask_daemon, launched, step_tokens_of, wait_until_ready
+from iserve.controller.deployer import Deployer, deployable_engine, engine_for
+from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions
@@ -168,17 +167,7 @@ class Targets:
             worker_id = f"verify-{uuid.uuid4().hex[:12]}"
             with self._profiler.paused(lambda: None), self._profiler.owning(worker_id):
                 planned = self._deployer.plan(source, engine, profile, options)
-                if planned.best is None:
-                    raise InfeasibleError(why_nothing(planned.document))
-                spec = worker_spec(
-                    "verify",
-                    source,
-                    worker_id,
-                    planned.best,
-                    options.workload,
-                    planned.free_bytes,
-                    step_tokens_of(profile),
-                )
+                spec = planned.worker("verify", source, worker_id, options.workload, profile)
                 # Should no controller ever come back to end it.
                 spec = replace(
                     spec, ends_at=time.time() + self._settings.start_timeout_s + 2 * body.max_seconds + _SLACK_S

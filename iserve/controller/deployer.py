@@ -37,7 +37,7 @@ from placement.types import Placement, StagePlacement
 from planner.intent import Quality
 from planner.plan import Ranked
 
-__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "engine_for", "why_nothing", "worker_spec"]
+__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "engine_for", "worker_spec"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,15 @@ class PlannedDeployment:
     document: PlanDocument
     best: Ranked | None
     free_bytes: Mapping[str, int]  # by device: what was free when it was made
+
+    def worker(
+        self, name: str, source: ModelSource, worker_id: str, workload: Workload, profile: Profile
+    ) -> WorkerSpec:
+        """The launch of the best. Raises InfeasibleError: there is none; the message says what comes nearest."""
+        if self.best is None:
+            raise InfeasibleError(_why_nothing(self.document))
+        steps = step_tokens_of(profile)
+        return worker_spec(name, source, worker_id, self.best, workload, self.free_bytes, steps)
 
 
 def deployable_engine(name: str) -> Engine:
@@ -245,18 +254,8 @@ class Deployer:
         """
         planned = self.plan(source, engine, profile, options, notes)
         self._store.update_deployment(row.id, plan=to_json(planned.document))
-        if planned.best is None:
-            raise InfeasibleError(why_nothing(planned.document))
         worker_id = f"{_slug(row.name)}-{row.id}"
-        spec = worker_spec(
-            row.name,
-            source,
-            worker_id,
-            planned.best,
-            options.workload,
-            planned.free_bytes,
-            step_tokens_of(profile),
-        )
+        spec = planned.worker(row.name, source, worker_id, options.workload, profile)
         self._store.update_deployment(row.id, worker=to_json(spec))
         return spec
 
@@ -302,7 +301,7 @@ def _slug(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name.lower())[:40] or "worker"
 
 
-def why_nothing(document: PlanDocument) -> str:
+def _why_nothing(document: PlanDocument) -> str:
     """Of a plan in which nothing is feasible: what comes nearest, and what would help."""
     why = document.why_not
     parts = ["no configuration is feasible"]

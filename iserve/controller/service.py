@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from iserve.api_types import (
 )
 from iserve.controller.check_targets import Targets
 from iserve.controller.deployer import Deployer, deployable_engine, engine_for
+from iserve.controller.jobs import Jobs
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
 from iserve.controller.profiling import Profiler, ask_daemon
 from iserve.controller.records import recorded_wish, recorded_worker
@@ -58,8 +60,6 @@ __all__ = ["Controller"]
 log = logging.getLogger(__name__)
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_JOBS_KEPT = 50
-_MAX_WAITING_JOBS = 20
 _MAX_DEPLOYMENTS = 200
 _MAX_ENDINGS = 16
 
@@ -77,12 +77,11 @@ class Controller:
         self.verifier = Verifier(store, self.profiler, targets, self.daemon, self.resolve)
         # As many threads as can have something to do, so that a removal never waits behind those who wait.
         self._pool = ThreadPoolExecutor(max_workers=_MAX_DEPLOYMENTS + _MAX_ENDINGS, thread_name_prefix="deploy")
-        self._profile_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="profile")
+        self._profile_jobs: Jobs[ProfileJobDocument] = Jobs("profile")
         self._lock = threading.Lock()
         self._progress: dict[str, ProfileProgress] = {}
         self._active: set[int] = set()  # deployments with a job under way
         self._ending: set[str] = set()  # orphaned workers that are being stopped
-        self._jobs: dict[str, ProfileJobDocument] = {}
 
     # the running world
 
@@ -191,51 +190,27 @@ class Controller:
             job_id=uuid.uuid4().hex, model=source.name, status="running", error=None, progress=None
         )
 
-        def work() -> None:
-            nonlocal job
-            try:
-                node = ask_daemon(self.daemon, DaemonClient.node)
-                engine, notes = engine_for(body.engine, source.spec, node, body.quality)
-                job = replace(job, engine=engine.name, notes=notes)
-                self.profiler.take(
-                    source,
-                    engine,
-                    self.daemon,
-                    workload=workload,
-                    quality=body.quality,
-                    shards=body.shards,
-                    max_seconds=body.max_seconds,
-                    progress=lambda p: self._put_job(replace(job, progress=_progress_document(p))),
-                )
-            except IserveError as error:
-                self._put_job(replace(job, status="failed", error=str(error)))
-            except Exception as error:
-                log.exception("profiling %s", source.name)
-                self._put_job(replace(job, status="failed", error=f"internal error: {type(error).__name__}"))
-            else:
-                self._put_job(replace(job, status="done"))
+        def work(show: Callable[[ProfileJobDocument], None]) -> ProfileJobDocument:
+            node = ask_daemon(self.daemon, DaemonClient.node)
+            engine, notes = engine_for(body.engine, source.spec, node, body.quality)
+            chosen = replace(job, engine=engine.name, notes=notes)
+            show(chosen)
+            self.profiler.take(
+                source,
+                engine,
+                self.daemon,
+                workload=workload,
+                quality=body.quality,
+                shards=body.shards,
+                max_seconds=body.max_seconds,
+                progress=lambda p: show(replace(chosen, progress=_progress_document(p))),
+            )
+            return chosen
 
-        with self._lock:
-            waiting = sum(known.status == "running" for known in self._jobs.values())
-        if waiting >= _MAX_WAITING_JOBS:
-            raise UnavailableError(f"{waiting} profiles are being taken or wait already; try again later")
-        self._put_job(job)
-        self._profile_pool.submit(work)
-        return job
+        return self._profile_jobs.start(job, work)
 
     def profile_job(self, job_id: str) -> ProfileJobDocument:
-        with self._lock:
-            job = self._jobs.get(job_id)
-        if job is None:
-            raise NotFoundError(f"no profile job has the id {job_id[:80]!r}")
-        return job
-
-    def _put_job(self, job: ProfileJobDocument) -> None:
-        with self._lock:
-            self._jobs.pop(job.job_id, None)
-            self._jobs[job.job_id] = job
-            while len(self._jobs) > _JOBS_KEPT:
-                self._jobs.pop(next(iter(self._jobs)))
+        return self._profile_jobs.get(job_id)
 
     # deployments
 
@@ -383,8 +358,8 @@ class Controller:
 
     def close(self) -> None:
         self.verifier.close()
-        for pool in (self._pool, self._profile_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._profile_jobs.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _worker(node: NodeStatus, worker_id: str) -> WorkerStatus | None:

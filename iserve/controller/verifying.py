@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from daemon.client import DaemonClient
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
-from fingerprint.errors import IserveError, NotFoundError, UnavailableError
+from fingerprint.errors import NotFoundError
 from fingerprint.verification import Verification
 from iserve.api_types import ProgressDocument, VerifyBody
 from iserve.controller.check_targets import CheckTarget, Targets, Tell, used_bytes
+from iserve.controller.jobs import Jobs
 from iserve.controller.node import hardware_of
 from iserve.controller.profiling import Profiler, ask_daemon, machine_key
 from iserve.model_source import ModelSource
@@ -35,8 +34,6 @@ __all__ = ["Verifier"]
 
 log = logging.getLogger(__name__)
 
-_JOBS_KEPT = 50
-_MAX_WAITING_JOBS = 20
 _NOT_COUNTED = "not reported: neither the engine nor a driver counts it"
 _OWN_COUNTS = "the worker's own counts, itemised per rank"
 _DRIVER_COUNTS = "the driver's count, with the worker less before it was launched"
@@ -55,9 +52,7 @@ class Verifier:
     ) -> None:
         self._store, self._profiler, self._targets = store, profiler, targets
         self._daemon, self._resolve = daemon, resolve
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
-        self._lock = threading.Lock()
-        self._jobs: dict[str, VerificationJobDocument] = {}
+        self._jobs: Jobs[VerificationJobDocument] = Jobs("verification")
 
     # jobs
 
@@ -75,43 +70,18 @@ class Verifier:
             job_id=uuid.uuid4().hex, model=name, status="running", error=None, progress=None
         )
 
-        def tell(step: str, done: int, total: int, elapsed_s: float) -> None:
-            progress = ProgressDocument(step=step, done=done, total=total, elapsed_s=elapsed_s)
-            self._put_job(replace(job, progress=progress))
+        def work(show: Callable[[VerificationJobDocument], None]) -> VerificationJobDocument:
+            def tell(step: str, done: int, total: int, elapsed_s: float) -> None:
+                progress = ProgressDocument(step=step, done=done, total=total, elapsed_s=elapsed_s)
+                show(replace(job, progress=progress))
 
-        def work() -> None:
-            try:
-                with find(tell) as running:
-                    result = self._check(running, body.max_seconds, tell)
-            except IserveError as error:
-                self._put_job(replace(job, status="failed", error=str(error)))
-            except Exception as error:
-                log.exception("verifying %s", name)
-                self._put_job(replace(job, status="failed", error=f"internal error: {type(error).__name__}"))
-            else:
-                self._put_job(replace(job, status="done", result=result))
+            with find(tell) as running:
+                return replace(job, result=self._check(running, body.max_seconds, tell))
 
-        with self._lock:
-            waiting = sum(known.status == "running" for known in self._jobs.values())
-        if waiting >= _MAX_WAITING_JOBS:
-            raise UnavailableError(f"{waiting} checks are being made or wait already; try again later")
-        self._put_job(job)
-        self._pool.submit(work)
-        return job
+        return self._jobs.start(job, work)
 
     def job(self, job_id: str) -> VerificationJobDocument:
-        with self._lock:
-            found = self._jobs.get(job_id)
-        if found is None:
-            raise NotFoundError(f"no verification job has the id {job_id[:80]!r}")
-        return found
-
-    def _put_job(self, job: VerificationJobDocument) -> None:
-        with self._lock:
-            self._jobs.pop(job.job_id, None)
-            self._jobs[job.job_id] = job
-            while len(self._jobs) > _JOBS_KEPT:
-                self._jobs.pop(next(iter(self._jobs)))
+        return self._jobs.get(job_id)
 
     def stored(self) -> tuple[StoredVerification, ...]:
         """Every check that is kept, the oldest first.
@@ -149,7 +119,7 @@ class Verifier:
         self._store.add_event(None, "verified", f"{source.name}: corrections forgotten")
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._jobs.close()
 
     # the check
 
