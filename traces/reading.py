@@ -7,7 +7,7 @@ clock is finer than their gaps, such as Azure's of 2023, where one would mean th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,12 +25,23 @@ __all__ = ["OpenTrace", "open_trace"]
 class OpenTrace:
     """The requests of one file, once, in order; ``rows`` and ``skipped`` count as far as it has been read."""
 
-    def __init__(self, path: Path, trace_format: TraceFormat, requests: Iterator[Request]) -> None:
-        self.path = path
+    def __init__(
+        self,
+        lines: Lines,
+        trace_format: TraceFormat,
+        requests: Iterator[Request],
+        *,
+        zero_lengths: ZeroLengths | None,
+        strict: bool,
+    ) -> None:
+        self.path = lines.path
         self.format = trace_format
         self.rows = 0
         self.skipped = 0
-        self._requests = requests
+        self._lines = lines
+        self._zero_lengths = zero_lengths or trace_format.zero_lengths
+        self._strict = strict
+        self._requests = self._checked(requests)
 
     def __iter__(self) -> Iterator[Request]:
         return self
@@ -48,9 +59,35 @@ class OpenTrace:
 
     def close(self) -> None:
         """Let go of the file; also done when the last row was read."""
-        close = getattr(self._requests, "close", None)
-        if close is not None:
-            close()
+        self._requests.close()
+
+    def _checked(self, requests: Iterator[Request]) -> Generator[Request]:
+        last_s = 0.0
+        for request in requests:
+            self.rows += 1
+            if request.arrival_s <= last_s:
+                self._check_time(request.arrival_s, last_s)
+            last_s = request.arrival_s
+            if not (request.input_tokens and request.output_tokens) and self._zero_lengths != "keep":
+                if self._zero_lengths == "refuse":
+                    side = "output" if request.input_tokens else "input"
+                    raise self._lines.error(f"has no {side} tokens; read it with zero_lengths skip or keep")
+                self.skipped += 1
+                continue
+            yield request
+        if self.rows == 0:
+            raise BadInputError(f"{self.path} has a header and no requests")
+
+    def _check_time(self, arrival_s: float, last_s: float) -> None:
+        """Of a request that is not later than the one before, or than 0."""
+        when = f"arrives at {arrival_s:.7f} s"
+        if self.rows == 1:
+            if arrival_s < 0:
+                raise self._lines.error(f"{when}, before the start of the trace")
+        elif arrival_s < last_s:
+            raise self._lines.error(f"{when}, before the row above it ({last_s:.7f} s); sort the file by time")
+        elif self._strict:
+            raise self._lines.error(f"{when} like the row above it; strict reading refuses that")
 
 
 def open_trace(
@@ -78,17 +115,14 @@ def open_trace(
     lines = Lines(path)
     rest = iter(lines)
     if is_servegen_folder(path):
-        opened = OpenTrace(path, SERVEGEN_FOLDER, iter(()))
-        opened._requests = _checked(opened, SERVEGEN_FOLDER.read("", lines, rest), lines, "refuse", strict)
-        return opened
-    first = next((line for line in rest if line.strip()), None)
-    if first is None:
-        raise BadInputError(f"{path} is empty; a trace has a header and at least one request")
-    chosen = _format_of(first, path) if format is None else _format_named(format)
-    opened = OpenTrace(path, chosen, iter(()))
-    policy = zero_lengths or chosen.zero_lengths
-    opened._requests = _checked(opened, chosen.read(first, lines, rest), lines, policy, strict)
-    return opened
+        first, chosen = "", SERVEGEN_FOLDER
+    else:
+        first = next((line for line in rest if line.strip()), "")
+        if not first:
+            raise BadInputError(f"{path} is empty; a trace has a header and at least one request")
+        chosen = _format_of(first, path) if format is None else _format_named(format)
+    requests = chosen.read(first, lines, rest)
+    return OpenTrace(lines, chosen, requests, zero_lengths=zero_lengths, strict=strict)
 
 
 def _format_named(name: str) -> TraceFormat:
@@ -103,30 +137,3 @@ def _format_of(first: str, path: Path) -> TraceFormat:
             return known
     forms = "; ".join(f"{known.name}: {known.describes}" for known in FORMATS.values())
     raise BadInputError(f"{path} begins with {first[:120]!r}, which is no trace format known here ({forms})")
-
-
-def _checked(
-    opened: OpenTrace, requests: Iterator[Request], lines: Lines, zero_lengths: ZeroLengths, strict: bool
-) -> Iterator[Request]:
-    last_s = 0.0
-    for request in requests:
-        opened.rows += 1
-        arrival_s = request.arrival_s
-        if arrival_s < last_s:
-            raise lines.error(
-                f"arrives at {arrival_s:.7f} s, before the row above it ({last_s:.7f} s); sort the file by time"
-                if opened.rows > 1
-                else f"arrives at {arrival_s:.7f} s, before the start of the trace"
-            )
-        if strict and arrival_s == last_s and opened.rows > 1:
-            raise lines.error(f"arrives at {arrival_s:.7f} s like the row above it; strict reading refuses that")
-        last_s = arrival_s
-        if not (request.input_tokens and request.output_tokens) and zero_lengths != "keep":
-            if zero_lengths == "refuse":
-                side = "output" if request.input_tokens else "input"
-                raise lines.error(f"has no {side} tokens; read it with zero_lengths skip or keep")
-            opened.skipped += 1
-            continue
-        yield request
-    if opened.rows == 0:
-        raise BadInputError(f"{opened.path} has a header and no requests")

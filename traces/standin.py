@@ -3,13 +3,13 @@
 Made to have the real ones' mean rate, burstiness and length distributions, not their course in time: a stand-in
 of another seed is another hour of such a service, quieter or busier. Input and output lengths are independent (the
 real ones correlate by -0.11 and 0.00). What the code stand-in does not have is the real one's sharpest second:
-40 requests on average over seeds, where the real one had 67 once.
+about 40 requests, where the real one had 67 once.
 
 Where the numbers come from: AzurePublicDataset b469a11, AzureLLMInferenceTrace_conv.csv and _code.csv (CC BY 4.0;
 Patel et al., Splitwise, ISCA 2024), of which only these statistics are here.
 
-* conv: the rate as measured; the gaps' cv, the modulation and its correlation time chosen so that the mean over
-  many seeds of CV and of IoD at 1, 10 and 60 s is about the real trace's (1.09; 1.4, 3.9, 16.1).
+* conv: the rate as measured; the gaps' cv, the modulation and its correlation time chosen so that over many seeds
+  CV and IoD at 1, 10 and 60 s are about the real trace's (1.09; 1.4, 3.9, 16.1).
 * code: the trace cut where a gap is over 3 s. Mean length of a burst and of a silence, the silences' cv, requests
   per second of burst, the cv of gaps in bursts, and the cv of the rate between bursts of over 20 requests, all
   as measured.

@@ -24,8 +24,8 @@ def write_trace(path: str | Path, requests: Iterable[Request], format: str = "cs
     ``burstgpt`` times from the first request on, models.
 
     Raises:
-        BadInputError: an unknown format, a request that the format cannot hold, a line too long to be read again,
-            or a path that cannot be written. Nothing is left behind then, and a file that was there stays.
+        BadInputError: no requests, an unknown format, a request that the format cannot hold, a line too long to be
+            read again, or a path that cannot be written. Nothing is left behind then; a file that was there stays.
     """
     path = Path(path)
     if format not in FORMATS:
@@ -41,6 +41,8 @@ def write_trace(path: str | Path, requests: Iterable[Request], format: str = "cs
                     count = _write_lines(zipped, requests, format)
             else:
                 count = _write_lines(file, requests, format)
+        if count == 0:
+            raise BadInputError(f"there are no requests to write to {path}")
         temporary.replace(path)
     except OSError as error:
         raise BadInputError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -31,7 +31,7 @@ PROCESSES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(process=PROCESSES, seed=st.integers(0, 2**32), duration_s=st.floats(1, 300))
 def test_streams_ascend_end_and_repeat(process: ArrivalProcess, seed: int, duration_s: float) -> None:
     def stream(until_s: float) -> list[Request]:

@@ -16,7 +16,7 @@ from traces.sources import requests_of
 from traces.standin import STANDINS, standin
 from traces.statistics import TraceStatistics, statistics_of
 
-SEEDS = range(24)
+SEEDS = range(16)
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +28,18 @@ def synthetic() -> dict[str, list[TraceStatistics]]:
 def test_a_stand_in_is_like_its_trace(
     name: str, synthetic: dict[str, list[TraceStatistics]], reference_traces: Path
 ) -> None:
-    """Means over seeds: rate within 5%, CV 10%, IoD at 1, 10 and 60 s 25%; lengths' p50 and p95 3%, mean 6%."""
+    """Medians of seeds: rate within 5%, CV 10%, IoD at 1, 10 and 60 s 20%; lengths' p50 and p95 3%, mean 6%."""
     real = statistics_of(open_trace(reference_traces / f"{name.replace('-', '_llm_2023_')}.csv.gz"))
     made = synthetic[name]
-    assert np.mean([one.rate_per_s for one in made]) == pytest.approx(real.rate_per_s, rel=0.05)
-    assert np.mean([one.cv for one in made]) == pytest.approx(real.cv, rel=0.1)
+    assert np.median([one.rate_per_s for one in made]) == pytest.approx(real.rate_per_s, rel=0.05)
+    assert np.median([one.cv for one in made]) == pytest.approx(real.cv, rel=0.1)
     for index, bins in enumerate(real.bins):
-        assert np.mean([one.bins[index].iod for one in made]) == pytest.approx(bins.iod, rel=0.25)
+        assert np.median([one.bins[index].iod for one in made]) == pytest.approx(bins.iod, rel=0.2)
     for side in ("input_tokens", "output_tokens"):
         for level in ("p50", "p95"):
-            found = np.mean([getattr(getattr(one, side), level) for one in made])
+            found = np.median([getattr(getattr(one, side), level) for one in made])
             assert found == pytest.approx(getattr(getattr(real, side), level), rel=0.03)
-        assert np.mean([getattr(one, side).mean for one in made]) == pytest.approx(
+        assert np.median([getattr(one, side).mean for one in made]) == pytest.approx(
             getattr(real, side).mean, rel=0.06
         )
 

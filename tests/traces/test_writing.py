@@ -120,6 +120,12 @@ def test_a_stream_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
         write_trace(tmp_path / "no" / "folder.csv", [])
 
 
+def test_an_empty_stream_makes_no_file(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="no requests to write"):
+        write_trace(tmp_path / "trace.csv", [])
+    assert not list(tmp_path.iterdir())
+
+
 def test_equal_traces_make_equal_files(tmp_path: Path) -> None:
     for name in ("a.csv.gz", "b.csv.gz"):
         write_trace(tmp_path / name, [Request(0.5, 1, 2)])
