@@ -171,14 +171,6 @@ class EngineBatcher:
             max_waiting=_NO_BOUND,  # the scenario has its own
         )
 
-    @property
-    def num_running(self) -> int:
-        return self._scheduler.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return self._scheduler.num_waiting
-
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
         self._scheduler.submit([Demand(row, input_tokens, output_tokens)])
 

@@ -1,7 +1,7 @@
 """Which replica takes a request. An index only; whether it has room is for the replica.
 
 A new policy is a class with ``name`` and ``choose``, one line in ``ROUTERS``, and a row of the shared test
-(tests/placement/test_routing.py). The gateway's own rule is least-outstanding (``iserve.gateway.dispatch``).
+(tests/placement/test_routing.py). A test holds least-outstanding to what ``iserve.gateway.dispatch`` does.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DEFAULT_ROUTER = "least-outstanding"
 
 
 class Replica(Protocol):
-    """What is known of one replica now."""
+    """What is known of one replica that has room, now."""
 
     @property
-    def num_running(self) -> int: ...
+    def outstanding(self) -> int: ...  # requests that it has, running and waiting
     @property
-    def num_waiting(self) -> int: ...
+    def max_batch(self) -> int: ...  # of those, how many can run at once
     @property
-    def max_batch(self) -> int: ...
+    def last_turn(self) -> int: ...  # of the request that it was given last, -1 before the first
 
 
 class Router(Protocol):
@@ -46,41 +46,37 @@ class Router(Protocol):
         ...
 
 
-def _outstanding(replica: Replica) -> int:
-    return replica.num_running + replica.num_waiting
-
-
 @dataclass(frozen=True, slots=True)
 class LeastOutstanding:
-    """Fewest requests running and waiting; of equals the first."""
+    """Fewest requests; of equals the one not used for longest. The gateway's rule."""
 
     name: str = "least-outstanding"
 
     def choose(self, replicas: Sequence[Replica], turn: int) -> int:
-        return min(range(len(replicas)), key=lambda i: _outstanding(replicas[i]))
+        return min(range(len(replicas)), key=lambda i: (replicas[i].outstanding, replicas[i].last_turn))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """One after the other, whatever they do."""
+    """The one not used for longest, whatever they do."""
 
     name: str = "round-robin"
 
     def choose(self, replicas: Sequence[Replica], turn: int) -> int:
-        return turn % len(replicas)
+        return min(range(len(replicas)), key=lambda i: replicas[i].last_turn)
 
 
 @dataclass(frozen=True, slots=True)
 class Busiest:
-    """The fullest that has a slot free, so that others can fall idle (Punica); none free: fewest outstanding."""
+    """The fullest that has a slot free, so that others can fall idle (Punica); none free: fewest requests."""
 
     name: str = "busiest"
 
     def choose(self, replicas: Sequence[Replica], turn: int) -> int:
-        free = [i for i, replica in enumerate(replicas) if _outstanding(replica) < replica.max_batch]
+        free = [i for i, replica in enumerate(replicas) if replica.outstanding < replica.max_batch]
         if free:
-            return max(free, key=lambda i: (_outstanding(replicas[i]), -i))
-        return min(range(len(replicas)), key=lambda i: _outstanding(replicas[i]))
+            return max(free, key=lambda i: (replicas[i].outstanding, -i))
+        return min(range(len(replicas)), key=lambda i: replicas[i].outstanding)
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {

@@ -81,11 +81,13 @@ def simulate(
         ),
     ] = None,
     max_waiting: Annotated[
-        int | None, typer.Option("--max-waiting", help="Of one worker; more are refused. Else they wait.")
+        int | None, typer.Option("--max-waiting", help="Of one deployment; more are refused. Else they wait.")
     ] = None,
     most_waiting: Annotated[
         int,
-        typer.Option("--most-waiting", help="Of one worker: beyond, it is overloaded and the simulation stops."),
+        typer.Option(
+            "--most-waiting", help="Of one deployment: beyond, it is overloaded and the simulation stops."
+        ),
     ] = 10_000,
     judge: Annotated[
         str | None, typer.Option("--judge", help="The SLO that requests are judged by; else that of --slo.")

@@ -202,7 +202,7 @@ def test_a_rate_beyond_capacity_stops_and_says_so(
     document = simulate(
         path, "--gpus", "a6000:1", "--models", model, "--most-waiting", 100, "--service", "fcfs", "--json"
     ).document
-    assert document["stopped"].startswith("stopped at 0.1 s: 101 requests wait for llama-7b#1")
+    assert document["stopped"].startswith("stopped at 0.1 s: 101 requests wait for llama-7b,")
     assert document["warnings"][0] == document["stopped"]
     assert {failure["kind"] for failure in document["summary"]["failures"]} == {"interrupted"}
     followed = simulate(path, "--gpus", "a6000:1", "--models", model, "--batch", 4, "--json").document

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
+from iserve.gateway.dispatch import Deployment
+from iserve.routes import Route, WorkerTarget
 from placement.harvesting import spare_gpu
 from placement.routing import DEFAULT_ROUTER, ROUTERS, make_router
 from placement.types import ClusterSnapshot, GpuState
@@ -16,12 +20,14 @@ from placement.types import ClusterSnapshot, GpuState
 
 @dataclass(frozen=True)
 class Load:
-    num_running: int
-    num_waiting: int = 0
+    outstanding: int
+    last_turn: int = -1
     max_batch: int = 4
 
 
-_LOADS = st.lists(st.builds(Load, st.integers(0, 4), st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=6)
+_LOADS = st.lists(
+    st.builds(Load, st.integers(0, 9), st.integers(-1, 9), st.integers(1, 4)), min_size=1, max_size=6
+)
 
 
 @given(replicas=_LOADS, turn=st.integers(0, 100), name=st.sampled_from(sorted(ROUTERS)))
@@ -38,19 +44,45 @@ def test_every_router_chooses_one_that_is_there_and_the_same_again(
 @pytest.mark.parametrize(
     ("name", "loads", "expected"),
     [
-        ("least-outstanding", [Load(3), Load(1), Load(1)], 1),
-        ("least-outstanding", [Load(1, 5), Load(4, 1)], 1),
+        ("least-outstanding", [Load(3), Load(1, 7), Load(1, 5)], 2),
+        ("least-outstanding", [Load(6), Load(5, 9)], 1),
         ("busiest", [Load(1), Load(3), Load(4)], 1),
         ("busiest", [Load(3), Load(3)], 0),
-        ("busiest", [Load(4, 2), Load(4, 1)], 1),
+        ("busiest", [Load(6), Load(5)], 1),
+        ("round-robin", [Load(0, 8), Load(9, 7), Load(0, 9)], 1),
     ],
 )
 def test_choices_by_hand(name: str, loads: list[Load], expected: int) -> None:
-    assert make_router(name).choose(loads, 0) == expected
+    assert make_router(name).choose(loads, 10) == expected
 
 
-def test_round_robin_takes_turns() -> None:
-    assert [make_router("round-robin").choose([Load(0)] * 3, turn) for turn in range(5)] == [0, 1, 2, 0, 1]
+@given(seed=st.integers(0, 2**32), replicas=st.integers(1, 4), room=st.integers(1, 3))
+def test_least_outstanding_is_the_gateways_rule(seed: int, replicas: int, room: int) -> None:
+    """Requests come and go at random; every time the gateway's own dispatcher chooses the same replica."""
+    targets = tuple(
+        WorkerTarget(worker_id=str(i), url=str(i), ready=True, max_outstanding=room) for i in range(replicas)
+    )
+    gateway = Deployment(
+        Route(name="a", model="a", created=0, max_context_tokens=1, workers=targets), max_queue=99, max_wait_s=1.0
+    )
+    asyncio.run(_alike(gateway, targets, random.Random(seed), room))
+
+
+async def _alike(gateway: Deployment, targets: tuple[WorkerTarget, ...], rng: random.Random, room: int) -> None:
+    outstanding, last_turn = [0] * len(targets), [-1] * len(targets)
+    for turn in range(40):
+        busy = [i for i, count in enumerate(outstanding) if count]
+        roomy = [i for i, count in enumerate(outstanding) if count < room]
+        if busy and (not roomy or rng.random() < 0.4):
+            done = rng.choice(busy)
+            outstanding[done] -= 1
+            gateway.release(targets[done])
+            continue
+        loads = [Load(outstanding[i], last_turn[i]) for i in roomy]
+        chosen = roomy[make_router().choose(loads, turn)]
+        assert await gateway.acquire(turn) == targets[chosen]
+        outstanding[chosen] += 1
+        last_turn[chosen] = turn
 
 
 def test_unknown_names_are_refused_with_those_there_are() -> None:

@@ -53,15 +53,8 @@ class ContinuousWorker(Server):
         self._round = 0
         self._rounds = 0  # steps of this run
 
-    @property
-    def num_running(self) -> int:
-        return self.max_batch - self._free
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
+        self.outstanding += 1
         self._waiting.append((row, input_tokens, output_tokens))
 
     def begin(self) -> float:
@@ -135,6 +128,7 @@ class ContinuousWorker(Server):
 
     def _leave(self, row: int, kv_tokens: int, now_s: float) -> None:
         self._last_s[row] = now_s
+        self.outstanding -= 1
         self._free += 1
         self._kv_free += kv_tokens
 

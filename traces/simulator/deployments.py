@@ -6,6 +6,7 @@ back, a deployment or a profile is gone), oldest first.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from traces.outcomes import Failure
@@ -25,15 +26,15 @@ __all__ = ["Deployment", "Deployments"]
 
 @dataclass(slots=True)
 class Deployment:
-    """``replicas`` serve; ``held`` rows have lost their replica and wait for another."""
+    """``queue``: rows that wait, in the order of their arrival, while every replica has as many as it may have."""
 
     index: int
     name: str
     model: str
     replicas: list[Server] = field(default_factory=list)
+    queue: deque[int] = field(default_factory=deque)
     missing: int = 0
     turn: int = 0
-    gone: bool = False
     arrived: int = 0
 
 
@@ -57,11 +58,9 @@ class Deployments:
 
     def remove(self, name: str, now_s: float) -> None:
         deployment = self.by_name[name]
-        deployment.gone, deployment.missing = True, 0
-        for server in tuple(deployment.replicas):
-            running, waiting = self._end(server, now_s)
-            for row in (*running, *waiting):
-                self._requests.fail(row, Failure.NOT_SERVED)
+        deployment.missing = 0
+        rows = [row for server in tuple(deployment.replicas) for part in self._end(server, now_s) for row in part]
+        self._drop(deployment, [*rows, *deployment.queue])
         self._tell(now_s, ChangeKind.REMOVED, name, "taken down")
         self.retry(now_s)
 
@@ -69,7 +68,7 @@ class Deployments:
         """All that has a GPU there ends. Deployments are planned again at once, without the node; then requests
         that waited go to the replicas that are left, or are not served where there is none."""
         self._cluster.dead_nodes.add(node_id)
-        orphans: list[tuple[Deployment, list[int]]] = []
+        orphans: dict[str, list[int]] = {}
         for server in self._cluster.servers:
             if not self._cluster.on_node(server, node_id):
                 continue
@@ -83,13 +82,15 @@ class Deployments:
             running, waiting = self._end(server, now_s)
             for row in running:
                 self._requests.fail(row, Failure.CONNECTION_LOST)
-            orphans.append((deployment, waiting))
+            orphans.setdefault(deployment.name, []).extend(waiting)
             deployment.missing += 1
             self._tell(now_s, ChangeKind.LOST, deployment.name, f"{node_id} failed under {server.name}")
+        for name, rows in orphans.items():
+            deployment = self.by_name[name]
+            deployment.queue = deque(sorted([*rows, *deployment.queue]))
         self.retry(now_s)
-        for deployment, rows in orphans:
-            for row in rows:
-                self.send(deployment, row, now_s)
+        for name in orphans:
+            self.pass_on(self.by_name[name], now_s)
 
     def node_returns(self, node_id: str, now_s: float) -> None:
         self._cluster.dead_nodes.discard(node_id)
@@ -122,38 +123,67 @@ class Deployments:
         for action in waiting:
             self.profile(action, now_s)
 
-    def send(self, deployment: Deployment, row: int, now_s: float) -> Server | None:
-        """Give a request to one of the replicas; the server it joined, None where it was refused."""
+    def arrive(self, deployment: Deployment, row: int, now_s: float) -> None:
+        """As in the gateway: to a replica with room, or to the end of the queue, or refused."""
         replicas = deployment.replicas
         if not replicas:
             self._requests.fail(row, Failure.NOT_SERVED)
-            return None
-        server = replicas[0] if len(replicas) == 1 else replicas[self._choose(deployment)]
-        input_tokens, output_tokens = self._requests.input_tokens[row], self._requests.output_tokens[row]
-        if input_tokens + output_tokens > server.longest:
+        elif self._requests.input_tokens[row] + self._requests.output_tokens[row] > replicas[0].longest:
             self._requests.fail(row, Failure.BAD_REQUEST)
-            return None
-        most = self._scenario.max_waiting
-        if most is not None and server.num_waiting >= most + max(0, server.max_batch - server.num_running):
+        elif not deployment.queue and self._give(deployment, row, now_s):
+            pass
+        elif self._scenario.max_waiting is not None and len(deployment.queue) >= self._scenario.max_waiting:
             self._requests.fail(row, Failure.RATE_LIMITED)
-            return None
-        server.submit(row, input_tokens, output_tokens)
+        else:
+            deployment.queue.append(row)
+
+    def pass_on(self, deployment: Deployment, now_s: float) -> None:
+        """Give those that wait longest to the replicas that have room; where none is left, nobody is served."""
+        queue = deployment.queue
+        if not deployment.replicas:
+            self._drop(deployment, list(queue))
+        while queue and self._give(deployment, queue[0], now_s):
+            queue.popleft()
+
+    def of(self, server: Server) -> Deployment | None:
+        """Whose replica it is; None: nobody's (any more)."""
+        return self._of.get(server)
+
+    def _give(self, deployment: Deployment, row: int, now_s: float) -> bool:
+        """To the replica that the router chooses among those with room; False: there is none."""
+        replicas = deployment.replicas
+        if len(replicas) == 1:
+            server = replicas[0]
+            if server.outstanding >= server.max_outstanding:
+                return False
+        else:
+            roomy = [server for server in replicas if server.outstanding < server.max_outstanding]
+            if not roomy:
+                return False
+            server = roomy[self._choose(deployment, roomy)]
+        server.last_turn = deployment.turn
+        deployment.turn += 1
+        server.submit(row, self._requests.input_tokens[row], self._requests.output_tokens[row])
         if server.busy:
             if server.cuts:
                 self._cluster.cut(server, now_s)
         elif not server.queued:
             self._cluster.schedule(server, now_s)
-        return server
+        return True
 
-    def _choose(self, deployment: Deployment) -> int:
-        router, replicas, turn = self._policies.router, deployment.replicas, deployment.turn
-        deployment.turn += 1
-        chosen = ask(router.name, lambda: router.choose(replicas, turn))
-        if not 0 <= chosen < len(replicas):
+    def _choose(self, deployment: Deployment, roomy: list[Server]) -> int:
+        router, turn = self._policies.router, deployment.turn
+        chosen = ask(router.name, lambda: router.choose(roomy, turn))
+        if not 0 <= chosen < len(roomy):
             raise PolicyFault(
-                router.name, f"chose replica {chosen}; {deployment.name} has {len(replicas)}, from 0 on"
+                router.name, f"chose replica {chosen}; {deployment.name} has {len(roomy)} with room, from 0 on"
             )
         return chosen
+
+    def _drop(self, deployment: Deployment, rows: list[int]) -> None:
+        for row in rows:
+            self._requests.fail(row, Failure.NOT_SERVED)
+        deployment.queue.clear()
 
     def _fill(self, deployment: Deployment, now_s: float) -> None:
         """One replica after the other, each on the cluster that the one before left."""
@@ -180,10 +210,12 @@ class Deployments:
             for gpu in stage.gpus
         ]
         ask(deployer, lambda: self._cluster.add(server, memory))
+        server.max_outstanding = self._scenario.outstanding_per_slot * server.max_batch
         self._of[server] = deployment
         deployment.replicas.append(server)
         deployment.missing -= 1
         self._tell(now_s, ChangeKind.DEPLOYED, deployment.name, decided.what, tuple(memory))
+        self.pass_on(deployment, now_s)
 
     def _worker(self, name: str, stages: list[Stage], decided: Deployed, ready_s: float) -> Server:
         args = (name, stages, ready_s, decided.steps, self._requests)

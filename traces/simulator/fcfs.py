@@ -27,15 +27,8 @@ class FcfsWorker(Server):
         self._current: tuple[int, int, int] | None = None
         self._prompted = False
 
-    @property
-    def num_running(self) -> int:
-        return self._current is not None
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
+        self.outstanding += 1
         self._waiting.append((row, input_tokens, output_tokens))
 
     def begin(self) -> float:
@@ -58,6 +51,7 @@ class FcfsWorker(Server):
                 return
         self._last_s[row] = now_s
         self._current = None
+        self.outstanding -= 1
 
     def clear(self) -> tuple[list[int], list[int]]:
         running = [] if self._current is None else [self._current[0]]

@@ -42,7 +42,7 @@ class GpuFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentFigures:
-    """``waiting``: as the last request arrived. Where it is large the queue grew: more came than is served."""
+    """``waiting``: in the gateway, as the last request arrived. Where it is large, more came than is served."""
 
     name: str
     arrived: int

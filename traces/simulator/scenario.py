@@ -143,14 +143,19 @@ class Scenario:
     actions: tuple[Action, ...]
     service: Service = Service.CONTINUOUS
     startup_s: float = 0.0  # from the decision to deploy until a worker serves
-    max_waiting: int | None = None  # of one worker; more are refused, as by the engine. None: they wait
-    most_waiting: int = 10_000  # of one worker: beyond, it is overloaded and the simulation stops
+    outstanding_per_slot: int = 2  # requests sent to a worker at once, per slot; the rest wait in the gateway
+    max_waiting: int | None = (
+        None  # there, of one deployment; more are refused, as by the gateway. None: they wait
+    )
+    most_waiting: int = 10_000  # of one deployment: beyond, it is overloaded and the simulation stops
 
     def __post_init__(self) -> None:
         if not self.cluster.gpus:
             raise ConfigError("a simulated cluster needs at least one GPU")
         if not (math.isfinite(self.startup_s) and self.startup_s >= 0):
             raise ConfigError(f"startup_s must be a number of seconds of at least 0, got {self.startup_s}")
+        if self.outstanding_per_slot < 1:
+            raise ConfigError(f"outstanding_per_slot must be at least 1, got {self.outstanding_per_slot}")
         if self.most_waiting < 1 or (self.max_waiting is not None and self.max_waiting < 0):
             raise ConfigError(
                 f"the queue's bounds must be at least 1 (most_waiting, got {self.most_waiting}) and 0 "

@@ -32,8 +32,8 @@ class Server:
     """Base of all. ``busy``: within a run. ``queued``: an event is under way that will begin or end a run."""
 
     __slots__ = (
-        "at_s", "busy", "left_s", "longest", "max_batch", "name", "queued", "ready_s", "shared", "speed", "stages",
-        "version", "work_s",
+        "at_s", "busy", "last_turn", "left_s", "longest", "max_batch", "max_outstanding", "name", "outstanding",
+        "queued", "ready_s", "shared", "speed", "stages", "version", "work_s",
     )  # fmt: skip
 
     cuts = False  # whether a request that joins can end a run early
@@ -43,6 +43,9 @@ class Server:
         self.stages = tuple(stages)
         self.ready_s = ready_s
         self.max_batch = 1
+        self.max_outstanding = 0
+        self.outstanding = 0  # requests that it has, running and waiting
+        self.last_turn = -1  # of the request that it was given last
         self.longest = 0  # tokens of a prompt and its answer; more are refused
         self.speed = 1.0
         self.shared = False  # somebody else has a place on one of its GPUs
@@ -50,15 +53,6 @@ class Server:
         self.queued = False
         self.version = 0  # of its event: older ones are void
         self.work_s = self.left_s = self.at_s = 0.0  # of the run: whole, and left at ``at_s``
-
-    @property
-    def num_running(self) -> int:
-        """Requests that have a slot."""
-        return 0
-
-    @property
-    def num_waiting(self) -> int:
-        return 0
 
     def done_s(self, now_s: float) -> float:
         """Work of the run that is behind it."""

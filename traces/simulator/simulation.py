@@ -100,7 +100,7 @@ class _World:
 
     def advance(self, until_s: float) -> None:
         """All that happens before an arrival at ``until_s``."""
-        events, cluster = self.events, self._cluster
+        events, cluster, deployments = self.events, self._cluster, self._deployments
         while True:
             event_s = events[0][0] if events else math.inf
             if self.next_s <= event_s:
@@ -119,8 +119,12 @@ class _World:
             if server.busy:
                 server.finish(now_s)
             cluster.go_on(server, now_s)
-            if not server.busy and isinstance(server, Job):
-                self._deployments.profiled(server, now_s)
+            deployment = deployments.of(server)
+            if deployment is None:
+                if not server.busy and isinstance(server, Job):
+                    deployments.profiled(server, now_s)
+            elif deployment.queue:
+                deployments.pass_on(deployment, now_s)
 
     def arrive(self, request: Request, number: int) -> None:
         now_s, name = request.arrival_s, request.model
@@ -138,9 +142,9 @@ class _World:
             )
         row = self.requests.add(now_s, request.input_tokens, request.output_tokens, deployment.index)
         deployment.arrived += 1
-        server = self._deployments.send(deployment, row, now_s)
-        if server is not None and server.num_waiting > self._scenario.most_waiting:
-            self.stopped = self._overload(deployment, server.name, server.num_waiting)
+        self._deployments.arrive(deployment, row, now_s)
+        if len(deployment.queue) > self._scenario.most_waiting:
+            self.stopped = self._overload(deployment)
 
     def end(self) -> SimulationResult:
         """After the last arrival."""
@@ -149,7 +153,7 @@ class _World:
                 name=deployment.name,
                 arrived=deployment.arrived,
                 replicas=len(deployment.replicas),
-                waiting=sum(server.num_waiting for server in deployment.replicas),
+                waiting=len(deployment.queue),
             )
             for deployment in self._deployments.by_name.values()
         )
@@ -189,7 +193,7 @@ class _World:
             case Profile():
                 deployments.profile(action, now_s)
 
-    def _overload(self, deployment: Deployment, worker: str, waiting: int) -> str:
+    def _overload(self, deployment: Deployment) -> str:
         now_s = self.now_s
         rows = [row for row, of in enumerate(self.requests.deployment) if of == deployment.index]
         answered = sum(self.requests.last_s[row] == self.requests.last_s[row] for row in rows)
@@ -199,7 +203,8 @@ class _World:
             if since_s
             else ""
         )
+        waiting = len(deployment.queue)
         return (
-            f"stopped at {now_s:.1f} s: {waiting} requests wait for {worker}{rate}; the rate is beyond what "
-            f"{deployment.name} serves: lower it, add replicas or GPUs, or bound the queue"
+            f"stopped at {now_s:.1f} s: {waiting} requests wait for {deployment.name}{rate}; the rate is beyond "
+            "what it serves: lower it, add replicas or GPUs, or bound the queue"
         )

@@ -33,10 +33,6 @@ class Chunk(Protocol):
 class Batcher(Protocol):
     """Which tokens of which sequences go into the next step. Sequences are known by their request's row."""
 
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None: ...
     def plan(self) -> Sequence[Chunk]: ...
     def complete(self, plan: Sequence[Chunk]) -> Sequence[int]:
@@ -70,15 +66,8 @@ class SteppedWorker(Server):
         self._plan: Sequence[Chunk] = ()
         self._held: dict[int, None] = {}  # in order of arrival
 
-    @property
-    def num_running(self) -> int:
-        return self._batcher.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return self._batcher.num_waiting
-
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
+        self.outstanding += 1
         self._held[row] = None
         ask("batching", lambda: self._batcher.submit(row, input_tokens, output_tokens))
 
@@ -109,6 +98,7 @@ class SteppedWorker(Server):
                 first_s[chunk.sequence_id] = now_s
         for row in ask("batching", lambda: self._batcher.complete(self._plan)):
             last_s[row] = now_s
+            self.outstanding -= 1
             del self._held[row]
 
     def clear(self) -> tuple[list[int], list[int]]:

@@ -171,11 +171,38 @@ def test_replicas_share_the_requests_as_the_router_says() -> None:
     assert [figures.replicas for figures in turns.deployments] == [2]
 
 
-def test_a_full_queue_refuses_as_the_engine_does() -> None:
-    asked = [Request(0.0, 1, 10, "a") for _ in range(4)]
+def test_a_full_queue_refuses_as_the_gateway_does() -> None:
+    """The worker has twice its one slot, two wait in the gateway, a fifth is refused until the first is done."""
+    asked = [Request(t, 1, 10, "a") for t in (0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 11.0)]
     result = run(asked, deploy_all("a"), OnTheFirst(ONE), max_waiting=2)
-    # One runs (or will within this instant), two wait.
-    assert result.outcomes.failure.tolist() == [Failure.NONE] * 3 + [Failure.RATE_LIMITED]
+    assert [Failure(failure).words for failure in result.outcomes.failure] == [
+        *["none"] * 4,
+        "rate limited",
+        "rate limited",
+        "none",
+    ]
+    assert result.outcomes.last_token_s.tolist()[:4] == [10.0, 20.0, 30.0, 40.0]
+    assert result.outcomes.last_token_s[6] == 50.0
+
+
+def test_what_waits_in_the_gateway_goes_to_the_first_replica_with_room_in_order() -> None:
+    """Six at once: two at each replica. The fifth goes to a replica at 5 s, when a short answer ends there, the
+    sixth at 8 s."""
+    lengths = (5, 8, 3, 4, 2, 1)
+    asked = [Request(0.0, 1, n, "a") for n in lengths]
+    actions = (Deploy(at_s=0.0, name="a", model="a", replicas=2),)
+    result = run(asked, actions, OnTheFirst(ONE, size_bytes=60), num_gpus=2)
+    # One replica: 5, then 3 until 8, then 2 until 10. The other: 8, then 4 until 12, then 1 until 13.
+    assert result.outcomes.last_token_s.tolist() == [5.0, 8.0, 8.0, 12.0, 10.0, 13.0]
+
+
+def test_what_waited_at_a_dead_worker_keeps_its_place() -> None:
+    """At 5 s the first request is lost; those that waited, at the worker and in the gateway, keep their order."""
+    asked = [Request(0.1 * i, 1, 20 if i == 0 else 2, "a") for i in range(5)]
+    actions = (*deploy_all("a"), NodeFails(at_s=5.0, node_id="node0"))
+    result = run(asked, actions, OnTheFirst(ONE), num_gpus=2, per_node=1)
+    assert result.outcomes.failure.tolist() == [Failure.CONNECTION_LOST] + [Failure.NONE] * 4
+    assert result.outcomes.last_token_s.tolist()[1:] == pytest.approx([7.0, 9.0, 11.0, 13.0])
 
 
 def test_a_profile_takes_spare_memory_and_time_of_the_quietest_gpu() -> None:
