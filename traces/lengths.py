@@ -182,9 +182,12 @@ class MixedLengths:
         edges = np.cumsum([weight for weight, _ in self.parts])
         chosen = np.searchsorted(edges, rng.random(count) * edges[-1], side="right").clip(max=len(edges) - 1)
         both = np.empty((count, 2), dtype=np.int64)
-        for index, (_, part) in enumerate(self.parts):
-            mine = chosen == index
-            both[mine] = np.stack(part.sample(rng, int(mine.sum())), axis=1)
+        order = np.argsort(chosen, kind="stable")
+        start = 0
+        for index, mine in zip(*np.unique(chosen, return_counts=True), strict=True):
+            part = self.parts[int(index)][1]
+            both[order[start : start + mine]] = np.stack(part.sample(rng, int(mine)), axis=1)
+            start += mine
         return both[:, 0], both[:, 1]
 
 
