@@ -203,6 +203,24 @@ class TestMeasuring:
             assert run.host_s == pytest.approx(run.e2e_s - run.device_s)
             assert (run.sm_clock_mhz, run.power_w) == (210.0, 25.0)
 
+    def test_one_rank_of_a_group_is_a_model_like_any_other(self, house, kept, tmp_path) -> None:
+        """Its config.json comes without tokenizer, with half of the heads and of the vocabulary."""
+        whole, rank = (json.loads((house.fingerprint(2) / "config.json").read_text()), tmp_path / "rank")
+        generate_shape(house.model, rank, 2, tp=2)
+        shape = json.loads((rank / "config.json").read_text())
+        for name in ("num_attention_heads", "vocab_size"):
+            assert shape[name] == whole[name] // 2
+        kept.load(
+            rank,
+            weights=BITS16,
+            kv=KvFormat.BITS16,
+            layers_per_stage=(2,),
+            max_batch=8,
+            max_context_tokens=512,
+            kv_tokens=2048,
+        )
+        assert [len(run.steps) for run in bursts(kept, repeat=4)] == [3, 3]
+
     def test_a_long_prompt_is_cut_by_the_limit_of_the_worker(self, house, kept) -> None:
         house.load(kept)
         (run,) = bursts(kept, 3, 200, 2, most=1)

@@ -97,13 +97,11 @@ def test_an_engine_that_dies_at_a_point_costs_that_point(home: Any, environment:
     assert any("batch 1 with 512 in failed" in note and "CUDA out of memory" in note for note in warnings)
 
 
-def test_one_rank_of_a_group_is_measured_on_the_only_gpu_when_it_is_asked_for(home: Any) -> None:
-    """The real worker loads the rank's config.json; what a second GPU would bring is then told from it."""
-    wish = ("--engine", "vllm", "--quality", "exact", "--max-seconds", "6", "--shards", "always")
-    told = home.run("profile", DEMO, *wish, *WORK).stdout
-    assert "tp=2 pp=1 weights=16bit kv=16bit, the whole group by one rank's 2 layers repeated 4 times" in told
-    assert "note: tp=2 was run as one rank's shape, without communication" in told
-    assert of_vllm(home) == []
+def test_ranks_alone_are_refused_by_an_engine_that_cannot_measure_them(home: Any) -> None:
+    """The option's way from the command line to what takes the profile; what it does there needs no process."""
+    refused = home.run("profile", DEMO, "--engine", "torch", "--shards", "always", check=False)
+    assert refused.returncode == 1
+    assert "take --engine vllm, or leave --shards out" in refused.stderr
 
 
 def test_a_near_deployment_after_an_exact_one_measures_what_that_left_out(home: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from daemon.engines.registry import capabilities_for
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Source
 from fingerprint.gpus import parse_gpus
+from iserve.cli.profile_text import print_profile
 from iserve.cli.render import _SOURCE_MARKS, print_plan
 from iserve.controller.estimating import estimator_for
 from iserve.plan_document import plan_document
@@ -32,6 +33,14 @@ def test_times_of_one_rank_are_marked_and_explained(capsys: pytest.CaptureFixtur
     assert "t shard on one GPU + modelled all-reduce" in shown
     (row,) = [line.split() for line in shown.splitlines() if line.split()[1:5] == ["2", "1", "16bit", "16bit"]]
     assert row[-1] == "t"
+
+
+def test_a_profile_in_the_terminal_says_what_was_run_as_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = take(RankMachine(num_devices=1), degrees=((1, 1), (2, 1)))
+    print_profile(profile, estimator_for(profile), AT)
+    shown = capsys.readouterr().out
+    assert "tp=1 pp=1 weights=16bit kv=16bit, the whole model by 2 layers repeated 16 times" in shown
+    assert "tp=2 pp=1 weights=16bit kv=16bit, the whole group by one rank's 2 layers repeated 16 times" in shown
 
 
 def test_every_source_has_a_mark_of_its_own() -> None:
