@@ -37,13 +37,16 @@ class FailureCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SloResult:
-    """How many requests kept every limit. A failed one keeps none; an answer of one token has no TPOT to miss."""
+    """How many requests kept every limit. A failed one keeps none; an answer of one token has no TPOT to miss.
+
+    Requests in flight when a run was ended early are not judged.
+    """
 
     ttft_s: float | None
     tpot_s: float | None
     e2e_s: float | None
     met: int
-    attainment_fraction: float  # of all requests, the failed and the refused included
+    attainment_fraction: float  # of all that are judged, the failed and the refused included
     goodput_requests_per_s: float  # those that met it, over the run's duration
     missed_ttft: int  # of the completed; one request may miss several
     missed_tpot: int
@@ -150,13 +153,14 @@ def _judge(outcomes: Outcomes, slo: Slo, span_s: float) -> SloResult:
     missed_ttft = done & _over(outcomes.ttft_s, slo.ttft_s)
     missed_tpot = done & _over(outcomes.tpot_s, slo.tpot_s)
     missed_e2e = done & _over(outcomes.e2e_s, slo.e2e_s)
+    judged = int((outcomes.failure != Failure.INTERRUPTED).sum())
     met = int((done & ~(missed_ttft | missed_tpot | missed_e2e)).sum())
     return SloResult(
         ttft_s=slo.ttft_s,
         tpot_s=slo.tpot_s,
         e2e_s=slo.e2e_s,
         met=met,
-        attainment_fraction=met / len(outcomes) if len(outcomes) else 0.0,
+        attainment_fraction=met / judged if judged else 0.0,
         goodput_requests_per_s=_rate(met, span_s),
         missed_ttft=int(missed_ttft.sum()),
         missed_tpot=int(missed_tpot.sum()),

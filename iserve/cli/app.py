@@ -37,9 +37,9 @@ def _root(
 
 
 def _register() -> None:
-    from iserve.cli import operating, planning, reporting, serving, simulate, tracing, verifying
+    from iserve.cli import operating, planning, replay, reporting, serving, simulate, tracing, verifying
 
-    for module in (serving, planning, simulate, tracing, verifying, reporting, operating):
+    for module in (serving, planning, simulate, replay, tracing, verifying, reporting, operating):
         module.register(app)
 
 

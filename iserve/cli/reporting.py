@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fingerprint.report import AccuracyRecord, Report
     from iserve.report_service import ReportOptions
 
-__all__ = ["register", "write_page"]
+__all__ = ["check_target", "register", "write_page"]
 
 DEFAULT_OUTPUT = "report.html"
 
@@ -64,7 +64,7 @@ def report(
     )
     if not as_json:
         with o.usage_errors("--output"):
-            _check_target(output)
+            check_target(output)
     accuracy = None if truth is None else read_accuracy(truth)
     if gpus is None:
         found = _live(model, engine, options, accuracy)
@@ -150,7 +150,7 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     return replace(report, warnings=(*report.warnings, *([stale] if changed else [])))
 
 
-def _check_target(target: Path) -> None:
+def check_target(target: Path) -> None:
     """Before anything slow: whether a file can be put there.
 
     Raises:

@@ -3,8 +3,8 @@
     python tests/bench/replay_compare.py [--json out.json] [--guidellm /path/to/its/python] [--streams 500 2000]
 
 The endpoint is a stand-in in a process of its own whose delays are set, and which notes when it wrote each piece;
-its notes are the truth that clients' figures are held against. Everything runs on one machine, so what a busy machine
-does to both sides is in the figures. guidellm is never a dependency: name the Python that has it.
+its notes are the truth that clients' figures are held against. Everything runs on one machine, and what that does
+to both sides is in the figures. guidellm is never a dependency: name the Python that has it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from fingerprint.errors import ConfigError, UnavailableError
+import msgspec
 
-__all__ = ["Endpoint", "resolve_endpoint"]
+from fingerprint.errors import ConfigError, NotFoundError, UnavailableError
+
+__all__ = ["Endpoint", "check_models", "resolve_endpoint"]
+
+_PATIENCE_S = 10.0
+_MAX_LIST_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +58,49 @@ def resolve_endpoint(url: str) -> Endpoint:
         raise UnavailableError(f"the host of {url} is not known: {error.strerror or error}") from error
     base_path = path if path.endswith("/v1") else f"{path}/v1"
     return Endpoint(url, tls, parts.hostname, str(found[0][4][0]), port, base_path)
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def check_models(endpoint: Endpoint, names: Sequence[str], key: str | None) -> None:
+    """Ask the endpoint for its models, before a run finds out a thousand times. One that lists none passes.
+
+    Raises:
+        UnavailableError: nothing answers.
+        NotFoundError: it lists its models, and one of ``names`` is not among them.
+    """
+    status, answer = _get_models(endpoint, key)
+    if status in (401, 403):
+        raise UnavailableError(
+            f"{endpoint.url} wants another API key (--key, OPENAI_API_KEY): it answered {status}"
+        )
+    if status != 200:
+        return
+    try:
+        known = [model.id for model in msgspec.json.decode(answer, type=_Models).data]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return
+    for name in names:
+        if name not in known:
+            raise NotFoundError(f"{endpoint.url} serves no {name!r}; it serves {', '.join(known) or 'nothing'}")
+
+
+def _get_models(endpoint: Endpoint, key: str | None) -> tuple[int, bytes]:
+    kind = http.client.HTTPSConnection if endpoint.tls else http.client.HTTPConnection
+    connection = kind(endpoint.host, endpoint.port, timeout=_PATIENCE_S)
+    try:
+        connection.request(
+            "GET", f"{endpoint.base_path}/models", headers={"Authorization": f"Bearer {key}"} if key else {}
+        )
+        response = connection.getresponse()
+        return response.status, response.read(_MAX_LIST_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise UnavailableError(f"{endpoint.url} does not answer: {error}") from error
+    finally:
+        connection.close()

@@ -1,0 +1,216 @@
+"""``replay``: a trace's requests sent to running deployments at the trace's times, and what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from iserve.cli import options as o
+
+if TYPE_CHECKING:
+    from planner.intent import Slo
+    from traces.outcomes import Outcomes
+    from traces.replay.document import ReplayDocument
+    from traces.replay.endpoint import Endpoint
+    from traces.replay.runner import Replay, ReplayOptions
+    from traces.replay.schedule import Schedule, ScheduleOptions
+
+__all__ = ["register"]
+
+
+class Prompt(StrEnum):
+    """How prompts are sent."""
+
+    IDS = "ids"
+    TEXT = "text"
+    CHAT = "chat"
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "replay",
+        epilog="Example: iserve replay azure_conv.csv --deployment iserve-demo --duration 60 --report r.html",
+    )(replay)
+
+
+def replay(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace file, or synthetic:NAME.")],
+    deployment: Annotated[
+        str,
+        typer.Option(
+            "--deployment",
+            metavar="NAME[,NAME...]",
+            help="What is asked for. Requests whose row names no model are spread over all by the seed.",
+            callback=o.not_empty,
+        ),
+    ],
+    url: Annotated[
+        str | None, typer.Option("--url", help="An OpenAI-compatible endpoint instead of this home's gateway.")
+    ] = None,
+    rate_factor: Annotated[
+        float, typer.Option("--rate-factor", help="Times the trace's request rate: its times are divided by it.")
+    ] = 1.0,
+    duration: Annotated[
+        float | None, typer.Option("--duration", help="Seconds of sending; what is scheduled later is left out.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Only the first so many requests.")] = None,
+    slo: Annotated[
+        str | None, typer.Option("--slo", help="Latency limits in seconds, such as ttft=0.5,tpot=0.05,e2e=10.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds a request may take, from its send to its last token.")
+    ] = 600.0,
+    max_inflight: Annotated[
+        int,
+        typer.Option(
+            "--max-inflight", help="Requests in flight at once; beyond, they are counted as refused, not sent."
+        ),
+    ] = 2000,
+    seed: Annotated[int, typer.Option("--seed", help="Of the prompts, and of who gets a request.")] = 0,
+    prompts: Annotated[
+        Prompt, typer.Option("--prompts", help="ids: token ids of the exact length; text: words; chat: a message.")
+    ] = Prompt.IDS,
+    vocabulary: Annotated[int, typer.Option("--vocabulary", help="Token ids are drawn below this.")] = 256,
+    allow_eos: Annotated[
+        bool, typer.Option("--allow-eos", help="Let answers end early; for engines that do not know ignore_eos.")
+    ] = False,
+    ignore_models: Annotated[
+        bool, typer.Option("--ignore-models", help="Spread all requests, whatever models the trace names.")
+    ] = False,
+    trace_format: Annotated[
+        str | None, typer.Option("--format", help="Of the trace; else it is recognised.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Write an HTML page to this file, too.")] = None,
+    key: Annotated[
+        str | None, typer.Option("--key", envvar="OPENAI_API_KEY", help="An API key, if needed.")
+    ] = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Send TRACE's requests to running deployments at the trace's times; show latencies, throughput, failures.
+
+    The load is open-loop: a slow server slows no send down. Prompts are synthetic, of the trace's lengths; answers
+    are made as long as the trace's. Latencies count from the scheduled send. Ctrl-C ends the run and shows what
+    there is.
+    """
+    from iserve.cli.reporting import check_target
+    from planner.intent import parse_slo
+    from traces.replay.endpoint import check_models
+    from traces.replay.prompts import PromptOptions
+    from traces.replay.runner import Replay, ReplayOptions
+    from traces.replay.schedule import ScheduleOptions
+
+    names = tuple(name.strip() for name in deployment.split(","))
+    with o.usage_errors():
+        limits = None if slo is None else parse_slo(slo)
+        when = ScheduleOptions(
+            rate_factor=rate_factor, duration_s=duration, limit=limit, seed=seed, ignore_models=ignore_models
+        )
+        asked = PromptOptions(
+            kind="ids" if prompts is Prompt.IDS else "text",
+            chat=prompts is Prompt.CHAT,
+            vocabulary=vocabulary,
+            ignore_eos=not allow_eos,
+            seed=seed,
+        )
+        how = ReplayOptions(timeout_s=timeout, max_in_flight=max_inflight, key=key, prompts=asked)
+        if report is not None:
+            check_target(report)
+    schedule = _schedule(trace, trace_format, names, when)
+    endpoint = _endpoint(url)
+    check_models(endpoint, names, key)
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    run = Replay(schedule, endpoint, how)
+    outcomes, by_signal = _run(run, quiet=as_json)
+    document = _document(run, outcomes, limits, trace, endpoint.url, started_at, when, how, len(schedule))
+    _show(document, report, as_json=as_json)
+    if by_signal:
+        raise typer.Exit(128 + by_signal)
+    if not document.summary.completed:
+        raise typer.Exit(1)
+
+
+def _schedule(trace: str, trace_format: str | None, names: tuple[str, ...], options: ScheduleOptions) -> Schedule:
+    from traces.replay.schedule import make_schedule
+    from traces.sources import requests_of
+
+    return make_schedule(requests_of(trace, format=trace_format, seed=options.seed), names, options)
+
+
+def _endpoint(url: str | None) -> Endpoint:
+    from iserve.cli.live import gateway_url
+    from traces.replay.endpoint import resolve_endpoint
+
+    if url is None:
+        return resolve_endpoint(gateway_url())
+    with o.usage_errors("--url"):
+        return resolve_endpoint(url)
+
+
+def _run(run: Replay, *, quiet: bool) -> tuple[Outcomes, int]:
+    """The outcomes, and the signal that ended the run, or 0."""
+    from iserve.cli.replay_text import ProgressLine
+
+    ended_by = 0
+
+    def end(number: int) -> None:
+        nonlocal ended_by
+        ended_by = number
+        run.stop()
+
+    async def all_of_it() -> Outcomes:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end, number)
+        with ProgressLine(sys.stderr, quiet=quiet) as line:
+            return await run.run(line.show)
+
+    return asyncio.run(all_of_it()), ended_by
+
+
+def _document(
+    run: Replay,
+    outcomes: Outcomes,
+    slo: Slo | None,
+    trace: str,
+    url: str,
+    started_at: str,
+    schedule: ScheduleOptions,
+    options: ReplayOptions,
+    planned_requests: int,
+) -> ReplayDocument:
+    from traces.replay.document import make_document, replay_run
+
+    facts = replay_run(
+        trace=trace,
+        url=url,
+        started_at=started_at,
+        planned_requests=planned_requests,
+        elapsed_s=run.elapsed_s,
+        interrupted=run.interrupted,
+        schedule=schedule,
+        options=options,
+    )
+    return make_document(facts, outcomes, slo, run.examples)
+
+
+def _show(document: ReplayDocument, report: Path | None, *, as_json: bool) -> None:
+    from fingerprint.codec import to_json
+    from iserve.cli.replay_text import print_replay
+    from iserve.cli.reporting import write_page
+    from traces.replay.page import render_replay
+
+    if report is not None:
+        write_page(report, render_replay(document))
+    if as_json:
+        typer.echo(to_json(document, indent=2).decode())
+        return
+    print_replay(document)
+    if report is not None:
+        typer.echo(f"page: {report}")

@@ -1,0 +1,166 @@
+"""What one replay did and found, as one value: printed as JSON, drawn in the terminal, made into a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.intent import Slo
+from traces.outcomes import Failure, Outcomes
+from traces.replay.runner import ReplayOptions
+from traces.replay.schedule import ScheduleOptions
+from traces.summary import Summary, summarize
+from traces.timeline import Bin, CurvePoint, curve, timeline
+
+__all__ = [
+    "Curves",
+    "DeploymentSummary",
+    "FailureExample",
+    "ReplayDocument",
+    "ReplayRun",
+    "make_document",
+    "replay_run",
+]
+
+_LATE_S = 0.01  # at P99, from which the sender's lateness is worth a note
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentSummary:
+    name: str
+    summary: Summary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureExample:
+    """What was said at the first failure of a kind."""
+
+    kind: str
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curves:
+    """Quantiles of completed requests; ``ttft`` and ``e2e`` from the scheduled send."""
+
+    ttft: tuple[CurvePoint, ...]
+    ttft_from_send: tuple[CurvePoint, ...]
+    tpot: tuple[CurvePoint, ...]
+    itl: tuple[CurvePoint, ...]
+    e2e: tuple[CurvePoint, ...]
+    lateness: tuple[CurvePoint, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRun:
+    """What was asked for, and when."""
+
+    trace: str
+    url: str
+    started_at: str  # UTC, ISO 8601
+    planned_requests: int
+    elapsed_s: float
+    interrupted: bool
+    rate_factor: float
+    seed: int
+    timeout_s: float
+    max_in_flight: int
+    prompts: str  # "ids", "text" or "chat"
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayDocument:
+    run: ReplayRun
+    summary: Summary
+    deployments: tuple[DeploymentSummary, ...]
+    examples: tuple[FailureExample, ...]
+    notes: tuple[str, ...]
+    timeline: tuple[Bin, ...]
+    curves: Curves
+
+
+def replay_run(
+    *,
+    trace: str,
+    url: str,
+    started_at: str,
+    planned_requests: int,
+    elapsed_s: float,
+    interrupted: bool,
+    schedule: ScheduleOptions,
+    options: ReplayOptions,
+) -> ReplayRun:
+    """The settings of a run, gathered."""
+    prompts = options.prompts
+    return ReplayRun(
+        trace=trace,
+        url=url,
+        started_at=started_at,
+        planned_requests=planned_requests,
+        elapsed_s=elapsed_s,
+        interrupted=interrupted,
+        rate_factor=schedule.rate_factor,
+        seed=schedule.seed,
+        timeout_s=options.timeout_s,
+        max_in_flight=options.max_in_flight,
+        prompts="chat" if prompts.chat else prompts.kind,
+        ignore_eos=prompts.ignore_eos,
+    )
+
+
+def make_document(
+    run: ReplayRun, outcomes: Outcomes, slo: Slo | None, examples: Mapping[Failure, str]
+) -> ReplayDocument:
+    """Everything that is shown of a run."""
+    summary = summarize(outcomes, slo)
+    done = outcomes.select(outcomes.completed)
+    return ReplayDocument(
+        run=run,
+        summary=summary,
+        deployments=tuple(
+            DeploymentSummary(name=name, summary=summarize(part, slo, duration_s=summary.duration_s))
+            for name, part in outcomes.by_deployment()
+        ),
+        examples=tuple(FailureExample(kind=kind.words, words=words) for kind, words in examples.items()),
+        notes=tuple(_notes(run, summary, outcomes)),
+        timeline=timeline(outcomes),
+        curves=Curves(
+            ttft=curve(done.ttft_s),
+            ttft_from_send=curve(done.ttft_from_send_s),
+            tpot=curve(done.tpot_s),
+            itl=curve(done.gaps_s),
+            e2e=curve(done.e2e_s),
+            lateness=curve(outcomes.lateness_s),
+        ),
+    )
+
+
+def _notes(run: ReplayRun, summary: Summary, outcomes: Outcomes) -> list[str]:
+    lengths, notes = summary.lengths, []
+    if run.interrupted:
+        notes.append(f"ended early: {summary.requests} of {run.planned_requests} requests were begun")
+    if summary.lateness is not None and summary.lateness.p99_s >= _LATE_S:
+        notes.append(
+            f"the sender itself was late, {summary.lateness.p99_s * 1e3:.0f} ms at P99: this machine is too busy "
+            "for the load; latencies from the schedule include it, those from the send do not"
+        )
+    refused = int((outcomes.failure == Failure.REFUSED_BY_CLIENT).sum())
+    if refused:
+        notes.append(
+            f"{refused} requests were not sent: {run.max_in_flight} were in flight already (--max-inflight)"
+        )
+    if lengths.requests_of_other_output:
+        notes.append(
+            f"{lengths.requests_of_other_output} of {summary.completed} answers have not the trace's length: "
+            f"{lengths.output_tokens} tokens served, {lengths.asked_output_tokens} asked"
+            + ("" if run.ignore_eos else " (answers were free to end)")
+        )
+    if summary.completed and lengths.input_tokens is None:
+        notes.append("the server does not count prompt tokens: whether they are the trace's is not known")
+    elif lengths.requests_of_other_input:
+        notes.append(
+            f"{lengths.requests_of_other_input} of {summary.completed} prompts have not the trace's length: "
+            f"{lengths.input_tokens} tokens by the server's count, {lengths.asked_input_tokens} asked"
+        )
+    return notes
