@@ -7,6 +7,7 @@ import tracemalloc
 from collections import Counter
 from itertools import islice
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from fingerprint.errors import ConfigError
 from traces.arrivals import ArrivalProcess, Diurnal, Drifting, Gamma, OnOff, Poisson, RateSeries
 from traces.generate import generate
-from traces.lengths import FixedLengths, LognormalLengths
+from traces.lengths import EmpiricalLengths, FixedLengths, LognormalLengths
 from traces.popularity import Distinct, Identical, Zipf
 from traces.request import Request
 
@@ -64,6 +65,18 @@ def test_one_law_changed_leaves_what_the_others_give() -> None:
     base, fixed, one = stream(LENGTHS, Zipf()), stream(FixedLengths(1, 1), Zipf()), stream(LENGTHS, Identical())
     assert [(r.arrival_s, r.model) for r in base] == [(r.arrival_s, r.model) for r in fixed]
     assert [(r.arrival_s, r.input_tokens) for r in base] == [(r.arrival_s, r.input_tokens) for r in one]
+
+
+def test_the_laws_share_no_random_numbers() -> None:
+    """Two lengths and two models, each drawn by a coin: from one generator they would be the same coin."""
+    lengths = EmpiricalLengths(np.array([1, 2]), np.array([1, 1]))
+    pairs = Counter(
+        (request.input_tokens, request.model)
+        for request in generate(Poisson(9.0), lengths, seed=2, num_requests=8000, models="ab")
+    )
+    assert [pairs[length, model] / 8000 for length in (1, 2) for model in "ab"] == pytest.approx(
+        [0.25] * 4, abs=0.02
+    )
 
 
 def test_models_follow_their_law_across_chunks() -> None:

@@ -100,6 +100,22 @@ def test_a_bounded_empirical_fit_is_fair_to_all_of_the_trace() -> None:
     assert np.abs(shares - 1000).max() < 4 * math.sqrt(1000 * 0.9)
 
 
+def test_the_reservoir_is_fair_to_each_request() -> None:
+    """Two kept of five: each in two fifths of 4,000 seeds, within four sigma."""
+    trace = [Request(0, n + 1, 1) for n in range(5)]
+    kept = [EmpiricalLengths.fit(trace, max_kept=2, seed=seed).input_tokens for seed in range(4000)]
+    shares = np.bincount(np.concatenate(kept) - 1) / 4000
+    assert np.abs(shares - 0.4).max() < 4 * math.sqrt(0.24 / 4000)
+
+
+def test_a_mixture_is_mixed_all_along() -> None:
+    """One in four of the first part, in the first thousand as in the last."""
+    inputs, outputs = MODELS["mixed"].sample(np.random.default_rng(0), 10_000)
+    assert ((inputs == 1) == (outputs == 1)).all()
+    for some in (inputs[:1000], inputs[-1000:]):
+        assert (some == 1).mean() == pytest.approx(0.25, abs=0.055)
+
+
 @pytest.mark.parametrize(
     ("trace", "empirical", "input_ks", "output_ks"),
     [
