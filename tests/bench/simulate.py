@@ -54,6 +54,7 @@ class Case(NamedTuple):
     max_batch: int
     requests_per_s: float  # of each model
     longer: int = 1  # answers times this
+    tp: int = 1  # above 1: each model on the first ``tp`` GPUs
 
 
 CASES = (
@@ -65,6 +66,7 @@ CASES = (
     Case("32 slots, 8 models on 4 GPUs", Service.CONTINUOUS, 8, 4, 32, 0.6),
     Case("32 slots, answers 10 times as long", Service.CONTINUOUS, 1, 1, 32, 0.12, 10),
     Case("32 slots, 200 models on 100 GPUs", Service.CONTINUOUS, 200, 100, 32, 0.6),
+    Case("32 slots, 6 models on the same 8 GPUs", Service.CONTINUOUS, 6, 8, 32, 0.1, 1, 8),
 )
 
 
@@ -94,25 +96,29 @@ class Longer:
 
 
 class Spread:
-    """Model number i on GPU i, around again after the last."""
+    """Model number i on GPU i, around again after the last; or all on the first ``tp``."""
 
     name = "spread"
 
-    def __init__(self, steps: StepModel) -> None:
-        self._steps = steps
+    def __init__(self, steps: StepModel, tp: int) -> None:
+        self._steps, self._tp = steps, tp
 
     def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
-        gpu = snapshot.gpus[int(model) % len(snapshot.gpus)]
+        first = 0 if self._tp > 1 else int(model) % len(snapshot.gpus)
         stage = StagePlacement(
-            node_id=gpu.node_id, device_ids=(gpu.device_id,), first_layer=0, num_layers=32, bytes_per_gpu=2**30
+            node_id=snapshot.gpus[first].node_id,
+            device_ids=tuple(gpu.device_id for gpu in snapshot.gpus[first : first + self._tp]),
+            first_layer=0,
+            num_layers=32,
+            bytes_per_gpu=2**30,
         )
         return Deployed(placement=Placement((stage,)), steps=self._steps, what="fixed")
 
 
 @cache
-def step_model(max_batch: int) -> StepModel:
+def step_model(max_batch: int, tp: int) -> StepModel:
     limits = Limits(max_batch=max_batch, max_context_tokens=32_768, max_batched_tokens=8192)
-    return tabulate(RooflineEstimator(llama_7b(), A6000), DeploymentConfig(), limits)
+    return tabulate(RooflineEstimator(llama_7b(), A6000), DeploymentConfig(tp=tp), limits)
 
 
 def requests_of(case: Case, count: int) -> list[Request]:
@@ -130,9 +136,9 @@ def run(case: Case, requests: list[Request]) -> SimulationResult:
         cluster=idle_cluster(A6000, case.gpus),
         actions=tuple(Deploy(at_s=0.0, name=str(i), model=str(i)) for i in range(case.models)),
         service=case.service,
-        most_waiting=len(requests),
+        most_waiting=max(1, len(requests)),
     )
-    policies = Policies(deployer=Spread(step_model(case.max_batch)), make_batcher=EngineBatcher)
+    policies = Policies(deployer=Spread(step_model(case.max_batch, case.tp), case.tp), make_batcher=EngineBatcher)
     return simulate(requests, scenario, policies)
 
 
@@ -143,7 +149,7 @@ def timed(work: Callable[[], object]) -> tuple[float, object]:
 
 
 def measure(case: Case, count: int) -> BenchResult:
-    step_model(case.max_batch)
+    step_model(case.max_batch, case.tp)
     making_s, requests = timed(lambda: requests_of(case, count))
     assert isinstance(requests, list)
     part = list(islice(requests, CHECKED))

@@ -78,8 +78,9 @@ class Cluster:
         held = tuple(memory)
         for gpu, size_bytes in held:
             gpu.take(size_bytes)
-        for gpu, _ in held:
-            gpu.tenants.append(server)
+        for gpus, share in server.stages:
+            for gpu in gpus:
+                gpu.tenants[server] = share
         self._held[server] = held
         self._mark_shared(held)
         self.schedule(server, server.ready_s)
@@ -92,7 +93,7 @@ class Cluster:
         held = self._held.pop(server)
         for gpu, size_bytes in held:
             gpu.give_back(size_bytes)
-            gpu.tenants.remove(server)
+            del gpu.tenants[server]
         self._mark_shared(held)
 
     @property
@@ -157,15 +158,12 @@ class Cluster:
 
     def _slow_others(self, server: Server, now_s: float) -> None:
         """Whoever runs beside ``server`` goes on at the speed that it now has."""
-        others = {
-            other: None
-            for gpus, _ in server.stages
-            for gpu in gpus
-            for other in gpu.demands
-            if other is not server
-        }
+        others: dict[Server, float] = {}
+        for gpus, _ in server.meets:
+            for gpu in gpus:
+                others |= gpu.demands
+        others.pop(server, None)
         for other in others:
-            assert isinstance(other, Server), "only servers run"
             speed = self._speed(other)
             if speed != other.speed:
                 other.left_s = max(0.0, other.left_s - (now_s - other.at_s) * other.speed)
@@ -175,8 +173,7 @@ class Cluster:
 
     def _speed(self, server: Server) -> float:
         demands = [
-            (share, [sum(d for other, d in gpu.demands.items() if other is not server) for gpu in gpus])
-            for gpus, share in server.stages
+            (share, [max(0.0, sum(gpu.demands.values()) - share) for gpu in gpus]) for gpus, share in server.meets
         ]
         speed = ask("contention", lambda: self._contention(demands))
         if not 0 < speed <= 1:
@@ -185,8 +182,13 @@ class Cluster:
 
     @staticmethod
     def _mark_shared(held: Iterable[tuple[Gpu, int]]) -> None:
-        """On whom contention can bear."""
+        """On whom contention can bear, and where: of a stage's GPUs with the same tenants, one tells."""
+        affected: dict[Server, None] = {}
         for gpu, _ in held:
-            for tenant in gpu.tenants:
-                assert isinstance(tenant, Server), "only servers have memory"
-                tenant.shared = any(len(g.tenants) > 1 for gpus, _ in tenant.stages for g in gpus)
+            affected.update(dict.fromkeys(gpu.tenants))
+        for server in affected:
+            server.shared = any(len(gpu.tenants) > 1 for gpus, _ in server.stages for gpu in gpus)
+            server.meets = tuple(
+                Stage(tuple({tuple(gpu.tenants.items()): gpu for gpu in gpus}.values()), share)
+                for gpus, share in server.stages
+            )

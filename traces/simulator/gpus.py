@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from typing import TYPE_CHECKING
 
 from fingerprint.errors import ConfigError
+
+if TYPE_CHECKING:
+    from traces.simulator.servers import Server
 
 __all__ = ["LOAD_WINDOW_S", "Gpu"]
 
@@ -39,8 +43,8 @@ class Gpu:
     def __init__(self, device_id: str, node_id: str, index: int, total_bytes: int) -> None:
         self.device_id, self.node_id, self.index, self.total_bytes = device_id, node_id, index, total_bytes
         self.used_bytes = self.peak_bytes = 0
-        self.demands: dict[object, float] = {}
-        self.tenants: list[object] = []  # servers that have memory here, running or not
+        self.demands: dict[Server, float] = {}
+        self.tenants: dict[Server, float] = {}  # of all that have memory here, running or not
         self._busy_s = 0.0
         self._rate = 0.0
         self._since_s = 0.0
@@ -63,16 +67,14 @@ class Gpu:
     def give_back(self, size_bytes: int) -> None:
         self.used_bytes -= size_bytes
 
-    def start(self, server: object, share: float, now_s: float) -> None:
+    def start(self, server: Server, share: float, now_s: float) -> None:
         """``server`` runs from now on."""
-        self._advance(now_s)
         self.demands[server] = share
-        self._rate = self._busy_rate()
+        self._turn_to(self._busy_rate(), now_s)
 
-    def stop(self, server: object, now_s: float) -> None:
-        self._advance(now_s)
+    def stop(self, server: Server, now_s: float) -> None:
         self.demands.pop(server, None)
-        self._rate = self._busy_rate()
+        self._turn_to(self._busy_rate(), now_s)
 
     def busy_s(self, now_s: float) -> float:
         """Since the beginning."""
@@ -97,9 +99,11 @@ class Gpu:
             return busy_before_s
         return busy_before_s + (busy_after_s - busy_before_s) * (at_s - before_s) / (after_s - before_s)
 
-    def _advance(self, now_s: float) -> None:
+    def _turn_to(self, rate: float, now_s: float) -> None:
+        if rate == self._rate:  # between samples it is taken to be even, which it is
+            return
         self._busy_s += (now_s - self._since_s) * self._rate
-        self._since_s = now_s
+        self._since_s, self._rate = now_s, rate
         samples = self._samples
         if now_s - samples[-1][0] >= _SAMPLE_S:
             samples.append((now_s, self._busy_s))
@@ -108,10 +112,9 @@ class Gpu:
                 samples.popleft()
 
     def _busy_rate(self) -> float:
-        demands = self.demands
-        if len(demands) < 2:
-            return next(iter(demands.values()), 0.0)
         idle = 1.0
-        for share in demands.values():
+        for share in self.demands.values():
+            if share == 1.0:
+                return 1.0
             idle *= 1.0 - share
         return 1.0 - idle

@@ -52,20 +52,38 @@ def _assert_same(one: SimulationResult, other: SimulationResult) -> None:
     assert one.gpus[0].busy_fraction == pytest.approx(other.gpus[0].busy_fraction, rel=1e-9)
 
 
-@settings(max_examples=1000, deadline=None)
-@given(
+_RANDOM_LOADS = given(
     asked=st.lists(_ASKED, min_size=1, max_size=25),
     max_batch=st.integers(1, 6),
     more_tokens=st.integers(0, 40),
     pace=st.sampled_from([0.05, 0.3, 1.0, 4.0]),
 )
-def test_equals_the_engines_scheduler_step_by_step(
+
+
+def _assert_equal_to_the_scheduler(
     asked: list[tuple[float, int, int]], max_batch: int, more_tokens: int, pace: float
 ) -> None:
     steps = _curved(limits(max_batch, 100, max_batch + more_tokens), pace)
     requests = _requests(asked)
     fast, true = (serve(requests, steps, service=s) for s in (Service.CONTINUOUS, Service.STEPPED))
     _assert_same(fast, true)
+
+
+@settings(max_examples=600, deadline=None)
+@_RANDOM_LOADS
+def test_equals_the_engines_scheduler_step_by_step(
+    asked: list[tuple[float, int, int]], max_batch: int, more_tokens: int, pace: float
+) -> None:
+    _assert_equal_to_the_scheduler(asked, max_batch, more_tokens, pace)
+
+
+@pytest.mark.long
+@settings(max_examples=20_000, deadline=None)
+@_RANDOM_LOADS
+def test_equals_it_on_twenty_thousand_loads(
+    asked: list[tuple[float, int, int]], max_batch: int, more_tokens: int, pace: float
+) -> None:
+    _assert_equal_to_the_scheduler(asked, max_batch, more_tokens, pace)
 
 
 @settings(max_examples=300, deadline=None)

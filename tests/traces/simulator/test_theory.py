@@ -16,7 +16,7 @@ from traces.request import Request
 from traces.simulator.scenario import NodeFails, NodeReturns, Remove, Service
 from traces.simulator.step_model import linear_steps
 
-_REQUESTS = 150_000
+_REQUESTS = 100_000
 
 
 def _poisson(rate_per_s: float, count: int, seed: int, output_tokens: int = 1) -> list[Request]:
