@@ -6,7 +6,8 @@ and k = 1. An engine start takes longer than all that is measured after it, so e
 and run through all its points; the budget counts the GPU's seconds after the starts.
 
 Bursts run back to back until the GPU's clock and power have settled, since a GPU that works for 200 ms under its
-power cap is slower than one that works for 7.
+power cap is slower than one that works for 7; the earlier half of them is not kept. A host that shares its cores
+changes its pace by half within seconds, and short prompts wait for the host: those are visited again later on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -32,9 +33,11 @@ from fingerprint.measurements import (
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 
-__all__ = ["DepthTiedPlan", "StepTimedTarget", "depth_tied_plan", "depth_tied_profile"]
+__all__ = ["ONCE_TOKENS", "DepthTiedPlan", "StepTimedTarget", "depth_tied_plan", "depth_tied_profile"]
 
 Point = tuple[int, int]  # batch, input tokens
+
+ONCE_TOKENS = 32_768  # a prefill of as many takes a second of an 8B model on an H200: settled within itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +55,13 @@ class DepthTiedPlan:
     max_context_tokens: int
     max_batched_tokens: int = 0  # of the largest step that the engine is started for, to be recorded; 0: not known
     settle_s: float = 0.5  # bursts of one output token go on for as long
-    most_bursts: int = 12
-    long_bursts: int = 2
+    most_bursts: int = 40
+    long_s: float = 1.0  # and those that generate
+    long_bursts: int = 4
     plain_bursts: int = 3
+    once_tokens: int | None = None  # points with more prompt tokens are run once, generating
+    visits: int = 3  # to points of at most ``short_tokens`` prompt tokens, for bursts of one output token
+    short_tokens: int = 2048
     budget_s: float = 90.0  # of the GPU, after engine starts
 
     def __post_init__(self) -> None:
@@ -71,6 +78,13 @@ class DepthTiedPlan:
             )
         if self.long_output < 3:
             raise ConfigError(f"long_output must be at least 3, got {self.long_output}")
+
+    def bursts(self, point: Point) -> tuple[tuple[int, int, float], ...]:
+        """How a point is measured: output tokens, bursts at most, seconds after which no further one begins."""
+        long = (self.long_output, self.long_bursts, self.long_s)
+        if self.once_tokens is not None and _tokens(point) > self.once_tokens:
+            return ((self.long_output, 1, 0.0),)
+        return (1, self.most_bursts, self.settle_s), long
 
     @property
     def kv_tokens(self) -> int:
@@ -110,6 +124,7 @@ def depth_tied_plan(
         long_output=long_output,
         max_batch=max(max_batch, *batches),
         max_context_tokens=min(spec.max_context_tokens, max(longest + long_output, workload.context_tokens)),
+        once_tokens=ONCE_TOKENS,
         budget_s=budget_s,
     )
 
@@ -329,6 +344,27 @@ class _Driver:
                     self.notes.append(f"{case}, {num_layers} layers: its engine died twice, the rest is left out")
                     return
                 died = True
+        if session is not None and not died:
+            self._revisit(session, case, num_layers, repeat, timing)
+
+    def _revisit(
+        self, session: StepTimedSession, case: _Case, num_layers: int, repeat: int, timing: list[TimingPoint]
+    ) -> None:
+        """Add to the settled bursts of short prompts what later visits see of them, while the budget lasts."""
+        plan = self.plan
+        for _ in range(1, plan.visits):
+            for index, point in enumerate(timing):
+                at = (point.batch, point.input_tokens)
+                alike = (point.num_layers, point.repeat, point.output_tokens) == (num_layers, repeat, 1)
+                if not alike or _tokens(at) > plan.short_tokens or self.spent_s >= plan.budget_s:
+                    continue
+                try:
+                    more = self._bursts(session, case, num_layers, repeat, at, *plan.bursts(at)[0])
+                except IserveError as error:
+                    self._failed(f"{case}, {num_layers} layers, batch {at[0]} with {at[1]} in, again", error)
+                    self._close()
+                    return
+                timing[index] = replace(point, runs=point.runs + _settled(more.runs))
 
     def _memory(self, case: _Case, num_layers: int) -> MemoryPoint:
         return MemoryPoint(
@@ -362,11 +398,12 @@ class _Driver:
     ) -> list[TimingPoint]:
         """Bursts of one token until settled, then the long ones."""
         plan, begun = self.plan, self.clock()
-        most = (plan.plain_bursts, plan.plain_bursts) if plain else (plan.most_bursts, plan.long_bursts)
-        measured = [
-            self._bursts(session, case, num_layers, repeat, point, output, bursts)
-            for output, bursts in zip((1, plan.long_output), most, strict=True)
-        ]
+        wanted = plan.bursts(point)
+        if plain:
+            wanted = tuple((output, plan.plain_bursts, plan.settle_s) for output in (1, plan.long_output))
+        measured = [self._bursts(session, case, num_layers, repeat, point, *how) for how in wanted]
+        if not plain:
+            measured = [replace(p, runs=_settled(p.runs)) if p.output_tokens == 1 else p for p in measured]
         at, each_s = (case.tp, case.pp, num_layers * repeat), (self.clock() - begun) / _tokens(point)
         self._cost_s[at] = min(each_s, self._cost_s.get(at, math.inf))
         return measured
@@ -384,6 +421,7 @@ class _Driver:
         point: Point,
         output: int,
         most: int,
+        until_s: float,
     ) -> TimingPoint:
         batch, input_tokens = point
         self._tell(f"{case}, {num_layers} x {repeat} layers: batch {batch}, {input_tokens} in, {output} out")
@@ -395,7 +433,7 @@ class _Driver:
                 output_tokens=output,
                 repeat=repeat,
                 most=most,
-                until_s=self.plan.settle_s,
+                until_s=until_s,
             )
         finally:
             self.spent_s += self.clock() - begun
@@ -417,13 +455,22 @@ class _Driver:
 
     def _tell(self, running: str) -> None:
         plan = self.plan
-        each = 2 * (len(plan.points) + len(plan.shallow_points)) + 4 * len(plan.plain_points)
+        again = [
+            sum(_tokens(p) <= plan.short_tokens for p in points) for points in (plan.points, plan.shallow_points)
+        ]
+        each = sum(len(plan.bursts(p)) for p in (*plan.points, *plan.shallow_points))
+        each += 4 * len(plan.plain_points) + (plan.visits - 1) * sum(again)
         total = each * len(plan.degrees) * len(plan.weights) * len(plan.kv)
         self.progress(ProfileProgress(self._done, max(total, self._done), self.spent_s, plan.budget_s, running))
 
 
 def _tokens(point: Point) -> int:
     return point[0] * point[1]
+
+
+def _settled(runs: tuple[RunReading, ...]) -> tuple[RunReading, ...]:
+    """The later half of bursts that ran back to back."""
+    return runs[len(runs) // 2 :]
 
 
 def contradiction(points: list[TimingPoint]) -> str | None:

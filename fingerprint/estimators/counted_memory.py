@@ -2,8 +2,8 @@
 
 The engine items are weights, the peak of activations in the largest step it allows, what is outside its allocator
 (CUDA context, communication buffers) and captured graphs. Activations and context do not grow with depth.
-Weights grow by one layer at a time: by the tensors' own sizes, because an allocator counts in steps of 20 MiB,
-which times the number of layers is more than the error that is allowed.
+Weights grow by one layer at a time: by what the allocator takes for the tensors, because it counts small ones in
+steps of 20 MiB, which times the number of layers is more than the error that is allowed.
 
 One rank of a tensor-parallel group that was loaded alone has the group's weights, KV cache and activations; the
 group's communication buffers are the roofline's assumption.
@@ -20,11 +20,14 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.estimators.roofline import CALIBRATED
-from fingerprint.formats import embedding_bytes, layer_weight_bytes_per_gpu
+from fingerprint.formats import embedding_bytes, layer_weight_bytes_per_gpu, linear_element_bytes
 from fingerprint.measurements import MemoryPoint, Profile
+from fingerprint.model_spec import ModelSpec
 
-__all__ = ["CountedMemory"]
+__all__ = ["CountedMemory", "allocated_layer_bytes"]
 
+# torch's CUDA allocator (c10/cuda/CUDACachingAllocator) rounds a block above the one size up to the other.
+_LARGE_BYTES, _ROUND_BYTES = 10 * 2**20, 2 * 2**20
 _ALLOCATOR_STEP_BYTES = 40 * 2**20  # two of vLLM's blocks: within this the sizes are believed, beyond it the count
 # vLLM 0.24 on an H200 captured 0.27 to 0.37 GiB more for 32 and 36 layers than for one (three models).
 _GRAPH_BYTES_PER_LAYER = 10 * 2**20
@@ -133,7 +136,7 @@ class CountedMemory:
 
     def _layer_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
         """One layer's weights on one GPU."""
-        stored = layer_weight_bytes_per_gpu(self._spec, config)
+        stored = allocated_layer_bytes(self._spec, config)
         by_depth = {point.num_layers // config.pp: _mean_weights(point) for point in points}
         if len(by_depth) < 2:
             return stored
@@ -176,6 +179,25 @@ class CountedMemory:
         shallow = min(points, key=lambda point: point.num_layers)
         captured = max(rank.graph_bytes for rank in shallow.ranks)
         return captured + _GRAPH_BYTES_PER_LAYER * (layers - _layers_of(shallow)) if captured else 0
+
+
+def allocated_layer_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
+    """One layer's weights on one GPU, each large matrix rounded up as torch's allocator does it.
+
+    Engines join Q, K and V, and the two halves of a gated MLP, each into one matrix; all experts' are one.
+    """
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    inner = spec.intermediate_size * max(1, spec.num_experts) / config.tp
+    rows = (
+        queries / config.tp + 2 * keys / min(config.tp, spec.num_kv_heads),
+        queries / config.tp,
+        inner * (2 if spec.gated_mlp else 1),
+        inner,
+    )
+    element_bytes = linear_element_bytes(spec, config.weights)
+    sizes = (spec.hidden_size * count * element_bytes for count in rows)
+    added = sum(-size % _ROUND_BYTES for size in sizes if size > _LARGE_BYTES)
+    return layer_weight_bytes_per_gpu(spec, config) + added
 
 
 def _layers_of(point: MemoryPoint) -> int:

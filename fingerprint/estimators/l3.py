@@ -26,9 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
-from sklearn.linear_model import LinearRegression
+from sklearn.linear_model import LinearRegression, QuantileRegressor
 
 from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
@@ -38,11 +39,13 @@ from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 
+Array = npt.NDArray[np.float64]
+
 __all__ = ["L3", "Overhead", "WholePoint", "in_hull", "repeat_overheads", "repeated_points", "whole_points"]
 
 _LENGTH_OCTAVES = 2.5  # of batch or input, over which the ratio to the roofline keeps its value
 _RATIO_SPREAD = 0.2  # of its logarithm, prior to any measurement
-_SETTLED_SHARE = 0.5  # of a point's bursts: the later ones
+_PACE_S, _PACE_SHARE = 2e-4, 0.01  # how well a forward's time is told: the host's pace, the clock's
 _Z90 = 1.6449
 _ON_THE_EDGE = 1e-6  # of the hull of points, in octaves: rounding
 
@@ -191,7 +194,7 @@ def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, first: Overhe
         steps_s=steps,
         ending_s=tuple(statistics.median(in_order) for in_order in zip(*ending, strict=False)),
         passes=settled.passes,
-        relative_spread=_spread([run.e2e_s for run in _settled(short)]),
+        relative_spread=_spread([run.e2e_s for run in short.runs]),
     )
 
 
@@ -203,11 +206,6 @@ def _whole_s(point: TimingPoint, took: _Took, overhead: Overhead, num_layers: in
     return took.seconds - (point.repeat - 1) * once + missing * layer_s
 
 
-def _settled(point: TimingPoint) -> tuple[RunReading, ...]:
-    runs = point.runs
-    return runs[min(len(runs) - 1, math.floor(len(runs) * (1 - _SETTLED_SHARE))) :]
-
-
 def _spread(times: list[float]) -> float:
     if len(times) < 2:
         return 0.02  # one long burst; over seconds the clock's noise averages out
@@ -215,11 +213,10 @@ def _spread(times: list[float]) -> float:
 
 
 def _first(point: TimingPoint) -> _Took:
-    """Until the first tokens: of settled bursts, or of those that went on."""
-    runs = _settled(point) if point.output_tokens == 1 else point.runs
-    prompts = [[s for s in run.steps if s.prefill_tokens] for run in runs]
+    """Until the first tokens, whether the bursts end there or go on."""
+    prompts = [[s for s in run.steps if s.prefill_tokens] for run in point.runs]
     return _Took(
-        statistics.median(run.e2e_s - sum(s.cadence_s for s in _decoding(run)) for run in runs),
+        statistics.median(run.e2e_s - sum(s.cadence_s for s in _decoding(run)) for run in point.runs),
         statistics.median(sum(s.forward_s for s in steps) for steps in prompts),
         statistics.median(len(steps) for steps in prompts),
         statistics.median(sum(s.tokens for s in steps) for steps in prompts),
@@ -253,8 +250,9 @@ def _step(point: TimingPoint) -> _Took:
 def _overheads(points: list[TimingPoint], deepest: int) -> tuple[Overhead, Overhead]:
     """Of a repeat in a first token and in a decode step, from what two depths ran alike.
 
-    With n = r p k layers run, ``T - T' = (r - r') o + (n - n') h``. Where the depths do not divide N alike, n
-    differs by a layer or two, and h is the deeper one's forward less o.
+    With n = r p k layers run, ``F - F' = (r - r') o + (n - n') h`` of the forwards F of all stages, for a repeat
+    takes its time within the forward; what is around it is the host's, whose pace changes between two engines.
+    Where the depths do not divide N alike, n differs by a layer or two, and h is the deeper one's forward less o.
     """
     by_depth: dict[int, dict[tuple[int, int, bool], TimingPoint]] = {}
     for point in points:
@@ -270,23 +268,39 @@ def _overheads(points: list[TimingPoint], deepest: int) -> tuple[Overhead, Overh
             of = _step if at[2] else _first
             there, here = of(other), of(same)
             more_layers = (other.repeat * other.num_layers - same.repeat * same.num_layers) / same.num_layers
-            excess_s = there.seconds - here.seconds - more_layers * here.forward_s * same.pp / same.repeat
+            forwards_s = same.pp * (there.forward_s - here.forward_s)
+            excess_s = forwards_s - more_layers * here.forward_s * same.pp / same.repeat
             (step if at[2] else first).append((here, excess_s / (other.repeat - same.repeat - more_layers)))
     return _fit_overhead(first), _fit_overhead(step)
 
 
 def _fit_overhead(seen: list[tuple[_Took, float]]) -> Overhead:
-    """Non-negative least squares of seconds per repeat over passes and tokens; noise grows with the burst."""
+    """Non-negative least absolute deviations of seconds per repeat over passes and tokens.
+
+    Absolute, because a launch-bound forward on a slow host is an outlier. A forward is told to ``_PACE_S``, or to
+    ``_PACE_SHARE`` of it where that is more.
+    """
     if not seen:
         return Overhead(0.0, 0.0)
     work = np.array([[took.passes, took.tokens] for took, _ in seen])
-    cost, seconds = np.array([c for _, c in seen]), np.array([took.seconds for took, _ in seen])
-    if np.linalg.matrix_rank(work) < 2:  # one size alone does not tell the two apart: as if nothing grew
-        work[:, 1] = 0.0
-    fit = LinearRegression(positive=True, fit_intercept=False)
-    fit.fit(work, cost, sample_weight=1 / seconds**2)
-    per_pass, per_token = fit.coef_
+    cost, seconds = np.array([c for _, c in seen]), np.array([took.forward_s for took, _ in seen])
+    weight = 1 / np.maximum(_PACE_S, _PACE_SHARE * seconds)
+    # One size alone does not tell the two apart: as if nothing grew.
+    both = [work] if np.linalg.matrix_rank(work) == 2 else []
+    fits = [_absolute_fit(columns, cost, weight) for columns in (*both, work * [1, 0], work * [0, 1])]
+    fits = fits if both else fits[:1]
+    loss = [float(weight @ np.abs(cost - work @ fit)) if fit.min() >= 0 else math.inf for fit in fits]
+    per_pass, per_token = fits[loss.index(min(loss))] if min(loss) < math.inf else (0.0, 0.0)
     return Overhead(float(per_pass), float(per_token))
+
+
+def _absolute_fit(work: Array, cost: Array, weight: Array) -> Array:
+    """Least absolute deviations without an intercept; columns of zeros get no coefficient."""
+    scale = np.array([max(1.0, float(column.max())) for column in work.T])
+    unit = max(float(np.abs(cost).max()), 1e-12)  # the solver's tolerances are absolute
+    fit = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)
+    fit.fit(work / scale, cost / unit, sample_weight=weight / weight.max())
+    return np.where(work.any(axis=0), fit.coef_ * unit / scale, 0.0)
 
 
 class L3:

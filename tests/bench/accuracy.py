@@ -32,7 +32,7 @@ from fingerprint.estimators.l2_device import L2Device
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.strategies import LatencyStrategy
 from fingerprint.measurements import TimingPoint
-from tests.bench.accuracy_measure import OUTPUT, Recorded
+from tests.bench.accuracy_measure import OUTPUT, REPEATS, Recorded
 
 RESULTS = Path(__file__).parent / "results"
 ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
@@ -126,11 +126,13 @@ class CostRow:
     model: str
     weights: str
     profile_s: float
+    profile_gib_s: float | None  # None: what was held was not recorded
     profile_start_s: float
-    profile_gib_s: float
+    profile_start_gib_s: float | None
     whole_s: float
+    whole_gib_s: float | None
     whole_start_s: float
-    whole_gib_s: float
+    whole_start_gib_s: float | None
 
 
 def load(folder: Path) -> list[Recorded]:
@@ -299,21 +301,49 @@ def memory_row(recorded: Recorded) -> MemoryRow:
 
 
 def cost_row(recorded: Recorded) -> CostRow:
-    """GPU time and memory x time; engine starts are counted at the memory held after them."""
-    repeated = [p for p in recorded.profile.timing if p.repeat > 1]
+    """GPU time and memory x time after engine starts, and the starts at the memory held after them.
 
-    def gib_s(points: Iterable[TimingPoint]) -> float:
-        return sum(run.e2e_s * (run.held_bytes or 0) / GIB for p in points for run in p.runs)
-
+    Of the fingerprints all that was run is counted, but for the points that ran unrepeated: those serve the other
+    methods of this page. Of the whole model five calls of each kind.
+    """
+    profile = recorded.profile
+    profile_s = profile.spent_s - sum(run.e2e_s for p in profile.timing if p.repeat == 1 for run in p.runs)
+    whole_s = sum(REPEATS * statistics.median(run.e2e_s for run in p.runs) for p in recorded.whole)
+    whole_start_s = sum(recorded.start_s) - recorded.profile_start_s
+    held, whole_held = _held_gib(p for p in profile.timing if p.repeat > 1), _held_gib(recorded.whole)
     return CostRow(
         model=recorded.model,
         weights=recorded.weights,
-        profile_s=sum(run.e2e_s for p in repeated for run in p.runs),
+        profile_s=profile_s,
+        profile_gib_s=held and profile_s * held,
         profile_start_s=recorded.profile_start_s,
-        profile_gib_s=gib_s(repeated),
-        whole_s=sum(run.e2e_s for p in recorded.whole for run in p.runs),
-        whole_start_s=sum(recorded.start_s) - recorded.profile_start_s,
-        whole_gib_s=gib_s(recorded.whole),
+        profile_start_gib_s=held and recorded.profile_start_s * held,
+        whole_s=whole_s,
+        whole_gib_s=whole_held and whole_s * whole_held,
+        whole_start_s=whole_start_s,
+        whole_start_gib_s=whole_held and whole_start_s * whole_held,
+    )
+
+
+def _held_gib(points: Iterable[TimingPoint]) -> float | None:
+    """Mean over time of the bytes that the driver saw in use."""
+    runs = [run for point in points for run in point.runs if run.held_bytes]
+    if not runs:
+        return None
+    return sum(run.e2e_s * run.held_bytes for run in runs) / sum(run.e2e_s for run in runs) / GIB
+
+
+def _cost_line(cost: CostRow) -> str:
+    memory_time = starts = "not recorded"
+    took, whole_took = f"{cost.profile_s:.0f} s", f"{cost.whole_s:.0f} s"
+    if cost.profile_gib_s and cost.whole_gib_s:
+        took, whole_took = f"{took}, {cost.profile_gib_s:.0f} GiB s", f"{whole_took}, {cost.whole_gib_s:.0f} GiB s"
+        memory_time = f"{cost.whole_gib_s / cost.profile_gib_s:.1f}"
+        whole = cost.whole_gib_s + (cost.whole_start_gib_s or 0.0)
+        starts = f"{whole / (cost.profile_gib_s + (cost.profile_start_gib_s or 0.0)):.1f}"
+    return (
+        f"| {cost.model} {cost.weights} | {took} | {whole_took} | {memory_time} | "
+        f"{cost.profile_start_s:.0f} s / {cost.whole_start_s:.0f} s | {starts} |"
     )
 
 
@@ -356,15 +386,12 @@ def markdown(
             f"({(one.non_kv_predicted - one.non_kv_bytes) / GIB:+.2f} GiB) | "
             f"{one.blocks:,} / {one.blocks_predicted:,} ({one.blocks_predicted / max(1, one.blocks) - 1:+.2%}) |"
         )
-    lines += ["", "| model | fingerprints | whole model | memory x time, whole / fingerprints | engine starts |"]
-    lines.append("| --- | --: | --: | --: | --: |")
-    for cost in costs:
-        ratio = cost.whole_gib_s / cost.profile_gib_s if cost.profile_gib_s else math.nan
-        lines.append(
-            f"| {cost.model} {cost.weights} | {cost.profile_s:.0f} s, {cost.profile_gib_s:.0f} GiB s | "
-            f"{cost.whole_s:.0f} s, {cost.whole_gib_s:.0f} GiB s | {ratio:.1f} | "
-            f"{cost.profile_start_s:.0f} s / {cost.whole_start_s:.0f} s |"
-        )
+    lines += [
+        "",
+        "| model | fingerprints | whole model | memory x time, whole / fingerprints | starts | with starts |",
+        "| --- | --: | --: | --: | --: | --: |",
+    ]
+    lines += [_cost_line(cost) for cost in costs]
     lines += ["", "| method | number | points | median error | worst error | inside its interval |"]
     lines.append("| --- | --- | --: | --: | --: | --: |")
     add(summary([*rows, *others], lambda row: row.method))

@@ -8,7 +8,10 @@ A MODEL_DIR needs a config.json alone, for all weights are random. Both sides ru
 same GPU, one after the other: ``vllm.LLM`` in its default mode (compiled, overlapped), prefix caching off,
 max_num_seqs 256, max_num_batched_tokens 16384, gpu_memory_utilization 0.85, KV room for the largest point on
 either side. TTFT is the time of a call with one output token, TPOT that of 65 tokens less that of one over 64.
-The whole model's calls are timed with the step timer off, but for two points that show what it costs.
+Every point is called six times and the first is left out; a short prompt waits for the host, whose pace changes by
+half within seconds where cores are shared, so those are called for half a second at three visits, of which the
+later halves are kept. The whole model's calls are timed with the step timer off, but for two points that show
+what it costs.
 
 Writes OUT/NAME-FORMAT.json.gz, a :class:`Recorded` each; nothing is predicted here.
 """
@@ -33,12 +36,12 @@ from daemon.engines.base import WorkerLimits, WorkerSpec
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
-from fingerprint.depth_tied_profile import DepthTiedPlan, Point, depth_tied_profile
+from fingerprint.depth_tied_profile import ONCE_TOKENS, DepthTiedPlan, Point, depth_tied_profile
 from fingerprint.errors import IserveError
 from fingerprint.families import read_config, read_spec
 from fingerprint.generate import generate_shape
 from fingerprint.gpus import match_device
-from fingerprint.measurements import MachineInfo, Profile, RankMemory, TimingPoint
+from fingerprint.measurements import MachineInfo, Profile, RankMemory, RunReading, TimingPoint
 from fingerprint.model_spec import ModelSpec
 from fingerprint.sharded_profile import profile_with_shards
 
@@ -48,9 +51,12 @@ MOST_PROMPT_TOKENS = 131_072
 OUTPUT = 65
 REPEATS = 5
 TIMER_POINTS = ((1, 128), (32, 128))
+SHORT_TOKENS, VISITS, VISIT_S, MOST_CALLS = 2048, 3, 0.5, 40
+SHALLOW_POINTS = ((1, 128), (1, 1024), (8, 128), (8, 512), (32, 128))
 PLAIN_POINTS = ((1, 128), (1, 1024), (8, 512), (32, 512), (32, 1024), (128, 128))
 MAX_SEQUENCES, MAX_STEP_TOKENS, MEMORY_FRACTION = 256, 16_384, 0.85
 MAX_CONTEXT = 4096
+Runs = tuple[RunReading, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +210,14 @@ class _Bench:
             degrees=((self.tp, self.pp),),
             weights=(weights,),
             points=points,
-            shallow_points=tuple(p for p in points if p[0] * p[1] <= 8192 or p == (128, 128)),
+            shallow_points=tuple(p for p in SHALLOW_POINTS if p in points),
             plain_points=tuple(p for p in PLAIN_POINTS if p in points),
             max_batch=MAX_SEQUENCES,
             max_context_tokens=context,
+            settle_s=VISIT_S,
+            visits=VISITS,
+            short_tokens=SHORT_TOKENS,
+            once_tokens=ONCE_TOKENS,
             budget_s=200,
         )
 
@@ -254,46 +264,80 @@ class _Bench:
             max_context_tokens=plan.max_context_tokens,
             kv_tokens=max(b * (n + OUTPUT) for b, n in plan.points),
         )
-        whole_session = session.session
         begun = time.monotonic()
+        calls = _Calls(session.session)
+        whole = calls.grid(plan.points)
+        timed = [(p, OUTPUT, calls.five(p, OUTPUT, steps=True)) for p in TIMER_POINTS if p in plan.points]
 
-        def run(point: Point, output: int, most: int, *, steps: bool) -> TimingPoint:
-            runs = whole_session.bursts(
-                batch=point[0], input_tokens=point[1], output_tokens=output, most=most, until_s=1e9, steps=steps
-            )
-            warm = 1 if output == 1 else 0
-            return TimingPoint(
-                num_layers=layers,
-                tp=self.tp,
-                pp=self.pp,
-                weights=weights,
-                kv=KvFormat.BITS16,
-                batch=point[0],
-                input_tokens=point[1],
-                output_tokens=output,
-                runs=runs[warm:],
+        def timing(measured: list[tuple[Point, int, Runs]]) -> tuple[TimingPoint, ...]:
+            return tuple(
+                TimingPoint(
+                    num_layers=layers,
+                    tp=self.tp,
+                    pp=self.pp,
+                    weights=weights,
+                    kv=KvFormat.BITS16,
+                    batch=batch,
+                    input_tokens=input_tokens,
+                    output_tokens=output,
+                    runs=runs,
+                )
+                for (batch, input_tokens), output, runs in measured
             )
 
-        ordered = sorted(plan.points, key=lambda p: p[0] * p[1])
-        whole = [
-            run(point, output, REPEATS + (output == 1), steps=False) for point in ordered for output in (1, OUTPUT)
-        ]
-        timed = [run(point, OUTPUT, REPEATS, steps=True) for point in TIMER_POINTS if point in plan.points]
         return Recorded(
             model=directory.name,
             weights=weights,
             tp=self.tp,
             pp=self.pp,
             profile=profile,
-            whole=tuple(whole),
-            whole_timed=tuple(timed),
-            whole_memory=whole_session.memory(),
+            whole=timing(whole),
+            whole_timed=timing(timed),
+            whole_memory=session.session.memory(),
             budget_bytes=self.budget_bytes,
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             start_s=tuple(shared.start_s),
             profile_start_s=profile_start_s,
             whole_s=time.monotonic() - begun,
         )
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Calls of the whole model."""
+
+    session: WorkerProfileSession
+
+    def grid(self, points: tuple[Point, ...]) -> list[tuple[Point, int, Runs]]:
+        """Every point with one token and with ``OUTPUT``, one after the other; short ones once more at the end."""
+        found: dict[tuple[Point, int], Runs] = {}
+        for point in sorted(points, key=_tokens):
+            found[point, 1] = self.first(point)
+            found[point, OUTPUT] = self.five(point, OUTPUT)
+        for _ in range(1, VISITS):
+            for point in points:
+                if _tokens(point) <= SHORT_TOKENS:
+                    found[point, 1] += self.first(point)
+        return [(point, output, runs) for (point, output), runs in found.items()]
+
+    def first(self, point: Point) -> Runs:
+        """Settled calls of one token."""
+        if _tokens(point) > SHORT_TOKENS:
+            return self._calls(point, 1, REPEATS + 1)[1:]
+        runs = self._calls(point, 1, MOST_CALLS, VISIT_S)
+        return runs[len(runs) // 2 :]
+
+    def five(self, point: Point, output: int, *, steps: bool = False) -> Runs:
+        return self._calls(point, output, REPEATS, steps=steps)
+
+    def _calls(self, point: Point, output: int, most: int, until_s: float = 1e9, *, steps: bool = False) -> Runs:
+        return self.session.bursts(
+            batch=point[0], input_tokens=point[1], output_tokens=output, most=most, until_s=until_s, steps=steps
+        )
+
+
+def _tokens(point: Point) -> int:
+    return point[0] * point[1]
 
 
 class _Shared:

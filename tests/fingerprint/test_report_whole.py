@@ -25,7 +25,7 @@ def machine() -> StepTimedMachine:
 
 @pytest.fixture(scope="module")
 def profile(machine: StepTimedMachine) -> Profile:
-    return take_depth_tied(machine, degrees=((1, 1), (2, 1)), plain_points=PLAIN)
+    return take_depth_tied(machine, degrees=((1, 1), (2, 1)), plain_points=PLAIN, long_s=1e6)
 
 
 def models_of(profile: Profile, output_tokens: int = OUTPUT) -> tuple[WholeModel, ...]:

