@@ -203,10 +203,11 @@ def _document(
 def _show(document: ReplayDocument, report: Path | None, *, as_json: bool) -> None:
     from fingerprint.codec import to_json
     from iserve.cli.replay_text import print_replay
-    from iserve.cli.reporting import write_page
-    from traces.replay.page import render_replay
 
     if report is not None:
+        from iserve.cli.reporting import write_page
+        from traces.replay.page import render_replay  # imports what fits curves, which takes a second
+
         write_page(report, render_replay(document))
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
