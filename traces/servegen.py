@@ -79,9 +79,11 @@ def _positions(slot: ClientSlot, count: int, rng: np.random.Generator) -> NDArra
     if slot.law == "Gamma":
         gaps = rng.gamma(slot.shape, size=count + 1)
     else:
-        gaps = rng.weibull(slot.shape, size=count + 1)
+        # A Weibull gap is an exponential one to the power of 1/shape; by logarithms, for a small shape overflows.
+        logs = np.log(rng.exponential(size=count + 1)) / slot.shape
+        gaps = np.exp(logs - logs.max())
     total = float(gaps.sum())
-    if total == 0:  # a shape so small that every gap underflows
+    if total == 0:  # a gamma shape so small that every gap underflows
         return np.sort(rng.random(count))
     places: NDArray[np.float64] = np.cumsum(gaps)[:-1] / total
     return places.clip(max=np.nextafter(1.0, 0.0))
