@@ -32,6 +32,8 @@ __all__ = [
 
 Seconds: TypeAlias = NDArray[np.float64]
 _CHUNK = 4096
+# Gamma gaps of a larger one are below what a float holds, and the clock would stand still.
+_MAX_CV = 1000.0
 
 
 class ArrivalProcess(Protocol):
@@ -266,6 +268,8 @@ def _require(**values: float) -> None:
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{name} must be finite and above 0, got {value}")
+        if name.endswith("cv") and value > _MAX_CV:
+            raise ConfigError(f"{name} must be at most {_MAX_CV:g}, got {value}; its gaps would all be 0")
 
 
 def _require_at_least_0(**values: float) -> None:

@@ -166,6 +166,7 @@ def test_chunks_do_not_overlap() -> None:
         pytest.param(lambda: Poisson(math.nan), id="nan"),
         pytest.param(lambda: Gamma(1, -1), id="negative-cv"),
         pytest.param(lambda: Gamma(math.inf, 1), id="infinite-rate"),
+        pytest.param(lambda: Gamma(1, 1e6), id="cv-beyond-floats"),
         pytest.param(lambda: OnOff(1, 0, 1), id="never-on"),
         pytest.param(lambda: OnOff(1, 1, 1, off_rate_per_s=-1), id="negative-off-rate"),
         pytest.param(lambda: Drifting(1, 0.1, 0), id="no-correlation-time"),
