@@ -149,3 +149,10 @@ def test_columns_that_do_not_belong_together_are_refused() -> None:
         replace(outcomes(ttft_s=[1, 1], e2e_s=[2, 2]), sent_s=np.zeros(3))
     with pytest.raises(BadInputError, match="num_gaps"):
         replace(outcomes(ttft_s=[1], e2e_s=[2]), num_gaps=np.array([4]))
+
+
+def test_what_was_in_flight_when_a_run_was_ended_is_not_judged() -> None:
+    run = outcomes(ttft_s=[0.1, NAN], e2e_s=[1, NAN], failure=[Failure.NONE, Failure.INTERRUPTED])
+    found = summarize(run, Slo(ttft_s=10)).slo
+    assert found is not None
+    assert found.attainment_fraction == 1.0
