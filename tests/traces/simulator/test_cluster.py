@@ -18,6 +18,7 @@ from tests.traces.simulator.worlds import (
     limits,
     placed_on,
     second_per_step,
+    serve,
 )
 from traces.outcomes import Failure
 from traces.request import Request
@@ -104,6 +105,21 @@ def test_an_arrival_cuts_a_run_at_the_right_step_on_a_shared_gpu() -> None:
     assert result.outcomes.last_token_s.tolist()[1:] == pytest.approx([20.0, 12.0])
 
 
+def test_who_is_alone_again_goes_at_full_speed() -> None:
+    """a ends at half speed beside b; b is taken down while a is idle; a's next request has the GPU to itself."""
+    actions = (*deploy_all("a", "b"), Remove(at_s=20.0, name="b"))
+    asked = [Request(0.0, 1, 100, "b"), Request(0.0, 1, 5, "a"), Request(30.0, 1, 5, "a")]
+    result = run(asked, actions, OnTheFirst(ONE))
+    assert result.outcomes.last_token_s.tolist()[1:] == pytest.approx([10.0, 35.0])
+
+
+@pytest.mark.parametrize("service", [Service.CONTINUOUS, Service.STEPPED])
+def test_who_arrives_as_a_step_ends_is_in_the_next(service: Service) -> None:
+    steps = linear_steps(limits(2), step_s=1.0)
+    outcomes = serve([Request(0.0, 1, 5), Request(1.0, 1, 2)], steps, service=service).outcomes
+    assert outcomes.first_token_s.tolist() == [1.0, 2.0]
+
+
 def test_a_pipeline_keeps_each_gpu_busy_for_its_share() -> None:
     deployer = AsTold(ONE, {"a": placed_on("gpu0", "gpu1", pp=2)})
     result = run([Request(0.0, 1, 10, "a")], deploy_all("a"), deployer, num_gpus=2)
@@ -114,6 +130,13 @@ def test_a_tensor_parallel_group_keeps_all_its_gpus_busy() -> None:
     deployer = AsTold(ONE, {"a": placed_on("gpu0", "gpu1")})
     result = run([Request(0.0, 1, 10, "a")], deploy_all("a"), deployer, num_gpus=2)
     assert [gpu.busy_fraction for gpu in result.gpus] == pytest.approx([1.0, 1.0])
+
+
+def test_a_tensor_parallel_group_is_as_slow_as_the_gpu_that_it_shares() -> None:
+    """b runs on the second of a's two GPUs: both go at half speed, and the first GPU is a's alone."""
+    deployer = AsTold(ONE, {"a": placed_on("gpu0", "gpu1"), "b": placed_on("gpu1")})
+    result = run([Request(0.0, 1, 5, "a"), Request(0.0, 1, 5, "b")], deploy_all("a", "b"), deployer, num_gpus=2)
+    assert result.outcomes.last_token_s.tolist() == [10.0, 10.0]
 
 
 def test_the_planner_sees_memory_and_load_as_they_are_then() -> None:
