@@ -56,11 +56,11 @@ class DepthTiedPlan:
     max_batched_tokens: int = 0  # of the largest step that the engine is started for, to be recorded; 0: not known
     settle_s: float = 0.5  # bursts of one output token go on for as long
     most_bursts: int = 40
-    long_s: float = 1.0  # and those that generate
+    long_s: float = 0.7  # and those that generate
     long_bursts: int = 4
     plain_bursts: int = 3
     once_tokens: int | None = None  # points with more prompt tokens are run once, generating
-    visits: int = 3  # to points of at most ``short_tokens`` prompt tokens, for bursts of one output token
+    visits: int = 3  # of two layers to points of at most ``short_tokens``, for bursts of one output token
     short_tokens: int = 2048
     budget_s: float = 90.0  # of the GPU, after engine starts
 
@@ -344,7 +344,7 @@ class _Driver:
                     self.notes.append(f"{case}, {num_layers} layers: its engine died twice, the rest is left out")
                     return
                 died = True
-        if session is not None and not died:
+        if session is not None and not died and depth > 1:  # one layer tells what a repeat costs, no whole
             self._revisit(session, case, num_layers, repeat, timing)
 
     def _revisit(

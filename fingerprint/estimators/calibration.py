@@ -19,6 +19,8 @@ __all__ = ["Calibration", "MeasuredError", "shipped_calibration"]
 _INTERVAL = 0.90
 _FEWEST_MODELS = 2
 _ROUNDING = 1e-9  # of a sum of shares: in whatever order errors come, the same one is at the edge
+# A burst of few prompt tokens waits for the host, one of many for the GPU's arithmetic: errors differ by ten times.
+_NEAR_OCTAVES = 1.5  # standard deviation of the weight over log2 of the prompt tokens
 _UNCALIBRATED = 0.15  # of the logarithm, on both sides: an assumption, until two other models were measured
 
 
@@ -43,20 +45,24 @@ class Calibration:
 
     errors: tuple[MeasuredError, ...] = ()
 
-    def bounds(self, metric: str, *, exclude_shape: str) -> tuple[float, float]:
+    def bounds(self, metric: str, *, prompt_tokens: int, exclude_shape: str) -> tuple[float, float]:
         """(below, above): between value * exp(-below) and value * exp(above) lie 90% of the other models' truths.
 
-        Each model counts alike, however many points of it were measured. With fewer than two other models both
-        are 0.15, which is an assumption.
+        Points with about as many prompt tokens in all (batch times input) count most, and each model alike,
+        however many points of it were measured. With fewer than two other models both are 0.15, which is an
+        assumption.
         """
-        by_model: dict[str, list[float]] = {}
+        by_model: dict[str, list[MeasuredError]] = {}
         for error in self.errors:
             if error.metric == metric and error.shape_hash != exclude_shape:
-                by_model.setdefault(error.shape_hash, []).append(error.log_error)
+                by_model.setdefault(error.shape_hash, []).append(error)
         if len(by_model) < _FEWEST_MODELS:
             return _UNCALIBRATED, _UNCALIBRATED
-        values = np.concatenate([np.array(errors) for errors in by_model.values()])
-        weights = np.concatenate([np.full(len(errors), 1 / len(errors)) for errors in by_model.values()])
+        others = [error for errors in by_model.values() for error in errors]
+        values = np.array([error.log_error for error in others])
+        octaves = np.log2([error.batch * error.input_tokens / prompt_tokens for error in others])
+        far = (octaves**2 - (octaves**2).min()) / (2 * _NEAR_OCTAVES**2)  # the nearest has weight 1
+        weights = np.exp(-far) / [len(by_model[error.shape_hash]) for error in others]
         order = np.argsort(values)
         share = np.cumsum(weights[order]) / weights.sum()
         tail = (1 - _INTERVAL) / 2

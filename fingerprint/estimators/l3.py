@@ -382,7 +382,11 @@ class L3:
         asked = np.log2([[workload.batch, workload.input_tokens]])
         (shift,), (deviation,) = process.predict(asked, return_std=True)
         value = roofline.value * math.exp(mean + float(shift))
-        below, above = self._calibration.bounds(metric, exclude_shape=self.profile.spec.shape_hash)
+        below, above = self._calibration.bounds(
+            metric,
+            prompt_tokens=workload.batch * workload.input_tokens,
+            exclude_shape=self.profile.spec.shape_hash,
+        )
         spread = _Z90 * float(deviation)
         return Quantity(
             value,
