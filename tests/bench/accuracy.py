@@ -17,9 +17,11 @@ import gzip
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
@@ -33,6 +35,8 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.strategies import LatencyStrategy
 from fingerprint.measurements import TimingPoint
 from tests.bench.accuracy_measure import OUTPUT, REPEATS, Recorded
+from tests.bench.accuracy_rows import CostRow, MemoryRow, Row, TimerRow, Truth
+from tests.bench.accuracy_tables import markdown
 
 RESULTS = Path(__file__).parent / "results"
 ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
@@ -67,74 +71,6 @@ class _Answers:
     answers: tuple[Answer, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """The whole model at one point: medians of its runs."""
-
-    batch: int
-    input_tokens: int
-    ttft_s: float
-    tpot_s: float
-
-    @property
-    def workload(self) -> Workload:
-        return Workload(batch=self.batch, input_tokens=self.input_tokens, output_tokens=OUTPUT)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One predicted number beside its truth."""
-
-    model: str
-    weights: str
-    method: str
-    metric: str  # "ttft" | "tpot"
-    batch: int
-    input_tokens: int
-    truth_s: float
-    predicted_s: float
-    low_s: float
-    high_s: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted_s / self.truth_s - 1
-
-    @property
-    def inside(self) -> bool:
-        return self.low_s <= self.truth_s <= self.high_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryRow:
-    """What the engine logged of the whole model, and what was predicted. Bytes per GPU."""
-
-    model: str
-    weights: str
-    weights_bytes: int
-    weights_predicted: int
-    non_kv_bytes: int  # weights, activations, context, graphs
-    non_kv_predicted: int
-    blocks: int
-    blocks_predicted: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostRow:
-    """What the fingerprints and the whole model took of the GPU."""
-
-    model: str
-    weights: str
-    profile_s: float
-    profile_gib_s: float | None  # None: what was held was not recorded
-    profile_start_s: float
-    profile_start_gib_s: float | None
-    whole_s: float
-    whole_gib_s: float | None
-    whole_start_s: float
-    whole_start_gib_s: float | None
-
-
 def load(folder: Path) -> list[Recorded]:
     """Every recording in ``folder``, by name."""
     return [
@@ -146,13 +82,32 @@ def load(folder: Path) -> list[Recorded]:
 def truths(recorded: Recorded) -> list[Truth]:
     """TTFT = T(1), TPOT = (T(65) - T(1)) / 64, medians over the runs."""
     times = {
-        (p.batch, p.input_tokens, p.output_tokens): statistics.median(run.e2e_s for run in p.runs)
-        for p in recorded.whole
+        (p.batch, p.input_tokens, p.output_tokens): np.array([run.e2e_s for run in p.runs]) for p in recorded.whole
     }
+    found = []
+    for (b, n, output), short in sorted(times.items(), key=lambda item: item[0]):
+        if output == 1 and (b, n, OUTPUT) in times:
+            ttft_s = float(np.median(short))
+            tpot_s = (float(np.median(times[b, n, OUTPUT])) - ttft_s) / (OUTPUT - 1)
+            low, high = np.percentile(short, [5, 95])
+            found.append(Truth(b, n, ttft_s, tpot_s, float(high - low) / 2 / ttft_s))
+    return found
+
+
+def timer_rows(recorded: Recorded) -> list[TimerRow]:
+    """What the step timer costs the whole model."""
+    off = {(p.batch, p.input_tokens): p for p in recorded.whole if p.output_tokens == OUTPUT}
     return [
-        Truth(b, n, short, (times[b, n, OUTPUT] - short) / (OUTPUT - 1))
-        for (b, n, output), short in sorted(times.items())
-        if output == 1 and (b, n, OUTPUT) in times
+        TimerRow(
+            model=recorded.model,
+            weights=recorded.weights,
+            batch=p.batch,
+            input_tokens=p.input_tokens,
+            calls=len(p.runs),
+            off_s=statistics.median(run.e2e_s for run in off[p.batch, p.input_tokens].runs),
+            on_s=statistics.median(run.e2e_s for run in p.runs),
+        )
+        for p in recorded.whole_timed
     ]
 
 
@@ -169,6 +124,7 @@ def _rows(recorded: Recorded, method: str, truth: Truth, ttft: Quantity, tpot: Q
             predicted_s=predicted.value,
             low_s=predicted.low,
             high_s=predicted.high,
+            truth_spread=truth.ttft_spread,
         )
         for metric, true_s, predicted in (("ttft", truth.ttft_s, ttft), ("tpot", truth.tpot_s, tpot))
     ]
@@ -296,8 +252,13 @@ def memory_row(recorded: Recorded) -> MemoryRow:
         non_kv_bytes=rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes + rank.graph_bytes,
         non_kv_predicted=stage.weights_bytes + stage.activation_bytes + stage.runtime_bytes,
         blocks=min(r.kv_blocks for r in recorded.whole_memory),
-        blocks_predicted=estimator.kv_blocks(_config(recorded), rank.budget_bytes or recorded.budget_bytes),
+        blocks_predicted=estimator.kv_blocks(_config(recorded), budget_bytes(recorded)),
     )
+
+
+def budget_bytes(recorded: Recorded) -> int:
+    """What the engine might take of a GPU: as it says itself, else what it was told."""
+    return recorded.whole_memory[0].budget_bytes or recorded.budget_bytes
 
 
 def cost_row(recorded: Recorded) -> CostRow:
@@ -333,71 +294,6 @@ def _held_gib(points: Iterable[TimingPoint]) -> float | None:
     return sum(run.e2e_s * run.held_bytes for run in runs) / sum(run.e2e_s for run in runs) / GIB
 
 
-def _cost_line(cost: CostRow) -> str:
-    memory_time = starts = "not recorded"
-    took, whole_took = f"{cost.profile_s:.0f} s", f"{cost.whole_s:.0f} s"
-    if cost.profile_gib_s and cost.whole_gib_s:
-        took, whole_took = f"{took}, {cost.profile_gib_s:.0f} GiB s", f"{whole_took}, {cost.whole_gib_s:.0f} GiB s"
-        memory_time = f"{cost.whole_gib_s / cost.profile_gib_s:.1f}"
-        whole = cost.whole_gib_s + (cost.whole_start_gib_s or 0.0)
-        starts = f"{whole / (cost.profile_gib_s + (cost.profile_start_gib_s or 0.0)):.1f}"
-    return (
-        f"| {cost.model} {cost.weights} | {took} | {whole_took} | {memory_time} | "
-        f"{cost.profile_start_s:.0f} s / {cost.whole_start_s:.0f} s | {starts} |"
-    )
-
-
-def summary(rows: Sequence[Row], of: Callable[[Row], str]) -> list[tuple[str, str, int, float, float, float]]:
-    """(group, metric, points, median error, worst error, share inside), errors as absolute fractions."""
-    found = []
-    for group in dict.fromkeys(of(row) for row in rows):
-        for metric in ("tpot", "ttft"):
-            these = [row for row in rows if of(row) == group and row.metric == metric]
-            if these:
-                errors = [abs(row.error) for row in these]
-                inside = sum(row.inside for row in these) / len(these)
-                found.append((group, metric, len(these), statistics.median(errors), max(errors), inside))
-    return found
-
-
-def markdown(
-    rows: Sequence[Row], memory: Sequence[MemoryRow], costs: Sequence[CostRow], others: Sequence[Row]
-) -> str:
-    """The tables of ``docs/accuracy.md``."""
-    lines = ["| model | number | points | median error | worst error | inside the 90% interval |"]
-    lines.append("| --- | --- | --: | --: | --: | --: |")
-
-    def add(table: list[tuple[str, str, int, float, float, float]]) -> None:
-        for group, metric, count, median, worst, inside in table:
-            share = f"{inside:.0%}" if group != "AIConfigurator 0.12.0" else "gives none"
-            lines.append(f"| {group} | {metric.upper()} | {count} | {median:.1%} | {worst:.1%} | {share} |")
-
-    add(summary(rows, lambda row: f"{row.model} {row.weights}"))
-    add(summary(rows, lambda row: "all"))
-    lines += [
-        "",
-        "| model | weights | non-KV memory | KV blocks (engine / predicted) |",
-        "| --- | --: | --: | --: |",
-    ]
-    for one in memory:
-        lines.append(
-            f"| {one.model} {one.weights} | {one.weights_predicted / one.weights_bytes - 1:+.2%} | "
-            f"{one.non_kv_predicted / one.non_kv_bytes - 1:+.2%} "
-            f"({(one.non_kv_predicted - one.non_kv_bytes) / GIB:+.2f} GiB) | "
-            f"{one.blocks:,} / {one.blocks_predicted:,} ({one.blocks_predicted / max(1, one.blocks) - 1:+.2%}) |"
-        )
-    lines += [
-        "",
-        "| model | fingerprints | whole model | memory x time, whole / fingerprints | starts | with starts |",
-        "| --- | --: | --: | --: | --: | --: |",
-    ]
-    lines += [_cost_line(cost) for cost in costs]
-    lines += ["", "| method | number | points | median error | worst error | inside its interval |"]
-    lines.append("| --- | --- | --: | --: | --: | --: |")
-    add(summary([*rows, *others], lambda row: row.method))
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "h200")
@@ -423,7 +319,8 @@ def main() -> None:
         )
     ]
     memory, costs = [memory_row(one) for one in recorded], [cost_row(one) for one in recorded]
-    print(markdown(rows, memory, costs, others))
+    timers = [row for one in recorded for row in timer_rows(one)]
+    print(markdown(rows, memory, costs, timers, others))
     if options.points:
         for row in rows:
             print(

@@ -26,7 +26,7 @@ from fingerprint.report.accuracy import machine_key
 from fingerprint.robust import locate
 from iserve.accuracy_store import store_accuracy
 from iserve.settings import load_settings
-from tests.bench.accuracy import RESULTS, load, memory_row, truths
+from tests.bench.accuracy import RESULTS, budget_bytes, load, memory_row, truths
 from tests.bench.accuracy_measure import OUTPUT, Recorded
 
 __all__ = ["accuracy_records"]
@@ -108,7 +108,7 @@ def _memory_rows(one: Recorded) -> Iterator[tuple[str, Quantity, float]]:
     yield "weights_bytes_per_gpu", about(row.weights_predicted), row.weights_bytes
     yield "non_kv_bytes_per_gpu", about(row.non_kv_predicted), row.non_kv_bytes
     slack = round(relative * row.non_kv_predicted)
-    fewest, most = (estimator.kv_blocks(config, one.budget_bytes + sign * slack) for sign in (-1, 1))
+    fewest, most = (estimator.kv_blocks(config, budget_bytes(one) + sign * slack) for sign in (-1, 1))
     yield "kv_blocks", Quantity(row.blocks_predicted, fewest, most, Source.EXTRAPOLATED), row.blocks
 
 
@@ -122,7 +122,7 @@ def _config(one: Recorded) -> DeploymentConfig:
 
 def _notes(one: Recorded) -> Iterator[str]:
     name = f"{one.model} {one.weights}"
-    yield f"{name}: KV blocks are of an engine that might take {one.budget_bytes / 2**30:.1f} GiB of each GPU"
+    yield f"{name}: KV blocks are of an engine that might take {budget_bytes(one) / 2**30:.1f} GiB of each GPU"
     yield from (f"{name}, profile: {note}" for note in one.profile.notes)
 
 

@@ -44,7 +44,14 @@ each_recording = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def record() -> AccuracyRecord:
+    """Of the machine that measured last."""
     return accuracy_records(RECORDINGS)[-1]
+
+
+def record_of(recorded: Recorded) -> AccuracyRecord:
+    """Of the machine that measured it."""
+    (found,) = (r for r in accuracy_records(RECORDINGS) if r.machine == recorded.profile.machine)
+    return found
 
 
 def estimator_of(recorded: Recorded) -> DepthTiedEstimator:
@@ -114,7 +121,8 @@ def test_the_page_is_whole_and_says_what_was_measured(recorded: Recorded, num_gp
 
 
 @each_recording
-def test_every_point_is_charted_at_both_widths(recorded: Recorded, record: AccuracyRecord) -> None:
+def test_every_point_is_charted_at_both_widths(recorded: Recorded) -> None:
+    record = record_of(recorded)
     page = render_report(report_of(recorded, record=record))
     (whole,) = re.findall(r'<section id="whole">.*?</section>', page, re.DOTALL)
     charts = [ElementTree.fromstring(svg) for svg in re.findall(r'<svg[^>]*class="chart".*?</svg>', whole)]
@@ -208,7 +216,8 @@ def test_notes_are_text_not_markup() -> None:
 
 
 @each_recording
-def test_a_record_holds_the_bench_s_truths(recorded: Recorded, record: AccuracyRecord) -> None:
+def test_a_record_holds_the_bench_s_truths(recorded: Recorded) -> None:
+    record = record_of(recorded)
     rows = [row for row in record.rows if row.model == recorded.model and row.config.weights == recorded.weights]
     times = {
         (row.workload.batch, row.workload.input_tokens, row.quantity): row
@@ -254,7 +263,8 @@ def test_no_recordings_is_a_usage_error(tmp_path: Path) -> None:
 
 
 @each_recording
-def test_errors_are_on_the_page_for_each_quantity(recorded: Recorded, record: AccuracyRecord) -> None:
+def test_errors_are_on_the_page_for_each_quantity(recorded: Recorded) -> None:
+    record = record_of(recorded)
     text = section(render_report(report_of(recorded, record=record)), "errors")
     assert f"This model: {recorded.model}" in text
     assert "load average" not in text  # not recorded there

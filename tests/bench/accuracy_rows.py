@@ -1,0 +1,93 @@
+"""What the accuracy tables are made of: truths, predictions beside them, memory, and what measuring cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fingerprint.config import Workload
+from tests.bench.accuracy_measure import OUTPUT
+
+__all__ = ["CostRow", "MemoryRow", "Row", "TimerRow", "Truth"]
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """The whole model at one point: medians of its runs."""
+
+    batch: int
+    input_tokens: int
+    ttft_s: float
+    tpot_s: float
+    ttft_spread: float  # half of what lies between the 5th and the 95th percentile of the calls, over their median
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(batch=self.batch, input_tokens=self.input_tokens, output_tokens=OUTPUT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One predicted number beside its truth."""
+
+    model: str
+    weights: str
+    method: str
+    metric: str  # "ttft" | "tpot"
+    batch: int
+    input_tokens: int
+    truth_s: float
+    predicted_s: float
+    low_s: float
+    high_s: float
+    truth_spread: float  # of TTFT, as in ``Truth``
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.truth_s - 1
+
+    @property
+    def inside(self) -> bool:
+        return self.low_s <= self.truth_s <= self.high_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRow:
+    """What the engine logged of the whole model, and what was predicted. Bytes per GPU."""
+
+    model: str
+    weights: str
+    weights_bytes: int
+    weights_predicted: int
+    non_kv_bytes: int  # weights, activations, context, graphs
+    non_kv_predicted: int
+    blocks: int
+    blocks_predicted: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostRow:
+    """What the fingerprints and the whole model took of the GPU."""
+
+    model: str
+    weights: str
+    profile_s: float
+    profile_gib_s: float | None  # None: what was held was not recorded
+    profile_start_s: float
+    profile_start_gib_s: float | None
+    whole_s: float
+    whole_gib_s: float | None
+    whole_start_s: float
+    whole_start_gib_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimerRow:
+    """Calls of the whole model with the step timer off and on: medians, one after the other in one process."""
+
+    model: str
+    weights: str
+    batch: int
+    input_tokens: int
+    calls: int
+    off_s: float
+    on_s: float

@@ -1,0 +1,176 @@
+"""The same requests as an endpoint served them and as the simulator has them, side by side. Values only, no clock.
+
+Times count from the actual send, on both sides: what made the sender late is neither the server's nor simulated.
+The simulated requests arrive when the real ones were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fingerprint.config import DeploymentConfig, even_split
+from fingerprint.errors import BadInputError
+from fingerprint.estimates import Estimator
+from fingerprint.gpu_spec import GpuSpec
+from iserve.simulation import idle_cluster
+from placement.types import ClusterSnapshot, Placement, StagePlacement
+from traces.outcomes import Floats, Outcomes
+from traces.request import Request
+from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Scenario
+from traces.simulator.simulation import simulate
+from traces.simulator.step_model import Limits, StepModel, tabulate
+from traces.timeline import CurvePoint, curve
+
+__all__ = ["Comparison", "Metric", "Served", "compare", "paced", "saturated_rate", "simulated"]
+
+PERCENTS = (50, 90, 99)
+_ANY_NUMBER = 10**9  # outstanding per slot: no gateway stands before the worker, so all wait within it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """One worker as it was launched, and what its times are predicted by."""
+
+    gpu: GpuSpec
+    num_layers: int
+    config: DeploymentConfig
+    limits: Limits
+    estimator: Estimator
+    behind_gateway: bool
+
+    def steps(self) -> StepModel:
+        return tabulate(self.estimator, self.config, self.limits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One latency of the requests that completed on both sides; ``errors`` are simulated over real, less 1."""
+
+    name: str
+    real_s: tuple[float, ...]  # at PERCENTS
+    simulated_s: tuple[float, ...]
+    errors: tuple[float, ...]
+    median_request_error: float  # of each request's own ratio
+    real_curve: tuple[CurvePoint, ...]
+    simulated_curve: tuple[CurvePoint, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    requests: int
+    completed: int
+    simulated_completed: int
+    offered_requests_per_s: float
+    lateness_p99_s: float  # of the sender
+    mean_running: float  # requests in the system, real, by Little's law
+    metrics: tuple[Metric, ...]
+
+    def metric(self, name: str) -> Metric:
+        return next(metric for metric in self.metrics if metric.name == name)
+
+
+def simulated(real: Outcomes, served: Served) -> Outcomes:
+    """The requests of ``real`` that were sent, arriving when they were."""
+    sent = real.select(~np.isnan(real.sent_s))
+    columns = (sent.sent_s, sent.asked_input_tokens, sent.asked_output_tokens)
+    requests = [Request(float(at), int(i), int(o), "m") for at, i, o in zip(*columns, strict=True)]
+    config = served.config
+    scenario = Scenario(
+        cluster=idle_cluster(served.gpu, config.tp * config.pp, per_node=config.tp * config.pp),
+        actions=(Deploy(at_s=0.0, name="m", model="m"),),
+        outstanding_per_slot=2 if served.behind_gateway else _ANY_NUMBER,
+        most_waiting=max(1, len(requests)),
+    )
+    return simulate(requests, scenario, Policies(deployer=_Fixed(served))).outcomes
+
+
+class _Fixed:
+    """The one worker, as it was launched."""
+
+    name = "as launched"
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        served, tp = self._served, self._served.config.tp
+        split = even_split(served.num_layers, served.config.pp)
+        stages = tuple(
+            StagePlacement(
+                node_id=snapshot.gpus[0].node_id,
+                device_ids=tuple(gpu.device_id for gpu in snapshot.gpus[i * tp : (i + 1) * tp]),
+                first_layer=sum(split[:i]),
+                num_layers=layers,
+                bytes_per_gpu=1,
+            )
+            for i, layers in enumerate(split)
+        )
+        return Deployed(placement=Placement(stages), steps=served.steps(), what=str(served.config))
+
+
+def compare(real: Outcomes, model: Outcomes) -> Comparison:
+    """Both of the same requests in the same order, as :func:`simulated` gives them.
+
+    Raises:
+        BadInputError: they are not of the same requests, or none completed on both sides.
+    """
+    sent = real.select(~np.isnan(real.sent_s))
+    if len(sent) != len(model) or (sent.asked_output_tokens != model.asked_output_tokens).any():
+        raise BadInputError(f"{len(sent)} requests that were sent and {len(model)} that were simulated are not alike")
+    both = sent.completed & model.completed
+    if not both.any():
+        raise BadInputError("no request completed on both sides; there is nothing to compare")
+    a, b = sent.select(both), model.select(both)
+    span_s = float(np.ptp(sent.sent_s))
+    return Comparison(
+        requests=len(real),
+        completed=int(real.completed.sum()),
+        simulated_completed=int(model.completed.sum()),
+        offered_requests_per_s=(len(sent) - 1) / span_s if span_s else 0.0,
+        lateness_p99_s=float(np.percentile(sent.lateness_s, 99)),
+        mean_running=float(a.e2e_from_send_s.sum()) / span_s if span_s else 0.0,
+        metrics=(
+            _metric("TTFT", a.ttft_from_send_s, b.ttft_from_send_s),
+            _metric("TPOT", a.tpot_s, b.tpot_s),
+            _metric("E2E", a.e2e_from_send_s, b.e2e_from_send_s),
+        ),
+    )
+
+
+def _metric(name: str, real_s: Floats, simulated_s: Floats) -> Metric:
+    known = ~(np.isnan(real_s) | np.isnan(simulated_s))
+    real_s, simulated_s = real_s[known], simulated_s[known]
+    a, b = (tuple(float(v) for v in np.percentile(values, PERCENTS)) for values in (real_s, simulated_s))
+    return Metric(
+        name=name,
+        real_s=a,
+        simulated_s=b,
+        errors=tuple(y / x - 1 for x, y in zip(a, b, strict=True)),
+        median_request_error=float(np.median(simulated_s / real_s)) - 1,
+        real_curve=curve(real_s),
+        simulated_curve=curve(simulated_s),
+    )
+
+
+def paced(requests: Sequence[Request], requests_per_s: float) -> list[Request]:
+    """The same pattern, its times stretched so that so many come in a second; 0 s is the first one's time."""
+    first_s, span_s = requests[0].arrival_s, requests[-1].arrival_s - requests[0].arrival_s
+    scale = (len(requests) - 1) / requests_per_s / span_s if span_s else 0.0
+    return [replace(request, arrival_s=(request.arrival_s - first_s) * scale) for request in requests]
+
+
+def saturated_rate(outcomes: Outcomes, slots: int) -> float:
+    """Requests per second of a burst that all came at once, while every slot had work: until as many are left as
+    there are slots.
+
+    Raises:
+        BadInputError: the burst was no longer than that.
+    """
+    ends_s = np.sort(outcomes.last_token_s[outcomes.completed])
+    count = len(ends_s) - slots
+    if count < 1:
+        raise BadInputError(f"{len(ends_s)} requests completed of a burst for {slots} slots; send more")
+    return count / float(ends_s[count - 1] - outcomes.sent_s[0])
