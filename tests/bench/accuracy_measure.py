@@ -2,7 +2,8 @@
 
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
-    python -m tests.bench.accuracy_measure OUT MODEL_DIR[:FORMAT] [...] [--tp T --pp P --shards] [--max-seconds S]
+    python -m tests.bench.accuracy_measure OUT MODEL_DIR[:FORMAT] [...] [--tp T] [--pp P] [--shards]
+        [--most-prompt-tokens N] [--max-seconds S]
 
 A MODEL_DIR needs a config.json alone, for all weights are random. Both sides run in the same worker process on the
 same GPU, one after the other: ``vllm.LLM`` in its default mode (compiled, overlapped), prefix caching off,
@@ -79,10 +80,10 @@ class Recorded:
     rank_profile: Profile | None = None  # the same with one TP rank's shape alone on a GPU per stage
 
 
-def grid(max_context_tokens: int) -> tuple[Point, ...]:
-    """The points that the context holds and whose prompts total at most ``MOST_PROMPT_TOKENS``."""
+def grid(max_context_tokens: int, most_prompt_tokens: int = MOST_PROMPT_TOKENS) -> tuple[Point, ...]:
+    """The points that the context holds and whose prompts total at most ``most_prompt_tokens``."""
     return tuple(
-        (b, n) for b in BATCHES for n in INPUTS if b * n <= MOST_PROMPT_TOKENS and n + OUTPUT <= max_context_tokens
+        (b, n) for b in BATCHES for n in INPUTS if b * n <= most_prompt_tokens and n + OUTPUT <= max_context_tokens
     )
 
 
@@ -177,6 +178,7 @@ class _Bench:
     budget_bytes: int
     scratch: Path
     shards: bool = False
+    most_prompt_tokens: int = MOST_PROMPT_TOKENS
     port: int = 18_080
 
     def target(self, directory: Path, spec: ModelSpec) -> WorkerProfileTarget:
@@ -205,7 +207,7 @@ class _Bench:
     def measure(self, directory: Path, weights: WeightFormat) -> None:
         spec = read_spec(read_config(directory))
         context = min(MAX_CONTEXT, spec.max_context_tokens)
-        points = grid(context)
+        points = grid(context, self.most_prompt_tokens)
         plan = DepthTiedPlan(
             degrees=((self.tp, self.pp),),
             weights=(weights,),
@@ -391,6 +393,9 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--shards", action="store_true", help="profile one TP rank alone on pp GPUs too")
     parser.add_argument("--max-seconds", type=float, default=1e9, help="begin no model after this many seconds")
+    parser.add_argument(
+        "--most-prompt-tokens", type=int, default=MOST_PROMPT_TOKENS, help="of a point's whole batch"
+    )
     options = parser.parse_args()
     if options.shards and options.tp < 2:
         parser.error("--shards profiles one rank of a group: give --tp 2 or more")
@@ -405,6 +410,7 @@ def main() -> None:
             budget_bytes=int(total_bytes() * MEMORY_FRACTION) + 2**20,  # the worker rounds down
             scratch=Path(scratch),
             shards=options.shards,
+            most_prompt_tokens=options.most_prompt_tokens,
         )
         for number, named in enumerate(options.models):
             if time.monotonic() - begun > options.max_seconds:
