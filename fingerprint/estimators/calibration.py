@@ -1,11 +1,14 @@
-"""How far depth-tied predictions were off on whole models that were measured, and the intervals that follow.
+"""How far depth-tied predictions were off on whole models that were measured: what follows for another model.
 
-``fingerprint/data/depth_tied_errors.json`` is written by ``tests/bench/accuracy.py`` on a GPU. A model's own
-errors never widen or narrow its own interval: they are left out by the model's shape.
+``fingerprint/data/depth_tied_errors.json`` is written by ``tests/bench/accuracy.py`` on a GPU. What most models
+were off by is taken off, where they were measured with this engine on this GPU, and where nine in ten of them lie
+is the interval. A model's own errors never move its own numbers: they are left out by the model's shape.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -14,12 +17,12 @@ import numpy as np
 
 from fingerprint.codec import from_json
 
-__all__ = ["Calibration", "MeasuredError", "shipped_calibration"]
+__all__ = ["Calibration", "LogErrors", "MeasuredError", "shipped_calibration"]
 
 _INTERVAL = 0.90
 _FEWEST_MODELS = 2
 _ROUNDING = 1e-9  # of a sum of shares: in whatever order errors come, the same one is at the edge
-# A burst of few prompt tokens waits for the host, one of many for the GPU's arithmetic: errors differ by ten times.
+# A burst of few prompt tokens waits for the host, one of many for the GPU's arithmetic: errors differ tenfold.
 _NEAR_OCTAVES = 1.5  # standard deviation of the weight over log2 of the prompt tokens
 _UNCALIBRATED = 0.15  # of the logarithm, on both sides: an assumption, until two other models were measured
 
@@ -40,35 +43,63 @@ class MeasuredError:
 
 
 @dataclass(frozen=True, slots=True)
+class LogErrors:
+    """Where ln(measured / predicted) of other models lies: the 5th, 50th and 95th percentile."""
+
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """Errors of predictions, all models."""
 
     errors: tuple[MeasuredError, ...] = ()
 
-    def bounds(self, metric: str, *, prompt_tokens: int, exclude_shape: str) -> tuple[float, float]:
-        """(below, above): between value * exp(-below) and value * exp(above) lie 90% of the other models' truths.
+    def of_others(
+        self, metric: str, *, prompt_tokens: int, exclude_shape: str, engine: str, gpu: str
+    ) -> LogErrors:
+        """What predictions of other models were off by at points with about as many prompt tokens in all.
 
-        Points with about as many prompt tokens in all (batch times input) count most, and each model alike,
-        however many points of it were measured. With fewer than two other models both are 0.15, which is an
-        assumption.
+        Each model counts alike, however many points of it were measured. Of models that were not measured with
+        this engine on this GPU the middle is not known here: it is 0, and the interval holds 0. With fewer than
+        two other models it is -0.15 to 0.15, which is an assumption.
+
+        Args:
+            prompt_tokens: batch times input.
+            engine: with its version, as in a profile's machine; its patch release does not count.
         """
-        by_model: dict[str, list[MeasuredError]] = {}
-        for error in self.errors:
-            if error.metric == metric and error.shape_hash != exclude_shape:
-                by_model.setdefault(error.shape_hash, []).append(error)
-        if len(by_model) < _FEWEST_MODELS:
-            return _UNCALIBRATED, _UNCALIBRATED
-        others = [error for errors in by_model.values() for error in errors]
-        values = np.array([error.log_error for error in others])
-        octaves = np.log2([error.batch * error.input_tokens / prompt_tokens for error in others])
-        far = (octaves**2 - (octaves**2).min()) / (2 * _NEAR_OCTAVES**2)  # the nearest has weight 1
-        weights = np.exp(-far) / [len(by_model[error.shape_hash]) for error in others]
-        order = np.argsort(values)
-        share = np.cumsum(weights[order]) / weights.sum()
-        tail = (1 - _INTERVAL) / 2
-        at = np.searchsorted(share, np.array([tail, 1 - tail]) - _ROUNDING)
-        low, high = (float(value) for value in values[order][at])
-        return max(0.0, -low), max(0.0, high)
+        others = [e for e in self.errors if e.metric == metric and e.shape_hash != exclude_shape]
+        here = [e for e in others if (_release(e.engine), e.gpu) == (_release(engine), gpu)]
+        if _num_models(here) >= _FEWEST_MODELS:
+            return _quantiles(here, prompt_tokens)
+        if _num_models(others) >= _FEWEST_MODELS:
+            elsewhere = _quantiles(others, prompt_tokens)
+            return LogErrors(min(0.0, elsewhere.low), 0.0, max(0.0, elsewhere.high))
+        return LogErrors(-_UNCALIBRATED, 0.0, _UNCALIBRATED)
+
+
+def _release(engine: str) -> str:
+    """``vllm 0.24`` of ``vllm 0.24.0``."""
+    return ".".join(engine.split(".")[:2])
+
+
+def _num_models(errors: Sequence[MeasuredError]) -> int:
+    return len({error.shape_hash for error in errors})
+
+
+def _quantiles(errors: Sequence[MeasuredError], prompt_tokens: int) -> LogErrors:
+    points = Counter(error.shape_hash for error in errors)
+    values = np.array([error.log_error for error in errors])
+    octaves = np.log2([error.batch * error.input_tokens / prompt_tokens for error in errors])
+    far = (octaves**2 - (octaves**2).min()) / (2 * _NEAR_OCTAVES**2)  # the nearest has weight 1
+    weights = np.exp(-far) / [points[error.shape_hash] for error in errors]
+    order = np.argsort(values)
+    share = np.cumsum(weights[order]) / weights.sum()
+    tail = (1 - _INTERVAL) / 2
+    at = np.searchsorted(share, np.array([tail, 0.5, 1 - tail]) - _ROUNDING)
+    return LogErrors(*(float(value) for value in values[order][at]))
 
 
 @cache

@@ -309,7 +309,7 @@ class L3:
     Args:
         profile: with repeated points.
         roofline: of the same model and device; only its shape between the points is used.
-        calibration: how far such predictions were off on other models; widens every interval.
+        calibration: how far such predictions were off on other models; moves every number and widens its interval.
     """
 
     name = "L3"
@@ -381,17 +381,19 @@ class L3:
         process.fit(where, np.array(log_ratios) - mean)
         asked = np.log2([[workload.batch, workload.input_tokens]])
         (shift,), (deviation,) = process.predict(asked, return_std=True)
-        value = roofline.value * math.exp(mean + float(shift))
-        below, above = self._calibration.bounds(
+        others = self._calibration.of_others(
             metric,
             prompt_tokens=workload.batch * workload.input_tokens,
             exclude_shape=self.profile.spec.shape_hash,
+            engine=dict(self.profile.machine.versions).get("engine", self.profile.engine),
+            gpu=self.profile.machine.device.name,
         )
+        value = roofline.value * math.exp(mean + float(shift) + others.middle)
         spread = _Z90 * float(deviation)
         return Quantity(
             value,
-            value * math.exp(-math.hypot(below, spread)),
-            value * math.exp(math.hypot(above, spread)),
+            value * math.exp(-math.hypot(others.middle - others.low, spread)),
+            value * math.exp(math.hypot(others.high - others.middle, spread)),
             source,
         )
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Estimate, Quantity
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
@@ -22,6 +22,7 @@ from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Candidate, LimitKind, Plan
 from planner.rank import rank
 from planner.space import formats, shape_refusal
+from traces.baselines.rule import FAST_KINDS, rule_of_thumb
 
 GIB = 2**30
 NOT_IN_SPACE = "not in the configuration space"
@@ -214,9 +215,6 @@ def _keeps(alternative: Measured, cell: Cell, wish: Wish) -> bool:
 
 # --- the rule
 
-_WIDTH = {WeightFormat.BITS16: 16, WeightFormat.INT8: 8, WeightFormat.FP8: 8, KvFormat.BITS16: 16}
-_FAST_KINDS = (IntentKind.MIN_LATENCY, IntentKind.MAX_THROUGHPUT, IntentKind.LATENCY_SLO)
-
 
 def rule(cell: Cell, wish: Wish) -> DeploymentConfig:
     """Max TP for what is about speed, fewest GPUs for what is about cost; it is told what ran.
@@ -224,29 +222,21 @@ def rule(cell: Cell, wish: Wish) -> DeploymentConfig:
     Of an SLO it keeps the limit if it can: the fastest for ``latency-slo``, the cheapest for ``cost-slo``. TP
     before PP; of formats the narrowest that the GPU multiplies.
     """
-    return _end(cell, fast=wish.kind in _FAST_KINDS)
+    return _end(cell, fast=wish.kind in FAST_KINDS)
 
 
 def other_end(cell: Cell, wish: Wish) -> DeploymentConfig:
     """The rule the other way round: of an SLO it goes for the objective and leaves the limit to luck."""
-    return _end(cell, fast=wish.kind not in _FAST_KINDS)
+    return _end(cell, fast=wish.kind not in FAST_KINDS)
 
 
 def roomy_rule(cell: Cell, wish: Wish) -> DeploymentConfig:
     """The rule with a thought of the KV cache: no fewer GPUs than leave it half of their memory, where some do."""
-    return _end(cell, fast=wish.kind in _FAST_KINDS, room=0.5)
+    return _end(cell, fast=wish.kind in FAST_KINDS, room=0.5)
 
 
 def _end(cell: Cell, *, fast: bool, room: float = 0.0) -> DeploymentConfig:
-    usable = formats(cell.spec, cell.gpu)
-
-    def order(config: DeploymentConfig) -> tuple[object, ...]:
-        foreign = (config.weights, config.kv, config.pruning) not in usable
-        bits = _WIDTH.get(config.weights, 4)
-        full = cell.spec.num_params * bits / 8 > (1 - room) * config.num_gpus * cell.gpu.memory_bytes
-        degrees = (-config.tp, -config.pp) if fast else (room > 0 and full, config.num_gpus, config.pp)
-        return (foreign, *degrees, bits, _WIDTH.get(config.kv, 8), config)
-
+    order = rule_of_thumb(cell.spec, cell.gpu, fast=fast, room=room, every_gpu=True)
     return min((a.config for a in cell.alternatives), key=order)
 
 

@@ -30,83 +30,99 @@ def of(*models: list[float], metric: str = "ttft") -> Calibration:
     return Calibration(tuple(error(f"m{i}", e, metric) for i, errors in enumerate(models) for e in errors))
 
 
+def bounds(calibration: Calibration, metric: str = "ttft", **asked: object) -> tuple[float, float, float]:
+    """Low, middle and high as asked on the machine of :func:`error`."""
+    where = {"prompt_tokens": 128, "exclude_shape": "", "engine": "vllm 0.24.1", "gpu": "h200"}
+    found = calibration.of_others(metric, **(where | asked))
+    assert found.low <= found.middle <= found.high
+    return found.low, found.middle, found.high
+
+
 several = st.lists(st.lists(st.floats(-0.5, 0.5), min_size=1, max_size=30), min_size=2, max_size=8)
 
 
 @given(models=several)
 def test_nine_in_ten_of_the_others_errors_lie_within_each_model_counting_alike(models) -> None:
-    below, above = of(*models).bounds("ttft", prompt_tokens=128, exclude_shape="another")
-    inside = [sum(-below - 1e-12 <= e <= above + 1e-12 for e in errors) / len(errors) for errors in models]
-    assert sum(inside) / len(inside) >= 0.9 - 1e-9
+    low, middle, high = bounds(of(*models), exclude_shape="another")
+
+    def share(least: float, most: float) -> float:
+        inside = [sum(least - 1e-12 <= e <= most + 1e-12 for e in errors) / len(errors) for errors in models]
+        return sum(inside) / len(inside)
+
+    assert share(low, high) >= 0.9 - 1e-9
+    assert share(-10, middle) >= 0.5 - 1e-9
+    assert share(middle, 10) >= 0.5 - 1e-9
 
 
 @given(models=several, own=st.lists(st.floats(-5, 5), max_size=5))
 def test_the_own_model_is_left_out(models, own) -> None:
     others = of(*models)
     with_own = Calibration(others.errors + tuple(error("own", e) for e in own))
-    assert with_own.bounds("ttft", prompt_tokens=128, exclude_shape="own") == others.bounds(
-        "ttft", prompt_tokens=128, exclude_shape="own"
-    )
+    assert bounds(with_own, exclude_shape="own") == bounds(others, exclude_shape="own")
 
 
 @given(models=several, factor=st.floats(1, 5))
-def test_larger_errors_never_make_it_narrower(models, factor) -> None:
-    narrow = of(*models).bounds("ttft", prompt_tokens=128, exclude_shape="")
-    wide = of(*([e * factor for e in errors] for errors in models)).bounds(
-        "ttft", prompt_tokens=128, exclude_shape=""
-    )
-    assert wide[0] >= narrow[0] >= 0
-    assert wide[1] >= narrow[1] >= 0
+def test_errors_that_are_larger_by_a_factor_make_all_of_it_larger_by_it(models, factor) -> None:
+    scaled = of(*([e * factor for e in errors] for errors in models))
+    assert bounds(scaled) == pytest.approx(tuple(factor * e for e in bounds(of(*models))))
 
 
 @given(models=several, more=st.floats(0, 1))
-def test_a_model_that_was_further_off_never_makes_that_side_narrower(models, more) -> None:
+def test_a_model_that_was_further_off_moves_nothing_the_other_way(models, more) -> None:
     """Of as many models, one of which is predicted lower than it was."""
-    before = of(*models).bounds("ttft", prompt_tokens=128, exclude_shape="")
-    after = of([e + more for e in models[0]], *models[1:]).bounds("ttft", prompt_tokens=128, exclude_shape="")
-    assert after[1] >= before[1]
-    assert after[0] <= before[0]
+    before = bounds(of(*models))
+    after = bounds(of([e + more for e in models[0]], *models[1:]))
+    assert all(later >= earlier for later, earlier in zip(after, before, strict=True))
 
 
 @given(models=several)
 def test_the_order_in_which_they_were_measured_changes_nothing(models) -> None:
     calibration = of(*models)
     turned = Calibration(calibration.errors[::-1])
-    assert turned.bounds("ttft", prompt_tokens=128, exclude_shape="") == pytest.approx(
-        calibration.bounds("ttft", prompt_tokens=128, exclude_shape="")
-    )
+    assert bounds(turned) == pytest.approx(bounds(calibration))
 
 
 def test_one_model_of_many_points_does_not_outweigh_the_others() -> None:
     """A hundred points that are exact, and nine models of one point each that are 10% off."""
-    models = [[0.0] * 100, *[[0.1]] * 9]
-    assert of(*models).bounds("ttft", prompt_tokens=128, exclude_shape="") == (0.0, 0.1)
+    assert bounds(of([0.0] * 100, *[[0.1]] * 9)) == (0.0, 0.1, 0.1)
 
 
 @pytest.mark.parametrize("models", [(), ([0.3],)])
 def test_fewer_than_two_other_models_are_an_assumption(models) -> None:
-    assert of(*models).bounds("ttft", prompt_tokens=128, exclude_shape="own") == (0.15, 0.15)
+    assert bounds(of(*models), exclude_shape="own") == (-0.15, 0.0, 0.15)
 
 
 def test_each_metric_has_its_own() -> None:
     both = Calibration(of([0.2], [0.2]).errors + of([-0.1], [-0.1], metric="tpot").errors)
-    assert both.bounds("ttft", prompt_tokens=128, exclude_shape="") == (0.0, 0.2)
-    assert both.bounds("tpot", prompt_tokens=128, exclude_shape="") == (0.1, 0.0)
+    assert bounds(both) == (0.2, 0.2, 0.2)
+    assert bounds(both, "tpot") == (-0.1, -0.1, -0.1)
+
+
+@pytest.mark.parametrize(
+    "elsewhere", [{"gpu": "l40s"}, {"engine": "vllm 0.23.0"}, {"engine": "tensorrt-llm 1.2.0"}]
+)
+def test_another_gpu_or_release_is_not_moved_by_what_is_typical_of_this_one(elsewhere) -> None:
+    assert bounds(of([0.1, 0.2], [0.1]), **elsewhere) == (0.0, 0.0, 0.2)
+    assert bounds(of([-0.1, 0.2], [-0.1]), **elsewhere) == (-0.1, 0.0, 0.2)
+
+
+def test_one_model_here_and_others_elsewhere_are_taken_together_and_move_nothing() -> None:
+    there = tuple(replace(e, gpu="l40s") for e in of([0.3], [0.2]).errors)
+    mixed = Calibration((error("here", 0.1), *there))
+    assert bounds(mixed)[1] == 0.0
 
 
 def test_points_of_about_as_many_prompt_tokens_count_most() -> None:
     """Short prompts off by 40%, long ones by 2%, of three models each."""
-    near = of(*[[0.4, -0.4]] * 3).errors
+    near = of(*[[0.4, 0.0, -0.4]] * 3).errors
     far = tuple(replace(e, input_tokens=32_768, log_error=e.log_error / 20) for e in near)
     both = Calibration(near + far)
     for prompt_tokens, off in ((64, 0.4), (128, 0.4), (16_384, 0.02), (131_072, 0.02)):
-        bounds = both.bounds("ttft", prompt_tokens=prompt_tokens, exclude_shape="")
-        assert bounds == pytest.approx((off, off))
+        assert bounds(both, prompt_tokens=prompt_tokens) == pytest.approx((-off, 0.0, off))
 
 
 def test_beyond_all_that_was_measured_the_nearest_decides() -> None:
-    short = of([0.1, -0.1], [0.2, -0.2])
-    assert short.bounds("ttft", prompt_tokens=10**9, exclude_shape="") == (0.2, 0.2)
+    assert bounds(of([0.1, -0.1], [0.2, -0.2]), prompt_tokens=10**9) == (-0.2, -0.1, 0.2)
 
 
 def test_errors_that_are_shipped_are_read_as_they_are_written() -> None:
