@@ -8,10 +8,12 @@ from typing import Protocol
 __all__ = [
     "BlockDemand",
     "ClusterSnapshot",
+    "DeploymentState",
     "GpuState",
     "Placement",
     "PlacementPolicy",
     "Refusal",
+    "ReplicaState",
     "StagePlacement",
 ]
 
@@ -30,9 +32,13 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """All GPUs at one moment. The order of ``gpus`` never matters."""
+    """All GPUs at one moment. The order of ``gpus`` never matters.
+
+    ``deployments``: what serves there, for policies that look at it; empty where nobody tells.
+    """
 
     gpus: tuple[GpuState, ...]
+    deployments: tuple[DeploymentState, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,3 +113,35 @@ class PlacementPolicy(Protocol):
     def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
         """Groups of GPUs to try in order, each sorted best first; ties end in node and index."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaState:
+    """One replica that takes requests, or will once it is ready."""
+
+    replica_id: str
+    placement: Placement
+    ready: bool
+    outstanding: int  # requests that it has, running and waiting
+    max_batch: int  # of those, how many can run at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentState:
+    """One deployment, its load over the last 120 s, and since when it has been as it is."""
+
+    name: str
+    model: str
+    wanted: int  # replicas asked for, those that found no place included
+    replicas: tuple[ReplicaState, ...]  # those that are taken down (draining) are not among them
+    moving: bool  # a replica is being moved; ``replicas`` has the one that still serves
+    waiting: int  # requests in the gateway
+    requests_per_s: float  # that arrived
+    service_s: float  # replica-seconds of one such request on GPUs of its own, at a full batch; 0: not known
+    idle_s: float  # since a request was last there
+    steady_s: float  # since the number or place of its replicas last changed
+
+    @property
+    def busy_fraction(self) -> float:
+        """Of each replica's time, were its GPUs its own; above 1: more comes than they serve. 0 without any."""
+        return self.requests_per_s * self.service_s / len(self.replicas) if self.replicas else 0.0

@@ -69,7 +69,7 @@ class Cluster:
     def gpu(self, state: GpuState) -> Gpu:
         return self.gpus[state.node_id, state.device_id]
 
-    def add(self, server: Server, memory: Iterable[tuple[Gpu, int]]) -> None:
+    def add(self, server: Server, memory: Iterable[tuple[Gpu, int]], now_s: float) -> None:
         """Give ``server`` its memory; it begins at its ``ready_s``.
 
         Raises:
@@ -80,7 +80,7 @@ class Cluster:
             gpu.take(size_bytes)
         for gpus, share in server.stages:
             for gpu in gpus:
-                gpu.tenants[server] = share
+                gpu.enter(server, share, now_s)
         self._held[server] = held
         self._mark_shared(held)
         self.schedule(server, server.ready_s)
@@ -93,7 +93,7 @@ class Cluster:
         held = self._held.pop(server)
         for gpu, size_bytes in held:
             gpu.give_back(size_bytes)
-            del gpu.tenants[server]
+            gpu.leave(server, now_s)
         self._mark_shared(held)
 
     @property

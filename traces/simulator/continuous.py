@@ -117,7 +117,8 @@ class ContinuousWorker(Server):
             if cached < input_tokens:
                 continue
             ended += 1
-            self._first_s[row] = now_s
+            if self._first_s[row] != self._first_s[row]:  # one that was moved here has had its first token
+                self._first_s[row] = now_s
             if output_tokens == 1:
                 self._leave(row, input_tokens + 1, now_s)
             else:
@@ -153,3 +154,24 @@ class ContinuousWorker(Server):
         for held in (self._waiting, self._prompts, self._decoders, self._chunks):
             held.clear()
         return running, waiting
+
+    def give_back(self) -> list[int]:
+        waiting = [row for row, _, _ in self._waiting]
+        self._waiting.clear()
+        self.outstanding -= len(waiting)
+        return waiting
+
+    def evict(self, done_s: float) -> list[tuple[int, int, int]]:
+        """A step that is under way gives no tokens; prompts that were begun are begun anew."""
+        left = [(row, input_tokens, output_tokens) for row, input_tokens, output_tokens, _ in self._prompts]
+        done = 0
+        if self._decoders and not self._chunks and self._rounds > 1 and done_s > 0:
+            n = len(self._decoders)
+            done = self._steps.steps_until(n, self._cached / n + 1, done_s) - 1
+        for last_round, row, cached in sorted(self._decoders):
+            to_come = last_round - self._round - done
+            left.append((row, cached + 1 - to_come, to_come))
+        for held in (self._prompts, self._decoders, self._chunks):
+            held.clear()
+        self.outstanding -= len(left)
+        return left

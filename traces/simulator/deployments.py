@@ -2,18 +2,23 @@
 
 A replica that was refused, or lost with its node, is asked for again whenever memory has become free (a node is
 back, a deployment or a profile is gone), oldest first.
+
+What a steering policy orders is carried out here too: another number of replicas, one that drains, one that moves.
+Its replicas scaled away, a deployment sleeps: requests wait for it, and the policy is asked at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
+from placement.orders import Move, Order, Scale
+from placement.types import ClusterSnapshot
 from traces.outcomes import Failure
 from traces.simulator.cluster import Cluster
 from traces.simulator.continuous import ContinuousWorker
 from traces.simulator.faults import PolicyFault, ask
 from traces.simulator.fcfs import FcfsWorker
+from traces.simulator.fleet import Deployment, states
 from traces.simulator.gpus import Gpu
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
@@ -22,20 +27,6 @@ from traces.simulator.servers import Job, Server, Stage
 from traces.simulator.stepped import SteppedWorker
 
 __all__ = ["Deployment", "Deployments"]
-
-
-@dataclass(slots=True)
-class Deployment:
-    """``queue``: rows that wait, in the order of their arrival, while every replica has as many as it may have."""
-
-    index: int
-    name: str
-    model: str
-    replicas: list[Server] = field(default_factory=list)
-    queue: deque[int] = field(default_factory=deque)
-    missing: int = 0
-    turn: int = 0
-    arrived: int = 0
 
 
 class Deployments:
@@ -49,17 +40,22 @@ class Deployments:
         self.changes: list[Change] = []
         self._of: dict[Server, Deployment] = {}
         self._profiles: list[Profile] = []  # that wait for spare memory
+        self._left: dict[int, tuple[int, int]] = {}  # rows that were moved: the tokens that were left of them
         self._made = 0
 
     def deploy(self, action: Deploy, now_s: float) -> None:
         deployment = self.by_name[action.name]
         deployment.missing = action.replicas
+        deployment.born_s = deployment.since_s = deployment.last_s = now_s
         self._fill(deployment, now_s)
 
     def remove(self, name: str, now_s: float) -> None:
         deployment = self.by_name[name]
         deployment.missing = 0
-        rows = [row for server in tuple(deployment.replicas) for part in self._end(server, now_s) for row in part]
+        deployment.asleep = False
+        self._stop_moves(deployment, now_s)
+        servers = (*deployment.replicas, *deployment.draining)
+        rows = [row for server in servers for part in self._end(server, now_s) for row in part]
         self._drop(deployment, [*rows, *deployment.queue])
         self._tell(now_s, ChangeKind.REMOVED, name, "taken down")
         self.retry(now_s)
@@ -79,11 +75,16 @@ class Deployments:
                 )
                 continue
             deployment = self._of[server]
+            # One that drains was to go; one that was to be replaced is; a replacement is not waited for any more.
+            coming = deployment.coming
+            if server in coming:
+                deployment.missing += coming[server] not in deployment.replicas
+            else:
+                deployment.missing += server in deployment.replicas and server not in coming.values()
             running, waiting = self._end(server, now_s)
             for row in running:
                 self._requests.fail(row, Failure.CONNECTION_LOST)
             orphans.setdefault(deployment.name, []).extend(waiting)
-            deployment.missing += 1
             self._tell(now_s, ChangeKind.LOST, deployment.name, f"{node_id} failed under {server.name}")
         for name, rows in orphans.items():
             deployment = self.by_name[name]
@@ -98,7 +99,7 @@ class Deployments:
 
     def profile(self, action: Profile, now_s: float) -> None:
         """On spare memory, or later when there is some."""
-        snapshot = self._cluster.snapshot(now_s)
+        snapshot = self.snapshot(now_s)
         state = ask("harvest", lambda: self._policies.harvest(snapshot, action.memory_bytes))
         if state is None:
             self._profiles.append(action)
@@ -106,7 +107,7 @@ class Deployments:
             return
         gpu = self._cluster.gpu(state)
         job = Job(action.name, [Stage((gpu,), 1.0)], now_s, action.work_s)
-        ask("harvest", lambda: self._cluster.add(job, [(gpu, action.memory_bytes)]))
+        ask("harvest", lambda: self._cluster.add(job, [(gpu, action.memory_bytes)], now_s))
         self._tell(now_s, ChangeKind.PROFILING, action.name, "on spare memory", ((gpu, action.memory_bytes),))
 
     def profiled(self, job: Job, now_s: float) -> None:
@@ -126,8 +127,12 @@ class Deployments:
     def arrive(self, deployment: Deployment, row: int, now_s: float) -> None:
         """As in the gateway: to a replica with room, or to the end of the queue, or refused."""
         replicas = deployment.replicas
+        deployment.last_s = now_s
         if not replicas:
-            self._requests.fail(row, Failure.NOT_SERVED)
+            if deployment.asleep:
+                self._wait_asleep(deployment, row, now_s)
+            else:
+                self._requests.fail(row, Failure.NOT_SERVED)
         elif self._requests.input_tokens[row] + self._requests.output_tokens[row] > replicas[0].longest:
             self._requests.fail(row, Failure.BAD_REQUEST)
         elif not deployment.queue and self._give(deployment, row, now_s):
@@ -141,9 +146,128 @@ class Deployments:
         """Give those that wait longest to the replicas that have room; where none is left, nobody is served."""
         queue = deployment.queue
         if not deployment.replicas:
+            if deployment.asleep or deployment.coming:
+                return
             self._drop(deployment, list(queue))
         while queue and self._give(deployment, queue[0], now_s):
             queue.popleft()
+
+    def snapshot(self, now_s: float) -> ClusterSnapshot:
+        """What policies see: GPUs, and what is deployed on them."""
+        gpus = self._cluster.snapshot(now_s).gpus
+        return ClusterSnapshot(gpus, states(self.by_name.values(), self._requests, now_s))
+
+    @property
+    def work_left(self) -> bool:
+        """Whether a request waits or runs."""
+        return any(
+            d.queue or d.draining or any(server.outstanding for server in d.replicas)
+            for d in self.by_name.values()
+        )
+
+    def steer(self, now_s: float) -> bool:
+        """Ask the steering policy, and do as it says; whether it said anything."""
+        steering = self._policies.steering
+        assert steering is not None, "nobody asks what is not there"
+        snapshot = self.snapshot(now_s)
+        orders = ask(steering.name, lambda: tuple(steering(snapshot)))
+        for order in orders:
+            self._obey(order, steering.name, now_s)
+        return bool(orders)
+
+    def turn(self, server: Server, now_s: float) -> None:
+        """``server`` ended a run or is ready: one that drains may be through, a replacement takes over."""
+        deployment = self._of[server]
+        if server in deployment.draining and not server.outstanding:
+            self._through(deployment, server, now_s)
+        elif server in deployment.coming:
+            replaced = deployment.coming.pop(server)
+            deployment.replicas.append(server)
+            self._tell(now_s, ChangeKind.MOVED, deployment.name, f"{server.name} takes over")
+            if replaced in deployment.replicas:
+                self._drain(deployment, replaced, now_s)
+            self.pass_on(deployment, now_s)
+
+    def _obey(self, order: Order, policy: str, now_s: float) -> None:
+        deployment = self.by_name.get(order.name)
+        if deployment is None or deployment.latest is None:
+            raise PolicyFault(policy, f"ordered {order}; nothing is deployed under that name")
+        if isinstance(order, Scale):
+            if order.replicas < 0:
+                raise PolicyFault(policy, f"ordered {order}; there is no negative number of replicas")
+            self._scale(deployment, order.replicas, now_s)
+            return
+        server = next((r for r in deployment.replicas if r.name == order.replica_id), None)
+        if server is None:
+            raise PolicyFault(policy, f"ordered {order}; there is no such replica")
+        if isinstance(order, Move):
+            self._move(deployment, server, order, policy, now_s)
+        elif len(deployment.replicas) == 1:
+            raise PolicyFault(policy, f"ordered {order}; it is the last replica, which is scaled, not drained")
+        else:
+            self._drain(deployment, server, now_s, evict=order.evict)
+
+    def _scale(self, deployment: Deployment, replicas: int, now_s: float) -> None:
+        if replicas == deployment.wanted:
+            return
+        self._tell(now_s, ChangeKind.SCALED, deployment.name, f"from {deployment.wanted} to {replicas} replicas")
+        deployment.since_s = now_s
+        deployment.missing = max(0, replicas - len(deployment.replicas))
+        if not replicas:
+            deployment.asleep = True
+        for server in deployment.replicas[replicas:][::-1]:
+            self._drain(deployment, server, now_s)
+        self._fill(deployment, now_s)
+
+    def _drain(self, deployment: Deployment, server: Server, now_s: float, *, evict: bool = False) -> None:
+        deployment.replicas.remove(server)
+        deployment.since_s = now_s
+        self._stop_moves(deployment, now_s, of=server)
+        rows = server.give_back()
+        if evict:
+            for row, input_tokens, output_tokens in server.evict(server.done_s(now_s) if server.busy else 0.0):
+                self._left[row] = (input_tokens, output_tokens)
+                rows.append(row)
+        self._tell(now_s, ChangeKind.DRAINING, deployment.name, f"{server.name} takes no more requests")
+        deployment.draining.append(server)
+        if not server.outstanding:
+            self._through(deployment, server, now_s)
+        deployment.queue = deque(sorted([*rows, *deployment.queue]))
+        self.pass_on(deployment, now_s)
+
+    def _through(self, deployment: Deployment, server: Server, now_s: float) -> None:
+        self._end(server, now_s)
+        self._tell(now_s, ChangeKind.ENDED, deployment.name, f"{server.name} has ended, its memory is free")
+        self.retry(now_s)
+
+    def _move(self, deployment: Deployment, server: Server, order: Move, policy: str, now_s: float) -> None:
+        old = deployment.decided[server]
+        if server in deployment.coming.values() or not order.load_s >= 0:
+            raise PolicyFault(policy, f"ordered {order}; it moves already, or takes a negative time")
+        shapes = [[(s.num_layers, len(s.device_ids)) for s in p.stages] for p in (old.placement, order.placement)]
+        if shapes[0] != shapes[1]:
+            raise PolicyFault(policy, f"ordered {order}; a replica keeps its layers per stage and its TP degree")
+        decided = Deployed(placement=order.placement, steps=old.steps, what=old.what)
+        new, memory = self._start(deployment, decided, policy, now_s, now_s + order.load_s)
+        deployment.coming[new] = server
+        deployment.since_s = now_s
+        self._tell(now_s, ChangeKind.MOVING, deployment.name, f"{server.name} to {new.name}", memory)
+
+    def _stop_moves(self, deployment: Deployment, now_s: float, of: Server | None = None) -> None:
+        """Of all its replicas, or of one."""
+        for new, replaced in tuple(deployment.coming.items()):
+            if of is None or replaced is of:
+                self._end(new, now_s)
+
+    def _wait_asleep(self, deployment: Deployment, row: int, now_s: float) -> None:
+        """The request stays, and whoever put the deployment to sleep hears of it."""
+        bound = self._scenario.max_waiting
+        if bound is not None and len(deployment.queue) >= bound:
+            self._requests.fail(row, Failure.RATE_LIMITED)
+            return
+        deployment.queue.append(row)
+        if not deployment.missing and self._policies.steering is not None:
+            self.steer(now_s)
 
     def of(self, server: Server) -> Deployment | None:
         """Whose replica it is; None: nobody's (any more)."""
@@ -163,7 +287,10 @@ class Deployments:
             server = roomy[self._choose(deployment, roomy)]
         server.last_turn = deployment.turn
         deployment.turn += 1
-        server.submit(row, self._requests.input_tokens[row], self._requests.output_tokens[row])
+        if self._left and row in self._left:
+            server.submit(row, *self._left[row])
+        else:
+            server.submit(row, self._requests.input_tokens[row], self._requests.output_tokens[row])
         if server.busy:
             if server.cuts:
                 self._cluster.cut(server, now_s)
@@ -189,7 +316,7 @@ class Deployments:
         """One replica after the other, each on the cluster that the one before left."""
         deployer = self._policies.deployer
         while deployment.missing:
-            snapshot = self._cluster.snapshot(now_s)
+            snapshot = self.snapshot(now_s)
             if not snapshot.gpus:
                 answer: Deployed | NotDeployed = NotDeployed(reason="no GPU is left")
             else:
@@ -200,22 +327,33 @@ class Deployments:
             self._launch(deployment, answer, now_s)
 
     def _launch(self, deployment: Deployment, decided: Deployed, now_s: float) -> None:
-        self._made += 1
         deployer = self._policies.deployer.name
-        stages = ask(deployer, lambda: self._cluster.stages(decided.placement))
-        server = self._worker(f"{deployment.name}#{self._made}", stages, decided, now_s + self._scenario.startup_s)
-        memory = [
+        server, memory = self._start(deployment, decided, deployer, now_s, now_s + self._scenario.startup_s)
+        deployment.replicas.append(server)
+        deployment.missing -= 1
+        deployment.asleep = False
+        deployment.since_s = now_s
+        self._tell(now_s, ChangeKind.DEPLOYED, deployment.name, decided.what, memory)
+        self.pass_on(deployment, now_s)
+
+    def _start(
+        self, deployment: Deployment, decided: Deployed, policy: str, now_s: float, ready_s: float
+    ) -> tuple[Server, tuple[tuple[Gpu, int], ...]]:
+        """A worker with its memory, that nobody calls yet; ``policy`` is to blame if it has no room."""
+        self._made += 1
+        stages = ask(policy, lambda: self._cluster.stages(decided.placement))
+        server = self._worker(f"{deployment.name}#{self._made}", stages, decided, ready_s)
+        memory = tuple(
             (gpu, placed.bytes_per_gpu)
             for stage, placed in zip(stages, decided.placement.stages, strict=True)
             for gpu in stage.gpus
-        ]
-        ask(deployer, lambda: self._cluster.add(server, memory))
+        )
+        ask(policy, lambda: self._cluster.add(server, memory, now_s))
         server.max_outstanding = self._scenario.outstanding_per_slot * server.max_batch
         self._of[server] = deployment
-        deployment.replicas.append(server)
-        deployment.missing -= 1
-        self._tell(now_s, ChangeKind.DEPLOYED, deployment.name, decided.what, tuple(memory))
-        self.pass_on(deployment, now_s)
+        deployment.decided[server] = deployment.latest = decided
+        deployment.slots = server.max_batch
+        return server, memory
 
     def _worker(self, name: str, stages: list[Stage], decided: Deployed, ready_s: float) -> Server:
         args = (name, stages, ready_s, decided.steps, self._requests)
@@ -230,8 +368,15 @@ class Deployments:
                 return SteppedWorker(*args, make(decided.steps.limits))
 
     def _end(self, server: Server, now_s: float) -> tuple[list[int], list[int]]:
+        """It is gone, and with it what was to replace it; what it was to replace stays."""
         self._cluster.remove(server, now_s)
-        self._of.pop(server).replicas.remove(server)
+        deployment = self._of.pop(server)
+        deployment.decided.pop(server)
+        deployment.since_s = now_s
+        deployment.coming.pop(server, None)
+        for held in (deployment.replicas, deployment.draining):
+            if server in held:
+                held.remove(server)
         return server.clear()
 
     def _tell(

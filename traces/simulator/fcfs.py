@@ -59,3 +59,9 @@ class FcfsWorker(Server):
         self._current = None
         self._waiting.clear()
         return running, waiting
+
+    def give_back(self) -> list[int]:
+        waiting = [row for row, _, _ in self._waiting]
+        self._waiting.clear()
+        self.outstanding -= len(waiting)
+        return waiting

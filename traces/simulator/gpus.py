@@ -27,6 +27,8 @@ class Gpu:
 
     __slots__ = (
         "_busy_s",
+        "_held_s",
+        "_held_since_s",
         "_rate",
         "_samples",
         "_since_s",
@@ -46,6 +48,7 @@ class Gpu:
         self.demands: dict[Server, float] = {}
         self.tenants: dict[Server, float] = {}  # of all that have memory here, running or not
         self._busy_s = 0.0
+        self._held_s = self._held_since_s = 0.0
         self._rate = 0.0
         self._since_s = 0.0
         self._samples: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # (time, busy seconds until then)
@@ -66,6 +69,21 @@ class Gpu:
 
     def give_back(self, size_bytes: int) -> None:
         self.used_bytes -= size_bytes
+
+    def enter(self, server: Server, share: float, now_s: float) -> None:
+        """``server`` has a place here from now on."""
+        if not self.tenants:
+            self._held_since_s = now_s
+        self.tenants[server] = share
+
+    def leave(self, server: Server, now_s: float) -> None:
+        del self.tenants[server]
+        if not self.tenants:
+            self._held_s += now_s - self._held_since_s
+
+    def held_s(self, now_s: float) -> float:
+        """How long anybody has had a place here."""
+        return self._held_s + (now_s - self._held_since_s if self.tenants else 0.0)
 
     def start(self, server: Server, share: float, now_s: float) -> None:
         """``server`` runs from now on."""

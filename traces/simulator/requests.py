@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from traces.outcomes import Failure, Outcomes
 
@@ -41,6 +43,12 @@ class Requests:
         self.deployment.append(deployment)
         self.failure.append(0)
         return len(self.failure) - 1
+
+    def recent(self, since_s: float) -> tuple[npt.NDArray[np.int64], ...]:
+        """Copies of (deployment, input tokens, output tokens) of those that came at ``since_s`` or later."""
+        first = bisect_left(self.arrival_s, since_s)
+        columns = (self.deployment, self.input_tokens, self.output_tokens)
+        return tuple(np.array(column[first:], np.int64) for column in columns)
 
     def fail(self, row: int, failure: Failure) -> None:
         assert not self.failure[row], "a request fails once"

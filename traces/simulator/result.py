@@ -17,6 +17,11 @@ class ChangeKind(StrEnum):
     REMOVED = "removed"
     PROFILING = "profiling"
     PROFILED = "profiled"
+    SCALED = "scaled"  # another number of replicas is asked for
+    DRAINING = "draining"  # one replica takes no more requests
+    ENDED = "ended"  # it has ended its last, and its memory is free
+    MOVING = "moving"  # a replica is loaded elsewhere
+    MOVED = "moved"  # and takes over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +41,7 @@ class GpuFigures:
     node_id: str
     device_id: str
     busy_fraction: float  # of the whole simulation
+    held_fraction: float  # of it, in which any worker had a place here
     peak_bytes: int
     total_bytes: int
 

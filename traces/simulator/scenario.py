@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 from fingerprint.errors import ConfigError
+from placement.orders import Steering
 from placement.routing import LeastOutstanding, Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from traces.simulator.contention import Contention, processor_sharing
@@ -122,13 +123,15 @@ def _no_harvest(snapshot: ClusterSnapshot, need_bytes: int) -> GpuState | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policies:
-    """Everything that decides. ``make_batcher`` is needed for stepped service only."""
+    """Everything that decides. ``make_batcher`` is needed for stepped service only; without ``steering`` what was
+    deployed stays as it is."""
 
     deployer: Deployer
     router: Router = field(default_factory=LeastOutstanding)
     harvest: Harvest = _no_harvest
     contention: Contention = processor_sharing
     make_batcher: MakeBatcher | None = None
+    steering: Steering | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

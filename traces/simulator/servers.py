@@ -9,6 +9,9 @@ the business of the subclasses, which see work only and no clock but the times t
     submit(row, ...)       a request joins the queue
     cut(done_s) -> work    somebody has joined during a run: where it ends now
     clear() -> (running, waiting)   rows that it held, as its node dies
+    give_back() -> waiting rows     that it holds no longer, as it drains; running ones stay
+    evict(done_s) -> rows           of running requests that it holds no longer, each with the input and output
+                                    tokens that are left of it elsewhere
 """
 
 from __future__ import annotations
@@ -74,6 +77,14 @@ class Server:
 
     def clear(self) -> tuple[list[int], list[int]]:
         raise NotImplementedError
+
+    def give_back(self) -> list[int]:
+        """By default none: it ends them all."""
+        return []
+
+    def evict(self, done_s: float) -> list[tuple[int, int, int]]:
+        """By default none: it ends them all. The run that is under way is lost; who asks removes the server."""
+        return []
 
 
 class Job(Server):

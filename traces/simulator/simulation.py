@@ -55,6 +55,8 @@ def simulate(
     """
     if scenario.service is Service.STEPPED and policies.make_batcher is None:
         raise ConfigError("stepped service needs a batching policy to be handed in")
+    if policies.steering is not None and not policies.steering.every_s > 0:
+        raise ConfigError(f"a steering policy looks at intervals above 0 s, got {policies.steering.every_s}")
     world = _World(scenario, policies)
     try:
         return _follow(requests, world, progress)
@@ -94,7 +96,9 @@ class _World:
         self._deployments = Deployments(scenario, policies, self._cluster, self.requests)
         self.events = self._cluster.events
         self._actions = sorted(scenario.actions, key=lambda action: action.at_s)[::-1]  # the next one is the last
-        self.next_s = self._actions[-1].at_s if self._actions else math.inf
+        self._every_s = math.inf if policies.steering is None else policies.steering.every_s
+        self._looks = 1  # of the steering policy: the next one's number
+        self.next_s = self._next()
         self.now_s = 0.0
         self.stopped: str | None = None
 
@@ -106,9 +110,8 @@ class _World:
             if self.next_s <= event_s:
                 if self.next_s > until_s or self.next_s == math.inf:
                     return
-                self.now_s = self.next_s
-                self._act(self._actions.pop())
-                self.next_s = self._actions[-1].at_s if self._actions else math.inf
+                self._step(last=until_s == math.inf)
+                self.next_s = self._next()
                 continue
             if event_s >= until_s:
                 return
@@ -123,8 +126,31 @@ class _World:
             if deployment is None:
                 if not server.busy and isinstance(server, Job):
                     deployments.profiled(server, now_s)
-            elif deployment.queue:
-                deployments.pass_on(deployment, now_s)
+            else:
+                if deployment.draining or deployment.coming:
+                    deployments.turn(server, now_s)
+                if deployment.queue:
+                    deployments.pass_on(deployment, now_s)
+
+    def _next(self) -> float:
+        """When the next action happens, or the steering policy looks."""
+        act_s = self._actions[-1].at_s if self._actions else math.inf
+        return min(act_s, self._looks * self._every_s)
+
+    def _step(self, *, last: bool) -> None:
+        """The next action, or the policy's next look; after the last arrival it looks while that can help."""
+        if self._actions and self._actions[-1].at_s <= self.next_s:
+            self.now_s = self.next_s
+            self._act(self._actions.pop())
+            return
+        self._looks += 1
+        over = last and not self._actions
+        if over and not self._deployments.work_left:
+            self._every_s = math.inf
+        elif self._deployments.steer(self.next_s):
+            self.now_s = self.next_s
+        elif over and not self.events:
+            self._every_s = math.inf
 
     def arrive(self, request: Request, number: int) -> None:
         now_s, name = request.arrival_s, request.model
@@ -169,6 +195,7 @@ class _World:
                     node_id=gpu.node_id,
                     device_id=gpu.device_id,
                     busy_fraction=gpu.busy_s(end_s) / end_s if end_s else 0.0,
+                    held_fraction=gpu.held_s(end_s) / end_s if end_s else 0.0,
                     peak_bytes=gpu.peak_bytes,
                     total_bytes=gpu.total_bytes,
                 )

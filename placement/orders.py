@@ -1,0 +1,57 @@
+"""What a policy that watches a running cluster may ask for. Values: whoever runs the cluster carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from placement.types import ClusterSnapshot, Placement
+
+__all__ = ["Drain", "Move", "Order", "Scale", "Steering"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """``name`` is to have this many replicas. New ones are placed as a deploy places them; of too many, the
+    youngest drain. With none, requests wait, and wake it."""
+
+    name: str
+    replicas: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drain:
+    """This replica is to go: what waits in it goes elsewhere at once, what runs there ends first.
+
+    ``evict``: running requests go elsewhere too, where their prompts and what they have answered so far are
+    computed anew (as Punica moves a request); it needs a further replica.
+    """
+
+    name: str
+    replica_id: str
+    evict: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """This replica is to stand at ``placement``: a second one is loaded there and takes over, the first drains."""
+
+    name: str
+    replica_id: str
+    placement: Placement
+    load_s: float  # until the second serves; the first serves meanwhile, and both hold memory
+
+
+Order: TypeAlias = Scale | Drain | Move
+
+
+class Steering(Protocol):
+    """Looks at the cluster every ``every_s``, and as a request comes for what has no replica."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def every_s(self) -> float: ...
+
+    def __call__(self, snapshot: ClusterSnapshot) -> Sequence[Order]: ...

@@ -1,0 +1,95 @@
+"""What is deployed, and how a policy sees it: replicas, where they stand, and the load of the last 120 s."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from placement.types import DeploymentState, ReplicaState
+from traces.simulator.gpus import LOAD_WINDOW_S
+from traces.simulator.requests import Requests
+from traces.simulator.scenario import Deployed
+from traces.simulator.servers import Server
+from traces.simulator.step_model import StepModel
+
+__all__ = ["Deployment", "service_s", "states"]
+
+
+@dataclass(slots=True)
+class Deployment:
+    """``queue``: rows that wait, in the order of their arrival, while every replica has as many as it may have."""
+
+    index: int
+    name: str
+    model: str
+    replicas: list[Server] = field(default_factory=list)
+    queue: deque[int] = field(default_factory=deque)
+    missing: int = 0
+    turn: int = 0
+    arrived: int = 0
+    asleep: bool = False  # it was scaled to nothing, not taken down: requests wait for it
+    draining: list[Server] = field(default_factory=list)
+    coming: dict[Server, Server] = field(default_factory=dict)  # replacement that is loaded -> whom it replaces
+    decided: dict[Server, Deployed] = field(default_factory=dict)
+    latest: Deployed | None = None
+    slots: int = 1  # of a replica
+    born_s: float = 0.0
+    since_s: float = 0.0  # the last change of its replicas
+    last_s: float = 0.0  # the last arrival
+
+    @property
+    def wanted(self) -> int:
+        return len(self.replicas) + self.missing
+
+
+def service_s(steps: StepModel, input_tokens: float, output_tokens: float, slots: int) -> float:
+    """Seconds of a replica that a request of such a length takes while ``slots`` run at once: its prompt's time,
+    and its share of the decode steps of all."""
+    decode_s = steps.run_s(slots, input_tokens + 1, max(0, round(output_tokens) - 1))
+    return steps.prompt_s(round(input_tokens)) + decode_s / slots
+
+
+def states(deployments: Iterable[Deployment], requests: Requests, now_s: float) -> tuple[DeploymentState, ...]:
+    """Of those that have, or are to have, replicas. ``service_s`` is that of the recent requests' mean lengths."""
+    here = [d for d in deployments if d.latest is not None and (d.wanted or d.asleep or d.coming)]
+    if not here:
+        return ()
+    of, inputs, outputs = requests.recent(now_s - LOAD_WINDOW_S)
+    most = max(d.index for d in here) + 1
+    count, input_sum, output_sum = (
+        np.bincount(of, weights, minlength=most).tolist() for weights in (None, inputs, outputs)
+    )
+    return tuple(_state(d, now_s, count[d.index], input_sum[d.index], output_sum[d.index]) for d in here)
+
+
+def _state(d: Deployment, now_s: float, count: float, input_sum: float, output_sum: float) -> DeploymentState:
+    assert d.latest is not None
+    steps = d.latest.steps
+    longest = steps.limits.max_context_tokens
+    each_s = service_s(steps, min(input_sum / count, longest), output_sum / count, d.slots) if count else 0.0
+    window_s = min(LOAD_WINDOW_S, max(now_s - d.born_s, 1.0))
+    busy = bool(d.queue) or any(server.outstanding for server in d.replicas)
+    return DeploymentState(
+        name=d.name,
+        model=d.model,
+        wanted=d.wanted,
+        replicas=tuple(
+            ReplicaState(
+                replica_id=server.name,
+                placement=d.decided[server].placement,
+                ready=server.ready_s <= now_s,
+                outstanding=server.outstanding,
+                max_batch=server.max_batch,
+            )
+            for server in d.replicas
+        ),
+        moving=bool(d.coming),
+        waiting=len(d.queue),
+        requests_per_s=count / window_s,
+        service_s=each_s,
+        idle_s=0.0 if busy else now_s - d.last_s,
+        steady_s=now_s - d.since_s,
+    )
