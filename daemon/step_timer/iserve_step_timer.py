@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import os
 import threading
@@ -68,6 +69,7 @@ class StepTimer:
         self._in_forward = False
         self._steps: list[_Step] = []
         self._current: _Step | None = None
+        self._last_end: torch.cuda.Event | None = None  # of the step that was read last
         self._spare: list[torch.cuda.Event] = []
 
     def start(self) -> None:
@@ -82,10 +84,17 @@ class StepTimer:
             self._give_back(step)
         self._steps.clear()
         self._current = None
+        self._keep_end(None)
 
     def _give_back(self, step: _Step) -> None:
         events = (step.begin, step.forward_begin, step.forward_end, step.end)
-        self._spare.extend(e for e in events if e is not None)
+        self._spare.extend(e for e in events if e is not None and e is not self._last_end)
+
+    def _keep_end(self, event: torch.cuda.Event | None) -> None:
+        """Until the next step is read, whose gap begins there."""
+        if self._last_end is not None:
+            self._spare.append(self._last_end)
+        self._last_end = event
 
     def _event(self) -> torch.cuda.Event:
         try:
@@ -126,11 +135,15 @@ class StepTimer:
             self._steps.append(step)
 
     def read(self, *, wait: bool = True) -> list[list[float]]:
-        """Rows of :data:`COLUMNS` for the steps whose GPU work is done, which are then forgotten."""
+        """Rows of :data:`COLUMNS` for the steps whose GPU work is done, which are then forgotten.
+
+        The first step since the start has no gap. May be called from another thread than the model's.
+        """
         if wait:
             torch.cuda.synchronize()
-        done = [step for step in self._steps if step.end.query()]
-        rows, last_end = [], None
+        # Not all that are done: while they are asked, one that was not may end, and the next one with it.
+        done = list(itertools.takewhile(lambda step: step.end.query(), self._steps))
+        rows, last_end = [], self._last_end
         for step in done:
             gap = 0.0 if last_end is None else last_end.elapsed_time(step.begin)
             lead = step.begin.elapsed_time(step.forward_begin)
@@ -139,6 +152,8 @@ class StepTimer:
             rows.append([*step.facts, *(ms / 1e3 for ms in (gap, lead, forward, tail))])
             last_end = step.end
         del self._steps[: len(done)]
+        if done:
+            self._keep_end(last_end)
         for step in done:
             self._give_back(step)
         return rows

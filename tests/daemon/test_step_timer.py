@@ -235,6 +235,40 @@ class TestRecording:
         assert len(timer.read(wait=False)) == 1
         assert len(timer.read(wait=True)) == 2
 
+    def test_a_reading_between_two_steps_takes_no_gap_away(self, rig) -> None:
+        """A file is written every second, whatever the steps are about."""
+        rig.start()
+        timer = rig.timer.TIMER
+
+        def gaps(*, read_after_each: bool) -> list[float]:
+            rig.worker.iserve_timer_start(1, True)
+            rows = []
+            for _ in range(4):
+                rig.run([10], 1)
+                rows += timer.read() if read_after_each else []
+                rig.torch.stream.now_s += 0.25
+            return [row[6] for row in rows + timer.read()]
+
+        assert gaps(read_after_each=True) == pytest.approx([0.0, 0.25, 0.25, 0.25])
+        assert gaps(read_after_each=False) == pytest.approx([0.0, 0.25, 0.25, 0.25])
+
+    def test_a_step_that_ends_while_its_turn_passes_is_not_lost(self, rig, monkeypatch) -> None:
+        """The device goes on between two questions of another thread: the first step is asked too early, the
+        second is done."""
+        rig.start()
+        timer = rig.timer.TIMER
+        rig.worker.iserve_timer_start(1, True)
+        rig.run([10], 2)
+        rig.torch.cuda.synchronize()
+        asked = []
+        query = rig.torch.cuda.Event.query
+        monkeypatch.setattr(
+            rig.torch.cuda.Event, "query", lambda event: bool(asked.append(1) or len(asked) > 1 and query(event))
+        )
+        early = timer.read(wait=False)
+        monkeypatch.undo()
+        assert [row[1] for row in early + timer.read()] == [10, 1]
+
     def test_events_are_used_again(self, rig) -> None:
         """A worker that records for hours makes no more of them than are under way."""
         rig.start()
@@ -245,7 +279,7 @@ class TestRecording:
         for _ in range(20):
             rig.run([10], 5)
             rig.timer.TIMER.read()
-        assert len(made) == 5 * 4
+        assert len(made) == 5 * 4 + 1  # one ends the step before the next
 
     @pytest.mark.parametrize("repeat", [0, -1])
     def test_a_repeat_below_one_is_refused(self, rig, repeat) -> None:
