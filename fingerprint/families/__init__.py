@@ -1,0 +1,73 @@
+"""The table of model families: from a parsed config.json to the tensors a model consists of.
+
+A family is described once, by the list of its tensors; the counts of :class:`ModelSpec` and the files of a dummy
+checkpoint both come from that list. No model code is imported or run (``auto_map`` is ignored). It knows nothing
+of formats, devices or engines. A new family is one row of a module's ``FAMILIES`` and, where no present
+reader fits, one function. The tests compare names, shapes and counts with what the transformers classes build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from fingerprint.config_json import Fields, read_config, show
+from fingerprint.errors import UnsupportedModelError
+from fingerprint.families import falcon, gptj, llama_like
+from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout
+from fingerprint.families.refusals import family_name, refuse_other_tasks, supported
+from fingerprint.model_spec import ModelSpec
+
+__all__ = [
+    "FAMILIES",
+    "Blueprint",
+    "Family",
+    "ModuleLayout",
+    "load_spec",
+    "module_layout",
+    "read_blueprint",
+    "read_config",
+    "read_spec",
+]
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({**llama_like.FAMILIES, **falcon.FAMILIES, **gptj.FAMILIES})
+
+
+def load_spec(path: Path) -> ModelSpec:
+    """:func:`read_spec` of the config.json at ``path`` (the file, or a directory that holds it).
+
+    Raises:
+        NotFoundError: no such file, or a directory without config.json.
+        ConfigError, UnsupportedModelError: as :func:`read_spec`, or not a JSON object of at most 4 MiB.
+    """
+    return read_spec(read_config(path))
+
+
+def read_spec(config: Mapping[str, object]) -> ModelSpec:
+    """The architecture that a parsed config.json describes. Offline; no model code is imported or run.
+
+    Raises:
+        ConfigError: a size is missing, of the wrong type, out of bounds, or contradicts another.
+        UnsupportedModelError: another family, an encoder-decoder, multimodal, non-generating or already quantized
+            model.
+    """
+    return read_blueprint(config).spec
+
+
+def read_blueprint(config: Mapping[str, object]) -> Blueprint:
+    """:func:`read_spec` with the tensors that the counts come from; same errors."""
+    name = family_name(config, FAMILIES)
+    refuse_other_tasks(config, name, FAMILIES[name].architectures)
+    return FAMILIES[name].read(Fields(config, name))
+
+
+def module_layout(family: str) -> ModuleLayout:
+    """Where a family keeps its layers, embedding, final norm and head.
+
+    Raises:
+        UnsupportedModelError: no such family.
+    """
+    if family not in FAMILIES:
+        raise UnsupportedModelError(f"model_type {show(family)} is not supported; {supported(FAMILIES)}")
+    return FAMILIES[family].layout
