@@ -11,7 +11,6 @@ from fingerprint.errors import ConfigError
 from iserve.cli import options as o
 from placement.routing import DEFAULT_ROUTER
 from planner.intent import parse_slo
-from traces.simulator.scenario import Service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from iserve.planning import PlanOptions
     from iserve.simulation import SimulatedModel
     from traces.request import Request
-    from traces.simulator.scenario import Action
+    from traces.simulator.scenario import Action, Service
 
 __all__ = ["register"]
 
@@ -50,9 +49,13 @@ def simulate(
     replicas: Annotated[int, typer.Option("--replicas", help="Of every model.")] = 1,
     startup: Annotated[float, typer.Option("--startup", help="Seconds until a deployed worker serves.")] = 0.0,
     service: Annotated[
-        Service,
-        typer.Option("--service", help="fcfs: one request at a time; continuous; stepped: the same, slowly."),
-    ] = Service.CONTINUOUS,
+        str,
+        typer.Option(
+            "--service",
+            metavar="<fcfs|continuous|stepped>",  # the simulator's names; importing them takes numpy
+            help="fcfs: one request at a time; continuous; stepped: the same, slowly.",
+        ),
+    ] = "continuous",
     router: Annotated[
         str, typer.Option("--router", help="Of replicas: least-outstanding, round-robin or busiest.")
     ] = DEFAULT_ROUTER,
@@ -127,7 +130,7 @@ def simulate(
                 *_faults(fail or []),
                 *_harvests(harvest or []),
             ),
-            service=service,
+            service=_service(service),
             startup_s=startup,
             max_waiting=max_waiting,
             most_waiting=most_waiting,
@@ -150,7 +153,7 @@ def simulate(
         result,
         trace=trace,
         hardware=f"{count} x {gpu.name}",
-        service=service,
+        service=scenario.service,
         workload=options.workload,
         times=times,
         slo=judged,
@@ -159,6 +162,15 @@ def simulate(
         typer.echo(to_json(document, indent=2).decode())
     else:
         print_simulation(document)
+
+
+def _service(name: str) -> Service:
+    from traces.simulator.scenario import Service
+
+    try:
+        return Service(name)
+    except ValueError:
+        raise ConfigError(f"--service is one of {', '.join(Service)}, got {name!r}") from None
 
 
 def _one_kind(gpus: str) -> tuple[GpuSpec, int]:
