@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 TORCH_CPU ?= torch==2.13.0
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-long accuracy lint types docs setup clean
+.PHONY: demo test test-long accuracy evaluation lint types docs setup clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,10 @@ test-long: setup
 # Kept in iServe's home, where `iserve report` finds it.
 accuracy: setup
 	$(BIN)/python -m tests.bench.full_model_accuracy --json accuracy.json
+
+# The paper's figures in full: JSON with date and machine, SVG, and the notebooks' outputs, in notebooks/.
+evaluation: setup
+	$(BIN)/python -m notebooks.figures.record
 
 docs: setup
 	$(BIN)/python docs/generate.py
