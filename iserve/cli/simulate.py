@@ -48,6 +48,9 @@ def simulate(
     ] = 0.0,
     replicas: Annotated[int, typer.Option("--replicas", help="Of every model.")] = 1,
     startup: Annotated[float, typer.Option("--startup", help="Seconds until a deployed worker serves.")] = 0.0,
+    overhead: Annotated[
+        float, typer.Option("--overhead", help="Seconds of each request beside its steps, such as HTTP.")
+    ] = 0.0,
     service: Annotated[
         str,
         typer.Option(
@@ -132,6 +135,7 @@ def simulate(
             ),
             service=_service(service),
             startup_s=startup,
+            overhead_s=overhead,
             max_waiting=max_waiting,
             most_waiting=most_waiting,
         )

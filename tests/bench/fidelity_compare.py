@@ -40,6 +40,7 @@ class Served:
     limits: Limits
     estimator: Estimator
     behind_gateway: bool
+    overhead_s: float  # of a request beside its steps
 
     def steps(self) -> StepModel:
         return tabulate(self.estimator, self.config, self.limits)
@@ -83,6 +84,7 @@ def simulated(real: Outcomes, served: Served) -> Outcomes:
         actions=(Deploy(at_s=0.0, name="m", model="m"),),
         outstanding_per_slot=2 if served.behind_gateway else _ANY_NUMBER,
         most_waiting=max(1, len(requests)),
+        overhead_s=served.overhead_s,
     )
     return simulate(requests, scenario, Policies(deployer=_Fixed(served))).outcomes
 
@@ -119,7 +121,9 @@ def compare(real: Outcomes, model: Outcomes) -> Comparison:
     """
     sent = real.select(~np.isnan(real.sent_s))
     if len(sent) != len(model) or (sent.asked_output_tokens != model.asked_output_tokens).any():
-        raise BadInputError(f"{len(sent)} requests that were sent and {len(model)} that were simulated are not alike")
+        raise BadInputError(
+            f"{len(sent)} requests that were sent and {len(model)} that were simulated are not alike"
+        )
     both = sent.completed & model.completed
     if not both.any():
         raise BadInputError("no request completed on both sides; there is nothing to compare")

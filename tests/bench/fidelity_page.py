@@ -15,7 +15,8 @@ from traces.timeline import CurvePoint
 __all__ = ["render_fidelity"]
 
 _READING = (
-    "Both sides are the same requests: the simulated ones arrive when the real ones were sent. Times count from there.",
+    "Both sides are the same requests: the simulated ones arrive when the real ones were sent, and times count "
+    "from there.",
     "An error is simulated over measured, less 1.",
     "Utilisation is the offered rate over the rate at which the endpoint served a burst of the same trace.",
 )

@@ -61,8 +61,13 @@ class Requests:
             if not self.failure[row] and self.last_s[row] != self.last_s[row]:
                 self.failure[row] = failure
 
-    def outcomes(self, deployments: Sequence[str]) -> Outcomes:
-        """As a replay would have recorded them: sent when scheduled. Views of the columns, which end to grow."""
+    def outcomes(self, deployments: Sequence[str], overhead_s: float = 0.0) -> Outcomes:
+        """As a replay would have recorded them: sent when scheduled. Where it can be, views of the columns.
+
+        Args:
+            overhead_s: of each request, on its way there and back. It holds no GPU and is the same for all, so it
+                puts off what a client sees and changes nothing else.
+        """
         arrival_s, last_s = np.frombuffer(self.arrival_s), np.frombuffer(self.last_s)
         input_tokens = np.frombuffer(self.input_tokens, np.int64)
         output_tokens = np.frombuffer(self.output_tokens, np.int64)
@@ -72,8 +77,8 @@ class Requests:
             arrival_s=arrival_s,
             scheduled_s=arrival_s,
             sent_s=arrival_s,
-            first_token_s=np.frombuffer(self.first_s),
-            last_token_s=last_s,
+            first_token_s=np.frombuffer(self.first_s) + overhead_s,
+            last_token_s=last_s + overhead_s,
             asked_input_tokens=input_tokens,
             asked_output_tokens=output_tokens,
             input_tokens=input_tokens,

@@ -146,6 +146,9 @@ class Scenario:
     actions: tuple[Action, ...]
     service: Service = Service.CONTINUOUS
     startup_s: float = 0.0  # from the decision to deploy until a worker serves
+    overhead_s: float = (
+        0.0  # of each request beside its steps: HTTP, its tokens made ready, the way there and back
+    )
     outstanding_per_slot: int = 2  # requests sent to a worker at once, per slot; the rest wait in the gateway
     max_waiting: int | None = (
         None  # there, of one deployment; more are refused, as by the gateway. None: they wait
@@ -157,6 +160,8 @@ class Scenario:
             raise ConfigError("a simulated cluster needs at least one GPU")
         if not (math.isfinite(self.startup_s) and self.startup_s >= 0):
             raise ConfigError(f"startup_s must be a number of seconds of at least 0, got {self.startup_s}")
+        if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0):
+            raise ConfigError(f"overhead_s must be a number of seconds of at least 0, got {self.overhead_s}")
         if self.outstanding_per_slot < 1:
             raise ConfigError(f"outstanding_per_slot must be at least 1, got {self.outstanding_per_slot}")
         if self.most_waiting < 1 or (self.max_waiting is not None and self.max_waiting < 0):

@@ -188,7 +188,7 @@ class _World:
         self.requests.fail_unfinished(Failure.INTERRUPTED)
         end_s = self.now_s
         return SimulationResult(
-            outcomes=self.requests.outcomes(tuple(self._deployments.by_name)),
+            outcomes=self.requests.outcomes(tuple(self._deployments.by_name), self._scenario.overhead_s),
             changes=tuple(self._deployments.changes),
             gpus=tuple(
                 GpuFigures(

@@ -73,6 +73,7 @@ def test_traces_that_cannot_be_simulated(requests: list[Request], error: type[Ex
     [
         ({"cluster": ClusterSnapshot(())}, "at least one GPU"),
         ({"startup_s": -1.0}, "startup_s must be a number of seconds of at least 0, got -1.0"),
+        ({"overhead_s": float("nan")}, "overhead_s must be a number of seconds of at least 0, got nan"),
         ({"most_waiting": 0}, "queue's bounds"),
         ({"outstanding_per_slot": 0}, "outstanding_per_slot must be at least 1, got 0"),
         ({"max_waiting": -1}, "queue's bounds"),

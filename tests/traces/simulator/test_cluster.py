@@ -50,6 +50,7 @@ def run(
     per_node: int = 8,
     service: Service = Service.CONTINUOUS,
     startup_s: float = 0.0,
+    overhead_s: float = 0.0,
     max_waiting: int | None = None,
     router: Router | None = None,
 ) -> SimulationResult:
@@ -58,6 +59,7 @@ def run(
         actions=actions,
         service=service,
         startup_s=startup_s,
+        overhead_s=overhead_s,
         max_waiting=max_waiting,
     )
     more = {} if router is None else {"router": router}
@@ -153,6 +155,14 @@ def test_requests_before_a_deployment_are_not_served_and_during_its_start_they_w
     result = run(asked, deploy_all("a", at_s=5.0), OnTheFirst(ONE), startup_s=30.0)
     assert result.outcomes.failure.tolist() == [Failure.NOT_SERVED, Failure.NONE]
     assert result.outcomes.last_token_s[1] == pytest.approx(36.0)
+
+
+def test_what_a_request_takes_beside_its_steps_puts_off_its_tokens_and_holds_no_gpu() -> None:
+    asked = [Request(0.0, 1, 3, "a"), Request(1.0, 1, 1, "a")]
+    plain, later = (run(asked, deploy_all("a"), OnTheFirst(ONE), overhead_s=s) for s in (0.0, 0.25))
+    assert later.outcomes.first_token_s.tolist() == pytest.approx([1.25, 4.25])
+    assert later.outcomes.last_token_s.tolist() == pytest.approx([3.25, 4.25])
+    assert later.gpus == plain.gpus
 
 
 def test_what_finds_no_room_is_asked_for_again_when_memory_is_free() -> None:

@@ -1,0 +1,90 @@
+"""What is measured of a running worker over HTTP before a trace is played: its steps, and what a request takes
+beside them. Never of the trace itself, whose latencies are what these predict.
+
+A profile of the worker's own model, whole, parts two errors: with it nothing is extrapolated from fingerprints, so
+what a simulation then gets wrong is the simulator's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.measurements import Profile, RunReading, TimingPoint
+from fingerprint.robust import locate
+
+__all__ = ["request_s", "whole_profile"]
+
+BurstTime = Callable[[Workload], float]  # seconds of a burst over HTTP
+
+_STEPS = 32  # decode steps of a burst that tells their time
+_LONE_RUNS = 12
+_FEWEST_ROUNDS = 3
+
+
+def request_s(burst: BurstTime) -> float:
+    """Seconds that a request takes beside its steps: the way there and back, HTTP, its prompt made ready, waking.
+
+    A lone request of one token each way takes one step and this; a decode step of one sequence is such a step.
+    """
+    one, many = Workload(1, 1, 1), Workload(1, 1, 1 + _STEPS)
+    burst(many)
+    pairs = [(burst(one), burst(many)) for _ in range(_LONE_RUNS)]
+    step_s = locate([(long - short) / _STEPS for short, long in pairs]).value
+    return max(0.0, locate([short for short, _ in pairs]).value - step_s)
+
+
+def whole_profile(
+    burst: BurstTime,
+    profile: Profile,
+    config: DeploymentConfig,
+    workload: Workload,
+    *,
+    beside_s: float,
+    max_seconds: float,
+) -> Profile:
+    """The whole model's times, round after round over batches and prompts up to those of ``workload``.
+
+    Args:
+        burst: of the running worker.
+        profile: of the same worker's fingerprints; its memory and machine are kept.
+        beside_s: of each burst, what is no step (:func:`request_s`).
+    """
+    began_s = time.monotonic()
+    context = workload.context_tokens
+    batches = sorted({1, max(1, workload.batch // 3), workload.batch})
+    prompts = sorted({max(1, context // 32), context // 4, context - _STEPS - 1})
+    points = [Workload(b, p, o) for b in batches for p in prompts for o in (1, 1 + _STEPS)]
+    runs: dict[Workload, list[RunReading]] = {point: [] for point in points}
+    for point in points:  # what is done only once
+        burst(replace(point, output_tokens=1))
+    rounds = 0
+    while rounds < _FEWEST_ROUNDS or (time.monotonic() - began_s) * (rounds + 1) / rounds < max_seconds:
+        for point in points:
+            steps_s = max(1e-9, burst(point) - beside_s)
+            runs[point].append(RunReading(e2e_s=steps_s, device_s=steps_s, host_s=0.0))
+        rounds += 1
+    return replace(
+        profile,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        budget_s=max_seconds,
+        spent_s=time.monotonic() - began_s,
+        timing=tuple(
+            TimingPoint(
+                num_layers=profile.spec.num_layers,
+                tp=config.tp,
+                pp=config.pp,
+                weights=config.weights,
+                kv=config.kv,
+                batch=point.batch,
+                input_tokens=point.input_tokens,
+                output_tokens=point.output_tokens,
+                runs=tuple(found),
+            )
+            for point, found in runs.items()
+        ),
+        notes=("of the running worker, over HTTP",),
+    )
