@@ -1,0 +1,112 @@
+"""Deployers that know one order of configurations and take the first that fits: max TP, max PP, a rule of thumb.
+
+What they are given, so that none is weak for want of it:
+
+*   the batch (the rule of thumb has the workload's): where workers batch, the largest with which every model of
+    the cluster fits beside the others (they know what will be deployed later), up to ``MOST_BATCH``; where they do
+    not, 1, so that no memory is spent on sequences that never run together;
+*   what does not fit at their favourite degrees goes on at the next ones, and with half the batch, before it is
+    refused;
+*   the least loaded GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import ConfigError
+from placement.types import ClusterSnapshot, Placement, Refusal
+from traces.baselines.knowledge import (
+    MOST_BATCH,
+    Knowledge,
+    Places,
+    StepTimes,
+    halvings,
+    largest,
+    sixteen_bit,
+    without,
+)
+from traces.simulator.scenario import Deployed, NotDeployed
+
+__all__ = ["FirstFit", "Preference", "common_batch", "max_pp", "max_tp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A model's configurations, best first, and the batch that it is launched for."""
+
+    model: Knowledge
+    configs: tuple[DeploymentConfig, ...]
+    batch: int
+
+
+def max_tp(model: Knowledge) -> tuple[DeploymentConfig, ...]:
+    """TensorRT-LLM with the maximum TP degree (iServe paper, section 8): 16 bits, the most TP that the model's
+    shape and the node allow; PP only where that alone does not hold the model."""
+    return tuple(sorted(sixteen_bit(model.configs), key=lambda c: (-c.tp, c.pp, c)))
+
+
+def max_pp(model: Knowledge) -> tuple[DeploymentConfig, ...]:
+    """TensorRT-LLM with the maximum PP degree (iServe paper, section 8): 16 bits, as many stages as there are GPUs
+    and layers for; TP only where that alone does not hold the model."""
+    return tuple(sorted(sixteen_bit(model.configs), key=lambda c: (-c.pp, c.tp, c)))
+
+
+def common_batch(
+    models: Sequence[tuple[Knowledge, Sequence[DeploymentConfig]]],
+    cluster: ClusterSnapshot,
+    places: Places,
+) -> int:
+    """The largest batch up to ``MOST_BATCH`` with which ``models`` (one entry per replica) fit side by side on the
+    idle ``cluster``, each in its first configuration that fits alone; 0: not even one sequence of each does."""
+    firsts = []
+    for model, configs in models:
+        alone = (c for c in configs if isinstance(places.find(model, c, 1, cluster), Placement))
+        firsts.append((model, next(alone, None)))
+
+    def all_fit(batch: int) -> bool:
+        left = cluster
+        for model, config in firsts:
+            if config is None:
+                return False
+            placed = places.find(model, config, batch, left)
+            if isinstance(placed, Refusal):
+                return False
+            left = without(left, placed)
+        return True
+
+    return largest(all_fit, MOST_BATCH)
+
+
+class FirstFit:
+    """The first of a model's configurations that fits the cluster as it is now (implements ``Deployer``).
+
+    Raises:
+        ConfigError: two models of one name.
+    """
+
+    def __init__(self, name: str, preferences: Iterable[Preference], places: Places, times: StepTimes) -> None:
+        self.name = name
+        told = list(preferences)
+        self._preferences: Mapping[str, Preference] = {p.model.name: p for p in told}
+        if len(self._preferences) < len(told):
+            raise ConfigError("two models have one name")
+        self._places, self._times = places, times
+
+    def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        wanted = self._preferences[model]
+        refusal: Refusal | None = None
+        for config in wanted.configs:
+            for batch in halvings(wanted.batch):
+                placed = self._places.find(wanted.model, config, batch, snapshot)
+                if isinstance(placed, Placement):
+                    return Deployed(
+                        placement=placed,
+                        steps=self._times(wanted.model, config, batch),
+                        what=f"{config} on {config.engine}, batch {batch}",
+                    )
+                refusal = refusal or placed
+        why = "no engine runs it" if refusal is None else refusal.reason
+        return NotDeployed(reason=f"no configuration of {self.name} fits; of the first: {why}")
