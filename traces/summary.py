@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.intent import Slo
 from traces.outcomes import Failure, Floats, Outcomes
 
-__all__ = ["FailureCount", "Lengths", "Percentiles", "SloResult", "Summary", "percentiles", "summarize"]
+__all__ = ["FailureCount", "Lengths", "Percentiles", "SloResult", "Summary", "kept", "percentiles", "summarize"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +155,7 @@ def _judge(outcomes: Outcomes, slo: Slo, span_s: float) -> SloResult:
     missed_tpot = done & _over(outcomes.tpot_s, slo.tpot_s)
     missed_e2e = done & _over(outcomes.e2e_s, slo.e2e_s)
     judged = int((outcomes.failure != Failure.INTERRUPTED).sum())
-    met = int((done & ~(missed_ttft | missed_tpot | missed_e2e)).sum())
+    met = int(kept(outcomes, slo).sum())
     return SloResult(
         ttft_s=slo.ttft_s,
         tpot_s=slo.tpot_s,
@@ -166,6 +167,14 @@ def _judge(outcomes: Outcomes, slo: Slo, span_s: float) -> SloResult:
         missed_tpot=int(missed_tpot.sum()),
         missed_e2e=int(missed_e2e.sum()),
     )
+
+
+def kept(outcomes: Outcomes, slo: Slo) -> NDArray[np.bool_]:
+    """Which requests were answered within every limit of ``slo``."""
+    late = (
+        _over(outcomes.ttft_s, slo.ttft_s) | _over(outcomes.tpot_s, slo.tpot_s) | _over(outcomes.e2e_s, slo.e2e_s)
+    )
+    return np.asarray(outcomes.completed & ~late)
 
 
 def _over(values_s: Floats, limit_s: float | None) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
