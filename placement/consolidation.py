@@ -1,0 +1,50 @@
+"""Which replica goes when fewer would do: the one whose going frees GPUs, its requests moved to the others.
+
+Punica's consolidation: new requests go to the busiest replica that has room (``routing.Busiest``), so others fall
+idle; what still runs in one that can go is moved. Whether fewer would do is for ``scaling``, whose limits keep it
+from going back and forth.
+"""
+
+from __future__ import annotations
+
+from placement.load_model import Key, shares
+from placement.orders import Drain
+from placement.scaling import Scaling, replicas_for
+from placement.types import ClusterSnapshot, DeploymentState, ReplicaState
+
+__all__ = ["consolidate"]
+
+
+def consolidate(snapshot: ClusterSnapshot, rule: Scaling) -> tuple[Drain, ...]:
+    """At most one replica of each deployment that has more than it needs, of at least two that are ready."""
+    tenants: dict[Key, int] = {}
+    for deployment in snapshot.deployments:
+        for replica in deployment.replicas:
+            for key in _gpus(replica):
+                tenants[key] = tenants.get(key, 0) + 1
+    orders = []
+    for deployment in snapshot.deployments:
+        found = _dispensable(deployment, rule, tenants)
+        if found is not None:
+            orders.append(Drain(name=deployment.name, replica_id=found.replica_id, evict=True))
+    return tuple(orders)
+
+
+def _dispensable(d: DeploymentState, rule: Scaling, tenants: dict[Key, int]) -> ReplicaState | None:
+    ready = [replica for replica in d.replicas if replica.ready]
+    if len(ready) < 2 or d.wanted != len(ready) or d.waiting or not 1 <= replicas_for(d, rule) < d.wanted:
+        return None
+    slots = sum(replica.max_batch - replica.outstanding for replica in ready)
+
+    def freed(replica: ReplicaState) -> int:
+        return sum(tenants[key] == 1 for key in _gpus(replica))
+
+    # Its requests must find slots in the others; then the most GPUs freed, then the fewest requests to move.
+    able = [
+        replica for replica in ready if slots - (replica.max_batch - replica.outstanding) >= replica.outstanding
+    ]
+    return min(able, key=lambda r: (-freed(r), r.outstanding, r.replica_id), default=None)
+
+
+def _gpus(replica: ReplicaState) -> tuple[Key, ...]:
+    return tuple(key for _, keys in shares(replica.placement) for key in keys)

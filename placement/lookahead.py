@@ -1,0 +1,86 @@
+"""Look-ahead: of the places that several orders propose, the one that leaves the cluster cheapest to run.
+
+Orders (``policies``) look at load and memory of single GPUs; they do not see what a placement does to those that
+are there already, nor what another GPU costs. Look-ahead scores each proposal by a standing cost
+(``load_model``, or any function) at the load of the last 120 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from placement.fit import Placer
+from placement.load_model import LoadedCluster, Tenant, shares
+from placement.policies import Hybrid, LeastLoaded, Packing
+from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement, PlacementPolicy, Refusal
+
+__all__ = ["DEFAULT_GPU_PRICE", "FillUp", "LookAhead", "Score", "expected_busy_fraction"]
+
+DEFAULT_GPU_PRICE = 0.25  # requests; chosen before any result, swept in docs/placement.md
+
+Score = Callable[[Placement], float]  # lower is better
+
+
+@dataclass(frozen=True, slots=True)
+class FillUp:
+    """GPUs that hold something first, of them the least loaded; then empty ones."""
+
+    name: str = "fill-up"
+
+    def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
+        (order,) = LeastLoaded().tiers(gpus)
+        tiers = (
+            tuple(gpu for gpu in order if gpu.free_bytes < gpu.total_bytes),
+            tuple(gpu for gpu in order if gpu.free_bytes >= gpu.total_bytes),
+        )
+        return tuple(tier for tier in tiers if tier)
+
+
+_ORDERS: tuple[PlacementPolicy, ...] = (Packing(), FillUp(), Hybrid(0.3), Hybrid(0.5), Hybrid(0.7), LeastLoaded())
+
+
+def expected_busy_fraction(snapshot: ClusterSnapshot) -> float:
+    """Of a model of which nothing is known yet: that of the replicas there are, on average; a half without any."""
+    busy = [d.busy_fraction for d in snapshot.deployments for _ in d.replicas]
+    return sum(busy) / len(busy) if busy else 0.5
+
+
+class LookAhead:
+    """One snapshot, for any number of demands; answers as :class:`placement.fit.Placer` does.
+
+    Args:
+        busy_fraction: expected of what is placed; None: as what is there is on average.
+        score: of a placement, in place of the load model's standing cost.
+
+    Raises:
+        ConfigError: a snapshot that contradicts itself.
+    """
+
+    def __init__(
+        self,
+        snapshot: ClusterSnapshot,
+        *,
+        gpu_price: float = DEFAULT_GPU_PRICE,
+        busy_fraction: float | None = None,
+        link_group_size: int | None = None,
+        score: Score | None = None,
+    ) -> None:
+        self._placers = [Placer(snapshot, order, link_group_size=link_group_size) for order in _ORDERS]
+        self._gpu_price = gpu_price
+        self._busy = expected_busy_fraction(snapshot) if busy_fraction is None else busy_fraction
+        self._cluster = LoadedCluster.of(snapshot)
+        self._score = score or self._standing_cost
+
+    def fit(self, demand: BlockDemand) -> Placement | Refusal:
+        """The cheapest proposal, of equals the first order's; a refusal where no order finds room."""
+        proposals: dict[Placement, None] = {}
+        for placer in self._placers:
+            answer = placer.fit(demand)
+            if isinstance(answer, Refusal):
+                return answer  # no order decides whether it fits
+            proposals[answer] = None
+        return min(proposals, key=self._score)
+
+    def _standing_cost(self, placement: Placement) -> float:
+        return self._cluster.cost_of_adding(Tenant(self._busy, shares(placement)), self._gpu_price)

@@ -1,0 +1,68 @@
+"""How many replicas a deployment needs for what comes: more when they would be too busy, none when nothing comes.
+
+Going up and going down have limits of their own (``target`` above ``low``), so that a load between them changes
+nothing: once n replicas were asked for at the work w, there are fewer only after it fell below
+``w * low / target``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fingerprint.errors import ConfigError
+from placement.orders import Scale
+from placement.types import ClusterSnapshot, DeploymentState
+
+__all__ = ["Scaling", "replicas_for", "scale"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """Limits of the decision.
+
+    Raises:
+        ConfigError: ``low`` is not below ``target``, or a value out of its range.
+    """
+
+    target: float = 0.7  # busy fraction that a replica is sized for; at more, there are too few
+    low: float = 0.45  # there are too many when one fewer would still be at most this busy
+    drain_s: float = 60.0  # in which a backlog is to be worked off
+    hold_s: float = 120.0  # without a change, before there are fewer: the window that the load is seen over
+    idle_s: float | None = 300.0  # without a request, before there is none; None: one always stays
+    max_replicas: int = 8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.target <= 1:
+            raise ConfigError(f"scaling needs 0 < low < target <= 1, got {self.low} and {self.target}")
+        if not self.drain_s > 0 or not self.hold_s >= 0 or self.max_replicas < 1:
+            raise ConfigError(f"scaling needs a time to drain above 0 and at least one replica, got {self}")
+        if self.idle_s is not None and not self.idle_s > 0:
+            raise ConfigError(f"scaling to nothing needs an idle time above 0 s, got {self.idle_s}")
+
+
+def replicas_for(state: DeploymentState, rule: Scaling) -> int:
+    """How many ``state`` is to have; as many as it has where nothing is to change."""
+    now = state.wanted
+    if now == 0:
+        return int(state.waiting > 0)
+    if rule.idle_s is not None and state.idle_s >= rule.idle_s and state.steady_s >= rule.hold_s:
+        return 0
+    work = (state.requests_per_s + state.waiting / rule.drain_s) * state.service_s
+    at_least = min(rule.max_replicas, _above(work / rule.target))
+    if at_least > now:
+        return at_least
+    at_most = min(rule.max_replicas, _above(work / rule.low))
+    if at_most < now and state.steady_s >= rule.hold_s and not state.moving:
+        return at_most
+    return now
+
+
+def scale(snapshot: ClusterSnapshot, rule: Scaling) -> tuple[Scale, ...]:
+    """An order for every deployment that is to have another number of replicas."""
+    wanted = ((state, replicas_for(state, rule)) for state in snapshot.deployments)
+    return tuple(Scale(name=state.name, replicas=number) for state, number in wanted if number != state.wanted)
+
+
+def _above(work: float) -> int:
+    return max(1, math.ceil(work - 1e-9))
