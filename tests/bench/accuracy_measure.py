@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -350,6 +351,7 @@ class _Shared:
         self.engine = target.engine
         self.session: WorkerProfileSession | None = None
         self._degree = (0, 0)
+        self._failed = False
         self.start_s: list[float] = []
 
     def machine(self) -> MachineInfo:
@@ -367,20 +369,29 @@ class _Shared:
 
     def load(self, *args: object, **kwargs: object) -> None:
         begun = time.monotonic()
-        self.session.load(*args, **kwargs)  # type: ignore[union-attr, arg-type]
+        self._asked(self.session.load, *args, **kwargs)  # type: ignore[union-attr]
         self.start_s.append(round(time.monotonic() - begun, 1))
 
     def bursts(self, **kwargs: object) -> object:
-        return self.session.bursts(**kwargs)  # type: ignore[union-attr, arg-type]
+        return self._asked(self.session.bursts, **kwargs)  # type: ignore[union-attr]
+
+    def _asked(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
+        try:
+            return call(*args, **kwargs)
+        except IserveError:
+            self._failed = True
+            raise
 
     def memory(self) -> tuple[RankMemory, ...]:
         return self.session.memory()  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """The profile is done with it; :meth:`end` ends it."""
+        """The profile is done with it, and :meth:`end` ends it; one that failed is ended now, for a fresh one."""
+        if self._failed:
+            self.end()
 
     def end(self) -> None:
-        session, self.session = self.session, None
+        session, self.session, self._failed = self.session, None, False
         if session is not None:
             session.close()
 
