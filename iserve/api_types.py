@@ -21,6 +21,7 @@ __all__ = [
     "EventDocument",
     "KeyBody",
     "KeyDocument",
+    "LaunchBody",
     "ModelBody",
     "ModelDocument",
     "NewKeyDocument",
@@ -102,6 +103,12 @@ class PlanBody(_Wish):
 
     model: _Text | None = None  # None: the bundled demo model
     gpus: _Text | None = None  # "a6000:8"; None: the devices that are free here
+
+
+class LaunchBody(PlanBody):
+    """``POST /api/v1/plans/launch``: what a deploy would start; nothing is started."""
+
+    name: _Text | None = None  # what clients would put in ``model``; None: the model's own name
 
 
 class DeployBody(_Wish):

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from daemon.devices import Device
 from daemon.engines.registry import capabilities_for
+from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import MemoryEstimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
-from iserve.engine_choice import by_preference
+from iserve.api_types import check_name
+from iserve.engine_choice import by_preference, choose_engine
+from iserve.launching import LaunchDocument, PlannedDeployment
 from iserve.model_source import resolve
 from iserve.plan_document import EstimateDocument, PlanDocument, estimate_document, plan_document
 from iserve.planning import (
@@ -29,7 +33,7 @@ from planner.intent import CostModel
 from planner.plan import NoRoom
 from planner.space import shape_refusal
 
-__all__ = ["OneEstimateDocument", "estimate_for_gpu", "plan_for_gpus"]
+__all__ = ["OneEstimateDocument", "estimate_for_gpu", "launch_for_gpus", "plan_for_gpus"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,54 @@ def plan_for_gpus(
         workload=options.workload,
         conditions_of=EngineChooser(source.spec, gpu, engines).conditions,
     )
+
+
+def launch_for_gpus(
+    model: str,
+    gpu: GpuSpec,
+    count: int,
+    options: PlanOptions,
+    engine: str,
+    *,
+    name: str | None = None,
+    registered: Mapping[str, Path] | None = None,
+) -> LaunchDocument:
+    """What a deploy on ``count`` idle ``gpu`` would start if every engine were installed there, by the roofline.
+
+    Raises:
+        InfeasibleError: it would be refused.
+        UnsupportedModelError: no engine serves the model there.
+        CheckpointError: weights that are here are damaged; where there are none they are not asked for.
+    """
+    source = resolve(model, registered or {}, need_weights=False)
+    if source.has_weights:
+        Checkpoint.open(source.directory)
+    tables = [replace(table, unavailable=None) for table in capabilities_for(engine)]
+    notes: tuple[str, ...] = ()
+    if engine == "auto":
+        on_gpus = gpu.compute_capability is not None
+        choice = choose_engine(source.spec, gpu, tables, options.intent.quality, on_gpus=on_gpus)
+        tables, notes = [t for t in tables if t.engine == choice.engine], choice.passed_over
+    table = tables[0].unprepared()  # only 16-bit checkpoints are taken in
+    hardware = hypothetical_hardware(gpu, count)
+    plan = make_plan(source.spec, hardware, RooflineEstimator(source.spec, gpu), [table], options)
+    document = plan_document(
+        plan, model=source.name, hardware=hardware.label, workload=options.workload, notes=notes
+    )
+    kind = "cpu" if gpu.compute_capability is None else "cuda"
+    devices = tuple(
+        Device(
+            device_id=state.device_id,
+            index=state.gpu_index,
+            kind=kind,
+            name=gpu.name,
+            total_bytes=state.total_bytes,
+        )
+        for state in hardware.snapshot.gpus
+    )
+    free_bytes = {state.device_id: state.free_bytes for state in hardware.snapshot.gpus}
+    planned = PlannedDeployment(document, plan.best, devices, free_bytes)
+    return planned.launch(check_name(name or source.name), source, options.workload, None)
 
 
 def estimate_for_gpu(

@@ -13,7 +13,7 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError, IserveError
 
-__all__ = ["Command", "Engine", "StageAssignment", "WorkerLimits", "WorkerSpec"]
+__all__ = ["Command", "Container", "Engine", "Inside", "StageAssignment", "WorkerLimits", "WorkerSpec"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,32 @@ class Command:
     files: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inside:
+    """What an engine finds in a container: the checkpoint's folder, that of its files, and the release.
+
+    Both may be read-only.
+    """
+
+    model: str
+    files: str
+    release: str | None = None  # that was planned for; None: the newest that the adapter knows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Container:
+    """A worker as a container runs it: the engine's own server, without keeper, guard and face.
+
+    What those do (restart it, end all its processes, find it a port) is the container runtime's there.
+    """
+
+    image: str
+    argv: tuple[str, ...]  # the entry point with its arguments
+    env: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()  # name and text, in the folder of its files
+    notes: tuple[str, ...] = ()  # what is not so there as it is under a daemon
+
+
 class Engine(Protocol):
     """One inference engine. Adapters never import the engine: they start it, with the Python it is installed for.
 
@@ -124,6 +150,20 @@ class Engine(Protocol):
         Raises:
             EngineError: it is not installed, or is of a version that this adapter does not know.
             ConfigError: the engine has no way to keep what the spec asks.
+        """
+        ...
+
+    def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
+        """What starts the same worker in a container, every limit enforced. The engine need not be installed here.
+
+        The checkpoint's own folder is read for what the launch has to know; its weights need not lie there.
+
+        Args:
+            spec: its host and port are those that the server has within the container.
+            devices: those of the spec, by id, with the indexes that they have within the container.
+
+        Raises:
+            BadInputError: as :meth:`command`, but for what is not installed and for missing weights.
         """
         ...
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import Command, WorkerSpec
+from daemon.engines.base import Command, Container, Inside, WorkerSpec
 from daemon.torch_engine import exit_codes, support
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.capability import EngineCapabilities, Exclusion
+from fingerprint.codec import to_json
 from fingerprint.config import WeightFormat
 from fingerprint.errors import (
     CheckpointError,
@@ -42,12 +44,15 @@ _CAPABILITIES = EngineCapabilities(
     family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE},
     exclusions=(
         Exclusion(
-            families=frozenset({"mixtral"}),
+            families=frozenset({"mixtral", "qwen2_moe", "qwen3_moe"}),
             weights=frozenset({WeightFormat.INT8}),
-            reason="transformers fuses Mixtral's experts into one tensor, which the int8 format does not cover",
+            reason="transformers fuses a layer's experts into one tensor, which the int8 format does not cover",
         ),
     ),
 )
+
+_ENVIRONMENT = (("HF_HUB_OFFLINE", "1"), ("PYTHONUNBUFFERED", "1"), ("TOKENIZERS_PARALLELISM", "false"))
+_SPEC_FILE = "spec.json"
 
 _MEANINGS: dict[int, tuple[type[IserveError], str]] = {
     exit_codes.PORT_IN_USE: (
@@ -84,8 +89,20 @@ class TorchEngine:
         if spec.dummy_weights:
             raise ConfigError("engine torch has no dummy weights; give it a checkpoint with generated ones")
         return Command(
-            argv=(sys.executable, "-m", "daemon.torch_engine", "--spec", str(folder / "spec.json")),
-            env=(("HF_HUB_OFFLINE", "1"), ("PYTHONUNBUFFERED", "1"), ("TOKENIZERS_PARALLELISM", "false")),
+            argv=(sys.executable, *_arguments(folder / _SPEC_FILE)),
+            env=_ENVIRONMENT,
+        )
+
+    def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
+        release = inside.release or _version("iserve")
+        return Container(
+            image=f"iserve:{release}",
+            argv=("python", *_arguments(Path(inside.files) / _SPEC_FILE)),
+            env=_ENVIRONMENT,
+            files=((_SPEC_FILE, to_json(replace(spec, checkpoint=inside.model), indent=2).decode() + "\n"),),
+            notes=(
+                f"nobody publishes this image: make it in iServe's source, docker build -t iserve:{release} .",
+            ),
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
@@ -99,6 +116,11 @@ class TorchEngine:
             lines = [line for line in log_tail.splitlines() if line.strip()]
             said = f"last words: {lines[-1][:500]}" if lines else "it said nothing"
         return error(f"worker {spec.worker_id} (torch) ended: {meaning}; {said}")
+
+
+def _arguments(spec_file: Path) -> tuple[str, ...]:
+    """What follows the Python."""
+    return ("-m", "daemon.torch_engine", "--spec", str(spec_file))
 
 
 def _version(distribution: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -52,7 +53,8 @@ def main(argv: list[str] | None = None, make_runner: Callable[[], Runner] | None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     folder = options.spec.parent if options.spec.parent.is_dir() else None
     if folder is not None:
-        (folder / exit_codes.STARTUP_ERROR_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # in a container the folder is read-only
+            (folder / exit_codes.STARTUP_ERROR_FILE).unlink(missing_ok=True)
     try:
         spec = _read_spec(options.spec)
         listener = _bind(spec)

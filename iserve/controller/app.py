@@ -19,6 +19,7 @@ from iserve.api_types import (
     EventDocument,
     KeyBody,
     KeyDocument,
+    LaunchBody,
     ModelBody,
     ModelDocument,
     NewKeyDocument,
@@ -31,6 +32,7 @@ from iserve.api_types import (
 from iserve.controller.door import Door, problem
 from iserve.controller.metrics import Metrics
 from iserve.controller.service import Controller
+from iserve.launching import LaunchDocument
 from iserve.plan_document import PlanDocument
 from iserve.verify.documents import StoredVerification, VerificationJobDocument
 
@@ -117,6 +119,11 @@ def _plan_routes(api: APIRouter, controller: Controller) -> None:
     def create_plan(body: PlanBody) -> PlanDocument:
         """Choose a configuration; start nothing."""
         return controller.plan(body)
+
+    @api.post("/plans/launch", status_code=201)
+    def plan_launch(body: LaunchBody) -> LaunchDocument:
+        """The worker that a deploy of this wish would start now, with its limits and devices; start nothing."""
+        return controller.launch(body)
 
 
 def _deployment_routes(api: APIRouter, controller: Controller) -> None:

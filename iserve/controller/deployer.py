@@ -7,59 +7,35 @@ at the daemon by its id, so none is ever launched twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from daemon.client import DaemonClient
-from daemon.engines.base import Engine, StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.base import Engine, WorkerSpec
 from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import NodeStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
-from fingerprint.config import Workload
 from fingerprint.errors import InfeasibleError, IserveError, NotFoundError
-from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
-from iserve.controller.node import hardware_of
-from iserve.controller.profiling import Profiler, ask_daemon, launched, step_tokens_of, wait_until_ready
+from iserve.controller.node import devices_of, hardware_of
+from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.engine_choice import choose_engine
+from iserve.launching import PlannedDeployment, worker_slug
 from iserve.model_source import ModelSource
-from iserve.plan_document import PlanDocument, plan_document
+from iserve.plan_document import plan_document
 from iserve.planning import PlanOptions, make_plan
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
-from placement.types import Placement, StagePlacement
 from planner.intent import Quality
-from planner.plan import Ranked
 
-__all__ = ["Deployer", "PlannedDeployment", "deployable_engine", "engine_for", "worker_spec"]
+__all__ = ["Deployer", "deployable_engine", "engine_for"]
 
 log = logging.getLogger(__name__)
-
-_MEMORY_HEADROOM = 1.02  # a worker's limit over the placed upper bound, where there is room: allocator rounding
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedDeployment:
-    """A plan for this node, with where its best candidate goes."""
-
-    document: PlanDocument
-    best: Ranked | None
-    free_bytes: Mapping[str, int]  # by device: what was free when it was made
-
-    def worker(
-        self, name: str, source: ModelSource, worker_id: str, workload: Workload, profile: Profile
-    ) -> WorkerSpec:
-        """The launch of the best. Raises InfeasibleError: there is none; the message says what comes nearest."""
-        if self.best is None:
-            raise InfeasibleError(_why_nothing(self.document))
-        steps = step_tokens_of(profile)
-        return worker_spec(name, source, worker_id, self.best, workload, self.free_bytes, steps)
 
 
 def deployable_engine(name: str) -> Engine:
@@ -93,53 +69,6 @@ def engine_for(name: str, spec: ModelSpec, node: NodeStatus, quality: Quality) -
     gpu = match_device(first.name) if first is not None and on_gpus else None
     choice = choose_engine(spec, gpu, capabilities_for("auto"), quality, on_gpus=on_gpus)
     return get_engine(choice.engine), choice.passed_over
-
-
-def worker_spec(
-    name: str,
-    source: ModelSource,
-    worker_id: str,
-    best: Ranked,
-    workload: Workload,
-    free_bytes: Mapping[str, int],
-    step_tokens: int | None = None,
-) -> WorkerSpec:
-    """The launch that enforces what ``best`` was estimated and placed with on devices with ``free_bytes``.
-
-    Args:
-        step_tokens: tokens of the largest step that the engine was measured with, whose activations and chunks of
-            prompts the estimate therefore has; None: the estimate has those of this workload's own largest step.
-    """
-    placement = best.layout
-    assert isinstance(placement, Placement), "a feasible candidate of make_plan carries its placement"
-    context = min(workload.context_tokens, source.spec.max_context_tokens)
-
-    def limit_bytes(stage: StagePlacement) -> int:
-        room_bytes = min(free_bytes[device_id] for device_id in stage.device_ids)
-        return max(stage.bytes_per_gpu, min(int(stage.bytes_per_gpu * _MEMORY_HEADROOM), room_bytes))
-
-    return WorkerSpec(
-        worker_id=worker_id,
-        served_model=name,
-        checkpoint=str(source.directory),
-        config=best.config,
-        stages=tuple(
-            StageAssignment(
-                device_ids=stage.device_ids,
-                num_layers=stage.num_layers,
-                memory_bytes_per_device=limit_bytes(stage),
-            )
-            for stage in placement.stages
-        ),
-        limits=WorkerLimits(
-            max_batch=workload.batch,
-            max_batched_tokens=step_tokens
-            or min(DEFAULT_MAX_BATCHED_TOKENS, max(workload.batch * workload.input_tokens, context)),
-            max_context_tokens=context,
-            kv_tokens=workload.batch * context,
-            memory_bytes_per_device=max(limit_bytes(stage) for stage in placement.stages),
-        ),
-    )
 
 
 class Deployer:
@@ -236,7 +165,9 @@ class Deployer:
         document = plan_document(
             plan, model=source.name, hardware=hardware.label, workload=options.workload, notes=notes
         )
-        return PlannedDeployment(document, plan.best, {d.device_id: d.free_bytes for d in node.devices})
+        return PlannedDeployment(
+            document, plan.best, devices_of(node), {d.device_id: d.free_bytes for d in node.devices}
+        )
 
     def _choose(
         self,
@@ -254,7 +185,7 @@ class Deployer:
         """
         planned = self.plan(source, engine, profile, options, notes)
         self._store.update_deployment(row.id, plan=to_json(planned.document))
-        worker_id = f"{_slug(row.name)}-{row.id}"
+        worker_id = f"{worker_slug(row.name)}-{row.id}"
         spec = planned.worker(row.name, source, worker_id, options.workload, profile)
         self._store.update_deployment(row.id, worker=to_json(spec))
         return spec
@@ -295,17 +226,3 @@ class Deployer:
 
 class _NoLongerWantedError(Exception):
     """The deployment is to be removed: what is under way for it ends here."""
-
-
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name.lower())[:40] or "worker"
-
-
-def _why_nothing(document: PlanDocument) -> str:
-    """Of a plan in which nothing is feasible: what comes nearest, and what would help."""
-    why = document.why_not
-    parts = ["no configuration is feasible"]
-    if why.nearest is not None:
-        parts.append(why.nearest.text)
-    parts += why.advice[:3]
-    return "; ".join(parts)

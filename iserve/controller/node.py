@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from daemon.devices import Device
 from daemon.status import NodeStatus
 from fingerprint.errors import InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
@@ -9,7 +10,7 @@ from iserve.api_types import NodeDocument
 from iserve.planning import Hardware
 from placement.types import ClusterSnapshot, GpuState
 
-__all__ = ["hardware_of"]
+__all__ = ["devices_of", "hardware_of"]
 
 
 def hardware_of(node: NodeStatus | NodeDocument, gpu: GpuSpec) -> Hardware:
@@ -35,3 +36,18 @@ def hardware_of(node: NodeStatus | NodeDocument, gpu: GpuSpec) -> Hardware:
         for device in node.devices
     )
     return Hardware(label=f"{len(gpus)} x {gpu.name} ({node.node_id})", gpu=gpu, snapshot=ClusterSnapshot(gpus))
+
+
+def devices_of(node: NodeStatus) -> tuple[Device, ...]:
+    """What of the devices of ``node`` does not change."""
+    return tuple(
+        Device(
+            device_id=device.device_id,
+            index=device.index,
+            kind=device.kind,
+            name=device.name,
+            total_bytes=device.total_bytes,
+            cores=device.cores,
+        )
+        for device in node.devices
+    )

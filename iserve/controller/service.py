@@ -31,6 +31,7 @@ from iserve.api_types import (
     DeployBody,
     DeploymentDocument,
     KeyDocument,
+    LaunchBody,
     ModelDocument,
     NewKeyDocument,
     NodeDocument,
@@ -49,9 +50,11 @@ from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.keys import new_key
+from iserve.launching import LaunchDocument, PlannedDeployment
 from iserve.model_source import ModelSource, resolve
 from iserve.plan_document import PlanDocument
-from iserve.plan_service import plan_for_gpus
+from iserve.plan_service import launch_for_gpus, plan_for_gpus
+from iserve.planning import PlanOptions
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
 
@@ -153,6 +156,33 @@ class Controller:
             return plan_for_gpus(
                 body.model or DEMO_MODEL_NAME, gpu, count, options, body.engine, registered=self.registered()
             )
+        return self._planned(body, options)[0].document
+
+    def launch(self, body: LaunchBody) -> LaunchDocument:
+        """What a deploy of the same wish would start; nothing is started, measured or kept.
+
+        Raises:
+            InfeasibleError: a deploy would be refused.
+            NotMeasuredError: a deploy would measure first.
+        """
+        options = body.options(default_policy=self.settings.policy, load_threshold=self.settings.load_threshold)
+        if body.gpus is not None:
+            gpu, count = parse_gpus(body.gpus)
+            model = body.model or DEMO_MODEL_NAME
+            return launch_for_gpus(
+                model, gpu, count, options, body.engine, name=body.name, registered=self.registered()
+            )
+        deployable_engine(body.engine)
+        planned, source, profile = self._planned(body, options)
+        Checkpoint.open(source.directory)
+        return planned.launch(check_name(body.name or source.name), source, options.workload, profile)
+
+    def _planned(self, body: PlanBody, options: PlanOptions) -> tuple[PlannedDeployment, ModelSource, Profile]:
+        """A plan for what is free here now, the model and the profile that it rests on.
+
+        Raises:
+            NotMeasuredError: no profile holds here.
+        """
         source = self.resolve(body.model, need_weights=False)
         node, batch = self.daemon().node(), options.workload.batch
         engine, notes = engine_for(body.engine, source.spec, node, options.intent.quality)
@@ -172,7 +202,7 @@ class Controller:
             "deploy measures it first"
             for config in self.profiler.lacking(profile, engine, node, options)
         )
-        return self._deployer.plan(source, engine, profile, options, notes).document
+        return self._deployer.plan(source, engine, profile, options, notes), source, profile
 
     def profiles(self) -> tuple[Profile, ...]:
         return self.store.profiles()

@@ -23,11 +23,11 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from iserve.api_types import DeployBody, DeploymentDocument, PlanBody
-from iserve.controller.deployer import worker_spec
 from iserve.controller.profiling import machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.demo import demo_model_path
+from iserve.launching import worker_spec
 from iserve.model_source import resolve
 from iserve.settings import Settings
 from iserve.state.store import Store

@@ -19,12 +19,12 @@ from fingerprint.errors import ConfigError, EngineError, InfeasibleError
 from fingerprint.estimates import Source
 from fingerprint.measurements import Profile
 from fingerprint.profile_plan import Shards
-from iserve.controller.deployer import worker_spec
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.controller.node import hardware_of
 from iserve.controller.profile_room import STEP_TOKENS
 from iserve.controller.profile_taking import Order, take
 from iserve.controller.profile_worth import lacking
+from iserve.launching import worker_spec
 from iserve.model_source import ModelSource
 from iserve.planning import PlanOptions, make_plan
 from planner.intent import Intent, IntentKind, Quality, Slo

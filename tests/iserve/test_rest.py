@@ -20,6 +20,7 @@ ROUTES = [
     ("POST", "/api/v1/profiles"),
     ("GET", "/api/v1/profiles/jobs/no-such"),
     ("POST", "/api/v1/plans"),
+    ("POST", "/api/v1/plans/launch"),
     ("GET", "/api/v1/deployments"),
     ("POST", "/api/v1/deployments"),
     ("GET", "/api/v1/deployments/no-such"),

@@ -14,8 +14,8 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
-from iserve.controller.deployer import worker_spec
 from iserve.engine_choice import by_preference
+from iserve.launching import worker_spec
 from iserve.model_source import ModelSource
 from iserve.planning import Hardware, PlanOptions, make_plan
 from iserve.simulation import (

@@ -9,10 +9,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import Command, WorkerSpec
+from daemon.engines.base import Command, Container, Inside, WorkerSpec
 from daemon.engines.failures import explain
 from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
 from daemon.engines.tensorrt_llm.checkpoint import check_formats, stored_formats
@@ -32,7 +33,14 @@ __all__ = ["TensorRtLlmEngine"]
 _DISTRIBUTION = "tensorrt-llm"
 _OPTIONS_FILE = "llm_options.yaml"
 _OUR_PACKAGES = str(Path(__file__).parents[3])  # for the face; it hides them from the engine
+_IMAGE, _RELEASE = "nvcr.io/nvidia/tensorrt-llm/release", "1.2.0"
 _KNOWN_RELEASE = re.compile(r"1\.2\.\d+(\.post\d+)?")  # no candidates: early ones lack options
+_ENVIRONMENT = (
+    ("HF_HUB_OFFLINE", "1"),
+    ("PYTHONUNBUFFERED", "1"),
+    ("TOKENIZERS_PARALLELISM", "false"),
+    ("TLLM_LOG_LEVEL", "INFO"),  # beats --log_level, and what the daemon's own environment may say
+)
 
 
 class TensorRtLlmEngine(ForeignEngine):
@@ -67,27 +75,30 @@ class TensorRtLlmEngine(ForeignEngine):
         found = self.installed()
         if spec.profiling:
             raise ConfigError("tensorrt-llm has no profiling worker yet; profile on torch or vllm")
-        directory = Path(spec.checkpoint)
-        stored = stored_formats(directory)
-        # our own reader takes 16-bit models only; what is quantized, and how, has just been read
-        model = read_spec(read_config(directory) | {"quantization_config": None})
-        _check_runs(spec, model, devices)
-        check_formats(stored, spec.config, directory)
-        if not spec.dummy_weights:
-            Checkpoint.open(directory)
-        options = ("--extra_llm_api_options", str(folder / _OPTIONS_FILE))
-        server = (found.python, str(_server(found)), "serve", "{model}", "--backend", "pytorch", *options)
+        model = _read_model(spec, devices)
+        server = (found.python, str(_server(found)), *_arguments("{model}", folder / _OPTIONS_FILE))
         face = (sys.executable, "-m", "daemon.engines.tensorrt_llm.face", str(folder / "spec.json"))
         return Command(
             argv=guarded(spec, (*face, *server), python_path=_OUR_PACKAGES),
             env=(
                 ("PATH", os.pathsep.join((str(Path(found.python).parent), os.environ.get("PATH", os.defpath)))),
-                ("HF_HUB_OFFLINE", "1"),
-                ("PYTHONUNBUFFERED", "1"),
-                ("TOKENIZERS_PARALLELISM", "false"),
-                ("TLLM_LOG_LEVEL", "INFO"),  # beats --log_level, and what the daemon's own environment may say
+                *_ENVIRONMENT,
             ),
             files=((_OPTIONS_FILE, as_yaml(llm_options(spec, model))),),
+        )
+
+    def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
+        model = _read_model(replace(spec, dummy_weights=True), devices)  # its weights may lie on another machine
+        where = ("--host", spec.host, "--port", str(spec.port))
+        return Container(
+            image=f"{_IMAGE}:{inside.release or _RELEASE}",
+            argv=("trtllm-serve", *_arguments(inside.model, Path(inside.files) / _OPTIONS_FILE), *where),
+            env=_ENVIRONMENT,
+            files=((_OPTIONS_FILE, as_yaml(llm_options(spec, model))),),
+            notes=(
+                "trtllm-serve answers without iServe's face: it checks no model name, and cuts an answer that is "
+                "too long without a word",
+            ),
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
@@ -95,6 +106,24 @@ class TensorRtLlmEngine(ForeignEngine):
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
         return explain(self.name, spec, exit_code, log_tail, SIGNS)
+
+
+def _arguments(model: str, options_file: Path) -> tuple[str, ...]:
+    """What follows ``trtllm-serve``, host and port aside."""
+    return ("serve", model, "--backend", "pytorch", "--extra_llm_api_options", str(options_file))
+
+
+def _read_model(spec: WorkerSpec, devices: Mapping[str, Device]) -> ModelSpec:
+    """The checkpoint of ``spec``; raises as ``command``."""
+    directory = Path(spec.checkpoint)
+    stored = stored_formats(directory)
+    # our own reader takes 16-bit models only; what is quantized, and how, has just been read
+    model = read_spec(read_config(directory) | {"quantization_config": None})
+    _check_runs(spec, model, devices)
+    check_formats(stored, spec.config, directory)
+    if not spec.dummy_weights:
+        Checkpoint.open(directory)
+    return model
 
 
 def _server(found: Installation) -> Path:

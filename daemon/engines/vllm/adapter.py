@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import Command, WorkerSpec
+from daemon.engines.base import Command, Container, Inside, WorkerSpec
 from daemon.engines.failures import explain
 from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
 from daemon.engines.machine import gpu_machine
@@ -20,6 +21,7 @@ from fingerprint.errors import EngineError, IserveError
 __all__ = ["VllmEngine"]
 
 _OLDEST, _NEWEST = (0, 20), (0, 24)
+_IMAGE = "vllm/vllm-openai"
 _DAEMON = Path(__file__).parents[2]
 _PROFILING_WORKER = _DAEMON / "vllm_worker" / "__main__.py"
 _STEP_TIMER = _DAEMON / "step_timer"  # found by vLLM as a plugin when it is on its path
@@ -57,6 +59,15 @@ class VllmEngine(ForeignEngine):
         model = launch.read_model(spec)
         server = (python, "-m", "vllm.entrypoints.cli.main", *launch.arguments(spec, model, devices))
         return Command(guarded(spec, server), launch.environment(spec, devices))
+
+    def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
+        model = launch.read_model(replace(spec, dummy_weights=True))  # its weights may lie on another machine
+        release = inside.release or "{}.{}.0".format(*_NEWEST)
+        return Container(
+            image=f"{_IMAGE}:v{release}",
+            argv=("vllm", *launch.arguments(replace(spec, checkpoint=inside.model), model, devices)),
+            env=launch.environment(spec, devices),
+        )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
         return metrics.read_stats(spec.served_model, body)
