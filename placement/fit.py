@@ -126,13 +126,16 @@ class Placer:
             key=lambda g: (g.node_id, g.gpu_index),
         )
         everything = [gpu for tier in tiers for gpu in tier] + rest
-        self._tiers = [self._seats(tier) for tier in tiers]
-        if len(tiers) != 1 or rest:
-            self._tiers.append(self._seats(tuple(everything)))
-        self._all_by_room = self._tiers[-1][1]
+        self._tiers = [*tiers] if len(tiers) == 1 and not rest else [*tiers, tuple(everything)]
+        self._seated: dict[int, tuple[list[_Seat], list[_Seat]]] = {}  # by tier: the last one is seldom asked
 
-    def _seats(self, gpus: tuple[GpuState, ...]) -> tuple[list[_Seat], list[_Seat]]:
+    def _seats(self, tier: int) -> tuple[list[_Seat], list[_Seat]]:
         """The same seats twice: in the policy's order, and by free memory, most first."""
+        if tier not in self._seated:
+            self._seated[tier] = self._seat(self._tiers[tier])
+        return self._seated[tier]
+
+    def _seat(self, gpus: tuple[GpuState, ...]) -> tuple[list[_Seat], list[_Seat]]:
         size = self._link_group_size
         order = [
             _Seat(
@@ -154,11 +157,12 @@ class Placer:
             return Refusal(
                 f"pp={demand.pp} needs at least {demand.pp} layers, the model has {demand.num_layers}", 0
             )
-        for order, by_room in self._tiers:
-            chosen = self._in_tier(order, by_room, demand)
+        for tier in range(len(self._tiers)):
+            chosen = self._in_tier(*self._seats(tier), demand)
             if chosen is not None:
                 return chosen
-        return _refusal(demand, _top_rooms(self._all_by_room, _node, demand))
+        _, all_by_room = self._seats(len(self._tiers) - 1)
+        return _refusal(demand, _top_rooms(all_by_room, _node, demand))
 
     def _in_tier(self, order: list[_Seat], by_room: list[_Seat], demand: BlockDemand) -> Placement | None:
         rooms = _top_rooms(by_room, _node, demand)

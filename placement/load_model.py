@@ -55,7 +55,7 @@ class Tenant:
 
 
 def slowdown(tenant: Tenant, loads: Mapping[Key, float]) -> float:
-    return sum(share * stretch(max(loads.get(key, 0.0) for key in keys)) for share, keys in tenant.stages)
+    return sum(share * stretch(max([loads.get(key, 0.0) for key in keys])) for share, keys in tenant.stages)
 
 
 @dataclass(slots=True)
@@ -92,7 +92,9 @@ class LoadedCluster:
 
     def requests(self, near: Iterable[Key]) -> float:
         """Mean number of requests in the replicas that have a place on any of these GPUs."""
-        met = {name: tenant for key in near for name, tenant in self.tenants.get(key, {}).items()}
+        met: dict[str, Tenant] = {}
+        for key in near:
+            met.update(self.tenants.get(key, {}))
         return sum(tenant.busy_fraction * slowdown(tenant, self.loads) for tenant in met.values())
 
     def held(self, near: Iterable[Key]) -> int:
@@ -101,24 +103,23 @@ class LoadedCluster:
 
     def standing_cost(self, gpu_price: float) -> float:
         """Of everything (module docstring)."""
-        return self.requests(self.tenants) + gpu_price * self.held(self.tenants)
+        return self._cost(self.tenants, gpu_price)
 
     def cost_of_adding(self, tenant: Tenant, gpu_price: float) -> float:
         """By how much the standing cost rises when ``tenant`` comes."""
         gpus = tenant.gpus
-        before = self.requests(gpus) + gpu_price * self.held(gpus)
+        before = self._cost(gpus, gpu_price)
         self.put("", tenant)
-        after = self.requests(gpus) + gpu_price * self.held(gpus)
+        after = self._cost(gpus, gpu_price)
         self.take("", tenant)
         return after - before
 
-    def saved_by_moving(self, replica_id: str, tenant: Tenant, target: Tenant, gpu_price: float) -> float:
-        """By how much the standing cost falls when ``tenant`` stands where ``target`` does instead."""
-        gpus = tuple(dict.fromkeys((*tenant.gpus, *target.gpus)))
-        before = self.requests(gpus) + gpu_price * self.held(gpus)
+    def saved_by_taking(self, replica_id: str, tenant: Tenant, gpu_price: float) -> float:
+        """By how much it falls as ``tenant`` goes, which it does."""
+        gpus = tenant.gpus
+        before = self._cost(gpus, gpu_price)
         self.take(replica_id, tenant)
-        self.put(replica_id, target)
-        after = self.requests(gpus) + gpu_price * self.held(gpus)
-        self.take(replica_id, target)
-        self.put(replica_id, tenant)
-        return before - after
+        return before - self._cost(gpus, gpu_price)
+
+    def _cost(self, near: Iterable[Key], gpu_price: float) -> float:
+        return self.requests(near) + gpu_price * self.held(near)

@@ -3,6 +3,9 @@
 Orders (``policies``) look at load and memory of single GPUs; they do not see what a placement does to those that
 are there already, nor what another GPU costs. Look-ahead scores each proposal by a standing cost
 (``load_model``, or any function) at the load of the last 120 s.
+
+Of a large cluster each order proposes from the nodes of the GPUs that it prefers, 128 GPUs; where none of those
+has room, from all.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement, P
 __all__ = ["DEFAULT_GPU_PRICE", "FillUp", "LookAhead", "Score", "expected_busy_fraction"]
 
 DEFAULT_GPU_PRICE = 0.25  # requests; chosen before any result, swept in docs/placement.md
+
+_SHORT_LIST = 128  # GPUs
 
 Score = Callable[[Placement], float]  # lower is better
 
@@ -37,7 +42,7 @@ class FillUp:
         return tuple(tier for tier in tiers if tier)
 
 
-_ORDERS: tuple[PlacementPolicy, ...] = (Packing(), FillUp(), Hybrid(0.3), Hybrid(0.5), Hybrid(0.7), LeastLoaded())
+_ORDERS: tuple[PlacementPolicy, ...] = (Packing(), FillUp(), Hybrid(), LeastLoaded())
 
 
 def expected_busy_fraction(snapshot: ClusterSnapshot) -> float:
@@ -66,7 +71,10 @@ class LookAhead:
         link_group_size: int | None = None,
         score: Score | None = None,
     ) -> None:
-        self._placers = [Placer(snapshot, order, link_group_size=link_group_size) for order in _ORDERS]
+        self._snapshot, self._link = snapshot, link_group_size
+        self._placers = [
+            Placer(_short_list(snapshot, order), order, link_group_size=link_group_size) for order in _ORDERS
+        ]
         self._gpu_price = gpu_price
         self._busy = expected_busy_fraction(snapshot) if busy_fraction is None else busy_fraction
         self._cluster = LoadedCluster.of(snapshot)
@@ -77,10 +85,26 @@ class LookAhead:
         proposals: dict[Placement, None] = {}
         for placer in self._placers:
             answer = placer.fit(demand)
-            if isinstance(answer, Refusal):
-                return answer  # no order decides whether it fits
-            proposals[answer] = None
+            if isinstance(answer, Placement):
+                proposals[answer] = None
+        if not proposals:
+            return Placer(self._snapshot, FillUp(), link_group_size=self._link).fit(demand)
         return min(proposals, key=self._score)
 
     def _standing_cost(self, placement: Placement) -> float:
         return self._cluster.cost_of_adding(Tenant(self._busy, shares(placement)), self._gpu_price)
+
+
+def _short_list(snapshot: ClusterSnapshot, order: PlacementPolicy) -> ClusterSnapshot:
+    if len(snapshot.gpus) <= _SHORT_LIST:
+        return snapshot
+    nodes: dict[str, list[GpuState]] = {}
+    for tier in order.tiers(snapshot.gpus):
+        for gpu in tier:
+            nodes.setdefault(gpu.node_id, []).append(gpu)
+    chosen: list[GpuState] = []
+    for gpus in nodes.values():
+        chosen += gpus
+        if len(chosen) >= _SHORT_LIST:
+            break
+    return ClusterSnapshot(tuple(chosen))

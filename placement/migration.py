@@ -9,6 +9,7 @@ to an end, and one is undone only after the load has changed by twice the margin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placemen
 
 __all__ = ["Migration", "best_move", "load_s"]
 
-_CONSIDERED = 16  # hottest and coldest GPUs whose tenants may move, and target groups for each
+_CONSIDERED = 8  # hottest and coldest GPUs whose tenants may move, and target groups for each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +62,17 @@ def best_move(snapshot: ClusterSnapshot, rule: Migration, *, link_group_size: in
         takes_s = load_s(replica.placement, rule)
         lasts_s = rule.horizon_s - takes_s
         price = rule.gpu_price * len(tenant.gpus) * takes_s
+        freed = cluster.saved_by_taking(replica.replica_id, tenant, rule.gpu_price)
         for placement in groups.for_another(replica.placement):
             target = Tenant(deployment.busy_fraction, shares(placement))
-            saved = cluster.saved_by_moving(replica.replica_id, tenant, target, rule.gpu_price)
+            saved = freed - cluster.cost_of_adding(target, rule.gpu_price)
             pays = saved * lasts_s - price
             if pays > most:
                 most = pays
                 best = Move(
                     name=deployment.name, replica_id=replica.replica_id, placement=placement, load_s=takes_s
                 )
+        cluster.put(replica.replica_id, tenant)
     return best
 
 
@@ -95,11 +98,11 @@ class _Groups:
 
     def __init__(self, snapshot: ClusterSnapshot, cluster: LoadedCluster, link_group_size: int | None) -> None:
         self._link = link_group_size or 1
-        self._loads = cluster.loads
+        self._loads = dict(cluster.loads)  # as it is before anybody moves
         self._nodes: dict[str, list[GpuState]] = {}
         for gpu in sorted(snapshot.gpus, key=lambda g: (g.node_id, g.gpu_index)):
             self._nodes.setdefault(gpu.node_id, []).append(gpu)
-        self._of: dict[int, list[tuple[GpuState, ...]]] = {}
+        self._of: dict[int, list[tuple[float, tuple[GpuState, ...]]]] = {}
 
     def for_another(self, placement: Placement) -> Iterator[Placement]:
         """Placements of the same shape on other GPUs with room. Of a pipeline all stages go, to groups next to one
@@ -109,10 +112,10 @@ class _Groups:
         need_bytes = max(stage.bytes_per_gpu for stage in placement.stages)
         fitting: list[tuple[GpuState, ...]] = []
         empty = 0
-        for group in self._groups(tp):
+        for load, group in self._groups(tp):
             if any((gpu.node_id, gpu.device_id) in own or gpu.free_bytes < need_bytes for gpu in group):
                 continue
-            empty += self._load(group) == 0.0
+            empty += load == 0.0
             if empty <= len(placement.stages):
                 fitting.append(group)
             if len(fitting) >= _CONSIDERED:
@@ -126,17 +129,19 @@ class _Groups:
                 )
             )
 
-    def _groups(self, tp: int) -> list[tuple[GpuState, ...]]:
-        """Loaded ones first, the least loaded of them first, then the empty ones."""
+    def _groups(self, tp: int) -> list[tuple[float, tuple[GpuState, ...]]]:
+        """With their loads: loaded ones first, the least loaded of them first, then the empty ones."""
         if tp not in self._of:
-            whole = self._link % tp == 0 or tp % self._link == 0
-            found = []
-            for gpus in self._nodes.values():
-                step = tp if whole else 1
-                found += [tuple(gpus[i : i + tp]) for i in range(0, len(gpus) - tp + 1, step)]
-            found.sort(key=lambda group: (self._load(group) == 0.0, self._load(group)))
-            self._of[tp] = found
+            aligned = self._link % tp == 0 or tp % self._link == 0
+            step = tp if aligned else 1
+            groups = [
+                tuple(gpus[i : i + tp])
+                for gpus in self._nodes.values()
+                for i in range(0, len(gpus) - tp + 1, step)
+            ]
+            loaded = [(self._load(group), group) for group in groups]
+            self._of[tp] = sorted(loaded, key=lambda one: one[0] or math.inf)
         return self._of[tp]
 
     def _load(self, group: tuple[GpuState, ...]) -> float:
-        return max(self._loads.get((gpu.node_id, gpu.device_id), 0.0) for gpu in group)
+        return max([self._loads.get((gpu.node_id, gpu.device_id), 0.0) for gpu in group])
