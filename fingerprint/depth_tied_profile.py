@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
-from fingerprint.errors import ConfigError, EngineError, IserveError, NotMeasuredError
+from fingerprint.errors import ConfigError, IserveError, NotMeasuredError
 from fingerprint.measurements import (
     MachineInfo,
     MemoryPoint,
@@ -32,6 +32,7 @@ from fingerprint.measurements import (
 )
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
+from fingerprint.profile_checks import check_ranks, check_runs, contradiction
 
 __all__ = ["ONCE_TOKENS", "DepthTiedPlan", "StepTimedTarget", "depth_tied_plan", "depth_tied_profile"]
 
@@ -85,6 +86,20 @@ class DepthTiedPlan:
         if self.once_tokens is not None and _tokens(point) > self.once_tokens:
             return ((self.long_output, 1, 0.0),)
         return (1, self.most_bursts, self.settle_s), long
+
+    def is_visited_again(self, point: Point) -> bool:
+        """By two layers: a short prompt that is run with one output token at all."""
+        return _tokens(point) <= self.short_tokens and len(self.bursts(point)) > 1
+
+    def num_bursts(self, depths: Sequence[int]) -> int:
+        """How often bursts of one configuration are asked for, when nothing fails."""
+        if not depths:
+            return 0
+        shallow = self.shallow_points or (min(self.points, key=_tokens),)
+        asked = [self.points, *(shallow for _ in depths[1:])]
+        again = sum(map(self.is_visited_again, self.points)) if depths[0] > 1 else 0
+        once = sum(len(self.bursts(point)) for points in asked for point in points)
+        return once + 2 * len(self.plain_points) * len(depths) + (self.visits - 1) * again
 
     @property
     def kv_tokens(self) -> int:
@@ -207,9 +222,8 @@ class _Driver:
     _session: StepTimedSession | None = None
     _first_error: IserveError | None = None
     _done: int = 0
-    _cost_s: dict[tuple[int, int, int], float] = field(
-        default_factory=dict
-    )  # per prompt token, by tp, pp, layers run
+    _cost_s: dict[tuple[int, int, int], float] = field(default_factory=dict)  # per prompt token; tp, pp, layers
+    _took_s: dict[tuple[int, int, bool, Point], float] = field(default_factory=dict)  # by tp, pp, plain, point
 
     def profile(self) -> Profile:
         """What is measured by now."""
@@ -229,7 +243,7 @@ class _Driver:
 
     def run_all(self) -> None:
         for tp, pp in self.plan.degrees:
-            depths = [k for k in (2, 1) if k * pp <= self.spec.num_layers]
+            depths = _depths(self.spec, pp)
             if not depths:
                 self.notes.append(f"tp={tp} pp={pp} left out: the model has {self.spec.num_layers} layers")
                 continue
@@ -330,12 +344,14 @@ class _Driver:
         ]
         died = False
         for number, (point, times) in enumerate(jobs):
-            if number and self._foreseen_s(case, num_layers * times, point) > plan.budget_s - self.spent_s:
+            plain = number >= len(points)
+            foreseen_s = self._foreseen_s(case, num_layers * times, point, plain=plain)
+            if number and foreseen_s > plan.budget_s - self.spent_s:
                 self._left_out(f"{case}, {num_layers} layers: batch {point[0]} with {point[1]} in")
                 continue  # not of the cheapest, without which the other depth's points would tell nothing
-            session = session or self._load(case, depth)
             try:
-                timing += self._point(session, case, num_layers, times, point, plain=number >= len(points))
+                session = session or self._load(case, depth)
+                timing += self._point(session, case, num_layers, times, point, plain=plain)
             except IserveError as error:
                 self._failed(f"{case}, {num_layers} layers, batch {point[0]} with {point[1]} in", error)
                 self._close()
@@ -350,14 +366,20 @@ class _Driver:
     def _revisit(
         self, session: StepTimedSession, case: _Case, num_layers: int, repeat: int, timing: list[TimingPoint]
     ) -> None:
-        """Add to the settled bursts of short prompts what later visits see of them, while the budget lasts."""
+        """Add to the settled bursts of short prompts what later visits see of them, out of what the other depth
+        will leave of the budget (it takes about as long): without that one nothing would be told of the whole."""
         plan = self.plan
+        kept_s = 1.1 * sum(self._took_s.get((case.tp, case.pp, False, at), 0.0) for at in plan.shallow_points)
         for _ in range(1, plan.visits):
             for index, point in enumerate(timing):
                 at = (point.batch, point.input_tokens)
                 alike = (point.num_layers, point.repeat, point.output_tokens) == (num_layers, repeat, 1)
-                if not alike or _tokens(at) > plan.short_tokens or self.spent_s >= plan.budget_s:
+                if not alike or not plan.is_visited_again(at):
                     continue
+                visit_s = min(plan.settle_s + point.runs[-1].e2e_s, self._took_s[case.tp, case.pp, False, at])
+                if self.spent_s + visit_s > plan.budget_s - kept_s:
+                    self._left_out(f"{case}, {num_layers} layers: further visits to short prompts")
+                    return
                 try:
                     more = self._bursts(session, case, num_layers, repeat, at, *plan.bursts(at)[0])
                 except IserveError as error:
@@ -367,6 +389,8 @@ class _Driver:
                 timing[index] = replace(point, runs=point.runs + _settled(more.runs))
 
     def _memory(self, case: _Case, num_layers: int) -> MemoryPoint:
+        ranks = self._open(case).memory()
+        check_ranks(ranks, pp=case.pp)
         return MemoryPoint(
             num_layers=num_layers,
             tp=case.tp,
@@ -374,7 +398,7 @@ class _Driver:
             weights=case.weights,
             kv=case.kv,
             max_batched_tokens=self.plan.max_batched_tokens,  # the engine's own peak is over a step of as many
-            ranks=self._open(case).memory(),
+            ranks=ranks,
             kv_tokens=self.plan.kv_tokens,
             max_batch=self.plan.max_batch,
         )
@@ -404,13 +428,15 @@ class _Driver:
         measured = [self._bursts(session, case, num_layers, repeat, point, *how) for how in wanted]
         if not plain:
             measured = [replace(p, runs=_settled(p.runs)) if p.output_tokens == 1 else p for p in measured]
-        at, each_s = (case.tp, case.pp, num_layers * repeat), (self.clock() - begun) / _tokens(point)
-        self._cost_s[at] = min(each_s, self._cost_s.get(at, math.inf))
+        took_s, at = self.clock() - begun, (case.tp, case.pp, num_layers * repeat)
+        self._took_s[case.tp, case.pp, plain, point] = took_s
+        self._cost_s[at] = min(took_s / _tokens(point), self._cost_s.get(at, math.inf))
         return measured
 
-    def _foreseen_s(self, case: _Case, num_layers: int, point: Point) -> float:
-        """Of the GPU, as if nothing had a fixed cost."""
-        return self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * _tokens(point)
+    def _foreseen_s(self, case: _Case, num_layers: int, point: Point, *, plain: bool) -> float:
+        """Of the GPU: what it took at the other depth, else as if nothing had a fixed cost."""
+        by_tokens = self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * _tokens(point)
+        return self._took_s.get((case.tp, case.pp, plain, point), by_tokens)
 
     def _bursts(
         self,
@@ -438,8 +464,7 @@ class _Driver:
         finally:
             self.spent_s += self.clock() - begun
             self._done += 1
-        if not runs:
-            raise EngineError(f"no run at batch {batch}, {input_tokens} in")
+        check_runs(runs, batch=batch, input_tokens=input_tokens)
         return TimingPoint(
             num_layers=num_layers,
             tp=case.tp,
@@ -455,13 +480,14 @@ class _Driver:
 
     def _tell(self, running: str) -> None:
         plan = self.plan
-        again = [
-            sum(_tokens(p) <= plan.short_tokens for p in points) for points in (plan.points, plan.shallow_points)
-        ]
-        each = sum(len(plan.bursts(p)) for p in (*plan.points, *plan.shallow_points))
-        each += 4 * len(plan.plain_points) + (plan.visits - 1) * sum(again)
-        total = each * len(plan.degrees) * len(plan.weights) * len(plan.kv)
+        of_degrees = sum(plan.num_bursts(_depths(self.spec, pp)) for _, pp in plan.degrees)
+        total = of_degrees * len(plan.weights) * len(plan.kv)
         self.progress(ProfileProgress(self._done, max(total, self._done), self.spent_s, plan.budget_s, running))
+
+
+def _depths(spec: ModelSpec, pp: int) -> list[int]:
+    """Layers per stage of the fingerprints, the deepest first."""
+    return [k for k in (2, 1) if k * pp <= spec.num_layers]
 
 
 def _tokens(point: Point) -> int:
@@ -471,21 +497,3 @@ def _tokens(point: Point) -> int:
 def _settled(runs: tuple[RunReading, ...]) -> tuple[RunReading, ...]:
     """The later half of bursts that ran back to back."""
     return runs[len(runs) // 2 :]
-
-
-def contradiction(points: list[TimingPoint]) -> str | None:
-    """Where a decode step of more layers took less time than one of fewer, unrepeated alike; None: nowhere."""
-    steps: dict[tuple[int, int], dict[int, float]] = {}
-    for point in points:
-        decoding = [s.forward_s for run in point.runs for s in run.steps if not s.prefill_tokens]
-        if decoding:
-            each = sorted(decoding)[len(decoding) // 2] / point.repeat
-            steps.setdefault((point.batch, point.input_tokens), {})[point.num_layers] = each
-    for (batch, input_tokens), by_depth in steps.items():
-        for fewer, more in zip(sorted(by_depth), sorted(by_depth)[1:], strict=False):
-            if by_depth[more] <= by_depth[fewer]:
-                return (
-                    f"a step of {more} layers took {1e3 * by_depth[more]:.3f} ms, of {fewer} layers "
-                    f"{1e3 * by_depth[fewer]:.3f} ms (batch {batch}, {input_tokens} in)"
-                )
-    return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,18 +13,20 @@ from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
-from fingerprint.depth_tied_profile import DepthTiedPlan, contradiction, depth_tied_plan
+from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_plan, depth_tied_profile
 from fingerprint.errors import ConfigError, EngineError, InfeasibleError, NotMeasuredError
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import MeasuredKey
 from fingerprint.estimators.l3 import L3, whole_points
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.measurements import Profile
+from fingerprint.measurements import Profile, RankMemory, RunReading
+from fingerprint.profile_checks import contradiction
 from tests.fingerprint.step_timed_machine import (
     PLAN,
     Cut,
     StepTimedMachine,
+    StepTimedSyntheticSession,
     StepTruth,
     llama_7b,
     take_depth_tied,
@@ -53,6 +57,10 @@ def all_of(layers: int, points: tuple[tuple[int, int], ...]) -> set[tuple[int, i
 
 
 WHOLE = all_of(2, PLAN.points) | all_of(1, PLAN.shallow_points)
+
+
+def each_step(run: RunReading, **changes: float) -> RunReading:
+    return replace(run, steps=tuple(replace(step, **changes) for step in run.steps))
 
 
 class TestWhatIsRun:
@@ -167,8 +175,6 @@ class TestWhatIsRun:
         assert repeated == whole_points(take_depth_tied(StepTimedMachine()).timing, 32)
 
     def test_progress_counts_up_to_all_there_is(self) -> None:
-        from fingerprint.depth_tied_profile import depth_tied_profile
-
         machine, told = StepTimedMachine(), []
         depth_tied_profile(
             "m", machine.spec, machine, machine.fingerprint, PLAN, clock=machine.clock, progress=told.append
@@ -177,6 +183,35 @@ class TestWhatIsRun:
         assert {p.total for p in told} == {2 * (len(PLAN.points) + len(PLAN.shallow_points))}
         assert told[-1].done == told[-1].total - 1
         assert "starting the engine on 2 layers" in told[0].running
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        visits=st.integers(1, 3),
+        once_tokens=st.sampled_from([None, 127, 1024, 8191]),
+        num_layers=st.sampled_from([1, 2, 3, 32]),
+        points=st.sampled_from([((1, 128),), ((8, 128), (1, 128)), PLAN.points]),
+        shallow=st.booleans(),
+        plain=st.booleans(),
+        pp=st.sampled_from([1, 2]),
+    )
+    def test_progress_ends_one_before_all_that_was_foreseen(
+        self, visits, once_tokens, num_layers, points, shallow, plain, pp
+    ) -> None:
+        machine, told = StepTimedMachine(spec=llama_7b(num_layers)), []
+        plan = replace(
+            PLAN,
+            visits=visits,
+            once_tokens=once_tokens,
+            points=points,
+            shallow_points=points[:1] if shallow else (),
+            plain_points=((1, 128),) if plain and num_layers == 32 else (),  # of 2 layers they are the same
+            degrees=((1, 1), (1, pp)),
+        )
+        with contextlib.suppress(NotMeasuredError):
+            depth_tied_profile(
+                "m", machine.spec, machine, machine.fingerprint, plan, clock=machine.clock, progress=told.append
+            )
+        assert {p.total for p in told} == {told[-1].done + 1}
 
     def test_a_profile_travels_as_json(self) -> None:
         profile = take_depth_tied(StepTimedMachine())
@@ -206,6 +241,20 @@ class TestTheBudget:
         assert len(left_out) == wanted - len(cost)
         assert profile.complete == (not left_out)
         assert whole_points(profile.timing, 32)  # even of the smallest budget
+
+    @settings(max_examples=40, deadline=None)
+    @given(budget_s=st.floats(0.1, 40.0))
+    def test_visits_take_nothing_from_the_other_depth(self, budget_s) -> None:
+        """What one layer runs is what it would run without them, and the budget holds."""
+        machine, without = StepTimedMachine(), StepTimedMachine()
+        visited = take_depth_tied(machine, budget_s=budget_s, visits=3)
+        once = take_depth_tied(without, budget_s=budget_s, visits=1)
+        assert measured(visited) == measured(once)
+        first = machine.ran_s[2, 1, 128] + machine.ran_s[1, 1, 128]
+        assert visited.spent_s <= max(budget_s + machine.ran_s[1, 1, 128], first) * (1 + 1e-9)
+        again = [len(p.runs) for p in visited.timing] != [len(p.runs) for p in once.timing]
+        told = any("further visits to short prompts left out" in note for note in visited.notes)
+        assert again or told
 
     def test_a_note_names_the_point(self) -> None:
         profile = take_depth_tied(StepTimedMachine(), budget_s=3.0)
@@ -267,6 +316,75 @@ class TestFailures:
         assert [WORDS in note for note in profile.notes] == [True, True, False]
         assert profile.notes[-1] == "tp=1 pp=1 16bit, 2 layers: its engine died twice, the rest is left out"
         assert len(whole_points(profile.timing, 32)) == 1
+        assert all(session.closed for session in machine.sessions)
+
+    def test_an_engine_that_does_not_come_back_takes_nothing_with_it_that_was_measured(self) -> None:
+        """It dies at a batch of 8, and what it held is not free in time for its next start."""
+
+        def broken(cut: Cut, batch: int, *_: int) -> EngineError | None:
+            if cut.layers == 2 and not batch and len(loads(machine)) == 2:
+                return EngineError("Free memory on device is less than desired")
+            return EngineError(WORDS) if (cut.layers, batch) == (2, 8) else None
+
+        machine = StepTimedMachine(broken=broken)
+        profile = take_depth_tied(machine)
+        assert [layers for _, _, layers, _ in loads(machine)] == [2, 2, 1]
+        assert measured(profile) == {(k, 1, n) for k in (1, 2) for n in (128, 1024)}
+        assert any("Free memory on device" in note for note in profile.notes)
+        assert whole_points(profile.timing, 32)
+        assert all(session.closed for session in machine.sessions)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            pytest.param(lambda run: None, id="no run"),
+            pytest.param(lambda run: replace(run, e2e_s=0.0), id="no time"),
+            pytest.param(lambda run: replace(run, e2e_s=-1.0), id="negative"),
+            pytest.param(lambda run: replace(run, e2e_s=math.inf), id="endless"),
+            pytest.param(lambda run: replace(run, steps=()), id="no steps"),
+            pytest.param(lambda run: replace(run, steps=run.steps[1:]), id="no prompts"),
+            pytest.param(lambda run: replace(run, steps=run.steps[:1] + run.steps), id="prompts twice"),
+            pytest.param(lambda run: each_step(run, forward_s=0.0), id="no forward"),
+            pytest.param(lambda run: each_step(run, gap_s=-1e-9), id="negative gap"),
+            pytest.param(lambda run: each_step(run, tail_s=math.nan), id="not a number"),
+            pytest.param(lambda run: each_step(run, sequences=0), id="no sequences"),
+            pytest.param(lambda run: each_step(run, tokens=0), id="no tokens"),
+        ],
+    )
+    def test_an_answer_that_cannot_be_is_no_measurement(self, wrong) -> None:
+        """One point is answered so; it is a failed point like any other."""
+        at = (8, 1024)
+
+        class Liar(StepTimedMachine):
+            def open_step_timed(self, *, tp: int, pp: int) -> StepTimedSyntheticSession:
+                session = super().open_step_timed(tp=tp, pp=pp)
+                honest = session.bursts
+
+                def bursts(**asked: Any) -> tuple[RunReading, ...]:
+                    runs = honest(**asked)
+                    lie = (asked["batch"], asked["input_tokens"]) == at
+                    return tuple(run for run in map(wrong, runs) if run) if lie else runs
+
+                session.bursts = bursts
+                return session
+
+        machine = Liar()
+        profile = take_depth_tied(machine)
+        assert measured(profile) == {found for found in WHOLE if found[1:] != at}
+        (note,) = profile.notes
+        assert note.startswith("tp=1 pp=1 16bit, 2 layers, batch 8 with 1024 in failed: ")
+
+    @pytest.mark.parametrize("changes", [None, {"weights_bytes": 0}, {"kv_bytes": -1}, {"stage": 1}])
+    def test_memory_that_cannot_be_is_no_count(self, monkeypatch, changes) -> None:
+        honest = StepTimedSyntheticSession.memory
+
+        def memory(session: StepTimedSyntheticSession) -> tuple[RankMemory, ...]:
+            return () if changes is None else tuple(replace(rank, **changes) for rank in honest(session))
+
+        monkeypatch.setattr(StepTimedSyntheticSession, "memory", memory)
+        machine = StepTimedMachine()
+        with pytest.raises(EngineError, match="was answered"):
+            take_depth_tied(machine)
         assert all(session.closed for session in machine.sessions)
 
     def test_where_no_point_can_be_measured_the_first_failure_is_told(self) -> None:

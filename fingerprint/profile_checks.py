@@ -1,0 +1,73 @@
+"""What a profile must not hold: answers of an engine that cannot be, and depths whose times contradict each other.
+
+An engine is another process, and a profile is kept: what is wrong in it would be wrong in every estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+
+from fingerprint.errors import EngineError
+from fingerprint.measurements import RankMemory, RunReading, StepReading, TimingPoint
+
+__all__ = ["check_ranks", "check_runs", "contradiction"]
+
+
+def check_runs(runs: Sequence[RunReading], *, batch: int, input_tokens: int) -> None:
+    """Raises EngineError: there is none, or one whose times or steps cannot be those of such a burst."""
+    at = f"batch {batch}, {input_tokens} in"
+    if not runs:
+        raise EngineError(f"no run at {at}")
+    for run in runs:
+        if not _is_time(run.e2e_s) or run.e2e_s == 0 or not all(map(_is_step, run.steps)):
+            raise EngineError(f"a run at {at} was answered with times or counts that cannot be")
+        prompts = sum(step.prefill_tokens for step in run.steps)
+        # A step may take the last token of a prompt by itself, and tells it as one that is generated.
+        if not batch * input_tokens - len(run.steps) <= prompts <= batch * input_tokens or prompts < 1:
+            raise EngineError(
+                f"the steps of a run at {at} computed {prompts} tokens of {batch * input_tokens} in its prompts: "
+                "not all of them were recorded, or some were computed again"
+            )
+
+
+def _is_step(step: StepReading) -> bool:
+    times = (step.gap_s, step.lead_s, step.forward_s, step.tail_s)
+    counts = 1 <= step.sequences <= step.tokens and 0 <= step.prefill_tokens <= step.tokens
+    return counts and all(map(_is_time, times)) and step.forward_s > 0
+
+
+def _is_time(seconds: float) -> bool:
+    return 0 <= seconds < math.inf
+
+
+def check_ranks(ranks: Sequence[RankMemory], *, pp: int) -> None:
+    """Raises EngineError: not a rank of every stage, or bytes that cannot be."""
+    if {rank.stage for rank in ranks} != set(range(pp)):
+        raise EngineError(
+            f"memory was answered for stages {sorted({rank.stage for rank in ranks})}, there are {pp}"
+        )
+    for rank in ranks:
+        wrong = [f.name for f in fields(rank) if getattr(rank, f.name) < (f.name == "weights_bytes")]
+        if wrong:
+            told = ", ".join(f"{name}={getattr(rank, name)}" for name in wrong)
+            raise EngineError(f"memory of rank {rank.rank} was answered with what cannot be: {told}")
+
+
+def contradiction(points: Sequence[TimingPoint]) -> str | None:
+    """Where a decode step of more layers took less time than one of fewer, unrepeated alike; None: nowhere."""
+    steps: dict[tuple[int, int], dict[int, float]] = {}
+    for point in points:
+        decoding = [s.forward_s for run in point.runs for s in run.steps if not s.prefill_tokens]
+        if decoding:
+            each = sorted(decoding)[len(decoding) // 2] / point.repeat
+            steps.setdefault((point.batch, point.input_tokens), {})[point.num_layers] = each
+    for (batch, input_tokens), by_depth in steps.items():
+        for fewer, more in zip(sorted(by_depth), sorted(by_depth)[1:], strict=False):
+            if by_depth[more] <= by_depth[fewer]:
+                return (
+                    f"a step of {more} layers took {1e3 * by_depth[more]:.3f} ms, of {fewer} layers "
+                    f"{1e3 * by_depth[fewer]:.3f} ms (batch {batch}, {input_tokens} in)"
+                )
+    return None
