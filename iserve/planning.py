@@ -21,7 +21,7 @@ from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.costs import Prices
 from planner.intent import Intent
 from planner.plan import Candidate, LimitKind, NoRoom, Plan, Relaxation
-from planner.rank import rank
+from planner.rank import Fits, rank
 from planner.space import configuration_space, shape_refusal
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "check_context",
     "hypothetical_hardware",
     "make_plan",
+    "ranked_space",
 ]
 
 
@@ -118,18 +119,28 @@ def _plan_on(
     options: PlanOptions,
 ) -> Plan:
     num_gpus = len(hardware.snapshot.gpus)
-    chooser = EngineChooser(spec, hardware.gpu, engines)
+    return ranked_space(spec, hardware.gpu, num_gpus, estimator, engines, options, fits=FitsOn(hardware, options))
+
+
+def ranked_space(
+    spec: ModelSpec,
+    gpu: GpuSpec,
+    num_gpus: int,
+    estimator: Estimator,
+    engines: Sequence[EngineCapabilities],
+    options: PlanOptions,
+    *,
+    fits: Fits,
+) -> Plan:
+    """The configuration space of ``spec`` on ``num_gpus`` GPUs, estimated and ranked."""
+    chooser = EngineChooser(spec, gpu, engines)
     candidates = []
-    for config in configuration_space(spec, hardware.gpu, num_gpus, chooser.name):
+    for config in configuration_space(spec, gpu, num_gpus, chooser.name):
         refusal = shape_refusal(spec, config, num_gpus)
         estimate = estimator.estimate(config, options.workload) if refusal is None else None
         candidates.append(Candidate(config, estimate, refusal or chooser.refusal(config)))
-    return rank(
-        candidates,
-        options.intent,
-        fits=FitsOn(hardware, options),
-        prices=Prices(usd_per_gpu_hour=hardware.gpu.price_usd_per_gpu_hour),
-    )
+    prices = Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
+    return rank(candidates, options.intent, fits=fits, prices=prices)
 
 
 def check_context(spec: ModelSpec, workload: Workload) -> None:

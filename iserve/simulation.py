@@ -20,10 +20,11 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.engine_choice import by_preference
-from iserve.planning import Hardware, PlanOptions, check_context, make_plan
+from iserve.planning import Hardware, PlanOptions, make_plan
+from iserve.ranked_model import RankedModel
 from placement.harvesting import spare_gpu
 from placement.routing import Router
-from placement.types import ClusterSnapshot, GpuState, Placement
+from placement.types import ClusterSnapshot, GpuState
 from traces.request import Request
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, NotDeployed, Policies, Scenario
@@ -122,16 +123,22 @@ class PlannedDeployer:
     """What ``iserve deploy`` would do with the cluster as it is: rank all configurations, place the best that fits
     (implements ``traces.simulator.scenario.Deployer``).
 
+    Args:
+        sees_others: choose by what all deployments pay, not by the model's own cost alone
+            (``RankedModel.choose_beside``), its rate expected to be the others' mean.
+
     Raises:
         ConfigError: a workload longer than a model's context.
     """
 
-    def __init__(self, gpu: GpuSpec, models: Iterable[SimulatedModel]) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: GpuSpec, models: Iterable[SimulatedModel], *, sees_others: bool = False) -> None:
+        self._gpu, self._sees_others = gpu, sees_others
         self._models = {model.name: model for model in models}
         self._steps: dict[tuple[str, DeploymentConfig], StepModel] = {}
-        for model in self._models.values():
-            check_context(model.spec, model.options.workload)
+        self._ranked = {
+            name: RankedModel(model.spec, gpu, model.estimator, model.engines, model.options)
+            for name, model in self._models.items()
+        }
 
     @property
     def name(self) -> str:
@@ -139,18 +146,24 @@ class PlannedDeployer:
         return f"planner with {'/'.join(policies)} placement"
 
     def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
-        asked = self._models[model]
+        asked, ranked = self._models[model], self._ranked[model]
+        if self._sees_others:
+            chosen = ranked.choose_beside(snapshot, _mean_rate(snapshot))
+        else:
+            chosen = ranked.choose(snapshot)
+        if chosen is None:
+            return NotDeployed(reason=self._why_not(asked, snapshot))
+        config = chosen.config
+        return Deployed(
+            placement=chosen.placement, steps=self._step_model(asked, config), what=f"{config} on {config.engine}"
+        )
+
+    def _why_not(self, asked: SimulatedModel, snapshot: ClusterSnapshot) -> str:
         hardware = Hardware(label=f"{len(snapshot.gpus)} x {self._gpu.name}", gpu=self._gpu, snapshot=snapshot)
         plan = make_plan(asked.spec, hardware, asked.estimator, asked.engines, asked.options)
-        if plan.best is None:
-            nearest = plan.why_not.nearest
-            return NotDeployed(reason="nothing is feasible" if nearest is None else nearest.text)
-        placement = plan.best.layout
-        assert isinstance(placement, Placement), "a feasible candidate of make_plan carries its placement"
-        config = plan.best.config
-        return Deployed(
-            placement=placement, steps=self._step_model(asked, config), what=f"{config} on {config.engine}"
-        )
+        assert plan.best is None, "the kept order gives the plan's own choice"
+        nearest = plan.why_not.nearest
+        return "nothing is feasible" if nearest is None else nearest.text
 
     def _step_model(self, model: SimulatedModel, config: DeploymentConfig) -> StepModel:
         found = self._steps.get((model.name, config))
@@ -158,6 +171,11 @@ class PlannedDeployer:
             limits = launch_limits(model.options.workload, model.step_tokens)
             found = self._steps[model.name, config] = tabulate(model.estimator, config, limits)
         return found
+
+
+def _mean_rate(snapshot: ClusterSnapshot) -> float:
+    rates = [deployment.requests_per_s for deployment in snapshot.deployments]
+    return sum(rates) / len(rates) if rates else 0.0
 
 
 class EngineBatcher:

@@ -1,0 +1,126 @@
+"""A model's configurations ranked once, for a cluster that decides often: only what fits depends on what is free.
+
+``make_plan`` estimates and ranks hundreds of configurations to explain every one of them. Here the order is kept;
+a decision asks placement until the first configuration fits, and is the same (tests/iserve/test_ranked_model.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import DeploymentConfig
+from fingerprint.estimates import Estimate, Estimator
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+from iserve.planning import FitsOn, Hardware, PlanOptions, check_context, ranked_space
+from placement.load_model import LoadedCluster, Tenant, shares
+from placement.types import ClusterSnapshot, DeploymentState, Placement
+from planner.costs import total_bytes
+from planner.intent import CostModel, IntentKind
+from planner.space import MAX_PP, TP_DEGREES
+
+__all__ = ["Chosen", "RankedModel"]
+
+
+class Chosen(NamedTuple):
+    """The best configuration that fits, and where."""
+
+    config: DeploymentConfig
+    estimate: Estimate
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class _Everywhere:
+    layers_per_stage: tuple[int, ...] = ()
+
+
+class RankedModel:
+    """One model under one intent.
+
+    Raises:
+        ConfigError: the workload is longer than the model's context.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        gpu: GpuSpec,
+        estimator: Estimator,
+        engines: Sequence[EngineCapabilities],
+        options: PlanOptions,
+    ) -> None:
+        check_context(spec, options.workload)
+        self._spec, self._gpu, self._estimator, self._engines = spec, gpu, estimator, engines
+        self.options = options
+        self._orders: dict[int, list[tuple[DeploymentConfig, Estimate]]] = {}
+
+    def choose(self, snapshot: ClusterSnapshot) -> Chosen | None:
+        """What ``make_plan`` would choose on ``snapshot``; None: nothing."""
+        return next(self._that_fit(snapshot), None)
+
+    def choose_beside(self, snapshot: ClusterSnapshot, requests_per_s: float) -> Chosen | None:
+        """The configuration that adds least to what *all* pay for their requests, where one that is best alone may
+        slow the others more than it gains.
+
+        What a deployment pays per second is its rate times what the intent minimises (GiB * s of memory held, or
+        seconds), as slowed by those beside it (``placement.load_model``); what the others pay more is added. The
+        own part alone never falls along the order, so the search ends where it exceeds the best sum.
+        """
+        if not (self._by_memory or self.options.intent.kind is IntentKind.MIN_LATENCY):
+            return self.choose(snapshot)  # nothing that grows with the time of a request
+        cluster = LoadedCluster()
+        for deployment in snapshot.deployments:
+            for replica in deployment.replicas:
+                cluster.put(replica.replica_id, self._tenant(deployment, replica.placement))
+        best: Chosen | None = None
+        least = float("inf")
+        for chosen in self._that_fit(snapshot):
+            busy = requests_per_s * chosen.estimate.e2e_s.value / self.options.workload.batch
+            weight = total_bytes(chosen.estimate.memory) / 2**30 if self._by_memory else 1.0
+            tenant = Tenant(busy, shares(chosen.placement), weight)
+            if busy * tenant.weight >= least:
+                break
+            added = cluster.cost_of_adding(tenant, 0.0)
+            if added < least:
+                best, least = chosen, added
+        return best
+
+    @property
+    def _by_memory(self) -> bool:
+        intent = self.options.intent
+        return intent.kind is IntentKind.MIN_COST and intent.cost_model is CostModel.MEMORY_LATENCY
+
+    def _tenant(self, deployment: DeploymentState, placement: Placement) -> Tenant:
+        held_bytes = sum(stage.bytes_per_gpu * len(stage.device_ids) for stage in placement.stages)
+        return Tenant(deployment.busy_fraction, shares(placement), held_bytes / 2**30 if self._by_memory else 1.0)
+
+    def _that_fit(self, snapshot: ClusterSnapshot) -> Iterator[Chosen]:
+        """Best first, each where the policy would put it."""
+        if not snapshot.gpus:
+            return
+        fits = FitsOn(Hardware(label="", gpu=self._gpu, snapshot=snapshot), self.options)
+        for config, estimate in self._order(min(len(snapshot.gpus), max(TP_DEGREES) * MAX_PP)):
+            answer = fits(estimate)
+            if isinstance(answer, Placement):
+                yield Chosen(config, estimate, answer)
+
+    def _order(self, num_gpus: int) -> list[tuple[DeploymentConfig, Estimate]]:
+        """What nothing but memory refuses, best first."""
+        if num_gpus not in self._orders:
+            plan = ranked_space(
+                self._spec,
+                self._gpu,
+                num_gpus,
+                self._estimator,
+                self._engines,
+                self.options,
+                fits=lambda estimate: _Everywhere(),
+            )
+            self._orders[num_gpus] = [
+                (one.config, one.estimate) for one in plan.candidates if one.feasible and one.estimate is not None
+            ]
+        return self._orders[num_gpus]
