@@ -45,7 +45,7 @@ def svg(figure: Figure) -> str:
 def _panel(chart: Chart) -> Markup:
     y = _scale([value for _, values in chart.series for value in values if value is not None])
     parts: list[Child] = [words(LEFT, 14, f"{chart.title} ({chart.unit})", "start", "title")]
-    for tick in y.ticks(4):
+    for tick in y.ticks(6):
         parts += [
             line(LEFT, y(tick), WIDTH - 8, y(tick), "grid"),
             words(LEFT - 5, y(tick) + 3.5, tick_label(tick), "end"),

@@ -183,8 +183,9 @@ def _not_best(plans: _Plans) -> Table:
                 assert best is not None
                 assert best.objective is not None
                 loss = f"{best.objective / better.objective - 1:+.1%}"
-                rows.append((setting, str(kind), model, loss, _short(better.config), better.reason[:70]))
-    columns = ("setting", "intent", "model", "chosen is worse by", "better one", "refused because")
+                chosen, other = _short(best.config), _short(better.config)
+                rows.append((setting, str(kind), model, chosen, loss, other, better.reason[:70]))
+    columns = ("setting", "intent", "model", "chosen", "worse by", "better one", "refused because")
     return Table(
         "cells where the choice is not the best of the space on its intent's own metric", columns, tuple(rows)
     )

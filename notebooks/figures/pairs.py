@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 from fingerprint.estimators.roofline import CALIBRATED, RooflineConstants, RooflineEstimator
 from notebooks.figures.figure import Table
 from notebooks.figures.setting import DEGREES, GPU, WORKLOAD, config_of, spec_of
 from planner.costs import total_bytes
 
-__all__ = ["ALL_REDUCE_4_S", "hop_of", "pairs_table", "turning_hop_s"]
+__all__ = ["ALL_REDUCE_4_S", "hop_of", "paired_estimator", "pairs_table", "turning_hop_s"]
 
 GIB = 2**30
 # One all-reduce of 10 KB over 4 GPUs of which pairs are joined by NVLink and the rest by PCIe, run alone: medians
@@ -25,6 +26,13 @@ ALL_REDUCE_4_S: Mapping[str, float] = {"A100 pairs": 59e-6, "H100 pairs": 28e-6}
 def hop_of(four_gpus_s: float) -> float:
     """The constant ``all_reduce_hop_s`` with which 4 GPUs take that long."""
     return (four_gpus_s - CALIBRATED.all_reduce_latency_s) / 2
+
+
+@cache
+def paired_estimator(model: str) -> RooflineEstimator:
+    """The roofline with the A100 pairs' all-reduces."""
+    constants = replace(CALIBRATED, all_reduce_hop_s=hop_of(ALL_REDUCE_4_S["A100 pairs"]))
+    return RooflineEstimator(spec_of(model), GPU, constants=constants)
 
 
 def _e2e_s(model: str, tp: int, pp: int, constants: RooflineConstants) -> float:
