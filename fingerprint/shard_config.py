@@ -16,12 +16,12 @@ from collections.abc import Mapping
 
 from fingerprint.config_json import divides
 from fingerprint.errors import ConfigError, UnsupportedModelError
-from fingerprint.families import read_spec
+from fingerprint.families import FAMILIES, read_spec
 
 __all__ = ["refuses_shards", "shard_config"]
 
-# Of the others: vLLM's Qwen2 and Falcon and everyone's GPT-J compute head_dim as hidden size / heads.
-_EXPLICIT_HEAD_DIM = frozenset({"llama", "mistral", "mixtral", "qwen3"})
+# Of the others: vLLM's Qwen2, Qwen2-MoE and Falcon and everyone's GPT-J compute head_dim as hidden size / heads.
+_EXPLICIT_HEAD_DIM = frozenset({"llama", "mistral", "mixtral", "qwen3", "qwen3_moe"})
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -63,7 +63,8 @@ def shard_config(config: Mapping[str, object], tp: int) -> dict[str, object]:
     shard["num_attention_heads"] = spec.num_heads // tp
     shard["num_key_value_heads"] = max(1, spec.num_kv_heads // tp)
     shard["head_dim"] = spec.head_dim
-    shard["intermediate_size"] = spec.intermediate_size // tp
+    for name in FAMILIES[spec.family].width_keys:
+        shard[name] = spec.intermediate_size // tp
     shard["vocab_size"] = vocab
     for name in _SPECIAL_TOKENS:
         if name in shard:

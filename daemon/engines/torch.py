@@ -100,9 +100,7 @@ class TorchEngine:
             argv=("python", *_arguments(Path(inside.files) / _SPEC_FILE)),
             env=_ENVIRONMENT,
             files=((_SPEC_FILE, to_json(replace(spec, checkpoint=inside.model), indent=2).decode() + "\n"),),
-            notes=(
-                f"nobody publishes this image: make it in iServe's source, docker build -t iserve:{release} .",
-            ),
+            notes=(f"Nobody publishes this image; in iServe's source: docker build -t iserve:{release} .",),
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:

@@ -10,7 +10,7 @@ from fingerprint.config import KvFormat, Pruning, WeightFormat
 __all__ = ["FAMILIES", "KV", "MAX_PP", "MAX_TP", "PRUNING", "STATIC_ROPE_TYPES", "TP_FAMILIES", "WEIGHTS"]
 
 # Families whose transformers classes go through the attention interface, and that are tested here.
-FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
+FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 TP_FAMILIES = FAMILIES
 
 # Rotary embeddings whose frequencies depend on the model alone, not on how long a batch's sequences are.

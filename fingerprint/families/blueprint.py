@@ -39,6 +39,7 @@ class Family:
     layout: ModuleLayout
     layers_keys: tuple[str, ...]  # names under which config.json may give the number of layers
     read: Callable[[Fields], Blueprint]
+    width_keys: tuple[str, ...] = ("intermediate_size",)  # MLP widths in config.json, of which a rank has a part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ from typing import Any
 from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, Fields, divides
 from fingerprint.errors import ConfigError
 from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout, blueprint_of, ends_of
-from fingerprint.families.windows import one_window, qwen_window
-from fingerprint.tensor_shapes import Role, TensorShape, linear, norm
+from fingerprint.families.mlp import Mlp, gated, mixtral_experts, qwen_experts
+from fingerprint.families.windows import one_window, qwen2_moe_window, qwen3_moe_window, qwen_window
+from fingerprint.tensor_shapes import TensorShape, linear, norm
 
 __all__ = ["FAMILIES"]
 
-MAX_EXPERTS = 4096
 _LAYOUT = ModuleLayout("model.layers", ("model.embed_tokens",), ("model.norm",), "lm_head")
 
 
@@ -25,43 +25,43 @@ def _llama_like(
     context_default: int,
     kv_heads_default: int | None = None,
     head_dim_default: int | None = None,
-    has_attention_bias: bool = False,
-    has_mlp_bias: bool = False,
-    qkv_bias: bool = False,
+    tied_default: bool = False,
+    attention_bias_default: bool | None = None,
+    qkv_bias: Callable[[Fields], bool] = lambda fields: False,
     qk_norm: bool = False,
-    experts: bool = False,
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
+    mlp: Callable[[Fields, int], Mlp] = gated,
     window: Callable[[Fields, int], int | None] = lambda fields, num_layers: None,
 ) -> Blueprint:
     """RMSNorm, rotary attention with q, k, v, o matrices, gated MLP or experts.
 
     Args:
         architecture: the causal-LM class.
-        context_default, kv_heads_default, head_dim_default: what the config class assumes when the field is left
-            out; None: as many KV heads as heads, hidden_size / heads.
-        has_attention_bias, has_mlp_bias: the family reads ``attention_bias`` (q, k, v, o) or ``mlp_bias``.
-        qkv_bias: q, k and v always have a bias, o never.
+        context_default, kv_heads_default, head_dim_default, tied_default: what the config class assumes when the
+            field is left out; None: as many KV heads as heads, hidden_size / heads.
+        attention_bias_default: likewise of ``attention_bias`` (q, k, v, o); None: the family does not read it.
+        qkv_bias: whether q, k and v have a bias and o has none.
         qk_norm: queries and keys are normalised per head.
     """
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     hidden = fields.count("hidden_size")
-    inner = fields.count("intermediate_size")
     heads = fields.count("num_attention_heads")
     vocab = fields.count("vocab_size", most=MAX_VOCAB)
     class_default = heads if fields.has("num_key_value_heads") else (kv_heads_default or heads)  # null: as heads
     kv_heads = fields.count("num_key_value_heads", default=class_default)
     divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
     head_dim = _head_dim(fields, hidden, heads, head_dim_default)
-    num_experts = fields.count("num_local_experts", "num_experts", default=8, most=MAX_EXPERTS) if experts else 0
-    tied = fields.flag("tie_word_embeddings", default=False)
-    all_bias = has_attention_bias and fields.flag("attention_bias", default=False)
-    mlp_bias = has_mlp_bias and fields.flag("mlp_bias", default=False)
+    tied = fields.flag("tie_word_embeddings", default=tied_default)
+    reads_bias = attention_bias_default is not None
+    all_bias = reads_bias and fields.flag("attention_bias", default=bool(attention_bias_default))
+    q_bias = qkv_bias(fields) or all_bias
+    after = mlp(fields, hidden)
     layer = [
-        *norm("input_layernorm", hidden, bias=False),
-        *_attention(hidden, heads * head_dim, kv_heads * head_dim, qkv_bias=qkv_bias or all_bias, o_bias=all_bias),
+        *(tensor for name in norms for tensor in norm(name, hidden, bias=False)),
+        *_attention(hidden, heads * head_dim, kv_heads * head_dim, qkv_bias=q_bias, o_bias=all_bias),
         *(norm("self_attn.q_norm", head_dim, bias=False) if qk_norm else []),
         *(norm("self_attn.k_norm", head_dim, bias=False) if qk_norm else []),
-        *norm("post_attention_layernorm", hidden, bias=False),
-        *(_experts(num_experts, hidden, inner) if experts else _gated_mlp(hidden, inner, bias=mlp_bias)),
+        *after.tensors,
     ]
     return blueprint_of(
         fields,
@@ -69,14 +69,14 @@ def _llama_like(
         layer,
         ends_of(_LAYOUT, vocab, hidden, tied=tied, norm_bias=False, head_bias=False),
         num_layers=num_layers,
-        intermediate_size=inner,
+        intermediate_size=after.intermediate_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_context_tokens=fields.count("max_position_embeddings", default=context_default, most=MAX_CONTEXT),
         tied=tied,
-        num_experts=num_experts,
-        experts_per_token=fields.count("num_experts_per_tok", default=2, most=num_experts) if experts else 0,
+        num_experts=after.num_experts,
+        experts_per_token=after.experts_per_token,
         sliding_window=window(fields, num_layers),
     )
 
@@ -100,36 +100,17 @@ def _attention(hidden: int, q_width: int, kv_width: int, *, qkv_bias: bool, o_bi
     ]
 
 
-def _gated_mlp(hidden: int, inner: int, *, bias: bool) -> list[TensorShape]:
-    return [
-        *linear("mlp.gate_proj", inner, hidden, bias=bias),
-        *linear("mlp.up_proj", inner, hidden, bias=bias),
-        *linear("mlp.down_proj", hidden, inner, bias=bias),
-    ]
-
-
-def _experts(count: int, hidden: int, inner: int) -> list[TensorShape]:
-    """Mixtral's published names; transformers stacks the experts only in memory."""
-    tensors = [TensorShape("block_sparse_moe.gate.weight", (count, hidden), Role.ROUTER)]
-    for expert in range(count):
-        name = f"block_sparse_moe.experts.{expert}"
-        tensors += linear(f"{name}.w1", inner, hidden, bias=False, role=Role.EXPERT)
-        tensors += linear(f"{name}.w2", hidden, inner, bias=False, role=Role.EXPERT)
-        tensors += linear(f"{name}.w3", inner, hidden, bias=False, role=Role.EXPERT)
-    return tensors
-
-
-def _row(architecture: str, **options: Any) -> Family:
+def _row(architecture: str, *, width_keys: tuple[str, ...] = ("intermediate_size",), **options: Any) -> Family:
     read = partial(_llama_like, architecture=architecture, **options)
-    return Family((architecture,), _LAYOUT, ("num_hidden_layers",), read)
+    return Family((architecture,), _LAYOUT, ("num_hidden_layers",), read, width_keys)
 
 
 FAMILIES = {
     "llama": _row(
         "LlamaForCausalLM",
         context_default=2048,
-        has_attention_bias=True,
-        has_mlp_bias=True,
+        attention_bias_default=False,
+        mlp=partial(gated, reads_bias=True),
     ),
     "mistral": _row(
         "MistralForCausalLM",
@@ -141,14 +122,14 @@ FAMILIES = {
         "MixtralForCausalLM",
         context_default=131072,
         kv_heads_default=8,
-        experts=True,
+        mlp=mixtral_experts,
         window=partial(one_window, default=None),
     ),
     "qwen2": _row(
         "Qwen2ForCausalLM",
         context_default=32768,
         kv_heads_default=32,
-        qkv_bias=True,
+        qkv_bias=lambda fields: True,
         window=qwen_window,
     ),
     "qwen3": _row(
@@ -156,8 +137,27 @@ FAMILIES = {
         context_default=32768,
         kv_heads_default=32,
         head_dim_default=128,
-        has_attention_bias=True,
+        attention_bias_default=False,
         qk_norm=True,
         window=qwen_window,
+    ),
+    "qwen2_moe": _row(
+        "Qwen2MoeForCausalLM",
+        width_keys=("moe_intermediate_size", "shared_expert_intermediate_size"),
+        context_default=32768,
+        kv_heads_default=16,
+        qkv_bias=lambda fields: fields.flag("qkv_bias", default=True),
+        mlp=partial(qwen_experts, count_default=60, inner_default=1408, per_token_default=4, shared=True),
+        window=qwen2_moe_window,
+    ),
+    "qwen3_moe": _row(
+        "Qwen3MoeForCausalLM",
+        width_keys=("moe_intermediate_size",),
+        context_default=32768,
+        kv_heads_default=4,
+        attention_bias_default=False,
+        qk_norm=True,
+        mlp=partial(qwen_experts, count_default=128, inner_default=768, per_token_default=8, shared=False),
+        window=qwen3_moe_window,
     ),
 }

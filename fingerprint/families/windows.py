@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_WIDTH, Fields
 
-__all__ = ["one_window", "qwen_window"]
+__all__ = ["one_window", "qwen2_moe_window", "qwen3_moe_window", "qwen_window"]
 
 
 def one_window(fields: Fields, num_layers: int, *, default: int | None) -> int | None:
@@ -22,3 +22,14 @@ def qwen_window(fields: Fields, num_layers: int) -> int | None:
         return None
     every = all(kind == "sliding_attention" for kind in types) if types is not None else first_sliding == 0
     return one_window(fields, num_layers, default=4096) if every else None
+
+
+def qwen2_moe_window(fields: Fields, num_layers: int) -> int | None:
+    """As :func:`qwen_window`; where no ``layer_types`` are given, every second layer is full whatever else is."""
+    return None if fields.layer_types(num_layers) is None else qwen_window(fields, num_layers)
+
+
+def qwen3_moe_window(fields: Fields, num_layers: int) -> int | None:
+    """One switch and one window for all layers."""
+    on = fields.flag("use_sliding_window", default=False)
+    return one_window(fields, num_layers, default=4096) if on else None

@@ -236,6 +236,16 @@ _FAMILIES = {
     "qwen3": ("Qwen3Config", {"num_hidden_layers": 3, "head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 8}),
     "mixtral": ("MixtralConfig", {"num_hidden_layers": 2, "num_local_experts": 4, "sliding_window": None}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"head_dim": 16, "norm_topk_prob": True},
+    ),
     "falcon": ("FalconConfig", {"num_hidden_layers": 2}),
 }
 

@@ -10,7 +10,15 @@ from daemon.torch_engine.runner import LocalRunner
 from daemon.torch_engine.steps import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, WeightFormat
 
-LAYERS = {"llama": 4, "llama-tied": 2, "llama-odd-vocab": 2, "qwen3": 3, "mixtral": 2}
+LAYERS = {
+    "llama": 4,
+    "llama-tied": 2,
+    "llama-odd-vocab": 2,
+    "qwen3": 3,
+    "mixtral": 2,
+    "qwen2_moe": 2,
+    "qwen3_moe": 2,
+}
 FIRST = StepPlan((StepItem(1, 0, (3, 80, 0, 41, 17, 5, 66)), StepItem(3, 0, (50, 1, 88))))
 SECOND = StepPlan((StepItem(1, 7, (9, 90, 12)), StepItem(3, 3, (23,)), StepItem(0, 0, (61,))))
 # Sums of at most 64 products in another order: some units in the last place of logits of size 10, over 4 layers.
@@ -103,6 +111,7 @@ class TestPipeline:
             pytest.param("llama", (1, 3), id="uneven-other-way"),
             pytest.param("llama-tied", None, id="tied"),
             pytest.param("mixtral", None, id="experts"),
+            pytest.param("qwen3_moe", None, id="experts-and-qk-norms"),
         ],
     )
     def test_logits_are_those_of_one_rank_to_the_bit(self, family: str, layers, alone, run) -> None:

@@ -30,6 +30,7 @@ PUBLISHED = [
     "Qwen/Qwen2.5-72B",
     "Qwen/Qwen3-8B",
     "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-30B-A3B",
     "tiiuae/falcon-7b",
     "tiiuae/falcon-40b",
     "EleutherAI/gpt-j-6b",
@@ -72,16 +73,17 @@ def test_published_models_count_as_recorded_and_as_transformers_builds_them(
     )
     assert spec.num_kv_heads == recorded["num_key_value_heads"]
     assert spec.head_dim == recorded["head_dim"]
-    assert spec.intermediate_size == recorded["intermediate_size"]
+    assert spec.intermediate_size == (recorded.get("moe_intermediate_size") or recorded["intermediate_size"])
     assert spec.max_context_tokens == recorded["max_position_embeddings"]
     assert spec.tied_embeddings == recorded["tie_word_embeddings"]
     assert spec.gated_mlp == recorded["gated_mlp"]
     assert spec.sliding_window == recorded["sliding_window"]
 
 
-def test_active_parameters_of_mixtral(published_configs: dict[str, dict[str, Any]]) -> None:
-    """Two of eight experts work on a token."""
-    entry = published_configs["mistralai/Mixtral-8x7B-v0.1"]
+@pytest.mark.parametrize("name", ["mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B"])
+def test_active_parameters_of_experts(name: str, published_configs: dict[str, dict[str, Any]]) -> None:
+    """Two of eight experts work on a token, or eight of 128."""
+    entry = published_configs[name]
     spec = read_spec({key: value for key, value in entry.items() if key not in NOT_CONFIG_KEYS})
     idle = spec.num_layers * spec.layer_expert_params * (spec.num_experts - spec.experts_per_token)
     assert spec.num_params - idle // spec.num_experts == entry["planner"]["active_parameters_computed"]
@@ -274,6 +276,8 @@ def test_a_contradiction_of_a_family_is_named(config: dict[str, Any], message: s
         ({"model_type": "mamba"}, "not supported"),
         (LLAMA_7B | {"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
         (LLAMA_7B | {"quantization_config": {"quant_method": "gptq"}}, "already quantized ('gptq')"),
+        (LLAMA_7B | {"model_type": "qwen3_moe", "architectures": None, "decoder_sparse_step": 2}, "16 of the 32"),
+        (LLAMA_7B | {"model_type": "qwen2_moe", "architectures": None, "mlp_only_layers": [0]}, "1 of the 32"),
     ],
 )
 def test_another_kind_of_model_is_named_as_unsupported(config: dict[str, Any], kind: str) -> None:
@@ -287,7 +291,7 @@ def test_another_kind_of_model_is_named_as_unsupported(config: dict[str, Any], k
 def test_a_refusal_lists_what_is_supported() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec({"model_type": "mamba"})
-    assert "llama, mistral, mixtral, qwen2, qwen3, falcon, gptj" in str(caught.value)
+    assert str(caught.value).endswith("supported are decoder-only " + ", ".join(FAMILIES))
     with pytest.raises(UnsupportedModelError, match="'mamba' is not supported"):
         module_layout("mamba")
 

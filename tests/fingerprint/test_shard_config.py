@@ -22,11 +22,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True},
+    "qwen2_moe": {"num_key_value_heads": 2},
+    "qwen3_moe": {"num_key_value_heads": 4, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64},
     "falcon": {"multi_query": True},
     "gptj": {},
 }
 # The tensors of which every rank holds all: norms, the router, and the biases that are added once, after the sum.
-REPLICATED = ("norm", "ln_", "block_sparse_moe.gate", "o_proj.bias", "down_proj.bias")
+REPLICATED = ("norm", "ln_", "block_sparse_moe.gate", "mlp.gate.", "o_proj.bias", "down_proj.bias")
 KV = ("k_proj", "v_proj")
 
 
@@ -102,7 +104,7 @@ def test_a_rank_of_llama_2_7b() -> None:
     assert spec.embedding_params == spec.head_params == 16_000 * 4096
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen3", "qwen3_moe"])
 def test_transformers_builds_what_is_counted(family: str) -> None:
     config = shard_config(small(family), 4)
     assert read_spec(config).num_params == sum(p.numel() for p in on_meta(config).parameters())

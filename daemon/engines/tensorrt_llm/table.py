@@ -13,7 +13,8 @@ from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 
 __all__ = ["TABLE"]
 
-_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
+_EXPERTS = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
+_FAMILIES = _EXPERTS | {"llama", "mistral", "qwen2", "qwen3"}
 _OLDER_FLOW = (
     "only its older engine flow (trtllm-build, or --backend tensorrt) has it, which later 1.3 drops and iServe "
     "does not drive"
@@ -66,7 +67,7 @@ TABLE = EngineCapabilities(
             reason="an fp8 KV cache on a GPU without fp8 arithmetic was not read to work",
         ),
         Exclusion(
-            families=frozenset({"mixtral"}),
+            families=_EXPERTS,
             weights=frozenset({WeightFormat.INT8, WeightFormat.INT4}),
             reason="its linear layers take weight-only int8 and int4; that its expert layers do was not read",
         ),
