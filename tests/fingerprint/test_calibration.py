@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.estimators.calibration import Calibration, MeasuredError, shipped_calibration
+from tests.bench.accuracy import RESULTS, load, measured_errors
 
 
 def error(shape: str, log_error: float, metric: str = "ttft") -> MeasuredError:
@@ -123,6 +124,14 @@ def test_points_of_about_as_many_prompt_tokens_count_most() -> None:
 
 def test_beyond_all_that_was_measured_the_nearest_decides() -> None:
     assert bounds(of([0.1, -0.1], [0.2, -0.2]), prompt_tokens=10**9) == (-0.2, -0.1, 0.2)
+
+
+def test_what_is_shipped_is_what_the_recordings_say_each_under_the_shape_it_has_today() -> None:
+    """A hash of yesterday's shape would leave no model's own errors out of its own prediction."""
+    recorded = measured_errors(load(RESULTS / "h200"))
+    shipped = shipped_calibration().errors
+    assert [replace(e, log_error=0.0) for e in shipped] == [replace(e, log_error=0.0) for e in recorded]
+    assert [e.log_error for e in shipped] == pytest.approx([e.log_error for e in recorded], abs=2e-4)
 
 
 def test_errors_that_are_shipped_are_read_as_they_are_written() -> None:
