@@ -20,8 +20,9 @@ from fingerprint.families import FAMILIES, read_spec
 
 __all__ = ["refuses_shards", "shard_config"]
 
-# Of the others: vLLM's Qwen2, Qwen2-MoE and Falcon and everyone's GPT-J compute head_dim as hidden size / heads.
-_EXPLICIT_HEAD_DIM = frozenset({"llama", "mistral", "mixtral", "qwen3", "qwen3_moe"})
+# Of the others: vLLM's Qwen2, Qwen2-MoE and Falcon and everyone's GPT-J, GPT-NeoX and OPT compute head_dim as
+# hidden size / heads.
+_EXPLICIT_HEAD_DIM = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"})
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -78,6 +79,10 @@ def _keep_below(shard: dict[str, object], name: str, vocab: int) -> None:
     kept = [token for token in (given if isinstance(given, list) else [given]) if _is_below(token, vocab)]
     if not kept:
         del shard[name]
+        if (
+            name == "pad_token_id"
+        ):  # embeddings are built with it, and a class's own default may lie beyond as well
+            shard[name] = None
     elif isinstance(given, list):
         shard[name] = kept
 

@@ -27,6 +27,7 @@ from fingerprint.errors import (
 __all__ = ["TorchEngine"]
 
 _NO_INTERFACE = "its transformers class has no attention interface, which the embedded engine's cache goes through"
+_ADDS_POSITIONS = "its transformers class adds position embeddings to whatever a later pipeline stage is handed"
 
 _CAPABILITIES = EngineCapabilities(
     engine="torch",
@@ -41,7 +42,7 @@ _CAPABILITIES = EngineCapabilities(
     lora_reason="adapters are not served yet",
     cpu=True,
     verified=True,
-    family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE},
+    family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE, "opt": _ADDS_POSITIONS},
     exclusions=(
         Exclusion(
             families=frozenset({"mixtral", "qwen2_moe", "qwen3_moe"}),

@@ -184,6 +184,8 @@ class StageModel:
             return
         if stored == f"{layout.head}.weight" and self.source.spec.tied_embeddings:
             stored = f"{layout.embedding[0]}.weight"
+        elif stored == f"{layout.head}.weight" and layout.stored_head is not None:
+            stored = f"{layout.stored_head}.weight"
         shard = self.parallel.shard(name, shape)
         value = reader.read(stored, shape, shard, self.source.dtype, device)
         target = self.model.get_submodule(module)

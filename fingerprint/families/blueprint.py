@@ -20,6 +20,7 @@ class ModuleLayout:
     embedding: tuple[str, ...]
     final_norm: tuple[str, ...]
     head: str  # its weight is absent from the checkpoint when the embeddings are tied
+    stored_head: str | None = None  # its name in checkpoints, where that is another
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Ends:
 def ends_of(
     layout: ModuleLayout, vocab: int, hidden: int, *, tied: bool, norm_bias: bool, head_bias: bool
 ) -> Ends:
-    head = linear(layout.head, vocab, hidden, bias=head_bias, role=Role.HEAD)
+    head = linear(layout.stored_head or layout.head, vocab, hidden, bias=head_bias, role=Role.HEAD)
     return Ends(
         embedding=[TensorShape(f"{layout.embedding[0]}.weight", (vocab, hidden), Role.EMBEDDING)],
         final_norm=norm(layout.final_norm[0], hidden, bias=norm_bias),

@@ -13,9 +13,9 @@ from fingerprint.families.mlp import Mlp, gated, mixtral_experts, qwen_experts
 from fingerprint.families.windows import one_window, qwen2_moe_window, qwen3_moe_window, qwen_window
 from fingerprint.tensor_shapes import TensorShape, linear, norm
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "LAYOUT", "rotary_head_dim"]
 
-_LAYOUT = ModuleLayout("model.layers", ("model.embed_tokens",), ("model.norm",), "lm_head")
+LAYOUT = ModuleLayout("model.layers", ("model.embed_tokens",), ("model.norm",), "lm_head")
 
 
 def _llama_like(
@@ -50,7 +50,7 @@ def _llama_like(
     class_default = heads if fields.has("num_key_value_heads") else (kv_heads_default or heads)  # null: as heads
     kv_heads = fields.count("num_key_value_heads", default=class_default)
     divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
-    head_dim = _head_dim(fields, hidden, heads, head_dim_default)
+    head_dim = rotary_head_dim(fields, hidden, heads, head_dim_default)
     tied = fields.flag("tie_word_embeddings", default=tied_default)
     reads_bias = attention_bias_default is not None
     all_bias = reads_bias and fields.flag("attention_bias", default=bool(attention_bias_default))
@@ -67,7 +67,7 @@ def _llama_like(
         fields,
         architecture,
         layer,
-        ends_of(_LAYOUT, vocab, hidden, tied=tied, norm_bias=False, head_bias=False),
+        ends_of(LAYOUT, vocab, hidden, tied=tied, norm_bias=False, head_bias=False),
         num_layers=num_layers,
         intermediate_size=after.intermediate_size,
         num_heads=heads,
@@ -81,7 +81,8 @@ def _llama_like(
     )
 
 
-def _head_dim(fields: Fields, hidden: int, heads: int, class_default: int | None) -> int:
+def rotary_head_dim(fields: Fields, hidden: int, heads: int, class_default: int | None) -> int:
+    """``head_dim``, else hidden size over heads; even, for rotary embeddings turn pairs."""
     head_dim = fields.count("head_dim", default=class_default or 0)
     if head_dim == 0:
         divides("num_attention_heads", heads, "hidden_size", hidden)
@@ -102,7 +103,7 @@ def _attention(hidden: int, q_width: int, kv_width: int, *, qkv_bias: bool, o_bi
 
 def _row(architecture: str, *, width_keys: tuple[str, ...] = ("intermediate_size",), **options: Any) -> Family:
     read = partial(_llama_like, architecture=architecture, **options)
-    return Family((architecture,), _LAYOUT, ("num_hidden_layers",), read, width_keys)
+    return Family((architecture,), LAYOUT, ("num_hidden_layers",), read, width_keys)
 
 
 FAMILIES = {

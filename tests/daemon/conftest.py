@@ -246,6 +246,8 @@ _FAMILIES = {
         {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         | {"head_dim": 16, "norm_topk_prob": True},
     ),
+    "phi3": ("Phi3Config", {"num_hidden_layers": 2, "sliding_window": 8, "pad_token_id": None}),
+    "gpt_neox": ("GPTNeoXConfig", {"num_hidden_layers": 2}),
     "falcon": ("FalconConfig", {"num_hidden_layers": 2}),
 }
 

@@ -18,6 +18,7 @@ LAYERS = {
     "mixtral": 2,
     "qwen2_moe": 2,
     "qwen3_moe": 2,
+    "gpt_neox": 2,
 }
 FIRST = StepPlan((StepItem(1, 0, (3, 80, 0, 41, 17, 5, 66)), StepItem(3, 0, (50, 1, 88))))
 SECOND = StepPlan((StepItem(1, 7, (9, 90, 12)), StepItem(3, 3, (23,)), StepItem(0, 0, (61,))))
@@ -112,6 +113,7 @@ class TestPipeline:
             pytest.param("llama-tied", None, id="tied"),
             pytest.param("mixtral", None, id="experts"),
             pytest.param("qwen3_moe", None, id="experts-and-qk-norms"),
+            pytest.param("gpt_neox", None, id="other-names"),
         ],
     )
     def test_logits_are_those_of_one_rank_to_the_bit(self, family: str, layers, alone, run) -> None:

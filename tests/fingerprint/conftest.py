@@ -34,6 +34,7 @@ _GPTJ_SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "n_positions": 64,
 }
+_PHI3_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # its own lie beyond this vocabulary
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 
 # Every branch of fingerprint.families that changes a tensor.
@@ -82,6 +83,24 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
         "parallel_attn": False,
         "alibi": True,
         "bias": True,
+    },
+    "phi3": {"model_type": "phi3", **_LLAMA_SIZES, **_PHI3_TOKENS, "sliding_window": 8},
+    "phi3-tied": {"model_type": "phi3", **_LLAMA_SIZES, **_PHI3_TOKENS, "tie_word_embeddings": True},
+    "gpt-neox": {"model_type": "gpt_neox", **_FALCON_SIZES, "intermediate_size": 40},
+    "gpt-neox-no-bias": {
+        "model_type": "gpt_neox",
+        **_FALCON_SIZES,
+        "intermediate_size": 40,
+        "attention_bias": False,
+        "use_parallel_residual": False,
+    },
+    "opt": {"model_type": "opt", **_FALCON_SIZES, "ffn_dim": 40},
+    "opt-untied-plain": {
+        "model_type": "opt",
+        **_FALCON_SIZES,
+        "ffn_dim": 40,
+        "tie_word_embeddings": False,
+        "enable_bias": False,
     },
     "gptj": {"model_type": "gptj", **_GPTJ_SIZES},
     "gptj-tied-inner": {"model_type": "gptj", **_GPTJ_SIZES, "n_inner": 56, "tie_word_embeddings": True},

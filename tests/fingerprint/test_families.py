@@ -276,6 +276,8 @@ def test_a_contradiction_of_a_family_is_named(config: dict[str, Any], message: s
         ({"model_type": "mamba"}, "not supported"),
         (LLAMA_7B | {"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
         (LLAMA_7B | {"quantization_config": {"quant_method": "gptq"}}, "already quantized ('gptq')"),
+        (LLAMA_7B | {"model_type": "opt", "architectures": None, "word_embed_proj_dim": 512}, "opt-350m"),
+        (LLAMA_7B | {"model_type": "opt", "architectures": None, "do_layer_norm_before": False}, "most OPT"),
         (LLAMA_7B | {"model_type": "qwen3_moe", "architectures": None, "decoder_sparse_step": 2}, "16 of the 32"),
         (LLAMA_7B | {"model_type": "qwen2_moe", "architectures": None, "mlp_only_layers": [0]}, "1 of the 32"),
     ],

@@ -24,6 +24,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True},
     "qwen2_moe": {"num_key_value_heads": 2},
     "qwen3_moe": {"num_key_value_heads": 4, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64},
+    "phi3": {"pad_token_id": 1000, "eos_token_id": [7, 1000]},
+    "gpt_neox": {},
+    "opt": {},
     "falcon": {"multi_query": True},
     "gptj": {},
 }
@@ -104,7 +107,7 @@ def test_a_rank_of_llama_2_7b() -> None:
     assert spec.embedding_params == spec.head_params == 16_000 * 4096
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"])
 def test_transformers_builds_what_is_counted(family: str) -> None:
     config = shard_config(small(family), 4)
     assert read_spec(config).num_params == sum(p.numel() for p in on_meta(config).parameters())

@@ -12,8 +12,8 @@ from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 __all__ = ["TABLE"]
 
 _FOUR_BITS = frozenset({WeightFormat.INT4, WeightFormat.GPTQ4})
-_WITH_LORA = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
-_WITHOUT_LORA = frozenset({"falcon", "gptj"})
+_WITH_LORA = frozenset({"llama", "mistral", "mixtral", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+_WITHOUT_LORA = frozenset({"falcon", "gpt_neox", "gptj"})
 _FAMILIES = _WITH_LORA | _WITHOUT_LORA
 _ADA = (8, 9)
 

@@ -107,7 +107,7 @@ def test_families_are_on_the_side_of_the_flow_that_has_them(sections: dict[int, 
         stem = FAMILIES[family].architectures[0].removesuffix("ForCausalLM")
         assert stem in pytorch
     for family in TABLE.family_reasons:
-        assert FAMILIES[family].architectures[0] in older
+        assert FAMILIES[family].architectures[0].removesuffix("ForCausalLM") in older.replace("-", "")
 
 
 def test_routes_are_documented(sections: dict[int, str]) -> None:
