@@ -11,11 +11,10 @@ from fingerprint.measurements import TimingPoint
 from tests.bench.accuracy import RESULTS, load
 from tests.bench.accuracy_measure import Recorded
 
-__all__ = ["FALCON_40B", "RECORDED", "config_of", "recorded", "seconds", "where"]
+__all__ = ["RECORDED", "config_of", "recorded", "seconds", "where"]
 
 # Those of the paper's six that were; a later recording of another takes its line here, and `make evaluation`.
 RECORDED = ("gpt-j-6b", "falcon-7b", "Llama-2-7b-hf")
-FALCON_40B = "falcon-40b: not measured"
 
 
 @cache
