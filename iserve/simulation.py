@@ -27,7 +27,7 @@ from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState
 from traces.request import Request
 from traces.simulator.result import SimulationResult
-from traces.simulator.scenario import Deployed, NotDeployed, Policies, Scenario
+from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies, Scenario
 from traces.simulator.simulation import Progress, simulate
 from traces.simulator.step_model import Limits, StepModel, tabulate
 
@@ -209,11 +209,16 @@ def simulate_cluster(
     models: Mapping[str, SimulatedModel],
     *,
     router: Router,
+    deployer: Deployer | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
-    """:func:`traces.simulator.simulation.simulate` with the policies that decide in production."""
+    """:func:`traces.simulator.simulation.simulate` with the policies that decide in production.
+
+    Args:
+        deployer: None: the planner.
+    """
     policies = Policies(
-        deployer=PlannedDeployer(gpu, models.values()),
+        deployer=deployer or PlannedDeployer(gpu, models.values()),
         router=router,
         harvest=spare_gpu,
         make_batcher=EngineBatcher,

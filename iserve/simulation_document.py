@@ -32,6 +32,7 @@ class SimulationDocument:
     trace: str
     hardware: str
     service: Service
+    planner: str  # who decided what was deployed
     workload: Workload  # what deployments were planned for
     times: tuple[str, ...]  # of each model: where its step times are from
     end_s: float
@@ -40,6 +41,7 @@ class SimulationDocument:
     deployments: tuple[DeploymentOutcome, ...]
     changes: tuple[Change, ...]
     gpus: tuple[GpuFigures, ...]
+    notes: tuple[str, ...]  # what the planner says of its decision, where that is not iServe's
     warnings: tuple[str, ...]
 
 
@@ -52,6 +54,8 @@ def simulation_document(
     workload: Workload,
     times: tuple[str, ...],
     slo: Slo | None,
+    planner: str = "iserve",
+    notes: tuple[str, ...] = (),
 ) -> SimulationDocument:
     """The figures of ``result``, with ``slo`` judged on each request."""
     parts = dict(result.outcomes.by_deployment())
@@ -59,6 +63,7 @@ def simulation_document(
         trace=trace,
         hardware=hardware,
         service=service,
+        planner=planner,
         workload=workload,
         times=times,
         end_s=result.end_s,
@@ -75,6 +80,7 @@ def simulation_document(
         ),
         changes=result.changes,
         gpus=result.gpus,
+        notes=notes,
         warnings=_warnings(result, workload),
     )
 

@@ -47,6 +47,14 @@ def simulate(
         float, typer.Option("--deploy-every", help="Seconds from one model's deployment to the next.")
     ] = 0.0,
     replicas: Annotated[int, typer.Option("--replicas", help="Of every model.")] = 1,
+    planner: Annotated[
+        str,
+        typer.Option(
+            "--planner",
+            help="Who decides what is deployed: iserve, max-tp, max-pp, rule, fsdp-offload, alpaserve, "
+            "alpaserve-all or aiconfigurator:ANSWERS.json (docs/baselines.md).",
+        ),
+    ] = "iserve",
     startup: Annotated[float, typer.Option("--startup", help="Seconds until a deployed worker serves.")] = 0.0,
     overhead: Annotated[
         float, typer.Option("--overhead", help="Seconds of each request beside its steps, such as HTTP.")
@@ -111,6 +119,7 @@ def simulate(
     batching; models that share a GPU share its time. What it takes for granted: docs/simulation.md.
     """
     from fingerprint.codec import to_json
+    from iserve.baselines import World, parse_planner, prepare
     from iserve.cli.progress import StepDisplay
     from iserve.cli.simulation_text import print_simulation
     from iserve.settings import load_settings
@@ -140,17 +149,29 @@ def simulate(
             most_waiting=most_waiting,
         )
         chosen_router = make_router(router)
+        baseline, answers = parse_planner(planner)
         requests = _requests(
             trace, trace_format, tuple(named), popularity, options if cap_lengths else None, limit, seed
         )
     prepared, times = _models(named, gpu, options, wish.engine, [_read_profile(path) for path in profile or []])
     with StepDisplay(quiet=as_json) as display:
+        display.show(f"{baseline} decides", None)
+        decided, requests = prepare(
+            baseline,
+            World(gpu, prepared, scenario),
+            requests,
+            slo=judged,
+            router=chosen_router,
+            answers=answers,
+            labels=named,
+        )
         result = simulate_cluster(
             requests,
-            scenario,
+            decided.scenario,
             gpu,
             prepared,
             router=chosen_router,
+            deployer=decided.deployer,
             progress=lambda arrived, at_s: display.show(f"{arrived:,} requests, {at_s:,.0f} s simulated", None),
         )
     document = simulation_document(
@@ -161,6 +182,8 @@ def simulate(
         workload=options.workload,
         times=times,
         slo=judged,
+        planner=baseline,
+        notes=decided.notes,
     )
     if as_json:
         typer.echo(to_json(document, indent=2).decode())

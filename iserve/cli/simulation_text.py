@@ -18,7 +18,8 @@ _CHANGES = 30
 def print_simulation(document: SimulationDocument) -> None:
     """Deployments with their latencies, GPUs, what happened, and what to be wary of."""
     out, whole = console(), document.summary
-    planned = f"planned for {workload_words(document.workload)}"
+    by = "" if document.planner == "iserve" else f" by {document.planner}"
+    planned = f"planned{by} for {workload_words(document.workload)}"
     out.print(f"{document.trace} on {document.hardware}, {document.service}, {planned}")
     out.print(
         f"{whole.requests:,} requests in {document.end_s:,.1f} simulated seconds, {whole.completed:,} answered, "
@@ -56,6 +57,8 @@ def print_simulation(document: SimulationDocument) -> None:
     if len(document.changes) > _CHANGES:
         out.print(f"... and {len(document.changes) - _CHANGES} more (--json lists all)")
     out.print(f"step times: {'; '.join(document.times)}")
+    for note in document.notes:
+        out.print(note)
     for warning in document.warnings:
         out.print(f"warning: {warning}")
 

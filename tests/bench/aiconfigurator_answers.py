@@ -10,16 +10,9 @@ from pathlib import Path
 
 from fingerprint.config import DeploymentConfig, Workload
 from tests.bench.decision_rules import Cell, Measured, workloads
+from traces.baselines.recorded import AIC_SYSTEMS
 
 AIC_SCRIPT = Path(__file__).with_name("aiconfigurator_static.py")
-AIC_SYSTEMS = {
-    "a100-40gb-sxm": "a100_sxm",  # the same chip; what fits is judged by the card's own memory
-    "a100-80gb-sxm": "a100_sxm",
-    "h100-sxm": "h100_sxm",
-    "h200-sxm": "h200_sxm",
-    "b200-sxm": "b200_sxm",
-    "l40s": "l40s",
-}
 AIC_BACKENDS = {"TensorRT-LLM": "trtllm", "vLLM": "vllm", "SGLang": "sglang", "Splitwise": "vllm"}
 
 AicKey = tuple[str, str, str, DeploymentConfig, Workload]  # model, system, backend

@@ -132,6 +132,37 @@ def test_the_text_tells_of_faults_profiles_and_what_to_be_wary_of(
         assert expected in " ".join(done.out.split()), done.out
 
 
+@pytest.mark.parametrize(
+    "planner", ["iserve", "max-tp", "max-pp", "rule", "fsdp-offload", "alpaserve", "alpaserve-all"]
+)
+def test_every_baseline_serves_the_same_trace(
+    simulate: Callable[..., Done], trace: Path, model: Path, planner: str
+) -> None:
+    given = ("--gpus", "a6000:2", "--models", model, "--batch", 4, "--judge", "e2e=20", "--planner", planner)
+    document = simulate(trace, *given, "--json").document
+    assert document["planner"] == planner
+    assert document["summary"]["completed"] == 60
+    assert bool(document["notes"]) == planner.startswith("alpaserve")
+
+
+def test_the_text_says_whose_decision_it_was(simulate: Callable[..., Done], trace: Path, model: Path) -> None:
+    given = ("--gpus", "a6000:1", "--models", model, "--judge", "e2e=20", "--planner", "alpaserve")
+    text = " ".join(simulate(trace, *given).out.split())
+    assert "planned by alpaserve for batch 1" in text
+    assert "of 60 requests to keep their SLO, after" in text
+
+
+def test_aiconfigurator_says_where_it_has_no_answer(
+    simulate: Callable[..., Done], trace: Path, model: Path
+) -> None:
+    answers = Path(__file__).parents[1] / "bench" / "results" / "aiconfigurator_h200.json"
+    given = ("--gpus", "h200:1", "--models", f"chat={model}", "--planner", f"aiconfigurator:{answers}")
+    out = " ".join(simulate(trace, *given).out.split())
+    assert "refused chat: aiconfigurator: no answer for" in out
+    assert "chat was never deployed" in out
+    assert "AIConfigurator 0.12.0" in out
+
+
 def test_measured_times(simulate: Callable[..., Done], trace: Path, model: Path, tmp_path: Path) -> None:
     measured = take_depth_tied(StepTimedMachine())
     profile = tmp_path / "profile.json"
@@ -159,6 +190,10 @@ def test_measured_times(simulate: Callable[..., Done], trace: Path, model: Path,
         pytest.param(("--fail", "node0"), 2, "--fail is NODE:AT[:BACK], in seconds, got 'node0'", id="no time"),
         pytest.param(("--fail", "node7:1"), 2, "there is no node 'node7'", id="unknown node"),
         pytest.param(("--fail", "node0:5:4"), 2, "a node is back after it failed", id="back before"),
+        pytest.param(("--planner", "best"), 2, "there is no planner 'best'", id="unknown planner"),
+        pytest.param(("--planner", "aiconfigurator"), 2, "aiconfigurator:ANSWERS.json", id="no answers"),
+        pytest.param(("--planner", "aiconfigurator:/nowhere"), 1, "/nowhere cannot be read", id="lost answers"),
+        pytest.param(("--planner", "alpaserve"), 1, "give one with --judge", id="AlpaServe without an SLO"),
         pytest.param(("--harvest", "1:2"), 2, "--harvest is AT:SECONDS:GIB", id="no memory"),
         pytest.param(("--harvest", "1:nan:2"), 2, "--harvest is AT:SECONDS:GIB", id="not a number"),
         pytest.param(("--router", "x"), 2, "there is no routing policy 'x'", id="unknown router"),

@@ -40,6 +40,7 @@ class Preference:
     model: Knowledge
     configs: tuple[DeploymentConfig, ...]
     batch: int
+    why_none: str = "no engine runs it"  # where there are no configurations
 
 
 def max_tp(model: Knowledge) -> tuple[DeploymentConfig, ...]:
@@ -108,5 +109,6 @@ class FirstFit:
                         what=f"{config} on {config.engine}, batch {batch}",
                     )
                 refusal = refusal or placed
-        why = "no engine runs it" if refusal is None else refusal.reason
-        return NotDeployed(reason=f"no configuration of {self.name} fits; of the first: {why}")
+        if refusal is None:
+            return NotDeployed(reason=f"{self.name}: {wanted.why_none}")
+        return NotDeployed(reason=f"no configuration of {self.name} fits; of the first: {refusal.reason}")

@@ -1,0 +1,247 @@
+"""Baselines wired to iServe's models, estimators and simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fingerprint.config import Workload
+from fingerprint.errors import BadInputError, ConfigError, InfeasibleError
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.gpus import gpu_spec
+from fingerprint.model_spec import ModelSpec
+from iserve.baselines import (
+    MOST_REQUESTS,
+    Baseline,
+    World,
+    alpaserve,
+    knowledge_of,
+    parse_planner,
+    prepare,
+    static_deployer,
+)
+from iserve.planning import PlanOptions
+from iserve.simulation import SimulatedModel, idle_cluster, roofline_model, simulate_cluster
+from placement.routing import make_router
+from planner.intent import Intent, IntentKind, Slo
+from planner.space import shape_refusal
+from tests.fingerprint.step_timed_machine import llama_7b
+from traces.request import Request
+from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Scenario, Service
+from traces.summary import kept
+
+A6000, H200 = gpu_spec("a6000"), gpu_spec("h200")
+WORKLOAD = Workload(batch=8, input_tokens=512, output_tokens=128)
+RECORDING = Path(__file__).parents[1] / "bench" / "results" / "aiconfigurator_h200.json"
+LATENCY = Intent(kind=IntentKind.MIN_LATENCY)
+
+
+def model(
+    name: str,
+    spec: ModelSpec | None = None,
+    gpu: GpuSpec = A6000,
+    workload: Workload = WORKLOAD,
+    **options: object,
+) -> SimulatedModel:
+    return roofline_model(name, spec or llama_7b(), gpu, PlanOptions(workload=workload, **options), "auto")  # type: ignore[arg-type]
+
+
+def world(
+    *models: SimulatedModel, gpus: int = 8, service: Service = Service.CONTINUOUS, gpu: GpuSpec = A6000
+) -> World:
+    deploys = tuple(Deploy(at_s=0.0, name=m.name, model=m.name) for m in models)
+    scenario = Scenario(cluster=idle_cluster(gpu, gpus), actions=deploys, service=service)
+    return World(gpu, {m.name: m for m in models}, scenario)
+
+
+def poisson(count: int, rate_per_s: float, names: Sequence[str], seed: int = 3) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    times_s = np.cumsum(rng.exponential(1 / rate_per_s, count))
+    return [
+        Request(float(t), int(rng.integers(10, 500)), int(rng.integers(1, 128)), str(rng.choice(names)))
+        for t in times_s
+    ]
+
+
+def decided(baseline: Baseline, of: World, name: str = "m") -> Deployed:
+    answer = static_deployer(baseline, of)(name, of.scenario.cluster)
+    assert isinstance(answer, Deployed), answer
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("baseline", "intent", "stages", "gpus"),
+    [
+        pytest.param(Baseline.MAX_TP, Intent(), 1, 8, id="max-tp"),
+        pytest.param(Baseline.MAX_PP, Intent(), 8, 8, id="max-pp"),
+        pytest.param(Baseline.RULE, Intent(), 1, 1, id="rule for cost"),
+        pytest.param(Baseline.RULE, LATENCY, 1, 8, id="rule for latency"),
+        pytest.param(Baseline.FSDP, Intent(), 1, 1, id="fsdp-offload"),
+    ],
+)
+def test_what_each_does_with_eight_idle_gpus(baseline: Baseline, intent: Intent, stages: int, gpus: int) -> None:
+    answer = decided(baseline, world(model("m", intent=intent)))
+    assert (len(answer.placement.stages), len(answer.placement.device_ids)) == (stages, gpus)
+
+
+def test_iserve_itself_is_one_of_them() -> None:
+    asked = world(model("m"))
+    chosen = static_deployer(Baseline.ISERVE, asked)
+    assert chosen.name.startswith("planner with")
+
+
+def test_batches_are_the_largest_that_all_leave_room_for_and_one_where_none_is_batched() -> None:
+    alone = decided(Baseline.MAX_TP, world(model("m")))
+    shared = decided(Baseline.MAX_TP, world(model("m"), *(model(f"m{i}") for i in range(9))))
+    unbatched = decided(Baseline.MAX_TP, world(model("m"), service=Service.FCFS))
+    assert alone.steps.limits.max_batch == 256 > shared.steps.limits.max_batch > 8
+    assert unbatched.steps.limits.max_batch == 1
+
+
+def test_all_that_was_counted_on_is_then_deployed() -> None:
+    """The common batch is not wishful: one after the other, every model finds its place with it."""
+    names = [f"m{i}" for i in range(10)]
+    asked = world(*(model(name) for name in names))
+    deployer = static_deployer(Baseline.MAX_TP, asked)
+    result = simulate_cluster(
+        poisson(100, 2.0, names), asked.scenario, A6000, asked.models, router=make_router(), deployer=deployer
+    )
+    assert int(result.outcomes.completed.sum()) == 100
+    first = deployer("m0", asked.scenario.cluster)
+    assert isinstance(first, Deployed)
+    batches = {change.text.rpartition("batch ")[2] for change in result.changes}
+    assert batches == {str(first.steps.limits.max_batch)}
+
+
+def test_baselines_know_what_the_planner_could_choose_from() -> None:
+    """A model of one KV head group of 71 heads, as Falcon-7B: no TP, whatever the rule says."""
+    uneven = replace(llama_7b(), num_heads=71, num_kv_heads=1)
+    asked = model("m", uneven)
+    known = knowledge_of(asked, A6000, idle_cluster(A6000, 8))
+    assert {config.tp for config in known.configs} == {1}
+    assert all(shape_refusal(uneven, config, 8) is None for config in known.configs)
+    assert len(decided(Baseline.MAX_TP, world(asked)).placement.device_ids) == 1
+
+
+@pytest.mark.parametrize("service", [Service.FCFS, Service.CONTINUOUS])
+@pytest.mark.parametrize("keep_all", [False, True])
+def test_alpaserve_gets_what_it_expects(service: Service, keep_all: bool) -> None:
+    """It is judged by the simulator that it searched with."""
+    names = ["a", "b"]
+    asked = world(model("a"), model("b", llama_7b(64)), gpus=2, service=service)
+    requests, slo = poisson(60, 1.0, names), Slo(e2e_s=6.0)
+    prepared = alpaserve(asked, requests, dict.fromkeys(names, slo), router=make_router(), keep_all=keep_all)
+    result = simulate_cluster(
+        requests, prepared.scenario, A6000, asked.models, router=make_router(), deployer=prepared.deployer
+    )
+    met = int(kept(result.outcomes, slo).sum())
+    assert f"expects {met} of 60 requests" in prepared.notes[0]
+    assert all(gpu.peak_bytes <= A6000.memory_bytes for gpu in result.gpus)
+    if keep_all:
+        assert all(deployment.replicas for deployment in result.deployments)
+        assert len(prepared.notes) == 1
+
+
+def test_alpaserve_drops_what_the_variant_may_not() -> None:
+    """Two GPUs hold one copy of a model of 52 GB and little else."""
+    names = ["small", "large"]
+    asked = world(model("small", intent=LATENCY), model("large", llama_7b(200)), gpus=1)
+    requests = poisson(40, 1.0, names)
+    slos = dict.fromkeys(names, Slo(e2e_s=30.0))
+    prepared = alpaserve(asked, requests, slos, router=make_router())
+    assert prepared.notes[1:] == ("it drops large",)
+    refused = prepared.deployer("large", asked.scenario.cluster)
+    assert refused == NotDeployed(reason="alpaserve leaves it out")
+    with pytest.raises(InfeasibleError, match="no placement of all of small, large was found on 1 GPUs"):
+        alpaserve(asked, requests, slos, router=make_router(), keep_all=True)
+
+
+def test_two_deployments_of_one_model_are_placed_as_two() -> None:
+    asked = world(model("m"), gpus=2)
+    twice = tuple(Deploy(at_s=0.0, name=name, model="m") for name in ("first", "second"))
+    asked = replace(asked, scenario=replace(asked.scenario, actions=twice))
+    requests = poisson(20, 1.0, ["first", "second"])
+    slos = {"first": Slo(e2e_s=20.0), "second": Slo(e2e_s=20.0)}
+    prepared = alpaserve(asked, requests, slos, router=make_router(), keep_all=True)
+    result = simulate_cluster(
+        requests, prepared.scenario, A6000, asked.models, router=make_router(), deployer=prepared.deployer
+    )
+    assert [deployment.name for deployment in result.deployments] == ["first", "second"]
+    assert int(result.outcomes.completed.sum()) == 20
+
+
+def test_what_alpaserve_cannot_be_asked() -> None:
+    asked = world(model("m"), gpus=1)
+    request = Request(0.0, 10, 10, "m")
+    for requests, slo, message in (
+        ([request], None, "m has none; give one with --judge"),
+        ([request] * (MOST_REQUESTS + 1), Slo(e2e_s=1.0), "cut it with --limit"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare(Baseline.ALPASERVE, asked, requests, slo=slo, router=make_router())
+    three = (Deploy(at_s=0.0, name="m", model="m", replicas=3),)
+    asked = replace(asked, scenario=replace(asked.scenario, actions=three))
+    with pytest.raises(ConfigError, match="chooses the number of replicas itself; 3 were asked for"):
+        prepare(Baseline.ALPASERVE, asked, [request], slo=Slo(e2e_s=1.0), router=make_router())
+
+
+def recorded(workload: Workload, label: str, intent: Intent, gpu: GpuSpec = H200) -> Deployed | NotDeployed:
+    asked = world(model("m", gpu=gpu, workload=workload, intent=intent), gpus=2, gpu=gpu)
+    prepared, _ = prepare(
+        Baseline.AICONFIGURATOR,
+        asked,
+        [],
+        slo=None,
+        router=make_router(),
+        answers=RECORDING,
+        labels={"m": label},
+    )
+    assert prepared.notes == ("AIConfigurator 0.12.0",)
+    return prepared.deployer("m", asked.scenario.cluster)
+
+
+def test_aiconfigurator_chooses_by_its_recorded_answers() -> None:
+    """Llama-2-7B, 8 prompts of 512: of the recorded points fp8 weights have the lower TTFT and TPOT."""
+    answer = recorded(Workload(8, 512, 65), "folder/Llama-2-7b-hf", LATENCY)
+    assert isinstance(answer, Deployed), answer
+    assert "tp=1,pp=1,weights=fp8,kv=16bit" in answer.what
+    tight = Intent(kind=IntentKind.LATENCY_SLO, slo=Slo(tpot_s=1e-4))
+    assert isinstance(recorded(Workload(8, 512, 65), "Llama-2-7b-hf", tight), NotDeployed)
+
+
+@pytest.mark.parametrize(
+    ("workload", "label", "gpu"),
+    [
+        pytest.param(Workload(8, 512, 128), "Llama-2-7b-hf", H200, id="another answer's length"),
+        pytest.param(Workload(9, 512, 65), "Llama-2-7b-hf", H200, id="another batch"),
+        pytest.param(Workload(8, 512, 65), "my-own-model", H200, id="another model"),
+        pytest.param(Workload(8, 512, 65), "Llama-2-7b-hf", A6000, id="another GPU"),
+    ],
+)
+def test_where_aiconfigurator_was_not_asked_it_has_no_answer(workload: Workload, label: str, gpu: GpuSpec) -> None:
+    answer = recorded(workload, label, LATENCY, gpu)
+    assert isinstance(answer, NotDeployed)
+    assert f"no answer for {label} on {gpu.name}, batch {workload.batch}" in answer.reason
+
+
+def test_planners_by_name(tmp_path: Path) -> None:
+    assert parse_planner("max-tp") == (Baseline.MAX_TP, None)
+    assert parse_planner("aiconfigurator:a:b.json") == (Baseline.AICONFIGURATOR, Path("a:b.json"))
+    for text, message in (
+        ("best", "there is no planner 'best'; there are iserve, max-tp"),
+        ("aiconfigurator", "answers from a file"),
+        ("aiconfigurator:", "answers from a file"),
+        ("max-tp:x.json", "no other planner takes one"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_planner(text)
+    torn = tmp_path / "torn.json"
+    for text, message in ((None, "cannot be read"), ("{", "is not a valid Recording")):
+        if text is not None:
+            torn.write_text(text)
+        with pytest.raises(BadInputError, match=message):
+            prepare(Baseline.AICONFIGURATOR, world(model("m")), [], slo=None, router=make_router(), answers=torn)
