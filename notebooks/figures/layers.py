@@ -17,7 +17,7 @@ from notebooks.figures.recordings import recorded, seconds, where
 from notebooks.figures.setting import DEGREES, GPU, WORKLOAD, config_of, estimator_of, spec_of
 from planner.costs import total_bytes
 
-__all__ = ["figure_7", "figure_8", "fingerprint_against_whole", "solved_terms"]
+__all__ = ["figure_7", "figure_8", "fingerprint_against_whole", "itemised_bytes", "solved_terms"]
 
 GIB = 2**30
 POINT = (1, 128)  # batch and prompt at which the whole models' steps were timed on the GPU too
@@ -127,8 +127,8 @@ def fingerprint_against_whole(model: str = "Llama-2-70b-hf") -> tuple[Finding, .
 # Figure 8
 
 
-def _total(model: str, tp: int, pp: int) -> float:
-    """Bytes over all GPUs without the runtime's, which the equations take off first, and without the KV cache."""
+def itemised_bytes(model: str, tp: int, pp: int) -> float:
+    """By the roofline, over all GPUs; without KV cache and the runtime, which the equations take off first."""
     estimate = estimator_of(model).estimate(config_of(tp, pp), WORKLOAD)
     kv = tp * estimate.memory.num_layers * estimate.memory.layer_kv_bytes
     return total_bytes(estimate.memory) - tp * pp * estimate.memory.runtime_bytes - kv
@@ -136,7 +136,7 @@ def _total(model: str, tp: int, pp: int) -> float:
 
 def solved_terms(model: str) -> MemoryTerms:
     """W, A and A_pp from (1,1), (2,1) and (1,2), as M1 and M2 solve them."""
-    one, tensor, pipeline = (_total(model, *degree) for degree in ((1, 1), (2, 1), (1, 2)))
+    one, tensor, pipeline = (itemised_bytes(model, *degree) for degree in ((1, 1), (2, 1), (1, 2)))
     return MemoryTerms(2 * one - tensor, tensor - one, pipeline - one)
 
 
@@ -147,7 +147,7 @@ def figure_8() -> Figure:
     for model in ("Llama-2-7b-hf", "Llama-2-70b-hf", "falcon-40b"):
         terms = solved_terms(model)
         for degree in DEGREES:
-            told, true = terms.total_bytes(*degree), _total(model, *degree)
+            told, true = terms.total_bytes(*degree), itemised_bytes(model, *degree)
             errors.setdefault(model, []).append(told / true - 1)
             rows.append((model, "({},{})".format(*degree), true / GIB, told / GIB, f"{told / true - 1:+.2%}"))
     solved = tuple(
