@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from fingerprint.capability import EngineCapabilities
@@ -36,6 +37,9 @@ class Chosen(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Everywhere:
     layers_per_stage: tuple[int, ...] = ()
+
+
+_LOOKED_AT = 8  # configurations: each costs a placement
 
 
 class RankedModel:
@@ -67,8 +71,9 @@ class RankedModel:
         slow the others more than it gains.
 
         What a deployment pays per second is its rate times what the intent minimises (GiB * s of memory held, or
-        seconds), as slowed by those beside it (``placement.load_model``); what the others pay more is added. The
-        own part alone never falls along the order, so the search ends where it exceeds the best sum.
+        seconds), as slowed by those beside it (``placement.load_model``); what the others pay more is added. Of
+        every tp and pp the best configuration is looked at, the eight best of those. The own part alone never
+        falls along the order, so the search ends early where it exceeds the best sum.
         """
         if not (self._by_memory or self.options.intent.kind is IntentKind.MIN_LATENCY):
             return self.choose(snapshot)  # nothing that grows with the time of a request
@@ -78,7 +83,7 @@ class RankedModel:
                 cluster.put(replica.replica_id, self._tenant(deployment, replica.placement))
         best: Chosen | None = None
         least = float("inf")
-        for chosen in self._that_fit(snapshot):
+        for chosen in islice(self._that_fit(snapshot, one_of_each_degree=True), _LOOKED_AT):
             busy = requests_per_s * chosen.estimate.e2e_s.value / self.options.workload.batch
             weight = total_bytes(chosen.estimate.memory) / 2**30 if self._by_memory else 1.0
             tenant = Tenant(busy, shares(chosen.placement), weight)
@@ -98,14 +103,19 @@ class RankedModel:
         held_bytes = sum(stage.bytes_per_gpu * len(stage.device_ids) for stage in placement.stages)
         return Tenant(deployment.busy_fraction, shares(placement), held_bytes / 2**30 if self._by_memory else 1.0)
 
-    def _that_fit(self, snapshot: ClusterSnapshot) -> Iterator[Chosen]:
-        """Best first, each where the policy would put it."""
+    def _that_fit(self, snapshot: ClusterSnapshot, *, one_of_each_degree: bool = False) -> Iterator[Chosen]:
+        """Best first, each where the policy would put it; of each tp and pp all, or the first."""
+        seen: set[tuple[int, int]] = set()
         if not snapshot.gpus:
             return
         fits = FitsOn(Hardware(label="", gpu=self._gpu, snapshot=snapshot), self.options)
         for config, estimate in self._order(min(len(snapshot.gpus), max(TP_DEGREES) * MAX_PP)):
+            degrees = (config.tp, config.pp)
+            if one_of_each_degree and degrees in seen:
+                continue
             answer = fits(estimate)
             if isinstance(answer, Placement):
+                seen.add(degrees)
                 yield Chosen(config, estimate, answer)
 
     def _order(self, num_gpus: int) -> list[tuple[DeploymentConfig, Estimate]]:

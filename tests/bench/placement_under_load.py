@@ -9,9 +9,10 @@ configurations and rates. Here: Llama-2-7B, Llama-2-13B and GPT-J in turn, 16-bi
 least-loaded has used all eight GPUs after the fourth LLM, as in the paper); the conversation stand-in's lengths,
 prompts up to 1,024 and answers up to 512 tokens; each LLM is sent a fraction, drawn from 0.075 to 0.25 for all
 alike, of what it serves alone: four LLMs on one pair of GPUs are busy for 30% to 100%, the range of the paper's
-section 8. One trace has some 400 requests, hence many seeds (ten were meant at first, and one had been seen).
+section 8. One trace has some 400 requests, hence forty seeds (ten were meant at first, and one had been seen).
 
-*planner*: the same for the paper's six LLMs (the first two twice), each configuration chosen by the planner.
+*planner*: the same for the paper's six LLMs (the first two twice), each configuration chosen by the planner, for
+its own cost alone or with what it costs the others (``RankedModel.choose_beside``).
 
 *elastic*: continuous batching, 16 slots, an hour; the same three LLMs are sent 0 to 2.5 times what one replica
 serves, a new level every 5 to 8 minutes, one level in four being silence. A start takes 30 s. On eight GPUs, as it
@@ -101,6 +102,8 @@ class Row:
     unserved: int
     gpus_used: int  # that ever held a worker
     gpu_hours: float  # in which one held a worker, until the last answer
+    e2e_mean_s: float
+    cost_mean_gib_s: float  # of a request: memory of its deployment's first replica times E2E
     e2e_p50_s: float
     e2e_p95_s: float
     e2e_p99_s: float
@@ -219,9 +222,10 @@ class FixedDeployer:
         return Deployed(placement=found, steps=steps_of(model, self._batch), what="tp=2")
 
 
-def planned(kind: IntentKind, policy: str) -> Deployer:
+def planned(kind: IntentKind, policy: str, *, sees_others: bool) -> Deployer:
     options = PlanOptions(intent=Intent(kind=kind), workload=workload(1), policy=policy)
-    return PlannedDeployer(A6000, [roofline_model(model, spec(model), A6000, options, "auto") for model in PAPERS])
+    models = [roofline_model(model, spec(model), A6000, options, "auto") for model in PAPERS]
+    return PlannedDeployer(A6000, models, sees_others=sees_others)
 
 
 def run(
@@ -260,6 +264,8 @@ def row(experiment: str, policy: str, world: World, result: SimulationResult) ->
     )
     e2e_s = outcomes.e2e_s[done]
     slow = e2e_s / alone_s[done]
+    first = {c.name: c.memory_bytes for c in reversed(result.changes) if c.kind is ChangeKind.DEPLOYED}
+    held_gib = np.array([first.get(str(i), 0) / 2**30 for i in range(len(world.models))])
     held_s = sum(gpu.held_fraction for gpu in result.gpus) * result.end_s
     steered = (ChangeKind.SCALED, ChangeKind.DRAINING, ChangeKind.MOVING)
     return Row(
@@ -270,6 +276,8 @@ def row(experiment: str, policy: str, world: World, result: SimulationResult) ->
         unserved=int((~done).sum()),
         gpus_used=sum(gpu.peak_bytes > 0 for gpu in result.gpus),
         gpu_hours=held_s / 3600,
+        e2e_mean_s=float(np.mean(e2e_s)),
+        cost_mean_gib_s=float(np.mean(held_gib[outcomes.deployment[done]] * e2e_s)),
         e2e_p50_s=float(np.percentile(e2e_s, 50)),
         e2e_p95_s=float(np.percentile(e2e_s, 95)),
         e2e_p99_s=float(np.percentile(e2e_s, 99)),
@@ -302,7 +310,10 @@ def planner_rows(seed: int) -> Iterator[Row]:
     world = figure_10(seed, PAPERS)
     for kind in (IntentKind.MIN_COST, IntentKind.MIN_LATENCY):
         for policy in ("packing", "hybrid", "least-loaded"):
-            yield row("planner", f"{kind}, {policy}", world, run(world, planned(kind, policy)))
+            for sees_others in (False, True):
+                name = f"{kind}, {policy}" + (", sees others" if sees_others else "")
+                result = run(world, planned(kind, policy, sees_others=sees_others))
+                yield row("planner", name, world, result)
 
 
 def elastic_rows(seed: int, num_gpus: int) -> Iterator[Row]:
@@ -338,8 +349,10 @@ EXPERIMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "elastic 8": partial(elastic_rows, num_gpus=8),
     "elastic 16": partial(elastic_rows, num_gpus=16),
 }
+SEEDS_OF = {"figure 10": 40, "planner": 10, "elastic 8": 5, "elastic 16": 5}
 _SHOWN = (
-    ("gpus_used", "GPUs"), ("gpu_hours", "GPU-h"), ("e2e_p50_s", "p50 s"), ("e2e_p95_s", "p95 s"),
+    ("gpus_used", "GPUs"), ("gpu_hours", "GPU-h"), ("cost_mean_gib_s", "GiB*s"), ("e2e_mean_s", "mean s"),
+    ("e2e_p50_s", "p50 s"), ("e2e_p95_s", "p95 s"),
     ("slowdown_p50", "slow50"), ("slowdown_p95", "slow95"), ("slowdown_p99", "slow99"),
     ("slo_violation_fraction", "SLO miss"), ("unserved", "unserved"), ("refused", "refused"),
     ("changes", "changes"),
@@ -359,18 +372,26 @@ def show(rows: Sequence[Row]) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument(
+        "--json", type=Path, help="also write the results there, in place of those of the same experiments"
+    )
     parser.add_argument("--only", choices=tuple(EXPERIMENTS), action="append")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the forty")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
+    kept: list[dict[str, object]] = []
+    if options.json and options.json.exists():
+        ran = tuple(options.only or EXPERIMENTS)
+        kept = [one for one in json.loads(options.json.read_text())["rows"] if one["experiment"] not in ran]
     for name in options.only or EXPERIMENTS:
-        for seed in SEEDS[: options.seeds]:
+        for seed in SEEDS[: min(options.seeds, SEEDS_OF[name])]:
             rows += EXPERIMENTS[name](seed)
             print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
     show(rows)
     if options.json:
-        options.json.write_bytes(to_json({"machine": machine(), "rows": rows}, indent=2))
+        found = [*kept, *json.loads(to_json(rows))]
+        lines = ",\n".join(json.dumps(one) for one in found)
+        options.json.write_text(f'{{"machine": {json.dumps(machine())}, "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _beside(busy: float) -> ClusterSnapshot:
 
 @pytest.mark.parametrize("name", ["min-cost", "min-latency"])
 def test_beside_others_it_adds_least_to_what_all_pay(name: str) -> None:
-    """Compared with every configuration that fits, each where the policy puts it."""
+    """Compared with the eight best of different degrees that fit, each where the policy puts it."""
     model, snapshot, rate = MODELS[name], _beside(0.8), 0.5
     chosen = model.choose_beside(snapshot, rate)
     assert chosen is not None
@@ -109,9 +109,13 @@ def test_beside_others_it_adds_least_to_what_all_pay(name: str) -> None:
         busy = rate * estimate.e2e_s.value  # type: ignore[attr-defined]
         return cluster.cost_of_adding(Tenant(busy, shares(placement), own), 0.0)
 
-    every = [added(*one) for one in model._that_fit(snapshot)]
-    assert len(every) > 10
-    assert added(*chosen) == pytest.approx(min(every), rel=0.02)  # layouts of equal memory round differently
+    best: dict[tuple[int, int], float] = {}
+    for one in model._that_fit(snapshot):
+        best.setdefault((one.config.tp, one.config.pp), added(*one))
+    assert len(best) > 8
+    looked_at = list(best.values())[:8]
+    assert added(*chosen) == pytest.approx(min(looked_at), rel=0.02)  # the memory of uneven layouts differs
+    assert added(*chosen) < looked_at[0]  # the best alone is not the best here
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -1,0 +1,186 @@
+"""How long decisions on 1,000 GPUs with 200 models take. Run: ``python -m tests.bench.decide [--json FILE]``.
+
+Clusters of 125 nodes with 8 A6000; deployments of one to four replicas at tp 1, 2, 4 or 8 take random places,
+and are busy for up to 80% each, so that some GPUs are crowded and some empty. Each decision begins with a new
+snapshot: nothing is kept between them but a model's order of configurations (``RankedModel``), which is made once.
+Every answer is checked. Times are CPU time of the process, which has one thread; the first cluster is warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from daemon.engines.registry import capabilities_for
+from fingerprint.codec import to_json
+from fingerprint.config import Workload
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpus import gpu_spec
+from iserve.planning import Hardware, PlanOptions, make_plan
+from iserve.ranked_model import RankedModel
+from placement.consolidation import consolidate
+from placement.lookahead import LookAhead
+from placement.migration import Migration, best_move
+from placement.orders import Move
+from placement.scaling import Scaling, scale
+from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement, ReplicaState, StagePlacement
+from tests.bench.place import model
+from tests.bench.rank import machine
+from tests.fingerprint.step_timed_machine import llama_7b
+
+GIB = 2**30
+GOAL_S = 0.010
+NUM_GPUS, PER_NODE, NUM_MODELS, CLUSTERS = 1000, 8, 200, 21
+A6000 = gpu_spec("a6000")
+LINK = A6000.link_group_size
+OPTIONS = PlanOptions(workload=Workload(1, 512, 128))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    case: str
+    median_s: float
+    p90_s: float
+    clusters: int
+    machine: str
+
+
+def cluster(rng: random.Random) -> ClusterSnapshot:
+    free = [A6000.memory_bytes] * NUM_GPUS
+    load = [0.0] * NUM_GPUS
+    deployments = []
+    for number in range(NUM_MODELS):
+        busy, replicas = rng.uniform(0.0, 0.8), []
+        for index in range(rng.choice((1, 1, 1, 2, 4))):
+            tp, size_bytes = rng.choice((1, 2, 4, 8)), rng.randrange(4 * GIB, 20 * GIB)
+            first = rng.randrange(NUM_GPUS // tp) * tp
+            gpus = range(first, first + tp)
+            if min(free[gpu] for gpu in gpus) < size_bytes:
+                continue
+            for gpu in gpus:
+                free[gpu] -= size_bytes
+                load[gpu] = min(1.0, load[gpu] + busy)
+            stage = StagePlacement(
+                node_id=f"node-{first // PER_NODE:03d}",
+                device_ids=tuple(f"GPU-{gpu:04d}" for gpu in gpus),
+                first_layer=0,
+                num_layers=80,
+                bytes_per_gpu=size_bytes,
+            )
+            replicas.append(
+                ReplicaState(
+                    replica_id=f"{number}#{index}",
+                    placement=Placement((stage,)),
+                    ready=True,
+                    outstanding=rng.randrange(8),
+                    max_batch=16,
+                )
+            )
+        deployments.append(
+            DeploymentState(
+                name=str(number),
+                model=str(number),
+                wanted=len(replicas),
+                replicas=tuple(replicas),
+                moving=False,
+                waiting=rng.choice((0, 0, 0, 5)),
+                requests_per_s=busy * len(replicas) / 2.0,
+                service_s=2.0,
+                idle_s=0.0,
+                steady_s=1000.0,
+            )
+        )
+    states = [
+        GpuState(
+            device_id=f"GPU-{gpu:04d}",
+            node_id=f"node-{gpu // PER_NODE:03d}",
+            gpu_index=gpu % PER_NODE,
+            total_bytes=A6000.memory_bytes,
+            free_bytes=free[gpu],
+            load_fraction=load[gpu],
+        )
+        for gpu in range(NUM_GPUS)
+    ]
+    rng.shuffle(states)
+    return ClusterSnapshot(tuple(states), tuple(deployments))
+
+
+def check_fits(placement: Placement, snapshot: ClusterSnapshot) -> None:
+    free = {gpu.device_id: gpu.free_bytes for gpu in snapshot.gpus}
+    for stage in placement.stages:
+        assert all(free[device] >= stage.bytes_per_gpu for device in stage.device_ids)
+
+
+def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
+    spec, engines = llama_7b(), tuple(capabilities_for("auto"))
+    estimator = RooflineEstimator(spec, A6000)
+    ranked = RankedModel(spec, A6000, estimator, engines, OPTIONS)
+
+    def whole_plan(snapshot: ClusterSnapshot) -> object:
+        best = make_plan(spec, Hardware(label="", gpu=A6000, snapshot=snapshot), estimator, engines, OPTIONS).best
+        assert best is not None
+        return best.layout
+
+    def kept_order(snapshot: ClusterSnapshot) -> object:
+        chosen = ranked.choose(snapshot)
+        assert chosen is not None
+        return chosen.placement
+
+    def beside(snapshot: ClusterSnapshot) -> object:
+        chosen = ranked.choose_beside(snapshot, 0.2)
+        assert chosen is not None
+        return chosen.placement
+
+    return {
+        "plan, whole": whole_plan,
+        "plan, order kept": kept_order,
+        "plan, order kept, sees others": beside,
+        "look-ahead, tp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(2, 1)),
+        "look-ahead, tp=8,pp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(8, 2)),
+        "scaling of all": lambda snapshot: scale(snapshot, Scaling()),
+        "consolidation of all": lambda snapshot: consolidate(snapshot, Scaling()),
+        "migration, best of all": lambda snapshot: best_move(snapshot, Migration(), link_group_size=LINK),
+    }
+
+
+def measure(case: str, decide: Callable[[ClusterSnapshot], object]) -> BenchResult:
+    rng = random.Random(20261121)
+    times_s = []
+    for _ in range(CLUSTERS + 1):
+        snapshot = cluster(rng)
+        start_s = time.process_time()
+        answer = decide(snapshot)
+        times_s.append(time.process_time() - start_s)
+        placement = answer.placement if isinstance(answer, Move) else answer
+        if isinstance(placement, Placement):
+            check_fits(placement, snapshot)
+    times_s = sorted(times_s[1:])
+    return BenchResult(
+        case=case,
+        median_s=statistics.median(times_s),
+        p90_s=times_s[int(0.9 * len(times_s))],
+        clusters=CLUSTERS,
+        machine=machine(),
+    )
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    options = parser.parse_args(arguments)
+    results = [measure(case, decide) for case, decide in cases().items()]
+    print(f"{results[0].machine}; goal {GOAL_S * 1e3:g} ms")
+    for r in results:
+        print(f"{r.case:30s} {r.median_s * 1e3:6.1f} ms (p90 {r.p90_s * 1e3:.1f})")
+    if options.json:
+        options.json.write_bytes(to_json(results, indent=2))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
