@@ -1,4 +1,4 @@
-"""Writes docs/cli.md, docs/rest.md, docs/engine-tables.md and the answers in README.md from the code.
+"""Writes docs/cli.md, rest.md, configuration.md, engine-tables.md and the answers in README.md from the code.
 
 ``python docs/generate.py``; with ``--check`` it only compares.
 """
@@ -121,6 +121,21 @@ def rest_reference() -> str:
     return "\n".join(parts)
 
 
+def configuration() -> str:
+    """Every setting with its default, what it takes and what it means."""
+    from iserve.settings import setting_rows
+
+    rows = [f"| `{row.variable}` | {row.default} | {row.takes} | {row.meaning} |" for row in setting_rows()]
+    return (
+        "# Configuration\n\n"
+        "Made by `docs/generate.py` from `iserve/settings.py`. Settings are environment variables, read when a\n"
+        "process starts. A command-line option comes before its variable, that before the default. An unknown\n"
+        "`ISERVE_` variable, or a value that cannot be read, is an error.\n\n"
+        "| variable | default | takes | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        "The Hugging Face hub has variables of its own; with `HF_HUB_OFFLINE=1` nothing is asked of it.\n"
+    )
+
+
 def _default(field: str, kind: dict[str, object], definition: dict[str, object]) -> str:
     required = definition.get("required", [])
     assert isinstance(required, list)
@@ -170,6 +185,7 @@ def _answer(command: list[str], folder: Path) -> str:
 PAGES = {
     DOCS / "cli.md": cli_reference,
     DOCS / "rest.md": rest_reference,
+    DOCS / "configuration.md": configuration,
     DOCS / "engine-tables.md": engine_tables,
     README: readme,
 }

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 from fingerprint.errors import ConfigError
 from placement.policies import make_policy
 
-__all__ = ["Settings", "load_settings"]
+__all__ = ["SettingRow", "Settings", "load_settings", "setting_rows"]
 
 _WHAT = {
     "bool": "one of 1, 0, true, false, yes, no",
@@ -37,19 +37,30 @@ def _default_home() -> Path:
 class Settings:
     """One installation. The variable of a field is ``ISERVE_`` and its name in capitals."""
 
-    home: Path = field(default_factory=_default_home)
-    host: str = "127.0.0.1"  # of the gateway and the REST API; beyond loopback, API keys are required
-    port: int = 8080  # of the gateway: the OpenAI API
-    api_port: int = 8081  # of the controller: the REST API
-    cpu_devices: int | None = None  # None: the GPUs, or two shares of the CPU where there is none
-    policy: str = "hybrid"
-    load_threshold: float = 0.5  # L of the hybrid policy
-    profile_seconds: float = 60.0  # budget of a profile that a deploy takes
-    start_timeout_s: float = 900.0  # for a worker to become ready
-    require_keys: bool | None = None  # None: when host is not loopback
-    # The Python an engine is installed for, read by daemon/engines; None: the running interpreter.
-    vllm_python: Path | None = None
-    tensorrt_llm_python: Path | None = None
+    home: Annotated[Path, "state, logs, records; mode 0700"] = field(default_factory=_default_home)
+    host: Annotated[str, "address of the OpenAI and REST APIs; beyond loopback, API keys are required"] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, "the gateway's: the OpenAI API; 0 takes any free port"] = 8080
+    api_port: Annotated[int, "the controller's: the REST API; 0 takes any free port"] = 8081
+    cpu_devices: Annotated[
+        int | None,
+        "offer the CPU as so many devices (1 to 64); unset: the GPUs, or two shares of the CPU without any",
+    ] = None
+    policy: Annotated[str, "placement: `hybrid`, `packing` or `least-loaded`"] = "hybrid"
+    load_threshold: Annotated[float, "load below which `hybrid` packs, 0 to 1"] = 0.5
+    profile_seconds: Annotated[float, "budget of the profile that a first deployment takes"] = 60.0
+    start_timeout_s: Annotated[
+        float, "seconds for a worker to become ready; the daemon reads it when it starts"
+    ] = 900.0
+    require_keys: Annotated[
+        bool | None, "whether the OpenAI API wants API keys; unset: when the host is not loopback"
+    ] = None
+    vllm_python: Annotated[
+        Path | None,
+        "the Python of the environment that has vLLM; unset: iServe's own, if vLLM is installed there",
+    ] = None
+    tensorrt_llm_python: Annotated[Path | None, "the same for TensorRT-LLM"] = None
 
     def __post_init__(self) -> None:
         for name in ("port", "api_port"):
@@ -98,7 +109,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     Raises:
         ConfigError: an unknown variable, or a value that cannot be read; all faults are named at once.
     """
-    known = {f"ISERVE_{f.name.upper()}": f for f in fields(Settings)}
+    known = {f"ISERVE_{f.name.upper()}": f.name for f in fields(Settings)}
     faults = []
     values: dict[str, object] = {}
     for name, text in environment.items():
@@ -107,17 +118,42 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         if name not in known:
             faults.append(f"{name} is not a setting (known: {', '.join(sorted(known))})")
             continue
+        kind, _ = _kind_and_meaning(known[name])
         try:
-            values[known[name].name] = _read(_kind(known[name]), text)
+            values[known[name]] = _read(kind, text)
         except ValueError:
-            faults.append(f"{name}={text!r} is not {_WHAT[_kind(known[name])]}")
+            faults.append(f"{name}={text!r} is not {_WHAT[kind]}")
     if faults:
         raise ConfigError("; ".join(faults))
     return Settings(**values)  # type: ignore[arg-type]
 
 
-def _kind(setting: Field[Any]) -> str:
-    return str(setting.type).partition(" ")[0]
+class SettingRow(NamedTuple):
+    """A setting as the reference shows it."""
+
+    variable: str
+    default: str
+    takes: str
+    meaning: str
+
+
+def setting_rows() -> tuple[SettingRow, ...]:
+    """All settings, for docs/configuration.md."""
+    rows = []
+    for setting in fields(Settings):
+        kind, meaning = _kind_and_meaning(setting.name)
+        default = "unset" if setting.default is None else f"`{setting.default}`"
+        if setting.name == "home":
+            default = "`~/.local/share/iserve`"  # where XDG_DATA_HOME is not set
+        rows.append(SettingRow(f"ISERVE_{setting.name.upper()}", default, _WHAT[kind], meaning))
+    return tuple(rows)
+
+
+def _kind_and_meaning(name: str) -> tuple[str, str]:
+    """The name of the type that the setting has when it is set, and what it means."""
+    hint = get_type_hints(Settings, include_extras=True)[name]
+    kind, meaning = get_args(hint)
+    return (get_args(kind) or (kind,))[0].__name__, meaning
 
 
 def _read(kind: str, text: str) -> object:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from iserve.cli import exporting as e
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -36,11 +37,18 @@ def deploy(
     *,
     wish: o.Wish,
     name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None,
+    export: e.ExportOption = None,
+    output: e.ExportOutput = None,
+    gpus: e.ExportGpus = None,
+    image: e.ExportImage = None,
+    volume: e.ExportVolume = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Serve MODEL on the configuration that fits the intent best, and print its OpenAI-compatible endpoint.
 
     Starts the embedded controller if none runs. The first deployment of a model on a machine measures it.
+    With --export it writes a Compose file or Kubernetes objects instead, which start the same worker with the same
+    limits elsewhere; it then uses the profile that `iserve profile` took, or --gpus.
     """
     from iserve.api_types import DeploymentDocument, check_name
     from iserve.cli.live import client, model_argument
@@ -51,6 +59,14 @@ def deploy(
     if name is not None:
         with o.usage_errors("--name"):
             check_name(name)
+    if export is not None:
+        if as_json:
+            raise typer.BadParameter("--export writes a file; leave --json out")
+        e.export(e.Export(kind=export, output=output, gpus=gpus, image=image, volume=volume), model, name, wish)
+        return
+    given = {"--output": output, "--gpus": gpus, "--image": image, "--volume": volume}
+    if alone := [option for option, value in given.items() if value is not None]:
+        raise typer.BadParameter(f"{', '.join(alone)} goes with --export")
     model = None if model is None else model_argument(model, settings)
     controller = client(settings)
     body = wish.body() | {"model": model, "name": name}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import yaml
 
 DEMO = "iserve-demo"
 # Long enough for a prompt and an answer of the demo model (one byte is one token).
@@ -194,6 +196,22 @@ def test_a_plan_for_the_devices_here_uses_the_stored_profile(served: Any) -> Non
     document = served.json("plan", DEMO, *WORK)
     assert document["chosen"] == 0
     assert document["candidates"][0]["estimate"]["tpot_s"]["source"] in {"measured", "extrapolated", "scaled"}
+
+
+def test_an_export_has_the_limits_of_the_worker_that_runs(served: Any, tmp_path: Path) -> None:
+    """Planned by the same profile, it starts nothing."""
+    before = served.worker_pids()
+    file = tmp_path / "compose.yaml"
+    served.run("deploy", DEMO, "--export", "compose", "-o", str(file), *WORK)
+    project = yaml.safe_load(file.read_text())
+    exported = json.loads(project["configs"]["spec.json"]["content"])
+    running = json.loads((served.home / "workers" / f"{DEMO}-1" / "spec.json").read_text())
+    for what in ("config", "limits", "served_model"):
+        assert exported[what] == running[what]
+    assert [stage["num_layers"] for stage in exported["stages"]] == [s["num_layers"] for s in running["stages"]]
+    assert project["services"][f"iserve-{DEMO}"]["cpuset"]
+    assert served.worker_pids() == before
+    assert [d["name"] for d in served.json("ps")] == [DEMO]
 
 
 def test_lists(served: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fingerprint.errors import ConfigError
-from iserve.settings import Settings, load_settings
+from iserve.settings import Settings, load_settings, setting_rows
 
 
 def test_defaults_without_any_variable() -> None:
@@ -71,3 +71,16 @@ def test_a_child_reads_the_same_settings(tmp_path: Path) -> None:
 
 def test_both_ports_may_be_left_to_the_system() -> None:
     assert load_settings({"ISERVE_PORT": "0", "ISERVE_API_PORT": "0"}).port == 0
+
+
+def test_the_reference_names_every_setting_with_what_it_takes_and_means() -> None:
+    rows = {row.variable: row for row in setting_rows()}
+    assert rows.keys() == set(Settings().environment()) | {
+        "ISERVE_CPU_DEVICES",
+        "ISERVE_REQUIRE_KEYS",
+        "ISERVE_VLLM_PYTHON",
+        "ISERVE_TENSORRT_LLM_PYTHON",
+    }
+    assert all(row.meaning for row in rows.values())
+    assert (rows["ISERVE_PORT"].default, rows["ISERVE_PORT"].takes) == ("`8080`", "a whole number")
+    assert rows["ISERVE_CPU_DEVICES"].default == "unset"

@@ -96,8 +96,8 @@ class TensorRtLlmEngine(ForeignEngine):
             env=_ENVIRONMENT,
             files=((_OPTIONS_FILE, as_yaml(llm_options(spec, model))),),
             notes=(
-                "trtllm-serve answers without iServe's face: it checks no model name, and cuts an answer that is "
-                "too long without a word",
+                "Without iServe's face trtllm-serve checks no model name, and cuts an answer that is too long "
+                "without a word.",
             ),
         )
 

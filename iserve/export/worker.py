@@ -1,0 +1,135 @@
+"""The worker of a launch as a container runtime has to know it: what all kinds of files have in common."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from daemon.devices import Device
+from daemon.engines.base import Container, Engine, Inside, WorkerSpec
+from daemon.settings import DaemonSettings
+from fingerprint.errors import ConfigError
+from iserve import __version__
+from iserve.launching import LaunchDocument
+
+__all__ = ["FILES", "PORT", "ExportedWorker", "exported_worker"]
+
+PORT = 8000
+FILES = "/iserve"  # where the engine's files lie in the container
+_ANY_ADDRESS = "0.0.0.0"
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
+_SHARED_BYTES = (
+    8 << 30
+)  # of /dev/shm, through which an engine's processes hand each other messages; 64 MiB by default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportedWorker:
+    """One worker. Its times are those that a daemon gives a worker."""
+
+    label: str  # its name in letters, digits and '-'
+    engine: str
+    image: str
+    argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    files: tuple[tuple[str, str], ...]
+    model_path: str  # in the container
+    checkpoint: str  # the folder here
+    gpu_ids: tuple[str, ...]  # of this node; empty when planned for GPUs elsewhere
+    num_gpus: int
+    num_cpu_devices: int
+    cores: tuple[int, ...]  # of this node, of all its CPU devices
+    pinning: tuple[tuple[str, str], ...]  # variables that give each of them its own
+    host_bytes: int | None  # of memory, for CPU workers
+    shared_bytes: int
+    start_timeout_s: float
+    stop_grace_s: float
+    probe_timeout_s: float
+    probe_misses: int
+    unresponsive_s: float
+    remarks: tuple[str, ...]  # on the whole, for the head of a file
+
+
+def exported_worker(
+    launch: LaunchDocument, engine: Engine, *, elsewhere: bool, start_timeout_s: float, image: str | None = None
+) -> ExportedWorker:
+    """The worker of ``launch`` in a container.
+
+    Args:
+        elsewhere: planned for GPUs that are not this node's.
+        image: instead of the engine's own for the release that was planned for.
+
+    Raises:
+        ConfigError: an image of no such name.
+        BadInputError: as ``engine.container``.
+    """
+    if image is not None and not _IMAGE.fullmatch(image):
+        raise ConfigError(f"the image {image[:80]!r} is no image's name; give one such as registry/name:tag")
+    worker = replace(launch.worker, host=_ANY_ADDRESS, port=PORT)
+    model_path = f"/models/{worker.served_model}"
+    devices = _as_seen_inside(launch.devices)
+    inside = Inside(model=model_path, files=FILES, release=launch.release)
+    container = engine.container(worker, inside, devices)
+    times = DaemonSettings(home=Path(FILES))
+    is_cpu = all(device.kind == "cpu" for device in launch.devices)
+    return ExportedWorker(
+        label=f"iserve-{worker.worker_id}".rstrip("-"),
+        engine=engine.name,
+        image=image or container.image,
+        argv=container.argv,
+        env=_environment(worker, devices, container),
+        files=container.files,
+        model_path=model_path,
+        checkpoint=worker.checkpoint,
+        gpu_ids=() if is_cpu or elsewhere else tuple(device.device_id for device in devices.values()),
+        num_gpus=0 if is_cpu else len(devices),
+        num_cpu_devices=len(devices) if is_cpu else 0,
+        cores=tuple(sorted({core for device in launch.devices for core in device.cores})) if is_cpu else (),
+        pinning=_pinning(devices) if is_cpu else (),
+        host_bytes=sum(worker.promised_bytes().values()) if is_cpu else None,
+        shared_bytes=_SHARED_BYTES,
+        start_timeout_s=start_timeout_s,
+        stop_grace_s=times.stop_grace_s,
+        probe_timeout_s=times.probe_timeout_s,
+        probe_misses=times.probe_misses,
+        unresponsive_s=times.unresponsive_s,
+        remarks=(*_remarks(launch, engine.name), *(container.notes if image is None else ())),
+    )
+
+
+def _as_seen_inside(devices: tuple[Device, ...]) -> dict[str, Device]:
+    """By id, numbered from 0 in the order of the node: so a container sees the GPUs that it is given."""
+    ordered = sorted(devices, key=lambda device: device.index)
+    return {device.device_id: replace(device, index=index) for index, device in enumerate(ordered)}
+
+
+def _environment(
+    worker: WorkerSpec, devices: dict[str, Device], container: Container
+) -> tuple[tuple[str, str], ...]:
+    """The engine's, and what a daemon adds to it: exactly its devices, in stage order."""
+    used = [devices[device_id] for stage in worker.stages for device_id in stage.device_ids]
+    gpus = ",".join(str(device.index) for device in used if device.kind == "cuda")
+    added = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpus}
+    return tuple((added | dict(container.env)).items())
+
+
+def _pinning(devices: dict[str, Device]) -> tuple[tuple[str, str], ...]:
+    cores = [f"{name}={','.join(map(str, device.cores))}" for name, device in devices.items() if device.cores]
+    return (("ISERVE_DEVICE_CORES", ";".join(cores)),) if cores else ()
+
+
+def _remarks(launch: LaunchDocument, engine: str) -> tuple[str, ...]:
+    plan, config, limits = launch.plan, launch.worker.config, launch.worker.limits
+    layers = [stage.num_layers for stage in launch.worker.stages]
+    basis = "datasheets" if launch.release is None else f"what was measured on {engine} {launch.release}"
+    remarks = [
+        f"Made by iServe {__version__}: {plan.model} on {plan.hardware}, intent {plan.intent}.",
+        f"{config} on {engine}, layers per stage {layers}; planned with {basis}.",
+        f"Requests at once: {limits.max_batch}; tokens of one, in and out: {limits.max_context_tokens}; "
+        f"memory of a device: {limits.memory_bytes_per_device / 2**30:.2f} GiB.",
+        "iServe has not run this image. Whoever reaches the port can use the model: put a gateway before it.",
+    ]
+    if not launch.has_weights:
+        remarks.append("The weights were not here: they were not checked.")
+    return (*remarks, *(f"Note: {note}" for note in plan.notes))
