@@ -5,8 +5,9 @@
 
 The endpoint may be any that speaks the OpenAI API; the profile is what ``iserve profile --json`` printed, the
 other options what the worker was launched with. No controller is needed. First a burst tells what the endpoint
-serves when it is saturated, then the trace is played at shares of that. ``--check-seconds`` takes a check of the
-running worker as ``iserve verify`` does, and corrects the profile by it before anything is compared.
+serves when it is saturated, then the trace is played at shares of that. Of one replay several
+predictions are made: by the profile; with ``--check-seconds`` by the profile, corrected by a check of the running
+worker as ``iserve verify`` makes it; with ``--steps-seconds`` by steps measured of the whole running model.
 
 ``--demo`` makes an installation of its own, profiles and deploys the demo model there, and measures it twice:
 through the gateway, and at the worker itself.
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import os
 import platform
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,9 +32,12 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload, even_split
 from fingerprint.errors import EngineError
+from fingerprint.estimates import Estimator
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
 from fingerprint.report.text import seconds
@@ -41,9 +46,9 @@ from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.simulation import launch_limits
 from iserve.verify.bursts import BurstClient
 from iserve.verify.timing import Burst, time_bursts
-from tests.bench.fidelity_compare import Comparison, Served, compare, paced, saturated_rate, simulated
+from tests.bench.fidelity_compare import Comparison, Metric, Served, compare, paced, saturated_rate, simulated
 from tests.bench.fidelity_page import render_fidelity
-from tests.bench.fidelity_steps import request_s, whole_profile
+from tests.bench.fidelity_steps import Lone, lone_request, whole_profile
 from traces.outcomes import Outcomes
 from traces.replay.endpoint import resolve_endpoint
 from traces.replay.runner import Replay, ReplayOptions
@@ -53,9 +58,21 @@ from traces.simulator.step_model import Limits
 from traces.sources import requests_of
 from traces.transforms import cap_lengths
 
-__all__ = ["Asked", "Fidelity", "Target", "checked", "measure", "replayed", "served_by"]
+__all__ = [
+    "Asked",
+    "Fidelity",
+    "Target",
+    "checked",
+    "measure",
+    "pace_s",
+    "replayed",
+    "served_by",
+    "streamed_burst_s",
+]
 
-_BURST_PER_SLOT = 4  # requests of the burst that saturates
+PROFILE, CHECKED, WHOLE = "the profile", "the profile, corrected by a check", "the worker's own steps"
+_PER_SLOT = 4  # requests of the burst that saturates
+_STRETCH = 16  # of every so many requests one is in the burst
 _TIMEOUT_S = 300.0
 
 
@@ -77,7 +94,7 @@ class Asked:
     minutes: float  # of each load
     loads: tuple[float, ...]  # utilisations
     check_s: float  # of the check that corrects the profile; 0: none
-    steps_s: float  # for measuring the worker's own steps, which then replace the profile's; 0: they do not
+    steps_s: float  # for measuring the worker's own steps, to simulate by them too; 0: not
     capacity: float | None  # requests/s when saturated; None: a burst tells
     seed: int = 0
 
@@ -85,6 +102,7 @@ class Asked:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     utilisation: float
+    pace: float  # of bursts just before and after, over those when steps were measured: 1 on a quiet machine
     found: Comparison
 
 
@@ -97,24 +115,31 @@ class Fidelity:
     target: Target
     profile: str
     check: Verification | None
-    overhead_s: float  # of a request beside its steps
+    lone: Lone
+    overhead_s: dict[str, float]  # of each request, by source of step times
     asked: Asked
     capacity_requests_per_s: float  # of the endpoint
-    simulated_capacity_requests_per_s: float | None  # None: the endpoint's was given
+    simulated_capacity_requests_per_s: (
+        dict[str, float] | None
+    )  # by source of step times; None: the endpoint's was given
     loads: tuple[Load, ...]
 
 
-def served_by(target: Target, profile: Profile, check: Verification | None, overhead_s: float) -> Served:
-    """What the simulator is told of ``target``: its launch, its profile, and the check where there is one."""
-    estimator = estimator_for(profile)
+def served_by(target: Target, profile: Profile, check: Verification | None, lone: Lone) -> Served:
+    """What the simulator is told of ``target``: its launch, its profile, the check where there is one, and what
+    a lone request of one token takes beyond its predicted TTFT."""
+    estimator: Estimator = estimator_for(profile)
+    if check is not None:
+        estimator = CorrectedEstimator(estimator, [check])
+    predicted_s = estimator.estimate(target.config, Workload(1, 1, 1)).ttft_s.value
     return Served(
         gpu=profile.machine.device,
         num_layers=profile.spec.num_layers,
         config=target.config,
         limits=target.limits,
-        estimator=CorrectedEstimator(estimator, [check]) if check is not None else estimator,
+        estimator=estimator,
         behind_gateway=target.behind_gateway,
-        overhead_s=overhead_s,
+        overhead_s=max(0.0, lone.ttft_s - predicted_s),
     )
 
 
@@ -165,35 +190,35 @@ def measure(
     target: Target, profile: Profile, asked: Asked, tell: Callable[[str], None] = lambda line: None
 ) -> Fidelity:
     """What the simulator is told, the burst, then every load."""
-
     burst = partial(streamed_burst_s, target)
-    overhead_s = request_s(burst)
-    tell(f"a request takes {overhead_s * 1e3:.1f} ms beside its steps")
-    if asked.steps_s:
-        profile = whole_profile(
-            burst,
-            profile,
-            target.config,
-            target.workload,
-            beside_s=overhead_s,
-            max_seconds=asked.steps_s,
-        )
+    lone = lone_request(burst)
+    tell(f"a lone token takes {lone.ttft_s * 1e3:.1f} ms, of which {lone.beside_s * 1e3:.1f} ms are no step")
+    served = {PROFILE: served_by(target, profile, None, lone)}
     check = checked(target, profile, asked.check_s) if asked.check_s else None
-    served = served_by(target, profile, check, overhead_s)
+    if check is not None:
+        served[CHECKED] = served_by(target, profile, check, lone)
+    if asked.steps_s:
+        whole = whole_profile(
+            burst, profile, target.config, target.workload, beside_s=lone.beside_s, max_seconds=asked.steps_s
+        )
+        served[WHOLE] = served_by(target, whole, None, lone)
+    calm_s = pace_s(target)
     capacity, simulated_capacity = asked.capacity, None
     if capacity is None:
         slots = target.limits.max_batch
-        at_once = [replace(r, arrival_s=0.0) for r in _requests(asked, target, _BURST_PER_SLOT * slots)]
-        real = replayed(target, at_once)
+        real = replayed(target, _at_once(asked, target, _PER_SLOT * slots))
         capacity = saturated_rate(real, slots)
-        simulated_capacity = saturated_rate(simulated(real, served), slots)
-        tell(f"saturated: {capacity:.3g} requests/s, simulated {simulated_capacity:.3g}")
+        simulated_capacity = {name: saturated_rate(simulated(real, s), slots) for name, s in served.items()}
+        tell(f"saturated: {capacity:.3g} requests/s, simulated {_rates(simulated_capacity)}")
     loads = []
     for utilisation in asked.loads:
         rate = capacity * utilisation
         requests = paced(_requests(asked, target, max(2, round(rate * asked.minutes * 60))), rate)
+        before_s = pace_s(target)
         real = replayed(target, requests, seed=asked.seed)
-        loads.append(Load(utilisation=utilisation, found=compare(real, simulated(real, served))))
+        pace = (before_s + pace_s(target)) / 2 / calm_s
+        found = compare(real, {name: simulated(real, s) for name, s in served.items()})
+        loads.append(Load(utilisation=utilisation, pace=pace, found=found))
         tell(told(loads[-1]))
     return Fidelity(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -201,12 +226,29 @@ def measure(
         target=target,
         profile=f"{profile.model} on {profile.engine}, {profile.created_at}",
         check=check,
-        overhead_s=overhead_s,
+        lone=lone,
+        overhead_s={name: one.overhead_s for name, one in served.items()},
         asked=asked,
         capacity_requests_per_s=capacity,
         simulated_capacity_requests_per_s=simulated_capacity,
         loads=tuple(loads),
     )
+
+
+def _at_once(asked: Asked, target: Target, count: int) -> list[Request]:
+    """From a longer stretch of the trace: neighbours are alike, and a few of them not like the rest."""
+    stretch = _requests(asked, target, _STRETCH * count)
+    return [replace(request, arrival_s=0.0) for request in stretch[::_STRETCH]]
+
+
+def pace_s(target: Target) -> float:
+    """A burst that is always the same: how fast this machine is just now."""
+    work = Workload(max(1, target.workload.batch // 2), max(1, target.workload.context_tokens // 4), 33)
+    return float(np.median([streamed_burst_s(target, work) for _ in range(3)]))
+
+
+def _rates(rates: Mapping[str, float]) -> str:
+    return ", ".join(f"{rate:.3g} by {name}" for name, rate in rates.items())
 
 
 def _requests(asked: Asked, target: Target, count: int) -> list[Request]:
@@ -220,18 +262,20 @@ def told(load: Load) -> str:
     found = load.found
     lines = [
         f"utilisation {load.utilisation:g}: {found.offered_requests_per_s:.3g} requests/s, {found.completed} of "
-        f"{found.requests} completed ({found.simulated_completed} simulated), {found.mean_running:.1f} at once, "
-        f"sender late {found.lateness_p99_s * 1e3:.1f} ms at P99"
+        f"{found.requests} completed, {found.mean_running:.1f} at once, sender late "
+        f"{found.lateness_p99_s * 1e3:.1f} ms at P99, bursts beside it "
+        f"{load.pace:.2f} times as long as when steps were measured"
     ]
-    for metric in found.metrics:
-        cells = [
-            f"{name} {real_s * 1e3:8.1f} {model_s * 1e3:8.1f} ({error:+.0%})"
-            for name, real_s, model_s, error in zip(
-                ("P50", "P90", "P99"), metric.real_s, metric.simulated_s, metric.errors, strict=True
-            )
-        ]
-        lines.append(f"  {metric.name:<5} " + "  ".join(cells) + f"  each {metric.median_request_error:+.0%}")
+    for prediction in found.predictions:
+        lines.append(f"  by {prediction.source}: {prediction.completed} completed")
+        lines += [f"    {_metric_told(metric)}" for metric in prediction.metrics]
     return "\n".join(lines)
+
+
+def _metric_told(metric: Metric) -> str:
+    columns = zip(("P50", "P90", "P99"), metric.real_s, metric.simulated_s, metric.errors, strict=True)
+    cells = [f"{name} {a * 1e3:8.1f} {b * 1e3:8.1f} ({error:+.0%})" for name, a, b, error in columns]
+    return f"{metric.name:<5} " + "  ".join(cells) + f" ms, each {metric.median_request_error:+.0%}"
 
 
 def machine() -> str:
@@ -244,7 +288,7 @@ def machine() -> str:
 
 
 def page(found: Fidelity) -> str:
-    simulated_capacity = found.simulated_capacity_requests_per_s
+    rates = found.simulated_capacity_requests_per_s
     about = [
         ("date", found.date),
         ("machine", found.machine),
@@ -253,9 +297,9 @@ def page(found: Fidelity) -> str:
         ("trace", found.asked.trace),
         ("profile", found.profile),
         ("corrected by a check", "no" if found.check is None else found.check.measured_at),
-        ("a request beside its steps", seconds(found.overhead_s)),
+        ("beside its steps a request takes", seconds(found.lone.beside_s)),
         ("saturated", f"{found.capacity_requests_per_s:.3g} requests/s"),
-        ("saturated, simulated", "not simulated" if simulated_capacity is None else f"{simulated_capacity:.3g}"),
+        ("saturated, simulated", "not simulated" if rates is None else _rates(rates)),
     ]
     loads = [(f"Utilisation {load.utilisation:g}", load.found) for load in found.loads]
     return render_fidelity("Simulated and measured", about, loads)
@@ -312,7 +356,7 @@ def main(arguments: Sequence[str]) -> None:
                 for target in (worker, gateway)
             ]
     else:
-        profile = from_json(options.profile.read_bytes(), Profile, what=str(options.profile))
+        profile = _read_profile(options.profile)
         found = [
             measure(_target(options, profile, workload), profile, asked, lambda line: print(line, flush=True))
         ]
@@ -322,6 +366,14 @@ def main(arguments: Sequence[str]) -> None:
         for number, one in enumerate(found):
             path = options.page.with_stem(options.page.stem + ("-gateway" if number else ""))
             path.write_text(page(one), encoding="utf-8")
+
+
+def _read_profile(path: Path) -> Profile:
+    if path.suffix != ".gz":
+        return from_json(path.read_bytes(), Profile, what=str(path))
+    from tests.bench.accuracy_measure import Recorded
+
+    return from_json(gzip.decompress(path.read_bytes()), Recorded, what=str(path)).profile
 
 
 def _target(options: argparse.Namespace, profile: Profile, workload: Workload) -> Target:
@@ -344,7 +396,11 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--url", help="of the endpoint")
     where.add_argument("--demo", action="store_true", help="the demo model, in an installation of its own")
     parser.add_argument("--model", help="the name that the endpoint serves it by")
-    parser.add_argument("--profile", type=Path, help="what `iserve profile --json` printed")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        help="what `iserve profile --json` printed, or a record of tests.bench.accuracy_measure (.json.gz)",
+    )
     parser.add_argument("--profile-seconds", type=float, default=60, help="of the demo's profile")
     parser.add_argument("--behind-gateway", action="store_true", help="the URL is that of iServe's gateway")
     parser.add_argument("--batch", type=int, default=8, help="sequences at once it was launched for")
@@ -366,7 +422,7 @@ def _parser() -> argparse.ArgumentParser:
         "--steps-seconds",
         type=float,
         default=0.0,
-        help="measure the worker's own steps, in place of the profile's",
+        help="also simulate by the worker's own steps, measured so long",
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path)

@@ -6,7 +6,7 @@ The simulated requests arrive when the real ones were sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,17 @@ from traces.simulator.simulation import simulate
 from traces.simulator.step_model import Limits, StepModel, tabulate
 from traces.timeline import CurvePoint, curve
 
-__all__ = ["Comparison", "Metric", "Served", "compare", "paced", "saturated_rate", "simulated"]
+__all__ = [
+    "Comparison",
+    "Metric",
+    "Prediction",
+    "Served",
+    "compare",
+    "paced",
+    "saturated_rate",
+    "simulated",
+    "simulated_requests",
+]
 
 PERCENTS = (50, 90, 99)
 _ANY_NUMBER = 10**9  # outstanding per slot: no gateway stands before the worker, so all wait within it
@@ -60,24 +70,40 @@ class Metric:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    requests: int
+class Prediction:
+    """What one source of step times makes of the requests."""
+
+    source: str
     completed: int
-    simulated_completed: int
-    offered_requests_per_s: float
-    lateness_p99_s: float  # of the sender
-    mean_running: float  # requests in the system, real, by Little's law
     metrics: tuple[Metric, ...]
 
     def metric(self, name: str) -> Metric:
         return next(metric for metric in self.metrics if metric.name == name)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One replay, and the predictions of it."""
+
+    requests: int
+    completed: int
+    offered_requests_per_s: float
+    lateness_p99_s: float  # of the sender
+    mean_running: float  # requests in the system, real, by Little's law
+    predictions: tuple[Prediction, ...]
+
+
 def simulated(real: Outcomes, served: Served) -> Outcomes:
     """The requests of ``real`` that were sent, arriving when they were."""
     sent = real.select(~np.isnan(real.sent_s))
     columns = (sent.sent_s, sent.asked_input_tokens, sent.asked_output_tokens)
-    requests = [Request(float(at), int(i), int(o), "m") for at, i, o in zip(*columns, strict=True)]
+    return simulated_requests(
+        [Request(float(at), int(i), int(o)) for at, i, o in zip(*columns, strict=True)], served
+    )
+
+
+def simulated_requests(requests: Sequence[Request], served: Served) -> Outcomes:
+    """Of requests to the one worker, whatever models they name."""
     config = served.config
     scenario = Scenario(
         cluster=idle_cluster(served.gpu, config.tp * config.pp, per_node=config.tp * config.pp),
@@ -86,7 +112,9 @@ def simulated(real: Outcomes, served: Served) -> Outcomes:
         most_waiting=max(1, len(requests)),
         overhead_s=served.overhead_s,
     )
-    return simulate(requests, scenario, Policies(deployer=_Fixed(served))).outcomes
+    return simulate(
+        [replace(r, model="m") for r in requests], scenario, Policies(deployer=_Fixed(served))
+    ).outcomes
 
 
 class _Fixed:
@@ -113,13 +141,26 @@ class _Fixed:
         return Deployed(placement=Placement(stages), steps=served.steps(), what=str(served.config))
 
 
-def compare(real: Outcomes, model: Outcomes) -> Comparison:
-    """Both of the same requests in the same order, as :func:`simulated` gives them.
+def compare(real: Outcomes, models: Mapping[str, Outcomes]) -> Comparison:
+    """All of the same requests in the same order, as :func:`simulated` gives them; ``models`` by their source.
 
     Raises:
         BadInputError: they are not of the same requests, or none completed on both sides.
     """
     sent = real.select(~np.isnan(real.sent_s))
+    done = sent.select(sent.completed)
+    span_s = float(np.ptp(sent.sent_s))
+    return Comparison(
+        requests=len(real),
+        completed=len(done),
+        offered_requests_per_s=(len(sent) - 1) / span_s if span_s else 0.0,
+        lateness_p99_s=float(np.percentile(sent.lateness_s, 99)),
+        mean_running=float(done.e2e_from_send_s.sum()) / span_s if span_s else 0.0,
+        predictions=tuple(_prediction(source, sent, model) for source, model in models.items()),
+    )
+
+
+def _prediction(source: str, sent: Outcomes, model: Outcomes) -> Prediction:
     if len(sent) != len(model) or (sent.asked_output_tokens != model.asked_output_tokens).any():
         raise BadInputError(
             f"{len(sent)} requests that were sent and {len(model)} that were simulated are not alike"
@@ -128,14 +169,9 @@ def compare(real: Outcomes, model: Outcomes) -> Comparison:
     if not both.any():
         raise BadInputError("no request completed on both sides; there is nothing to compare")
     a, b = sent.select(both), model.select(both)
-    span_s = float(np.ptp(sent.sent_s))
-    return Comparison(
-        requests=len(real),
-        completed=int(real.completed.sum()),
-        simulated_completed=int(model.completed.sum()),
-        offered_requests_per_s=(len(sent) - 1) / span_s if span_s else 0.0,
-        lateness_p99_s=float(np.percentile(sent.lateness_s, 99)),
-        mean_running=float(a.e2e_from_send_s.sum()) / span_s if span_s else 0.0,
+    return Prediction(
+        source=source,
+        completed=int(model.completed.sum()),
         metrics=(
             _metric("TTFT", a.ttft_from_send_s, b.ttft_from_send_s),
             _metric("TPOT", a.tpot_s, b.tpot_s),

@@ -43,44 +43,43 @@ def render_fidelity(title: str, about: Sequence[tuple[str, str]], loads: Sequenc
 
 def _load(found: Comparison) -> Markup:
     lead = (
-        f"{found.completed:,} of {found.requests:,} requests completed, {found.simulated_completed:,} simulated; "
-        f"{number(found.offered_requests_per_s)} requests/s, {number(found.mean_running)} at once on average; the "
-        f"sender was late by {seconds(found.lateness_p99_s)} at P99."
+        f"{found.completed:,} of {found.requests:,} requests completed; {number(found.offered_requests_per_s)} "
+        f"requests/s, {number(found.mean_running)} at once on average; the sender was late by "
+        f"{seconds(found.lateness_p99_s)} at P99."
     )
+    rows = [_row(p.source, metric) for p in found.predictions for metric in p.metrics]
+    names = [metric.name for metric in found.predictions[0].metrics]
     return join(
         el("p", lead),
-        table(
-            ("", "P50", "simulated", "error", "P90", "simulated", "error", "P99", "simulated", "error"),
-            [_row(metric) for metric in found.metrics],
-        ),
-        el("div", [_curves(metric) for metric in found.metrics], class_="panels"),
+        table(("step times from", "", *_HEAD), rows, left=(0, 1)),
+        el("div", [_curves(found, name) for name in names], class_="panels"),
     )
 
 
-def _row(metric: Metric) -> Markup:
+_HEAD = ("P50", "simulated", "error", "P90", "simulated", "error", "P99", "simulated", "error")
+
+
+def _row(source: str, metric: Metric) -> Markup:
     cells = [
         text
         for real_s, model_s, error in zip(metric.real_s, metric.simulated_s, metric.errors, strict=True)
         for text in (seconds(real_s), seconds(model_s), f"{error:+.0%}")
     ]
-    return el("tr", el("td", metric.name, class_="l"), [el("td", text, class_="n") for text in cells])
+    names = [el("td", text, class_="l") for text in (source, metric.name)]
+    return el("tr", names, [el("td", text, class_="n") for text in cells])
 
 
-def _curves(metric: Metric) -> Markup:
-    lines = [
-        Line("measured", "s-0", _points(metric.real_curve)),
-        Line("simulated", "s-1", _points(metric.simulated_curve), dashed=True),
+def _curves(found: Comparison, name: str) -> Markup:
+    lines = [Line("measured", "s-0", _points(found.predictions[0].metric(name).real_curve))]
+    lines += [
+        Line(f"simulated: {p.source}", f"s-{number}", _points(p.metric(name).simulated_curve), dashed=True)
+        for number, p in enumerate(found.predictions, start=1)
     ]
     chart = line_chart(
-        lines,
-        name=f"{metric.name} by percentile",
-        x_name="percentile",
-        y_name="",
-        in_seconds=True,
-        logarithmic=True,
+        lines, name=f"{name} by percentile", x_name="percentile", y_name="", in_seconds=True, logarithmic=True
     )
     keys = legend([(line.color, "", line.name) for line in lines])
-    return el("figure", chart, el("figcaption", metric.name), keys)
+    return el("figure", chart, el("figcaption", name), keys)
 
 
 def _points(curve: tuple[CurvePoint, ...]) -> tuple[tuple[float, float | None], ...]:

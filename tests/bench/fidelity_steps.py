@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.measurements import Profile, RunReading, TimingPoint
 from fingerprint.robust import locate
 
-__all__ = ["request_s", "whole_profile"]
+__all__ = ["Lone", "lone_request", "whole_profile"]
 
 BurstTime = Callable[[Workload], float]  # seconds of a burst over HTTP
 
@@ -25,16 +26,21 @@ _LONE_RUNS = 12
 _FEWEST_ROUNDS = 3
 
 
-def request_s(burst: BurstTime) -> float:
-    """Seconds that a request takes beside its steps: the way there and back, HTTP, its prompt made ready, waking.
+class Lone(NamedTuple):
+    """A request of one token each way, alone."""
 
-    A lone request of one token each way takes one step and this; a decode step of one sequence is such a step.
-    """
+    ttft_s: float
+    beside_s: float  # of it, what is no step: the way there and back, HTTP, its prompt made ready, waking
+
+
+def lone_request(burst: BurstTime) -> Lone:
+    """One step and what is beside it; a decode step of one sequence is such a step, and that is told apart."""
     one, many = Workload(1, 1, 1), Workload(1, 1, 1 + _STEPS)
     burst(many)
     pairs = [(burst(one), burst(many)) for _ in range(_LONE_RUNS)]
     step_s = locate([(long - short) / _STEPS for short, long in pairs]).value
-    return max(0.0, locate([short for short, _ in pairs]).value - step_s)
+    ttft_s = locate([short for short, _ in pairs]).value
+    return Lone(ttft_s, max(0.0, ttft_s - step_s))
 
 
 def whole_profile(
@@ -51,7 +57,7 @@ def whole_profile(
     Args:
         burst: of the running worker.
         profile: of the same worker's fingerprints; its memory and machine are kept.
-        beside_s: of each burst, what is no step (:func:`request_s`).
+        beside_s: of each burst, what is no step (:func:`lone_request`).
     """
     began_s = time.monotonic()
     context = workload.context_tokens
