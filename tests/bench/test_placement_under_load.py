@@ -12,8 +12,6 @@ from placement.scaling import Scaling
 from tests.bench.placement_under_load import FixedDeployer, elastic, figure_10, moving, row, run
 
 pytestmark = pytest.mark.skipif("ISERVE_REFERENCE_DATA" not in os.environ, reason="needs ISERVE_REFERENCE_DATA")
-    "ISERVE_REFERENCE_DATA" not in os.environ, reason="ISERVE_REFERENCE_DATA is not set"
-)
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
