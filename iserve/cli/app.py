@@ -13,7 +13,6 @@ __all__ = ["app"]
 app = typer.Typer(
     name="iserve",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Deploy a language model by intent: name it and what to optimise, get an OpenAI-compatible endpoint.",

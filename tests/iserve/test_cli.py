@@ -597,3 +597,15 @@ def test_weights_that_cannot_be_served_are_one_line_and_leave_nothing(
 def running_home(shared_home: Any) -> Any:
     shared_home.run("up")
     return shared_home
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("iserve dep", "deploy"), ("iserve plan --int", "--intent"), ("iserve trace s", "show")]
+)
+def test_a_shell_completes_commands_and_options(words: str, offered: str, tmp_path: Path) -> None:
+    asked = {"_ISERVE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    kept = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    command = Path(sys.executable).with_name("iserve")
+    done = subprocess.run([command], env=kept | asked, capture_output=True, text=True, timeout=60, check=True)
+    assert offered in done.stdout.split()
+    assert not list(tmp_path.iterdir())
