@@ -36,6 +36,7 @@ from fingerprint.estimates import Estimator
 __all__ = ["Limits", "StepModel", "linear_steps", "tabulate"]
 
 _SHORT_PROMPT = 128  # tokens: of attention to one another they have next to none
+_HALF_ANSWER = 32  # tokens
 _DENSE_FROM = 64  # tokens: from here on the knots of prompts are closer than a factor of two apart,
 _DENSE_RATIO = 1.25  # because somewhere there reading the weights gives way to arithmetic, with a bend
 
@@ -181,8 +182,10 @@ def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> 
         return estimator.estimate(config, Workload(batch, tokens, 1)).ttft_s.value
 
     def tpot_s(batch: int, context: int) -> float:
-        # TPOT is that of the mean context, input + output / 2.
-        return estimator.estimate(config, Workload(batch, context - 1, 2)).tpot_s.value
+        # TPOT is that of the mean context, input + output / 2. Of an answer of two tokens it is the one step after
+        # the prompts, which a measured estimator may tell apart: steps in a row are what is asked for.
+        half = min(_HALF_ANSWER, context // 2)
+        return estimator.estimate(config, Workload(batch, context - half, 2 * half)).tpot_s.value
 
     batches = _doubled(limits.max_batch)
     contexts = _doubled(max(limits.max_context_tokens, 3))
