@@ -95,8 +95,7 @@ def generate(
         for new, old in renamed.items()
         for entry in (checkpoint.tensors[old],)
     ]
-    family = FAMILIES[blueprint.spec.family]
-    new_config = cut_config(config, chosen, family.layers_keys)
+    new_config = _cut_config(config, blueprint, chosen)
     written = _write(target, new_config, tensors, source, chosen, blueprint.spec.num_layers, progress)
     return GenerateResult(
         directory=target,
@@ -144,7 +143,7 @@ def generate_dummy(
         )
         for number, shape in enumerate(shapes)
     ]
-    new_config = cut_config(config, chosen, family.layers_keys)
+    new_config = _cut_config(config, blueprint, chosen)
     written = _write(target, new_config, tensors, config_dir, chosen, blueprint.spec.num_layers, progress)
     return GenerateResult(directory=target, layers=chosen, source_bytes=0, bytes_read=0, bytes_written=written)
 
@@ -165,7 +164,7 @@ def generate_shape(config_dir: Path, target: Path, num_layers: int, *, tp: int =
     config = read_config(config_dir)
     blueprint = read_blueprint(config)
     chosen = _checked_layers(range(num_layers), blueprint.spec.num_layers)
-    new_config = cut_config(config, chosen, FAMILIES[blueprint.spec.family].layers_keys)
+    new_config = _cut_config(config, blueprint, chosen)
     if tp > 1:
         new_config = shard_config(new_config, tp)
     with new_directory(target, needed_bytes=0) as part:
@@ -186,6 +185,15 @@ def _checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
     if any(after <= before for before, after in pairwise(chosen)):
         raise BadInputError(f"layers must be strictly increasing, got {show(list(chosen))}")
     return chosen
+
+
+def _cut_config(config: Mapping[str, object], blueprint: Blueprint, chosen: tuple[int, ...]) -> dict[str, object]:
+    """Which layers slide is written out where the class would else count it anew from the kept ones' places."""
+    windows = blueprint.layer_windows
+    if len(set(windows)) > 1 and config.get("layer_types") is None:
+        types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        config = {**config, "layer_types": types}
+    return cut_config(config, chosen, FAMILIES[blueprint.spec.family].layers_keys)
 
 
 def _select(checkpoint: Checkpoint, blueprint: Blueprint, chosen: tuple[int, ...]) -> dict[str, str]:

@@ -22,7 +22,9 @@ __all__ = ["refuses_shards", "shard_config"]
 
 # Of the others: vLLM's Qwen2, Qwen2-MoE and Falcon and everyone's GPT-J, GPT-NeoX and OPT compute head_dim as
 # hidden size / heads.
-_EXPLICIT_HEAD_DIM = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"})
+_EXPLICIT_HEAD_DIM = frozenset(
+    {"gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"}
+)
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

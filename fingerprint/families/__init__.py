@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from fingerprint.config_json import Fields, read_config, show
 from fingerprint.errors import UnsupportedModelError
-from fingerprint.families import falcon, gpt_neox, gptj, llama_like, opt, phi3
+from fingerprint.families import falcon, gemma, gpt_neox, gpt_oss, gptj, llama_like, opt, phi3
 from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout
 from fingerprint.families.refusals import family_name, refuse_other_tasks, supported
 from fingerprint.model_spec import ModelSpec
@@ -31,7 +31,7 @@ __all__ = [
     "read_spec",
 ]
 
-_MODULES = (llama_like, phi3, falcon, gptj, gpt_neox, opt)
+_MODULES = (llama_like, gemma, gpt_oss, phi3, falcon, gptj, gpt_neox, opt)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {k: v for module in _MODULES for k, v in module.FAMILIES.items()}
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fingerprint.config_json import Fields
+from fingerprint.families.windows import Windows
 from fingerprint.model_spec import ModelSpec
 from fingerprint.tensor_shapes import Role, TensorShape, elements, linear, norm
 
@@ -30,6 +31,7 @@ class Blueprint:
     spec: ModelSpec
     layer: tuple[TensorShape, ...]  # of each hidden layer; names follow "<layers>.<index>."
     rest: tuple[TensorShape, ...]  # all other tensors, full names; no head weight when tied
+    layer_windows: Windows  # of each hidden layer
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,16 @@ def blueprint_of(
     tied: bool,
     num_experts: int = 0,
     experts_per_token: int = 0,
-    sliding_window: int | None = None,
+    layer_windows: Windows | None = None,
     gated_mlp: bool = True,
 ) -> Blueprint:
-    """Sizes as read, counts from the tensors."""
+    """Sizes as read, counts from the tensors.
+
+    Args:
+        layer_windows: how far back each layer looks; None: all to the beginning. The spec has a window if all
+            layers have that one. Of several kinds all count as full there, so that KV is never too small.
+    """
+    windows = layer_windows or (None,) * num_layers
     vocab_size, hidden_size = ends.embedding[0].shape
     spec = ModelSpec(
         family=fields.family,
@@ -97,7 +105,7 @@ def blueprint_of(
         tied_embeddings=tied,
         num_experts=num_experts,
         experts_per_token=experts_per_token,
-        sliding_window=sliding_window,
+        sliding_window=windows[0] if len(set(windows)) == 1 else None,
         gated_mlp=gated_mlp,
         layer_params=elements(layer),
         layer_linear_params=elements(layer, Role.LINEAR, Role.EXPERT),
@@ -106,4 +114,4 @@ def blueprint_of(
         head_params=elements(ends.head),
         final_norm_params=elements(ends.final_norm),
     )
-    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head))
+    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head), windows)

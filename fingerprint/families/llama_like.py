@@ -10,15 +10,22 @@ from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, Fields, 
 from fingerprint.errors import ConfigError
 from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout, blueprint_of, ends_of
 from fingerprint.families.mlp import Mlp, gated, mixtral_experts, qwen_experts
-from fingerprint.families.windows import one_window, qwen2_moe_window, qwen3_moe_window, qwen_window
-from fingerprint.tensor_shapes import TensorShape, linear, norm
+from fingerprint.families.windows import (
+    Windows,
+    no_windows,
+    one_window,
+    qwen2_moe_windows,
+    qwen3_moe_windows,
+    qwen_windows,
+)
+from fingerprint.tensor_shapes import Role, TensorShape, linear, norm
 
-__all__ = ["FAMILIES", "LAYOUT", "rotary_head_dim"]
+__all__ = ["FAMILIES", "LAYOUT", "llama_like", "rotary_head_dim"]
 
 LAYOUT = ModuleLayout("model.layers", ("model.embed_tokens",), ("model.norm",), "lm_head")
 
 
-def _llama_like(
+def llama_like(
     fields: Fields,
     *,
     architecture: str,
@@ -31,7 +38,8 @@ def _llama_like(
     qk_norm: bool = False,
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
     mlp: Callable[[Fields, int], Mlp] = gated,
-    window: Callable[[Fields, int], int | None] = lambda fields, num_layers: None,
+    has_sinks: bool = False,
+    windows: Callable[[Fields, int], Windows] = no_windows,
 ) -> Blueprint:
     """RMSNorm, rotary attention with q, k, v, o matrices, gated MLP or experts.
 
@@ -42,6 +50,7 @@ def _llama_like(
         attention_bias_default: likewise of ``attention_bias`` (q, k, v, o); None: the family does not read it.
         qkv_bias: whether q, k and v have a bias and o has none.
         qk_norm: queries and keys are normalised per head.
+        has_sinks: each head has one more logit that no value belongs to.
     """
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     hidden = fields.count("hidden_size")
@@ -61,6 +70,7 @@ def _llama_like(
         *_attention(hidden, heads * head_dim, kv_heads * head_dim, qkv_bias=q_bias, o_bias=all_bias),
         *(norm("self_attn.q_norm", head_dim, bias=False) if qk_norm else []),
         *(norm("self_attn.k_norm", head_dim, bias=False) if qk_norm else []),
+        *([TensorShape("self_attn.sinks", (heads,), Role.BIAS)] if has_sinks else []),
         *after.tensors,
     ]
     return blueprint_of(
@@ -77,7 +87,7 @@ def _llama_like(
         tied=tied,
         num_experts=after.num_experts,
         experts_per_token=after.experts_per_token,
-        sliding_window=window(fields, num_layers),
+        layer_windows=windows(fields, num_layers),
     )
 
 
@@ -102,7 +112,7 @@ def _attention(hidden: int, q_width: int, kv_width: int, *, qkv_bias: bool, o_bi
 
 
 def _row(architecture: str, *, width_keys: tuple[str, ...] = ("intermediate_size",), **options: Any) -> Family:
-    read = partial(_llama_like, architecture=architecture, **options)
+    read = partial(llama_like, architecture=architecture, **options)
     return Family((architecture,), LAYOUT, ("num_hidden_layers",), read, width_keys)
 
 
@@ -117,21 +127,21 @@ FAMILIES = {
         "MistralForCausalLM",
         context_default=131072,
         kv_heads_default=8,
-        window=partial(one_window, default=4096),
+        windows=partial(one_window, default=4096),
     ),
     "mixtral": _row(
         "MixtralForCausalLM",
         context_default=131072,
         kv_heads_default=8,
         mlp=mixtral_experts,
-        window=partial(one_window, default=None),
+        windows=partial(one_window, default=None),
     ),
     "qwen2": _row(
         "Qwen2ForCausalLM",
         context_default=32768,
         kv_heads_default=32,
         qkv_bias=lambda fields: True,
-        window=qwen_window,
+        windows=qwen_windows,
     ),
     "qwen3": _row(
         "Qwen3ForCausalLM",
@@ -140,7 +150,7 @@ FAMILIES = {
         head_dim_default=128,
         attention_bias_default=False,
         qk_norm=True,
-        window=qwen_window,
+        windows=qwen_windows,
     ),
     "qwen2_moe": _row(
         "Qwen2MoeForCausalLM",
@@ -149,7 +159,7 @@ FAMILIES = {
         kv_heads_default=16,
         qkv_bias=lambda fields: fields.flag("qkv_bias", default=True),
         mlp=partial(qwen_experts, count_default=60, inner_default=1408, per_token_default=4, shared=True),
-        window=qwen2_moe_window,
+        windows=qwen2_moe_windows,
     ),
     "qwen3_moe": _row(
         "Qwen3MoeForCausalLM",
@@ -159,6 +169,6 @@ FAMILIES = {
         attention_bias_default=False,
         qk_norm=True,
         mlp=partial(qwen_experts, count_default=128, inner_default=768, per_token_default=8, shared=False),
-        window=qwen3_moe_window,
+        windows=qwen3_moe_windows,
     ),
 }

@@ -11,7 +11,7 @@ from fingerprint.config_json import MAX_LAYERS, Fields, show
 from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.tensor_shapes import Role, TensorShape, linear
 
-__all__ = ["Mlp", "gated", "mixtral_experts", "qwen_experts"]
+__all__ = ["MAX_EXPERTS", "Mlp", "gated", "mixtral_experts", "qwen_experts"]
 
 MAX_EXPERTS = 4096
 

@@ -41,7 +41,7 @@ def _phi3(fields: Fields) -> Blueprint:
         head_dim=head_dim,
         max_context_tokens=fields.count("max_position_embeddings", default=4096, most=MAX_CONTEXT),
         tied=tied,
-        sliding_window=one_window(fields, num_layers, default=None),
+        layer_windows=one_window(fields, num_layers, default=None),
     )
 
 

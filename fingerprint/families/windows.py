@@ -1,35 +1,82 @@
-"""How far back a layer looks, where config.json says that not to the beginning."""
+"""How far back each layer looks: a number of tokens, or None for all the way to the beginning.
+
+Layers that look back differently are of different kinds: beyond the window they cost different times and KV.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fingerprint.config_json import MAX_CONTEXT, MAX_WIDTH, Fields
 
-__all__ = ["one_window", "qwen2_moe_window", "qwen3_moe_window", "qwen_window"]
+__all__ = [
+    "Windows",
+    "no_windows",
+    "one_window",
+    "qwen2_moe_windows",
+    "qwen3_moe_windows",
+    "qwen_windows",
+    "windows_by_turns",
+]
+
+Windows = tuple[int | None, ...]  # of each layer
 
 
-def one_window(fields: Fields, num_layers: int, *, default: int | None) -> int | None:
-    """One window for all layers; a null switches it off, an absent field means the class's default."""
+def no_windows(fields: Fields, num_layers: int) -> Windows:
+    return (None,) * num_layers
+
+
+def one_window(fields: Fields, num_layers: int, *, default: int | None) -> Windows:
+    """The same for all layers."""
+    return (_window(fields, default),) * num_layers
+
+
+def windows_by_turns(
+    fields: Fields, num_layers: int, *, default: int, turn_key: str = "", turn_default: int = 2
+) -> Windows:
+    """Of every so many layers the last looks all the way back (Gemma 2 and 3, GPT-OSS).
+
+    Args:
+        default: the window, when the field is left out.
+        turn_key: the field that says of how many; ``""`` where there is none.
+    """
+    turn = fields.count(turn_key, default=turn_default) if turn_key else turn_default
+    return _by_type(fields, num_layers, _window(fields, default), lambda layer: (layer + 1) % turn != 0)
+
+
+def qwen_windows(fields: Fields, num_layers: int) -> Windows:
+    """Full below ``max_window_layers``, sliding from there on, if the switch is on at all."""
+    first_sliding = fields.count("max_window_layers", default=28, least=0, most=MAX_WIDTH)
+    return _by_type(fields, num_layers, _switched(fields), lambda layer: layer >= first_sliding)
+
+
+def qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
+    """Every second layer below ``max_window_layers`` slides, if the switch is on at all."""
+    first_full = fields.count("max_window_layers", default=28, least=0, most=MAX_WIDTH)
+    return _by_type(
+        fields, num_layers, _switched(fields), lambda layer: layer < first_full and (layer + 1) % 2 != 0
+    )
+
+
+def qwen3_moe_windows(fields: Fields, num_layers: int) -> Windows:
+    """One switch and one window for all layers."""
+    return (_switched(fields),) * num_layers
+
+
+def _by_type(fields: Fields, num_layers: int, window: int | None, slides: Callable[[int], bool]) -> Windows:
+    """As ``layer_types`` says; where it is left out, as the class fills it in."""
+    types = fields.layer_types(num_layers)
+    if types is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(window if slides(layer) else None for layer in range(num_layers))
+
+
+def _switched(fields: Fields) -> int | None:
+    return _window(fields, 4096) if fields.flag("use_sliding_window", default=False) else None
+
+
+def _window(fields: Fields, default: int | None) -> int | None:
+    """A null switches it off, an absent field means the class's default."""
     if fields.given("sliding_window")[1] is None:
         return None if fields.has("sliding_window") else default
     return fields.count("sliding_window", most=MAX_CONTEXT)
-
-
-def qwen_window(fields: Fields, num_layers: int) -> int | None:
-    """The window if every layer slides. With layers of both kinds all count as full, so KV is never too small."""
-    first_sliding = fields.count("max_window_layers", default=28, least=0, most=MAX_WIDTH)
-    types = fields.layer_types(num_layers)
-    if not fields.flag("use_sliding_window", default=False):
-        return None
-    every = all(kind == "sliding_attention" for kind in types) if types is not None else first_sliding == 0
-    return one_window(fields, num_layers, default=4096) if every else None
-
-
-def qwen2_moe_window(fields: Fields, num_layers: int) -> int | None:
-    """As :func:`qwen_window`; where no ``layer_types`` are given, every second layer is full whatever else is."""
-    return None if fields.layer_types(num_layers) is None else qwen_window(fields, num_layers)
-
-
-def qwen3_moe_window(fields: Fields, num_layers: int) -> int | None:
-    """One switch and one window for all layers."""
-    on = fields.flag("use_sliding_window", default=False)
-    return one_window(fields, num_layers, default=4096) if on else None

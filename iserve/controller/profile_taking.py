@@ -4,6 +4,7 @@ still change the decision that it is taken for."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_plan, depth_tied_profile
 from fingerprint.errors import ConfigError, InfeasibleError, IserveError, UnsupportedModelError
+from fingerprint.families import read_blueprint, read_config
 from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
@@ -70,6 +72,24 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
     if order.known is not None and order.wish is not None:
         return _added(order.known, order.wish, order, target, fingerprints)
     return (_take_depth_tied if order.table.step_timed else _take_plain)(order, target, fingerprints)
+
+
+def _refuse_several_kinds(source: ModelSource) -> None:
+    """The first layers say what the others cost only where all are alike.
+
+    Raises:
+        UnsupportedModelError: they are not.
+    """
+    counts = Counter(read_blueprint(read_config(source.directory)).layer_windows)
+    if len(counts) > 1:
+        kinds = ", ".join(
+            f"{count} look back " + (f"{window:,} tokens" if window else "to the beginning")
+            for window, count in counts.items()
+        )
+        raise UnsupportedModelError(
+            f"the {source.spec.num_layers} layers of {source.name} are of {len(counts)} kinds ({kinds}), and "
+            "fingerprints of several kinds are not measured yet; `iserve plan` estimates the model from datasheets"
+        )
 
 
 def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
@@ -234,9 +254,14 @@ def _runs(order: Order, config: DeploymentConfig, gpu: GpuSpec, *, num_gpus: int
 
 
 class Fingerprints:
-    """Cuts each fingerprint when it is first asked for."""
+    """Cuts each fingerprint when it is first asked for.
+
+    Raises:
+        UnsupportedModelError: the layers are of several kinds.
+    """
 
     def __init__(self, source: ModelSource, folder: Path, *, weights: bool) -> None:
+        _refuse_several_kinds(source)
         self._source, self._folder, self._weights = source, folder, weights
 
     def __call__(self, num_layers: int, tp: int = 1) -> Path:

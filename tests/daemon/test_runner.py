@@ -22,7 +22,8 @@ from daemon.torch_engine.steps import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 
-FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gpt_neox"]
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral"]
+FAMILIES += ["qwen2_moe", "qwen3_moe", "phi3", "gpt_neox"]
 PROMPT = [3, 80, 0, 41, 17, 5, 66, 9, 90, 12, 7, 58, 33, 2, 71, 44, 20, 8, 95, 61]
 OTHER = [50, 1, 88, 23, 14, 77, 6]
 NEW_TOKENS = 20

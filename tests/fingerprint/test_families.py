@@ -16,7 +16,8 @@ from fingerprint.config import KvFormat
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError, UnsupportedModelError
 from fingerprint.families import FAMILIES, load_spec, module_layout, read_blueprint, read_spec
 
-NOT_CONFIG_KEYS = ("planner", "source", "unconfirmed")
+# GPT-OSS is published in mxfp4; what is counted is the model in 16 bits.
+NOT_CONFIG_KEYS = ("planner", "source", "unconfirmed", "quantization_config")
 PUBLISHED = [
     "meta-llama/Llama-2-7b-hf",
     "meta-llama/Llama-2-13b-hf",
@@ -31,6 +32,8 @@ PUBLISHED = [
     "Qwen/Qwen3-8B",
     "Qwen/Qwen3-32B",
     "Qwen/Qwen3-30B-A3B",
+    "google/gemma-2-9b",
+    "openai/gpt-oss-20b",
     "tiiuae/falcon-7b",
     "tiiuae/falcon-40b",
     "EleutherAI/gpt-j-6b",
@@ -77,7 +80,11 @@ def test_published_models_count_as_recorded_and_as_transformers_builds_them(
     assert spec.max_context_tokens == recorded["max_position_embeddings"]
     assert spec.tied_embeddings == recorded["tie_word_embeddings"]
     assert spec.gated_mlp == recorded["gated_mlp"]
-    assert spec.sliding_window == recorded["sliding_window"]
+    windows = read_blueprint(config).layer_windows
+    sliding = recorded.get("sliding_layers", spec.num_layers if recorded["sliding_window"] else 0)
+    assert sum(window is not None for window in windows) == sliding
+    assert {window for window in windows if window is not None} == {recorded["sliding_window"]} - {None}
+    assert spec.sliding_window == (recorded["sliding_window"] if sliding == spec.num_layers else None)
 
 
 @pytest.mark.parametrize("name", ["mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B"])
@@ -99,7 +106,9 @@ def test_linear_parameters_are_those_of_the_layers_linear_modules(small_config: 
     spec = read_spec(small_config)
     layer = on_meta(small_config).get_submodule(module_layout(spec.family).layers)[0]
     linear = sum(m.weight.numel() for m in layer.modules() if isinstance(m, torch.nn.Linear))
-    experts = sum(p.numel() for name, p in layer.named_parameters() if ".experts." in name)
+    experts = sum(
+        p.numel() for name, p in layer.named_parameters() if ".experts." in name and not name.endswith("_bias")
+    )
     assert spec.layer_linear_params == linear + experts
     assert spec.layer_expert_params == experts
     assert spec.layer_params == sum(p.numel() for p in layer.parameters())
@@ -276,6 +285,7 @@ def test_a_contradiction_of_a_family_is_named(config: dict[str, Any], message: s
         ({"model_type": "mamba"}, "not supported"),
         (LLAMA_7B | {"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
         (LLAMA_7B | {"quantization_config": {"quant_method": "gptq"}}, "already quantized ('gptq')"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "embeds"),
         (LLAMA_7B | {"model_type": "opt", "architectures": None, "word_embed_proj_dim": 512}, "opt-350m"),
         (LLAMA_7B | {"model_type": "opt", "architectures": None, "do_layer_norm_before": False}, "most OPT"),
         (LLAMA_7B | {"model_type": "qwen3_moe", "architectures": None, "decoder_sparse_step": 2}, "16 of the 32"),

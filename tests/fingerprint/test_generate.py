@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from fingerprint.cut_config import cut_config
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError, ConflictError, UnsupportedModelError
 from fingerprint.families import load_spec, module_layout, read_blueprint, read_spec
-from fingerprint.generate import generate, generate_dummy
+from fingerprint.generate import generate, generate_dummy, generate_shape
 
 LLAMA_2_70B: dict[str, Any] = {
     "model_type": "llama",
@@ -139,6 +139,30 @@ def test_progress_ends_at_all(saved_llama: Any, tmp_path: Path) -> None:
     rest = spec.embedding_params + spec.head_params + spec.final_norm_params
     assert seen[-1] == (4 * (spec.layer_params + rest),) * 2
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        pytest.param({"model_type": "gemma2"}, ["full", "sliding"], id="every-second"),
+        pytest.param(
+            {"model_type": "gemma3_text", "sliding_window_pattern": 2}, ["full", "sliding"], id="pattern"
+        ),
+        pytest.param({"model_type": "gemma3_text"}, ["sliding", "sliding"], id="every-sixth"),
+        pytest.param({"model_type": "gpt_oss", "num_local_experts": 2}, ["full", "sliding"], id="experts"),
+    ],
+)
+def test_a_kept_layer_looks_as_far_back_as_before(
+    config: dict[str, Any], kinds: list[str], tmp_path: Path
+) -> None:
+    """Of a published config without layer_types, which classes fill in by a layer's place."""
+    sizes = {"head_dim": 128, "sliding_window": 8, "num_experts_per_tok": 1, "architectures": None}
+    whole = LLAMA_2_70B | sizes | config
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    generate_shape(tmp_path, tmp_path / "cut", 3)
+    cut = json.loads((tmp_path / "cut/config.json").read_text())
+    assert cut["layer_types"][1:] == [f"{kind}_attention" for kind in kinds]
+    assert read_blueprint(cut).layer_windows == read_blueprint(whole).layer_windows[:3]
 
 
 # --- what is refused, and that nothing is left ---

@@ -24,6 +24,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True},
     "qwen2_moe": {"num_key_value_heads": 2},
     "qwen3_moe": {"num_key_value_heads": 4, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64},
+    "gemma2": {"num_key_value_heads": 4, "head_dim": 32, "sliding_window": 64},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 64},
+    "gpt_oss": {"num_key_value_heads": 4, "head_dim": 32, "num_local_experts": 4},
     "phi3": {"pad_token_id": 1000, "eos_token_id": [7, 1000]},
     "gpt_neox": {},
     "opt": {},
@@ -31,7 +34,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "gptj": {},
 }
 # The tensors of which every rank holds all: norms, the router, and the biases that are added once, after the sum.
-REPLICATED = ("norm", "ln_", "block_sparse_moe.gate", "mlp.gate.", "o_proj.bias", "down_proj.bias")
+REPLICATED = (
+    "norm",
+    "ln_",
+    "block_sparse_moe.gate",
+    "mlp.gate.",
+    "mlp.router.",
+    "down_proj_bias",
+    "o_proj.bias",
+    "down_proj.bias",
+)
 KV = ("k_proj", "v_proj")
 
 
@@ -107,7 +119,9 @@ def test_a_rank_of_llama_2_7b() -> None:
     assert spec.embedding_params == spec.head_params == 16_000 * 4096
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3", "qwen3", "qwen3_moe"]
+)
 def test_transformers_builds_what_is_counted(family: str) -> None:
     config = shard_config(small(family), 4)
     assert read_spec(config).num_params == sum(p.numel() for p in on_meta(config).parameters())

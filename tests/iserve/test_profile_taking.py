@@ -5,6 +5,7 @@ The engine is the synthetic machine of known step times, with the capability tab
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ from daemon.engines.vllm.table import TABLE
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
-from fingerprint.errors import ConfigError, EngineError, InfeasibleError
+from fingerprint.errors import ConfigError, EngineError, InfeasibleError, UnsupportedModelError
 from fingerprint.estimates import Source
 from fingerprint.estimators.calibration import Calibration
+from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from fingerprint.profile_plan import Shards
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.controller.node import hardware_of
 from iserve.controller.profile_room import STEP_TOKENS
-from iserve.controller.profile_taking import Order, take
+from iserve.controller.profile_taking import Fingerprints, Order, take
 from iserve.controller.profile_worth import lacking
 from iserve.launching import worker_spec
 from iserve.model_source import ModelSource
@@ -356,3 +358,16 @@ def test_every_format_and_degree_that_is_left_out_for_a_wish_is_recorded() -> No
     assert not measured & skipped
     assert profiled(StepTimedMachine()).skipped == ()
     assert from_json(to_json(exact), Profile) == exact
+
+
+def test_layers_of_several_kinds_are_refused_before_anything_is_launched(tmp_path: Path) -> None:
+    """The first two layers of a Gemma 3 say nothing of the sixth."""
+    config = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4}
+    config |= {"intermediate_size": 96, "vocab_size": 128, "sliding_window": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = ModelSource("gemma", tmp_path, False, load_spec(tmp_path))
+    with pytest.raises(UnsupportedModelError) as refused:
+        Fingerprints(source, tmp_path / "cuts", weights=True)
+    assert "are of 2 kinds (10 look back 512 tokens, 2 look back to the beginning)" in str(refused.value)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
+    Fingerprints(source, tmp_path / "cuts", weights=True)

@@ -13,8 +13,8 @@ from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 
 __all__ = ["TABLE"]
 
-_EXPERTS = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
-_FAMILIES = _EXPERTS | {"llama", "mistral", "phi3", "qwen2", "qwen3"}
+_EXPERTS = frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"})
+_FAMILIES = _EXPERTS | {"gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"}
 _OLDER_FLOW = (
     "only its older engine flow (trtllm-build, or --backend tensorrt) has it, which later 1.3 drops and iServe "
     "does not drive"
@@ -24,7 +24,7 @@ TABLE = EngineCapabilities(
     engine="tensorrt-llm",
     families=_FAMILIES,
     tp_families=_FAMILIES,
-    family_reasons=dict.fromkeys(("falcon", "gptj", "gpt_neox", "opt"), _OLDER_FLOW),
+    family_reasons=dict.fromkeys(("falcon", "gemma2", "gptj", "gpt_neox", "opt"), _OLDER_FLOW),
     weights={
         WeightFormat.BITS16: None,
         WeightFormat.INT8: None,

@@ -12,7 +12,10 @@ from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 __all__ = ["TABLE"]
 
 _FOUR_BITS = frozenset({WeightFormat.INT4, WeightFormat.GPTQ4})
-_WITH_LORA = frozenset({"llama", "mistral", "mixtral", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+_WITH_LORA = frozenset(
+    {"gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "opt", "phi3"}
+    | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+)
 _WITHOUT_LORA = frozenset({"falcon", "gpt_neox", "gptj"})
 _FAMILIES = _WITH_LORA | _WITHOUT_LORA
 _ADA = (8, 9)
@@ -54,6 +57,16 @@ TABLE = EngineCapabilities(
             kv=frozenset({KvFormat.FP8}),
             below_compute_capability=_ADA,
             reason="an fp8 KV cache on a GPU without fp8 arithmetic was not read to work",
+        ),
+        Exclusion(
+            families=frozenset({"gpt_oss"}),
+            weights=frozenset(WeightFormat) - {WeightFormat.BITS16},
+            reason="that the class of GPT-OSS takes other weights than 16 bits and mxfp4 was not read",
+        ),
+        Exclusion(
+            families=frozenset({"gpt_oss"}),
+            kv=frozenset(KvFormat) - {KvFormat.BITS16},
+            reason="that attention with sinks takes a quantized KV cache was not read",
         ),
         Exclusion(
             weights=_FOUR_BITS,
