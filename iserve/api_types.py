@@ -13,7 +13,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.profile_plan import Shards
 from iserve.planning import PlanOptions
-from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
+from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic
 
 __all__ = [
     "DeployBody",
@@ -67,6 +67,9 @@ class _Wish(_Body):
     slo: SloBody | None = None
     percentile: float = Intent().percentile
     rate_per_s: float | None = None
+    burstiness: float = Traffic().burstiness
+    input_cv: float = Traffic().input_cv
+    output_cv: float = Traffic().output_cv
     quality: Quality = Quality.NEAR
     budget: float | None = None
     input_tokens: int = Workload().input_tokens
@@ -89,6 +92,7 @@ class _Wish(_Body):
                 slo=None if slo is None else Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s),
                 percentile=self.percentile,
                 rate_per_s=self.rate_per_s,
+                traffic=Traffic(burstiness=self.burstiness, input_cv=self.input_cv, output_cv=self.output_cv),
                 quality=self.quality,
                 budget=self.budget,
             ),

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.estimates import Correction, Estimate, Quantity
 from planner.costs import total_bytes
-from planner.plan import Plan, Ranked, WhyNot
+from planner.intent import Intent
+from planner.plan import Plan, Ranked, Served, WhyNot
 
 __all__ = [
     "BetterDocument",
     "CandidateDocument",
     "ChangeDocument",
     "EstimateDocument",
+    "ExpectedDocument",
     "NearestDocument",
     "PlanDocument",
     "RelaxationDocument",
+    "ServedDocument",
     "TogetherDocument",
     "WhyNotDocument",
     "estimate_document",
@@ -47,6 +50,8 @@ class CandidateDocument:
     conditions: tuple[
         str, ...
     ] = ()  # what running it takes beside the GPUs: an engine flow, a prepared checkpoint
+    miss_probability: float | None = None  # of the SLO's tightest limit, with a rate
+    utilisation: float | None = None  # with a rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +114,30 @@ class WhyNotDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectedDocument:
+    quantile_s: float  # that the percentile of the requests do not exceed
+    limit_s: float | None
+    miss_probability: float | None  # None without a limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedDocument:
+    """What the chosen configuration gives under the rate, the estimates' intervals taken into account."""
+
+    rate_per_s: float
+    percentile: float
+    burstiness: float  # coefficient of variation of the gaps between arrivals
+    input_cv: float
+    output_cv: float
+    utilisation: float
+    highest_rate_per_s: float  # that keeps the SLO or, without one, is served
+    miss_probability: float | None  # of the tightest limit; a request that misses any is at least as likely
+    ttft: ExpectedDocument
+    tpot: ExpectedDocument
+    e2e: ExpectedDocument
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanDocument:
     model: str
     intent: str
@@ -116,11 +145,12 @@ class PlanDocument:
     workload: Workload
     objective_unit: str
     cost_unit: str
-    queueing: str | None
+    queueing: str | None  # the model of waiting that was used, with a rate
     candidates: tuple[CandidateDocument, ...]
     chosen: int | None
     why_not: WhyNotDocument
     notes: tuple[str, ...] = ()  # on the plan as a whole: engines passed over, profiles that are not used
+    served: ServedDocument | None = None  # what the chosen one gives under the rate
 
 
 def estimate_document(
@@ -156,6 +186,8 @@ def _candidate(ranked: Ranked, conditions_of: Callable[[DeploymentConfig], tuple
         reason=ranked.reason,
         layers_per_stage=split,
         conditions=() if ranked.refusal is not None else conditions_of(ranked.config),
+        miss_probability=ranked.risk,
+        utilisation=ranked.utilisation,
     )
 
 
@@ -181,6 +213,27 @@ def plan_document(
         chosen=plan.chosen,
         why_not=_why_not(plan.why_not),
         notes=notes,
+        served=None if plan.served is None else _served(plan.served, plan.intent),
+    )
+
+
+def _served(served: Served, intent: Intent) -> ServedDocument:
+    told = {
+        time.metric: ExpectedDocument(quantile_s=time.quantile_s, limit_s=time.limit_s, miss_probability=time.risk)
+        for time in served.times
+    }
+    return ServedDocument(
+        rate_per_s=served.rate_per_s,
+        percentile=intent.percentile,
+        burstiness=intent.traffic.burstiness,
+        input_cv=intent.traffic.input_cv,
+        output_cv=intent.traffic.output_cv,
+        utilisation=served.utilisation,
+        highest_rate_per_s=served.highest_rate_per_s,
+        miss_probability=served.risk,
+        ttft=told["ttft"],
+        tpot=told["tpot"],
+        e2e=told["e2e"],
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.errors import ConfigError
+from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
@@ -138,9 +138,22 @@ def ranked_space(
     for config in configuration_space(spec, gpu, num_gpus, chooser.name):
         refusal = shape_refusal(spec, config, num_gpus)
         estimate = estimator.estimate(config, options.workload) if refusal is None else None
-        candidates.append(Candidate(config, estimate, refusal or chooser.refusal(config)))
+        alone = _alone(estimator, config, options) if estimate is not None else None
+        candidates.append(Candidate(config, estimate, refusal or chooser.refusal(config), alone))
     prices = Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
     return rank(candidates, options.intent, fits=fits, prices=prices)
+
+
+def _alone(estimator: Estimator, config: DeploymentConfig, options: PlanOptions) -> Estimate | None:
+    """What one request takes by itself, which matters where requests come at a rate; None where it is not
+    known."""
+    work = options.workload
+    if options.intent.rate_per_s is None or work.batch == 1:
+        return None
+    try:
+        return estimator.estimate(config, replace(work, batch=1))
+    except NotMeasuredError:
+        return None
 
 
 def check_context(spec: ModelSpec, workload: Workload) -> None:

@@ -17,6 +17,7 @@ from fractions import Fraction
 import numpy as np
 
 from fingerprint.estimates import Estimate
+from planner.attainment import Attainment
 from planner.costs import Figures
 from planner.intent import Intent
 from planner.limits import Check, Mask, checks_at_lower_rates, distances, num_missed
@@ -68,14 +69,16 @@ def what_it_takes(
     *,
     fits: Callable[[Estimate], Layout | NoRoom],
     cost_unit: str,
+    served: Attainment | None,
 ) -> WhyNot:
     """The nearest point and the relaxations of a plan in which nothing is feasible.
 
     Args:
-        refused: every candidate that has an estimate, best objective first: the rows of ``asked`` and ``seen``.
+        refused: every candidate that has an estimate, best objective first: the rows of ``asked``, ``seen`` and
+            ``served``.
     """
     able = np.array([ranked.refusal is None for ranked in refused], dtype=np.bool_)
-    slower = checks_at_lower_rates(asked, intent, seen)
+    slower = checks_at_lower_rates(asked, intent, seen, served)
     room = _Room(refused, fits)
     alone = [pair for pair in _missed_alone(asked, able) if pair[0].limit.kind is not LimitKind.RATE]
     alone += [pair for pair in _missed_alone(slower, able) if pair[0].limit.kind is LimitKind.RATE]

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
 
-__all__ = ["CostModel", "Intent", "IntentKind", "Quality", "Slo", "allows", "parse_slo", "quality_needed"]
+__all__ = [
+    "CostModel",
+    "Intent",
+    "IntentKind",
+    "Quality",
+    "Slo",
+    "Traffic",
+    "allows",
+    "parse_slo",
+    "quality_needed",
+]
 
 
 class IntentKind(StrEnum):
@@ -64,6 +74,9 @@ def allows(quality: Quality, config: DeploymentConfig) -> bool:
     return strictness.index(quality_needed(config)) <= strictness.index(quality)
 
 
+_MOST_CV = 100.0
+
+
 def _positive(name: str, value: float | None) -> None:
     if value is not None and not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{name} must be a positive, finite number, got {value}")
@@ -82,7 +95,7 @@ class Slo:
     e2e_s: float | None = None
 
     def __post_init__(self) -> None:
-        limits = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        limits = [(entry.name, getattr(self, entry.name)) for entry in fields(self)]
         for name, value in limits:
             _positive(f"the SLO's {name.removesuffix('_s')}", value)
         if all(value is None for _, value in limits):
@@ -110,6 +123,26 @@ def parse_slo(text: str) -> Slo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """How requests come and how their lengths vary about the workload's, which are the means.
+
+    Raises:
+        ConfigError: a coefficient of variation below 0 or above 100, or no burstiness at all.
+    """
+
+    burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
+    input_cv: float = 0.0
+    output_cv: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("the burstiness", self.burstiness)
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not 0 <= value <= _MOST_CV:
+                raise ConfigError(f"{entry.name} must be from 0 to {_MOST_CV:g}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Intent:
     """One wish. The limits (slo, rate, budget, quality) hold under every kind of intent that is given them.
 
@@ -120,8 +153,9 @@ class Intent:
     kind: IntentKind = IntentKind.MIN_COST
     cost_model: CostModel = CostModel.MEMORY_LATENCY
     slo: Slo | None = None
-    percentile: float = 95.0  # of the waiting time that is added to TTFT and E2E when a rate is given
+    percentile: float = 95.0  # of the requests that keep each limit of the SLO, when a rate is given
     rate_per_s: float | None = None  # requests; None: no queueing is considered
+    traffic: Traffic = field(default_factory=Traffic)  # of use with a rate only
     quality: Quality = Quality.NEAR
     budget: float | None = None  # per request, in the unit of the cost model
 

@@ -15,6 +15,7 @@ __all__ = [
     "Better",
     "Candidate",
     "Change",
+    "Expected",
     "Layout",
     "Limit",
     "LimitKind",
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "Ranked",
     "Relaxation",
+    "Served",
     "Together",
     "Violation",
     "WhyNot",
@@ -34,11 +36,16 @@ INTERVAL_NOTE = "(upper end of the 90% interval)"
 
 
 class Candidate(NamedTuple):
-    """One configuration of the space. ``refusal``: why it cannot run at all (its shape, its engine)."""
+    """One configuration of the space. ``refusal``: why it cannot run at all (its shape, its engine).
+
+    ``alone``: the same configuration with one request, which says what a batch costs each of its requests.
+    Without it a request alone is taken to be as slow as the batch. It is asked for with a rate only.
+    """
 
     config: DeploymentConfig
     estimate: Estimate | None = None  # None: nothing is predicted of it
     refusal: str | None = None
+    alone: Estimate | None = None
 
 
 class Layout(Protocol):
@@ -126,6 +133,8 @@ class Ranked(NamedTuple):
     actual: tuple[float, ...] = ()
     layout: Layout | None = None  # where it would go, when it was found to fit
     no_room: NoRoom | None = None
+    risk: float | None = None  # share of requests that miss the SLO's tightest limit; None: no rate or no SLO
+    utilisation: float | None = None  # None: no rate
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -204,6 +213,25 @@ class WhyNot:
     together: Together | None = None
 
 
+class Expected(NamedTuple):
+    """One limit of the SLO or, without one, a time: what is expected of it under the rate."""
+
+    metric: str  # "ttft", "tpot", "e2e"
+    quantile_s: float  # at the intent's percentile
+    limit_s: float | None
+    risk: float | None  # share of requests beyond the limit
+
+
+class Served(NamedTuple):
+    """What the chosen configuration gives under the intent's rate."""
+
+    rate_per_s: float
+    utilisation: float
+    highest_rate_per_s: float  # that keeps the SLO or, without one, is served
+    risk: float | None  # of the tightest limit
+    times: tuple[Expected, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Every candidate: the feasible ones best first, then the refused ones by objective, the unknown ones last."""
@@ -214,7 +242,8 @@ class Plan:
     objective_unit: str
     maximize: bool
     cost_unit: str
-    queueing: str | None  # the waiting-time model that was used, None without a rate
+    queueing: str | None  # the queueing model that was used, None without a rate
+    served: Served | None  # of the chosen one, None without a rate
     why_not: WhyNot
 
     @property

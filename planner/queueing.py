@@ -1,132 +1,168 @@
-"""How long a request waits before a deployment that serves at a fixed pace: the FCFS M/D/1 queue.
+"""How often and how long a request waits for one of a deployment's batch slots: a G/G/c queue whose service rate
+grows with the batch.
 
-Poisson arrivals at rate r, one server, constant service time D, utilisation u = r * D. All waits here are in units
-of D. Until real queueing policies are simulated, this model stands for a deployment whose service time is
-``e2e / batch`` (design, section 5); every answer that uses it names it.
+*The chain.* ``n`` requests run at once, at most ``slots``; while they do, each takes ``T(n) = A + B n``
+seconds, so that ``n / T(n)`` end in a second: a birth-death chain whose service rates come from the estimates
+of one request and of the whole batch. With B = 0 it is M/M/c, with one slot M/M/1. Utilisation is ``rate *
+T(slots) / slots``; what does not grow with the batch is the *fixed share* ``A / T(slots)``.
+
+*Bursts.* Gaps are gamma with a coefficient of variation ``c_a`` (1: Poisson). Arrivals of peakedness z meet
+``slots`` as Poisson ones of rate / z meet slots / z (Hayward). With one slot, as many wait as of GI/M/1.
+
+*The wait* of those that wait has an exponential tail, ``exp(-decay x)``: the decay d is the root of
+``E exp(d service) E exp(-d gap) = 1`` for gamma services and gaps, exact for GI/M/c and M/D/1, Kingman's in heavy
+traffic. Short waits are spread evenly up to a tail so high that the mean is M/G/1's (Pollaczek and Khinchine).
+
+Sources: Whitt, Heavy-traffic approximations for service systems with blocking, 1984 (Hayward); Eckberg,
+Generalized peakedness of teletraffic processes, 1983; Asmussen, Applied Probability and Queues, 2003, chapter X
+(GI/M/1) and XIII.5 (Cramer and Lundberg); Kingman, 1961. How well it does: docs/risk.md.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MODEL_NAME", "Md1Waits", "md1_wait_cdf", "md1_wait_quantile"]
+__all__ = ["MODEL_NAME", "Array", "Tail", "peakedness", "wait_probability", "wait_tail"]
 
-MODEL_NAME = "FCFS M/D/1"
+MODEL_NAME = "G/G/c with batch-dependent service"
 
 Array = npt.NDArray[np.float64]
 
-_SERIES_TERMS = 4  # beyond, the tail is exact enough (below) and the alternating series begins to cancel
-_TAIL_STEPS = 50
-_QUANTILE_STEPS = 4
+_LOADS = np.linspace(0.0, 1.0, 257)
+_SHARES = np.linspace(0.0, 1.0, 17)
 _LEAST = 1e-9
-_KNOTS = 4096
-_LAST_KNOT = 1 - 2e-12
-_FULL = 1 - 1e-12  # from here on the tail's decay drowns in rounding; the wait is above 1e11 service times
+_SMOOTHEST = 1 / 16  # constant gaps and services have peakedness 0, for which there are no slots to speak of
+_HALVINGS = 80
 
 
-def md1_wait_cdf(utilisation: Array, wait: Array) -> Array:
-    """P(W <= wait), ``wait`` in units of the service time, 0 < utilisation < 1.
+class Tail(NamedTuple):
+    """P(wait > x) of those that wait, x in units of T(slots) / slots: ``scale * exp(-decay * x)`` from
+    ``until`` on, below it a straight line from 1."""
 
-    Below 4 the exact series; from there on the exponential tail, whose probabilities are within 0.2% of the exact
-    ones for utilisations from 0.3, and within 1.5% from 0.05, where they are below 1e-8.
+    scale: Array
+    decay: Array
+    until: Array
+    mean: Array
+
+    def beyond(self, wait: Array) -> Array:
+        tail = np.minimum(1.0, self.scale * np.exp(-self.decay * np.maximum(wait, self.until)))
+        early = np.maximum(1 - wait / np.maximum(self.until, _LEAST), 0.0)
+        return np.asarray(tail + early * (1 - tail))
+
+
+def peakedness(offered: Array, arrival_cv: float, service_cv: float) -> Array:
+    """Variance over mean of how many would run at once if all could; 1 for Poisson arrivals.
+
+    Exact for exponential services (``service_cv`` 1); for others its excess over 1 is taken to go with
+    ``2 / (1 + service_cv**2)``, which is right for constant ones in heavy traffic.
+
+    Args:
+        offered: rate times seconds in service.
     """
-    scale, decay = _tail(utilisation)
-    with np.errstate(over="ignore", under="ignore"):
-        tail = 1 - scale * np.exp(-decay * np.maximum(wait, _SERIES_TERMS))
-    return np.where(wait < _SERIES_TERMS, _series(utilisation, np.minimum(wait, _SERIES_TERMS)), tail)
+    gap = 1 / np.maximum(offered, _LEAST)  # in services
+    squared = max(arrival_cv**2, _LEAST)
+    overtaken = np.exp(-np.log1p(squared * gap) / squared)  # E exp(-gap): no service ends within a gap
+    exponential = 1 / (1 - overtaken) - 1 / gap
+    return np.asarray(np.maximum(1 + (exponential - 1) * 2 / (1 + service_cv**2), _SMOOTHEST))
 
 
-def md1_wait_quantile(utilisation: Array, percentile: float) -> Array:
-    """The wait that ``percentile`` % of the requests do not exceed, in units of the service time.
+def wait_probability(
+    utilisation: Array, fixed_share: Array, slots: int, arrival_cv: float, service_cv: float
+) -> Array:
+    """How many of the requests find every slot taken, for utilisations from 0 to 1."""
+    return _between(_waiting(slots, arrival_cv, service_cv), utilisation, fixed_share)
 
-    Inverse of :func:`md1_wait_cdf` to within 0.003 service times; infinite from utilisation 1 (less 1e-12) on, 0
-    where that many requests find the server idle.
+
+def wait_tail(utilisation: Array, arrival_cv: float, service_cv: Array) -> Tail:
+    """How long those wait, for utilisations from 0 to 1; ``service_cv``: a column."""
+    most = float(np.max(service_cv, initial=0.0))
+    along = service_cv / most if most > 0 else np.zeros_like(service_cv)
+    scale, decay, until = (_between(table, utilisation, along) for table in _tails(arrival_cv, most))
+    idle = np.maximum(1 - utilisation, _LEAST)
+    late = np.where(scale > 1, 1 + np.log(np.maximum(scale, 1.0)), scale)
+    return Tail(scale, decay * idle, until, late / np.maximum(decay * idle, _LEAST))
+
+
+def _between(table: Array, load: Array, share: Array) -> Array:
+    """``table``, flat, of _LOADS times _SHARES: linear between."""
+    load, share = np.minimum(load, 1.0) * (len(_LOADS) - 1), share * (len(_SHARES) - 1)
+    row = np.minimum(load.astype(np.intp), len(_LOADS) - 2)
+    column = np.minimum(share.astype(np.intp), len(_SHARES) - 2)
+    load, share = load - row, share - column
+    at = row * len(_SHARES) + column
+    low = table[at] + share * (table[at + 1] - table[at])
+    at = at + len(_SHARES)
+    high = table[at] + share * (table[at + 1] - table[at])
+    return np.asarray(low + load * (high - low))
+
+
+@lru_cache(maxsize=64)
+def _waiting(slots: int, arrival_cv: float, service_cv: float) -> Array:
+    load, share = _LOADS[:, None], _SHARES[None, :]
+    if slots == 1:
+        idle = _decay(_LOADS, arrival_cv, 1.0)  # in GI/M/1, of all that come
+        return np.repeat(1 - idle, len(_SHARES))
+    spread = peakedness(load * slots, arrival_cv, service_cv)
+    sought = slots / spread  # slots of the smooth queue, and no whole number
+    blocked = here = np.ones((len(_LOADS), len(_SHARES)))
+    for k in range(1, int(np.ceil(sought.max())) + 1):
+        # Erlang's recursion: the share of time that a chain which ends in state k is there.
+        ratio = load * slots * share / spread / k + load * (1 - share)  # birth over death
+        before, here = here, ratio * here / (1 + ratio * here)
+        part = np.clip(sought - (k - 1), 0.0, 1.0)  # of the way from k - 1 to k, on a logarithmic scale
+        with np.errstate(divide="ignore", invalid="ignore"):
+            fraction = np.where(here > 0, before * (here / before) ** part, 0.0)
+        blocked = np.where(sought > k - 1, fraction, blocked)
+    return np.asarray(np.minimum(blocked / (1 - load * (1 - blocked)), 1.0)).ravel()
+
+
+@lru_cache(maxsize=64)
+def _tails(arrival_cv: float, most: float) -> tuple[Array, Array, Array]:
+    """(scale, decay over 1 - utilisation, until), a column per ``service_cv`` from 0 to ``most``."""
+    loads = np.clip(_LOADS, 1e-6, 1 - 1e-6)
+    scales, decays, untils = [], [], []
+    for service_cv in (_SHARES * most).tolist():
+        poisson, bursty = _decay(loads, 1.0, service_cv), _decay(loads, arrival_cv, service_cv)
+        # Of those that wait in M/G/1, how much longer than the tail's own mean, and the same in its units.
+        late = (1 + service_cv**2) / 2 / (1 - loads) - 1 / poisson
+        scales.append(np.where(late > 0, np.exp(np.minimum(late * bursty, 50.0)), 1 + late * poisson))
+        decays.append(bursty / (1 - loads))
+        untils.append(_until(np.maximum(late, 0.0), bursty))
+    first, second, third = (np.stack(columns, axis=1).ravel() for columns in (scales, decays, untils))
+    return first, second, third
+
+
+def _until(late: Array, decay: Array) -> Array:
+    """Where a line from 1 meets the tail so that the mean is ``late + 1 / decay``."""
+    mean = late + 1 / decay
+    low, high = late * 1.001, 2 * mean
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        there = np.exp(-decay * (middle - late))
+        above = middle * (1 + there) / 2 + there / decay > mean
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return np.where(late > 1e-6, high, 0.0)
+
+
+def _decay(loads: Array, arrival_cv: float, service_cv: float) -> Array:
+    """The positive root d of ``log(1 + a d / load) / a + log(1 - s d) / s = 0``, a and s the squares of the two.
+
+    Bisection: the left side rises from 0 and falls through the root, and d is below ``1 / s``.
     """
-    share = percentile / 100
-    waits = np.zeros_like(utilisation)
-    waits[utilisation >= _FULL] = np.inf
-    # Up to one service time the distribution is (1 - u) exp(u x).
-    queues = (utilisation < _FULL) & (utilisation > 1 - share)
-    u = utilisation[queues]
-    x = np.log(share / (1 - u)) / u
-    later = x > 1
-    u = u[later]
-    scale, decay = _tail(u)
-    guess = np.maximum(np.log(scale / (1 - share)) / decay, 1.0)
-    near = guess < _SERIES_TERMS
-    guess[near] = _newton(u[near], guess[near], share)
-    x[later] = guess
-    waits[queues] = x
-    return waits
+    a, s = max(arrival_cv**2, _LEAST), max(service_cv**2, _LEAST)
+    loads = np.clip(loads, 1e-9, 1.0)
 
+    def excess(d: Array) -> Array:
+        return np.log1p(a * d / loads) / a + np.log1p(-s * d) / s
 
-class Md1Waits:
-    """The waits that one percentile of the requests do not exceed, at every utilisation, and the way back.
-
-    A table of :func:`md1_wait_quantile`, linear in ``1 / (1 - utilisation)`` between its knots, as the wait itself
-    is in heavy traffic: within 0.001 service times plus 0.01% of what it tabulates, up to percentile 99.9. Both
-    directions read the one table, so each undoes the other, and a row costs a look-up instead of its own root.
-    """
-
-    def __init__(self, percentile: float) -> None:
-        idle = min(1 - percentile / 100, _LAST_KNOT)  # up to this utilisation, that many find the server idle
-        # Dense near both ends of [idle, 0.999]; beyond, the wait is linear.
-        odds = np.geomspace(idle / (1 - idle), max(idle / (1 - idle), 999.0), _KNOTS)
-        self._crowding = np.append(1 + odds, 1 / (1 - _LAST_KNOT))  # 1 / (1 - utilisation)
-        utilisation = np.append(odds / (1 + odds), _LAST_KNOT)
-        self._waits = np.maximum.accumulate(md1_wait_quantile(utilisation, percentile))
-        self._waits[0] = 0.0
-
-    def wait(self, utilisation: Array) -> Array:
-        """Service times; infinite from utilisation 1 on."""
-        full = utilisation >= _FULL
-        crowding = 1 / (1 - np.where(full, 0.0, utilisation))
-        return np.where(full, np.inf, np.interp(crowding, self._crowding, self._waits))
-
-    def largest_utilisation(self, wait: Array) -> Array:
-        """The highest utilisation with at most this wait, 0 for a wait below 0; taken for 0 below 1e-9, which is
-        no rate worth a number."""
-        largest = 1 - 1 / np.interp(wait, self._waits, self._crowding)
-        return np.where((wait < 0) | (largest < _LEAST), 0.0, largest)
-
-
-def _newton(utilisation: Array, guess: Array, share: float) -> Array:
-    """Refine the tail's ``guess`` on the exact series, whose slope is ``u (F(x) - F(x - 1))``."""
-    for _ in range(_QUANTILE_STEPS):
-        here = _series(utilisation, guess)
-        slope = np.maximum(utilisation * (here - _series(utilisation, guess - 1)), np.finfo(np.float64).tiny)
-        guess = np.clip(guess - (here - share) / slope, 1.0, _SERIES_TERMS)
-    return guess
-
-
-def _series(utilisation: Array, wait: Array) -> Array:
-    """P(W <= wait) for 0 <= wait <= _SERIES_TERMS, and 0 below 0.
-
-    Source: Erlang (1909) and Crommelin (1932), one server:
-    ``P(W <= x) = (1 - u) * sum over k = 0..floor(x) of (u (k - x))**k / k! * exp(-u (k - x))``.
-    """
-    total = np.zeros_like(wait)
-    factorial = 1.0
-    for k in range(_SERIES_TERMS):
-        factorial *= max(k, 1)
-        power = utilisation * (k - wait)
-        term = power**k / factorial * np.exp(-power)
-        total += np.where(wait >= k, term, 0.0)
-    return (1 - utilisation) * total
-
-
-def _tail(utilisation: Array) -> tuple[Array, Array]:
-    """``(c, s)`` of ``P(W > x) -> c * exp(-s x)``.
-
-    Source: the Cramer-Lundberg asymptote of the M/G/1 queue; with constant service, s > 0 solves
-    ``u (exp(s) - 1) = s`` and ``c = (1 - u) / (u exp(s) - 1)``.
-    """
-    # Newton on a convex function from above its root never overshoots; both bounds hold, the larger is safe.
-    decay = np.maximum(2 * (1 - utilisation), -2 * np.log(utilisation))
-    for _ in range(_TAIL_STEPS):
-        step = (utilisation * np.expm1(decay) - decay) / (utilisation * np.exp(decay) - 1)
-        decay = decay - step
-        if np.all(np.abs(step) <= 1e-12 * decay):
-            break
-    return (1 - utilisation) / (utilisation * np.exp(decay) - 1), decay
+    low = np.maximum((1 - loads) / (a + s), 0.0)  # the peak, where both slopes are equal
+    high = np.full_like(loads, (1 - 1e-15) / s)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        above = excess(middle) > 0
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return np.where(loads >= 1, 0.0, (low + high) / 2)

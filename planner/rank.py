@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fingerprint.estimates import Estimate
+from planner.attainment import Attainment, paces
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
 from planner.explain import better, what_it_takes
 from planner.intent import Intent
-from planner.limits import Check, checks_as_asked, limits_missed
+from planner.limits import Check, checks_as_asked, limits_missed, told_of
 from planner.plan import Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
 from planner.queueing import MODEL_NAME
 
@@ -52,8 +53,12 @@ def rank(
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
     table = _table([c for c in candidates if c.estimate is not None], intent, objective, cost, prices)
-    checks = checks_as_asked(intent, [c.config for c in table.rows], table.seen, table.costs_high, cost.unit)
+    served = None if intent.rate_per_s is None else _served(table.rows, intent)
+    configs = [c.config for c in table.rows]
+    checks = checks_as_asked(intent, configs, table.seen, table.costs_high, cost.unit, served)
     judged = _judge(table, checks, intent, objective, cost, fits)
+    if served is not None:
+        judged = _with_risks(judged, checks, served, intent)
     feasible = [ranked for ranked in judged if ranked.feasible]
     refused = [ranked for ranked in judged if not ranked.feasible]
     blank = [
@@ -65,7 +70,7 @@ def rank(
     ordered = (*feasible, *refused, *blank)
     why_not = WhyNot()
     if not feasible:
-        why_not = what_it_takes(refused, checks, table.seen, intent, fits=fits, cost_unit=cost.unit)
+        why_not = what_it_takes(refused, checks, table.seen, intent, fits=fits, cost_unit=cost.unit, served=served)
     return Plan(
         intent=intent,
         candidates=ordered,
@@ -73,9 +78,31 @@ def rank(
         objective_unit=objective.unit,
         maximize=objective.maximize,
         cost_unit=cost.unit,
-        queueing=None if intent.rate_per_s is None else MODEL_NAME,
+        queueing=None if served is None else MODEL_NAME,
+        served=told_of(served, judged.index(feasible[0]), intent) if feasible and served is not None else None,
         why_not=replace(why_not, better=better(ordered, objective.maximize)),
     )
+
+
+def _served(rows: Sequence[Candidate], intent: Intent) -> Attainment:
+    full = [row.estimate for row in rows if row.estimate is not None]
+    alone = [row.alone or row.estimate for row in rows if row.estimate is not None]
+    return Attainment(
+        paces(full, [estimate for estimate in alone if estimate is not None], intent.traffic), intent.traffic
+    )
+
+
+def _with_risks(
+    judged: Sequence[Ranked], checks: Sequence[Check], served: Attainment, intent: Intent
+) -> list[Ranked]:
+    rate = intent.rate_per_s or 0.0
+    found = [check.risk for check in checks if check.risk is not None]
+    risks = np.max(found, axis=0).tolist() if found else [None] * len(judged)
+    busy = (served.service_s * rate).tolist()
+    return [
+        ranked._replace(risk=risk, utilisation=share)
+        for ranked, risk, share in zip(judged, risks, busy, strict=True)
+    ]
 
 
 class _Table(NamedTuple):
@@ -112,7 +139,7 @@ def _judge(
         why = (cost.unknown if known[row] else objective.unknown) if usable[row] else _NOT_USABLE
         refusals[row] = refusals[row] or why
     judged: list[Ranked] = []
-    for (config, estimate, _), refusal, limits, actual, value, spent in zip(
+    for (config, estimate, *_), refusal, limits, actual, value, spent in zip(
         table.rows,
         refusals,
         *limits_missed(checks, len(table.rows)),

@@ -17,7 +17,7 @@ import typer
 
 from fingerprint.config import Workload
 from fingerprint.errors import BadInputError
-from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, parse_slo
+from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic, parse_slo
 
 if TYPE_CHECKING:
     from iserve.planning import PlanOptions
@@ -114,9 +114,20 @@ class Wish:
         str | None, typer.Option("--slo", help="Latency limits in seconds, such as ttft=0.5,tpot=0.05,e2e=10.")
     ] = None
     percentile: Annotated[
-        float, typer.Option("--percentile", help="Of the waiting time, when --rate is given.")
+        float,
+        typer.Option("--percentile", help="Of the requests that must keep each limit, when --rate is given."),
     ] = DEFAULT_INTENT.percentile
     rate: Annotated[float | None, typer.Option("--rate", help="Requests per second to be served.")] = None
+    burstiness: Annotated[
+        float,
+        typer.Option("--burstiness", help="Deviation over mean of the gaps between requests; 1: Poisson."),
+    ] = DEFAULT_INTENT.traffic.burstiness
+    input_cv: Annotated[float, typer.Option("--input-cv", help="Deviation over mean of the prompts' lengths.")] = (
+        DEFAULT_INTENT.traffic.input_cv
+    )
+    output_cv: Annotated[
+        float, typer.Option("--output-cv", help="Deviation over mean of the answers' lengths.")
+    ] = DEFAULT_INTENT.traffic.output_cv
     quality: QualityOption = DEFAULT_INTENT.quality
     budget: Annotated[
         float | None, typer.Option("--budget", help="Most a request may cost, in the cost's unit.")
@@ -153,6 +164,7 @@ class Wish:
                     slo=limits,
                     percentile=self.percentile,
                     rate_per_s=self.rate,
+                    traffic=Traffic(burstiness=self.burstiness, input_cv=self.input_cv, output_cv=self.output_cv),
                     quality=self.quality,
                     budget=self.budget,
                 ),
@@ -170,6 +182,9 @@ class Wish:
             "slo": limits and {"ttft_s": limits.ttft_s, "tpot_s": limits.tpot_s, "e2e_s": limits.e2e_s},
             "percentile": self.percentile,
             "rate_per_s": self.rate,
+            "burstiness": self.burstiness,
+            "input_cv": self.input_cv,
+            "output_cv": self.output_cv,
             "quality": self.quality,
             "budget": self.budget,
             "input_tokens": self.input_tokens,

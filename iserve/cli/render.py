@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fingerprint.config import DeploymentConfig, Workload
     from fingerprint.estimates import Correction, Quantity
-    from iserve.plan_document import CandidateDocument, EstimateDocument, PlanDocument
+    from iserve.plan_document import CandidateDocument, EstimateDocument, PlanDocument, ServedDocument
     from iserve.plan_service import OneEstimateDocument
 
 __all__ = [
@@ -109,10 +109,31 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
         _print_indented(out, chosen.conditions)
     else:
         out.print("nothing is feasible", style="bold red")
+    if document.served is not None:
+        _print_indented(out, _served_words(document.served))
     if document.queueing is not None:
-        out.print(f"waiting time by {document.queueing}")
+        out.print(f"under load by {document.queueing}, the estimates' intervals included")
     for note in document.notes:
         out.print(f"note: {note}")
+
+
+def _served_words(served: ServedDocument) -> list[str]:
+    """Under which load, what a request gets, and how often it misses a limit."""
+    gaps = "Poisson" if served.burstiness == 1 else f"gaps' deviation {served.burstiness:g} times their mean"
+    times = [("TTFT", served.ttft), ("TPOT", served.tpot), ("E2E", served.e2e)]
+    told = ", ".join(f"{name} {seconds(time.quantile_s)}" for name, time in times)
+    missed = [
+        f"{name} of {time.limit_s:g} s: {time.miss_probability:.2g}"
+        for name, time in times
+        if time.limit_s is not None and time.miss_probability is not None
+    ]
+    what = "keeps the SLO" if missed else "is served"
+    return [
+        f"at {served.rate_per_s:g} requests/s ({gaps}): utilisation {served.utilisation:.0%}; "
+        f"up to {served.highest_rate_per_s:.3g} requests/s {what}",
+        f"p{served.percentile:g}: {told}",
+        *([f"probability of missing {', '.join(missed)}"] if missed else []),
+    ]
 
 
 def _candidate_table(

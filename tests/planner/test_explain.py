@@ -8,6 +8,7 @@ from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.estimates import Estimate
 from planner.intent import Intent, Quality, Slo
 from planner.plan import LimitKind, NoRoom, Plan, Relaxation
+from planner.queueing import MODEL_NAME
 from planner.rank import rank
 from tests.planner.candidates import candidate, everything_fits, fits_below
 
@@ -120,7 +121,7 @@ def test_rate_is_relaxed_to_what_can_be_served() -> None:
     plan = rank([candidate(ONE)], Intent(rate_per_s=1.0), fits=everything_fits)
     advice = relaxation(plan, LimitKind.RATE)
     assert (advice.allowed, advice.needed) == (1.0, 0.416)
-    assert "FCFS M/D/1" in advice.text
+    assert MODEL_NAME in advice.text
 
 
 def test_rate_is_also_what_a_missed_ttft_asks_for_when_the_queue_is_the_reason() -> None:

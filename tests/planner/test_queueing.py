@@ -1,4 +1,4 @@
-"""The M/D/1 wait against its closed forms, an exact sum of positive terms, and a simulated queue."""
+"""The planner's queue against closed forms: M/M/1, M/M/c, M/D/1, GI/M/1; and its laws."""
 
 from __future__ import annotations
 
@@ -9,133 +9,94 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.queueing import Md1Waits, md1_wait_cdf, md1_wait_quantile
+from planner.queueing import peakedness, wait_probability, wait_tail
+from tests.planner.md1 import md1_wait_cdf
+
+LOADS = [0.05, 0.3, 0.5, 0.8, 0.95]
 
 
-def cdf(u: float, x: float) -> float:
-    return float(md1_wait_cdf(np.array([u]), np.array([x]))[0])
+def longer(u: float, x: float, *, slots: int = 1, arrival_cv: float = 1.0, service_cv: float = 1.0) -> float:
+    """P(wait > x T / slots) where T does not depend on the batch."""
+    load = np.array([u])
+    often = wait_probability(load, np.ones(1), slots, arrival_cv, service_cv)
+    return float((often * wait_tail(load, arrival_cv, np.array([service_cv])).beyond(np.array([x])))[0])
 
 
-def quantile(u: float, percentile: float) -> float:
-    return float(md1_wait_quantile(np.array([u]), percentile)[0])
+def erlang_c(slots: int, u: float) -> float:
+    offered = slots * u
+    below = math.fsum(offered**k / math.factorial(k) for k in range(slots))
+    top = offered**slots / math.factorial(slots) / (1 - u)
+    return top / (below + top)
 
 
-def exact_cdf(u: float, x: float) -> float:
-    """Franx (2001), one server: every term is positive, so nothing cancels.
-
-    ``p`` is the number in the system, from the balance of steps up and down across each level.
-    """
-    arrivals = [math.exp(-u) * u**k / math.factorial(k) for k in range(60)]
-    at_least = [max(0.0, 1 - math.fsum(arrivals[:k])) for k in range(60)]
-    upper = math.floor(x) + 1
-    p = [1 - u]
-    for j in range(1, upper + 1):
-        up = p[0] * at_least[j] + math.fsum(p[i] * at_least[j - i + 1] for i in range(1, j))
-        p.append(up / arrivals[0])
-    left = u * (upper - x)
-    return math.fsum(
-        math.fsum(p[: upper + 1 - j]) * math.exp(-left) * left**j / math.factorial(j) for j in range(upper)
-    )
+@pytest.mark.parametrize("u", LOADS)
+@pytest.mark.parametrize("slots", [1, 2, 8, 32])
+@pytest.mark.parametrize("x", [0.0, 0.5, 3.0])
+def test_mmc(u: float, slots: int, x: float) -> None:
+    expected = erlang_c(slots, u) * math.exp(-(1 - u) * x)
+    assert longer(u, x, slots=slots) == pytest.approx(expected, abs=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("u", "x", "expected"),
-    [
-        pytest.param(0.5, 0.0, 0.5, id="idle-server"),
-        pytest.param(0.5, 0.5, 0.5 * math.exp(0.25), id="within-one-service"),
-        pytest.param(0.5, 1.5, 0.5 * (math.exp(0.75) - 0.25 * math.exp(0.25)), id="within-two"),
-        pytest.param(0.8, 2.0, 0.2 * (math.exp(1.6) - 0.8 * math.exp(0.8)), id="two"),
-    ],
+@pytest.mark.parametrize("u", LOADS)
+@pytest.mark.parametrize("x", [0.0, 0.2, 0.5, 1.0, 2.0, 5.0])
+def test_md1(u: float, x: float) -> None:
+    """The exact distribution is a sum of other exponentials; the mean and the tail are its own."""
+    exact = 1 - float(md1_wait_cdf(np.array([u]), np.array([x]))[0])
+    assert longer(u, x, service_cv=0.0) == pytest.approx(exact, abs=0.03)
+
+
+@pytest.mark.parametrize("u", LOADS)
+@pytest.mark.parametrize("service_cv", [0.0, 0.5, 1.0])
+def test_mean_wait_is_pollaczek_khinchine(u: float, service_cv: float) -> None:
+    x = np.linspace(0, 40 / (1 - u), 200_001)
+    load = np.full_like(x, u)
+    beyond = u * wait_tail(load, 1.0, np.full_like(x, service_cv)).beyond(x)
+    assert np.trapezoid(beyond, x) == pytest.approx(u * (1 + service_cv**2) / 2 / (1 - u), rel=0.01)
+
+
+@pytest.mark.parametrize("u", LOADS)
+@pytest.mark.parametrize("arrival_cv", [0.5, 2.0, 4.0])
+def test_gi_m_1(u: float, arrival_cv: float) -> None:
+    """As many wait as the root of s = E exp(-(1 - s) gap) says, and so long: both exact."""
+    low, high = 0.0, 1 - 1e-12
+    for _ in range(200):
+        s = (low + high) / 2
+        beyond = (1 + arrival_cv**2 * (1 - s) / u) ** (-1 / arrival_cv**2) > s
+        low, high = (s, high) if beyond else (low, s)
+    for x in (0.0, 1.0, 10.0):
+        assert longer(u, x, arrival_cv=arrival_cv) == pytest.approx(low * math.exp(-(1 - low) * x), abs=4e-3)
+
+
+def test_a_chain_whose_rate_grows_with_the_batch() -> None:
+    """Two slots, T(1) = 1 and T(2) = 1.5, one request a second: weights 1, 1, 0.75, then a quarter less each."""
+    below, waiting = 1 + 1.0, 0.75 / (1 - 0.75)
+    # T(n) = 0.5 + 0.5 n: a third of T(2) is fixed
+    often = wait_probability(np.array([0.75]), np.array([1 / 3]), 2, 1.0, 1.0)
+    assert often[0] == pytest.approx(waiting / (below + waiting), abs=1e-3)
+
+
+@given(offered=st.floats(1e-6, 1e4), service_cv=st.floats(0, 3))
+def test_poisson_arrivals_have_peakedness_one(offered: float, service_cv: float) -> None:
+    assert peakedness(np.array([offered]), 1.0, service_cv)[0] == pytest.approx(1.0, abs=1e-4)
+
+
+@given(
+    u=st.floats(0.01, 0.99),
+    slots=st.sampled_from([1, 2, 8, 40]),
+    share=st.floats(0, 1),
+    arrival_cv=st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+    service_cv=st.sampled_from([0.0, 0.7, 1.5]),
 )
-def test_cdf_closed_forms(u: float, x: float, expected: float) -> None:
-    assert cdf(u, x) == pytest.approx(expected, abs=1e-12)
+def test_more_load_and_more_burstiness_wait_more(
+    u: float, slots: int, share: float, arrival_cv: float, service_cv: float
+) -> None:
+    def often(load: float, cv: float) -> float:
+        return float(wait_probability(np.array([load]), np.array([share]), slots, cv, service_cv)[0])
 
-
-@pytest.mark.parametrize("u", [0.05, 0.3, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("x", [0.0, 0.3, 1.0, 2.5, 3.9, 4.0, 4.5, 7.2, 12.0])
-def test_cdf_is_exact_to_what_it_says(u: float, x: float) -> None:
-    assert cdf(u, x) == pytest.approx(exact_cdf(u, x), abs=1e-5)
-
-
-@pytest.mark.parametrize("u", [0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
-def test_mean_wait_is_pollaczek_khinchine(u: float) -> None:
-    """The area above the distribution is u / (2 (1 - u)) service times."""
-    x = np.linspace(0, 40 / (1 - u), 400_001)
-    area = float(np.trapezoid(1 - md1_wait_cdf(np.full_like(x, u), x), x))
-    assert area == pytest.approx(u / (2 * (1 - u)), rel=2e-3)
-
-
-@pytest.mark.parametrize("u", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("percentile", [50.0, 90.0, 95.0, 99.0])
-def test_quantile_against_a_simulated_queue(u: float, percentile: float) -> None:
-    """Lindley's recursion over 4 million arrivals; the tolerance is its own sampling error at u = 0.9."""
-    gaps = np.random.default_rng(20261121).exponential(1 / u, 4_000_000)
-    walk = np.cumsum(1.0 - gaps)
-    waits = walk - np.minimum(np.minimum.accumulate(walk), 0.0)
-    assert quantile(u, percentile) == pytest.approx(float(np.percentile(waits, percentile)), abs=0.02, rel=0.02)
-
-
-@given(u=st.floats(0.001, 0.999), percentile=st.floats(1.0, 99.9))
-def test_quantile_is_the_inverse(u: float, percentile: float) -> None:
-    x = quantile(u, percentile)
-    if x == 0:
-        assert cdf(u, 0.0) >= percentile / 100 - 1e-12, "that many find the server idle"
-    else:
-        assert cdf(u, x - 0.003) <= percentile / 100 + 1e-9
-        assert cdf(u, x + 0.003) >= percentile / 100 - 1e-9
-
-
-@given(percentile=st.floats(1.0, 99.9))
-def test_more_load_never_waits_less(percentile: float) -> None:
-    waits = md1_wait_quantile(np.linspace(0.001, 0.999, 500), percentile)
-    assert np.all(np.diff(waits) >= -0.003)
-
-
-@pytest.mark.parametrize("u", [math.nextafter(1.0, 0.0), 1.0, 1.5, 1e9])
-def test_a_full_queue_has_no_end(u: float) -> None:
-    assert quantile(u, 50.0) == math.inf
-
-
-@pytest.mark.parametrize("below", [1e-3, 1e-6, 1e-9, 1e-11])
-def test_a_nearly_full_queue_waits_as_heavy_traffic_says(below: float) -> None:
-    """Kingman's limit: exponential with mean u / (2 (1 - u)), so ln(20) / (2 (1 - u)) at 95%."""
-    assert quantile(1 - below, 95.0) == pytest.approx(math.log(20) / (2 * below), rel=1e-3)
-
-
-@pytest.mark.parametrize("percentile", [0.5, 5.0, 50.0, 90.0, 95.0, 99.0, 99.9])
-def test_the_table_is_what_it_tabulates(percentile: float) -> None:
-    u = 1 / (1 + np.exp(-np.linspace(-8.0, 20.0, 20_001)))
-    assert Md1Waits(percentile).wait(u) == pytest.approx(md1_wait_quantile(u, percentile), abs=1e-3, rel=1e-4)
-
-
-@pytest.mark.parametrize("u", [1 - 1e-12, math.nextafter(1.0, 0.0), 1.0, 1.5, 1e9])
-def test_the_table_has_no_end_either(u: float) -> None:
-    assert Md1Waits(50.0).wait(np.array([u])).tolist() == [math.inf]
-
-
-@given(wait=st.floats(0.0, 100.0), percentile=st.floats(50.0, 99.0))
-def test_largest_utilisation_keeps_the_wait(wait: float, percentile: float) -> None:
-    waits = Md1Waits(percentile)
-    u = waits.largest_utilisation(np.array([wait]))
-    assert 0 < u[0] < 1
-    assert waits.wait(u * (1 - 1e-9)) <= wait
-    assert waits.wait(np.minimum(u + 1e-3, 1.0)) > wait
-    assert quantile(float(u[0]), percentile) == pytest.approx(wait, abs=1e-3, rel=1e-4)
-
-
-@given(percentile=st.floats(1e-12, 100, exclude_max=True))
-def test_any_percentile_has_a_table_that_never_falls(percentile: float) -> None:
-    waits = Md1Waits(percentile)
-    assert np.all(np.diff(waits.wait(np.linspace(0.0, 1.0, 500)[:-1])) >= 0)
-    largest = waits.largest_utilisation(np.array([0.0, 0.5, 3.0, 1e6, np.inf]))
-    assert np.all(np.diff(largest) >= 0)
-    assert np.all(np.isfinite(largest))
-
-
-def test_no_time_to_wait_at_all_allows_nothing() -> None:
-    assert Md1Waits(95.0).largest_utilisation(np.array([-0.1])).tolist() == [0.0]
-
-
-def test_no_wait_allows_what_finds_the_server_idle() -> None:
-    """P(W = 0) = 1 - u."""
-    assert Md1Waits(95.0).largest_utilisation(np.array([0.0]))[0] == pytest.approx(0.05, rel=1e-12)
+    assert 0 <= often(u, arrival_cv) <= often(min(u + 0.01, 1.0), arrival_cv) <= 1
+    assert often(u, arrival_cv) <= often(u, 2 * arrival_cv) + 0.03, "Hayward's slots are no whole number"
+    assert often(1.0, arrival_cv) == pytest.approx(1.0)
+    tail = wait_tail(np.full(50, u), arrival_cv, np.full(50, service_cv))
+    beyond = tail.beyond(np.linspace(0, 30, 50))
+    assert (np.diff(beyond) <= 1e-12).all()
+    assert ((beyond >= 0) & (beyond <= 1)).all()

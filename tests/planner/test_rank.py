@@ -12,6 +12,7 @@ from fingerprint.estimates import Estimate
 from planner.costs import Prices
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked
+from planner.queueing import MODEL_NAME
 from planner.rank import rank
 from tests.planner.candidates import Somewhere, candidate, estimate, everything_fits, fits_below
 
@@ -120,16 +121,14 @@ def test_the_budget_of_every_cost_model_is_held_against_what_it_may_come_to(mode
 
 
 def test_a_rate_adds_the_wait_at_the_percentile() -> None:
-    """e2e 1 s at batch 1 and 0.5 requests/s: utilisation 0.5, where P(W <= x) = 0.5 exp(x / 2) up to 1 s.
-
-    The 80th percentile is 2 ln 1.6 = 0.9400 s.
-    """
+    """e2e 1 s at batch 1 and 0.5 requests/s: M/D/1 at utilisation 0.5, whose 80th percentile is
+    2 ln 1.6 = 0.9400 s; within 8% by the planner's queue, which is exact in the mean and far out."""
     served = (candidate(ONE, gib_per_gpu=1.0, ttft_s=0.5, tpot_s=0.005),)
-    for e2e_s, chosen in ((1.9399, None), (1.9401, 0)):
+    for e2e_s, chosen in ((1.9, None), (2.02, 0)):
         intent = Intent(slo=Slo(e2e_s=e2e_s), rate_per_s=0.5, percentile=80.0)
         plan = rank(served, intent, fits=everything_fits)
         assert plan.chosen == chosen
-        assert plan.queueing == "FCFS M/D/1"
+        assert plan.queueing == MODEL_NAME
     calm = rank(served, Intent(slo=Slo(ttft_s=0.5, tpot_s=0.005, e2e_s=1.0)), fits=everything_fits)
     assert calm.chosen == 0, "no rate, no wait"
     assert calm.queueing is None
@@ -139,7 +138,9 @@ def test_the_wait_counts_for_ttft_and_not_for_tpot() -> None:
     served = (candidate(ONE, gib_per_gpu=1.0, ttft_s=0.5, tpot_s=0.005),)
     at_rate = Intent(slo=Slo(ttft_s=0.6, tpot_s=0.005), rate_per_s=0.5, percentile=80.0)
     missed = rank(served, at_rate, fits=everything_fits).candidates[0].violations
-    assert [(v.limit, v.actual) for v in missed] == [(LimitKind.TTFT, pytest.approx(0.5 + 2 * math.log(1.6)))]
+    assert [(v.limit, v.actual) for v in missed] == [
+        (LimitKind.TTFT, pytest.approx(0.5 + 2 * math.log(1.6), rel=0.055))
+    ]
 
 
 def test_a_batch_shares_the_service_time() -> None:

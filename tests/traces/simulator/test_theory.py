@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.queueing import md1_wait_cdf
+from tests.planner.md1 import md1_wait_cdf
 from tests.traces.simulator.worlds import deploy_all, limits, second_per_step, serve
 from traces.request import Request
 from traces.simulator.scenario import NodeFails, NodeReturns, Remove, Service
@@ -36,7 +36,7 @@ def _mean_with_error(values: np.ndarray) -> tuple[float, float]:
 @pytest.mark.parametrize("utilisation", [0.3, 0.6, 0.8])
 @pytest.mark.parametrize("service", [Service.FCFS, Service.CONTINUOUS])
 def test_md1(utilisation: float, service: Service) -> None:
-    """Mean wait u / (2 (1 - u)) service times (Pollaczek-Khinchine), and the distribution of the planner."""
+    """Mean wait u / (2 (1 - u)) service times (Pollaczek-Khinchine), and its distribution."""
     result = serve(_poisson(utilisation, _REQUESTS, 1), second_per_step(1), service=service)
     waits_s = np.asarray(result.outcomes.ttft_s) - 1.0
     mean_s, error_s = _mean_with_error(waits_s)

@@ -1,0 +1,365 @@
+"""The probability that a request misses a latency limit under an arrival rate, for many configurations at once.
+
+What is uncertain, and how it is put together:
+
+*   *The truth.* The interval of an estimate is taken for a law over the truth: lognormal on each side of the
+    value, a twentieth beyond either end. TTFT, TPOT and E2E are wrong together (an E2E has the sum of their
+    intervals), so there is one normal number z for all, and the probability is the mean over it. Where the truth would
+    leave no steady queue, every request misses.
+*   *How many run at once*, the chain of ``planner.queueing`` as if there were slots for all: with ``q = rate * B``
+    a negative binomial of mean ``m = rate (A + B z) / (1 - q)`` and variance ``z m / (1 - q)`` at peakedness z. A
+    request runs among ``m + z``, itself included, by which Little's law holds; never among more than there are
+    slots.
+*   *The request's own length*, of a mean as the workload says and a given coefficient of variation.
+*   *The waits*: for a slot; and, where there are several, for prompts that are under way, a queue of one server
+    whose service is a prompt's share of a batch's TTFT. Besides, a first token waits for half a step.
+
+A time is a lognormal service (the second and third together) plus an independent exponential wait. Of several
+limits the one that is missed most often counts: all grow with the same load and the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fingerprint.estimates import Estimate, Quantity
+from planner.intent import Traffic
+from planner.normal import Z_OF_INTERVAL, normal_cdf, normal_quantile
+from planner.queueing import peakedness, wait_probability, wait_tail
+
+__all__ = ["Attainment", "Column", "Metric", "Paces", "Rows", "paces"]
+
+Column = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.intp]
+Metric = Literal["ttft", "tpot", "e2e"]
+
+_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
+_POINTS, _WEIGHTS = (_POINTS + 1) / 2, _WEIGHTS / 2  # of [0, 1]
+_TINY = 1e-300
+_LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
+_FLAT = 1e-3
+_WIDEST = 21.0  # in logarithms: nothing sought is farther off
+_CLOSE = 1e-4
+_TURNS, _HALVINGS = 60, 6
+
+
+class Uncertain(NamedTuple):
+    """A column of times and the widths of its lognormal law below and above."""
+
+    value: Column
+    below: Column
+    above: Column
+
+    def factor(self, z: Column) -> Column:
+        """Truth over value, z standard deviations from the middle."""
+        return np.asarray(np.exp(np.where(z > 0, self.above, self.below) * z))
+
+    def z_of(self, ratio: Column) -> Column:
+        """Where the truth is ``ratio`` times the value; infinite where it cannot be."""
+        logarithm = np.log(np.maximum(ratio, _TINY))
+        width = np.where(logarithm > 0, self.above, self.below)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            z = logarithm / width
+        return np.where(width > 0, z, np.where(logarithm >= 0, np.inf, -np.inf))
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """How fast each configuration is, a row each, at the batch it is planned for and for a request alone."""
+
+    slots: Column
+    output_tokens: Column
+    ttft_s: Uncertain  # alone
+    tpot_s: Uncertain  # of the whole batch, as are the next two
+    e2e_s: Uncertain
+    prompt_s: Column  # of TTFT, for each request of the batch
+    tpot_alone_s: Column
+    ttft_alone_high_s: Column
+    tpot_alone_high_s: Column
+    e2e_alone_s: Column
+    e2e_alone_high_s: Column
+
+    def take(self, rows: Rows) -> Paces:
+        def of(column: Column | Uncertain) -> Column | Uncertain:
+            return Uncertain(*(c[rows] for c in column)) if isinstance(column, Uncertain) else column[rows]
+
+        return Paces(*(of(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
+
+
+def paces(full: Sequence[Estimate], alone: Sequence[Estimate], traffic: Traffic) -> Paces:
+    """Columns of the estimates of whole batches, and of the same configurations with one request.
+
+    Beside requests that decode, a prompt shares its step with their tokens: it does not read the weights once
+    more, and they are computed with it. A batch is slower than one request by the reading of contexts, which
+    are longer than the mean request's where lengths vary: long answers stay longer.
+    """
+    rows = np.array([_row(e, a) for e, a in zip(full, alone, strict=True)], np.float64).reshape(-1, _ROW)
+    rows[~(np.isfinite(rows) & (rows >= 0)).all(axis=1)] = 1.0  # the planner refuses them
+    table = rows.T.copy()
+    slots, inputs, tokens, *times = table
+    ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high, ttft_1, low_1, high_1, tpot_1, _, tpot_high_1 = times
+    steps = tokens - 1
+    longer = (inputs + tokens * (1 + traffic.output_cv**2) / 2) / (inputs + tokens / 2)
+    step = tpot + np.maximum(tpot - tpot_1, 0.0) * (longer - 1)
+    shared = ttft_1 - tpot_1 + (slots - 1) * ttft / (slots * inputs)
+    prompt = np.minimum(ttft / slots, np.maximum(shared, 0.0))
+    given = np.maximum(ttft + steps * tpot, _TINY)
+    whole = np.minimum(ttft, ttft_1 + (slots - 1) * prompt) + steps * step
+    lone = np.clip(ttft_1 + steps * tpot_1, whole / slots, whole)
+    return Paces(
+        slots=slots,
+        output_tokens=tokens,
+        ttft_s=_uncertain(ttft_1, low_1, high_1),
+        tpot_s=_uncertain(tpot, tpot_low, tpot_high)._replace(value=step),
+        e2e_s=_uncertain(given, ttft_low + steps * tpot_low, ttft_high + steps * tpot_high)._replace(
+            value=np.maximum(whole, _TINY)
+        ),
+        prompt_s=ttft / slots,
+        tpot_alone_s=np.minimum(tpot_1, tpot),
+        ttft_alone_high_s=high_1,
+        tpot_alone_high_s=tpot_high_1,
+        e2e_alone_s=lone,
+        e2e_alone_high_s=high_1 + steps * tpot_high_1,
+    )
+
+
+_ROW = 15
+
+
+def _row(full: Estimate, alone: Estimate) -> tuple[float, ...]:
+    work, times = full.workload, (full.ttft_s, full.tpot_s, alone.ttft_s, alone.tpot_s)
+    return (work.batch, work.input_tokens, work.output_tokens, *(x for time in times for x in _ends(time)))
+
+
+def _ends(time: Quantity) -> tuple[float, float, float]:
+    return time.value, time.low, time.high
+
+
+def _uncertain(value: Column, low: Column, high: Column) -> Uncertain:
+    value = np.maximum(value, _TINY)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        below = np.log(value / np.maximum(low, value * 1e-3))
+        above = np.log(np.maximum(high / value, 1.0))
+    return Uncertain(value, np.maximum(below, 0.0) / Z_OF_INTERVAL, above / Z_OF_INTERVAL)
+
+
+class _State(NamedTuple):
+    """One truth of each configuration, and the load that follows from it: all [..., rows]."""
+
+    z: Column
+    utilisation: Column  # below 1
+    among: Column  # how many run at once while a request runs, itself included
+    spread: Column  # standard deviation of that
+
+
+class Attainment:
+    """Answers for ``paces`` under ``traffic``. Rates are columns too, or one number for all."""
+
+    def __init__(self, seen: Paces, traffic: Traffic) -> None:
+        self._seen, self._traffic = seen, traffic
+        one = seen.slots <= 1
+        per_slot = (seen.e2e_s.value - seen.e2e_alone_s) / np.where(one, 1.0, seen.slots - 1)
+        self._grows = np.where(one, seen.e2e_s.value, per_slot)  # B
+        self._fixed = np.where(one, 0.0, seen.e2e_alone_s - per_slot)  # A
+        self._fixed_share = self._fixed / seen.e2e_s.value
+        prompts = np.minimum(seen.prompt_s / self.service_s, 1.0)  # of the work
+        self._work_cv = np.hypot(prompts * traffic.input_cv, (1 - prompts) * traffic.output_cv)
+
+    def __len__(self) -> int:
+        return len(self._seen.slots)
+
+    def take(self, rows: Rows) -> Attainment:
+        return Attainment(self._seen.take(rows), self._traffic)
+
+    @cached_property
+    def service_s(self) -> Column:
+        """Seconds of the deployment that a request takes, when every slot is taken."""
+        return np.asarray(self._seen.e2e_s.value / self._seen.slots)
+
+    def service_at(self, percentile: float) -> Column:
+        """The same at that percentile of the truth."""
+        z = np.full(len(self), float(normal_quantile(np.array(percentile / 100))))
+        return np.asarray(self.service_s * self._seen.e2e_s.factor(z))
+
+    def alone_high(self, metric: Metric) -> Column:
+        """Of a request alone, at the upper end of its interval."""
+        seen = self._seen
+        highs = {"ttft": seen.ttft_alone_high_s, "tpot": seen.tpot_alone_high_s, "e2e": seen.e2e_alone_high_s}
+        return highs[metric]
+
+    def misses(self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float) -> Column:
+        """The share of requests whose ``metric`` is above ``limit_s``."""
+        limit = np.broadcast_to(np.asarray(limit_s, np.float64), (len(self),))
+        rate = np.broadcast_to(np.asarray(rate_per_s, np.float64), (len(self),))
+        full = rate * self.service_s
+        steady = normal_cdf(self._seen.e2e_s.z_of(_LARGEST / np.maximum(full, _TINY)))  # share of truths
+        middle = np.minimum(normal_cdf(self._where_it_turns(metric, limit, rate)), steady)
+        below, above = middle * _POINTS[:, None], middle + (steady - middle) * _POINTS[:, None]
+        missed = self._misses_at(metric, limit, rate, normal_quantile(np.concatenate([below, above])))
+        first, second = _WEIGHTS @ missed[: len(below)], _WEIGHTS @ missed[len(below) :]
+        return np.asarray(np.clip(1 - steady + middle * first + (steady - middle) * second, 0.0, 1.0))
+
+    def _where_it_turns(self, metric: Metric, limit: Column, rate: Column) -> Column:
+        """The truth at which the service alone is as long as the limit, by a few steps to a fixed point."""
+        z = np.zeros(len(self))
+        law = self._law(metric)
+        for _ in range(3):
+            mean, _ = self._service(metric, self._state(z, rate))
+            with np.errstate(invalid="ignore"):
+                z = np.clip(law.z_of(limit * law.factor(z) / mean), -8.0, 8.0)
+        return z
+
+    def _state(self, z: Column, rate: Column) -> _State:
+        slower = self._seen.e2e_s.factor(z)
+        utilisation = np.minimum(rate * self.service_s * slower, _LARGEST)
+        pace = np.minimum(rate * slower, _LARGEST / self.service_s)  # arrivals in units of the value's times
+        peak = peakedness(utilisation * self._seen.slots, self._traffic.burstiness, self._traffic.output_cv)
+        alone = 1 - pace * self._grows
+        mean = pace * (self._fixed + self._grows * peak) / alone
+        among = np.clip(mean + peak, 1.0, self._seen.slots)
+        # No law between 1 and the slots has a larger variance than the second (Bhatia and Davis).
+        variance = np.minimum(peak * mean / alone, (self._seen.slots - among) * (among - 1))
+        return _State(z, utilisation, among, np.sqrt(variance))
+
+    def _service(self, metric: Metric, state: _State) -> tuple[Column, Column]:
+        """Mean of the time without waits, and its squared coefficient of variation."""
+        seen, traffic = self._seen, self._traffic
+        together = self._fixed + self._grows * state.among
+        wobble = self._grows * state.spread
+        if metric == "e2e":
+            prompt = np.minimum(seen.ttft_s.value / together, 1.0)
+            own = (prompt * traffic.input_cv) ** 2 + ((1 - prompt) * traffic.output_cv) ** 2
+            return together * seen.e2e_s.factor(state.z), (wobble / together) ** 2 + own
+        steps = seen.output_tokens - 1
+        if metric == "tpot":
+            later = np.maximum(together - seen.ttft_s.value, _TINY)
+            per_token = np.where(steps > 0, later / np.maximum(steps, 1), seen.tpot_s.value)
+            # Alone, or where nothing is known of one request alone, it is the estimate's own.
+            per_token = np.where(self._batches, per_token, seen.tpot_s.value)
+            squared = np.where(self._batches & (steps > 0), (wobble / later) ** 2, 0.0)
+            return per_token * seen.tpot_s.factor(state.z), squared
+        grown = (seen.tpot_s.value - seen.tpot_alone_s) / np.maximum(seen.slots - 1, 1) * (state.among - 1)
+        step_s = (seen.tpot_alone_s + grown) * np.minimum(state.utilisation * seen.slots, 1.0) / 2
+        beside_s = np.where(seen.slots > 1, step_s + grown, 0.0) * seen.tpot_s.factor(state.z)
+        own_s = seen.ttft_s.value * seen.ttft_s.factor(state.z)
+        return own_s + beside_s, (traffic.input_cv * own_s / (own_s + beside_s)) ** 2
+
+    @cached_property
+    def _batches(self) -> npt.NDArray[np.bool_]:
+        return np.asarray(self._grows * (self._seen.slots > 1) > 0)
+
+    def _misses_at(self, metric: Metric, limit: Column, rate: Column, z: Column) -> Column:
+        """[points, rows]: at each truth z."""
+        state = self._state(z, rate)
+        mean, squared = self._service(metric, state)
+        if not squared.any():
+            return np.where(mean > limit, 1.0, self._waits(metric, limit - mean, state))
+        width = np.sqrt(np.log1p(squared))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            turn = np.log(limit / mean) / width + width / 2
+        in_time = normal_cdf(np.where(width > 0, turn, np.where(mean > limit, -np.inf, np.inf)))
+        missed = 1 - in_time
+        if metric == "tpot":
+            return missed
+        for point, weight in zip(_POINTS.tolist(), _WEIGHTS.tolist(), strict=True):
+            service = mean * np.exp(width * normal_quantile(in_time * point) - width**2 / 2)
+            missed = missed + in_time * weight * self._waits(metric, limit - service, state)
+        return missed
+
+    def _waits(self, metric: Metric, longer_than_s: Column, state: _State) -> Column:
+        """The share of requests that wait longer, 0 of TPOT."""
+        if metric == "tpot":
+            return np.zeros_like(longer_than_s)
+        wait_s = np.maximum(longer_than_s, 0.0)
+        missed = self._slot_wait(wait_s, state)
+        if metric == "ttft" and (self._seen.slots > 1).any():
+            missed = 1 - (1 - missed) * (1 - self._prompt_wait(wait_s, state))
+        return missed
+
+    def _slot_wait(self, longer_than_s: Column, state: _State) -> Column:
+        seen, traffic = self._seen, self._traffic
+        often = np.empty_like(state.utilisation)
+        for slots in np.unique(seen.slots).tolist():
+            rows = seen.slots == slots
+            often[..., rows] = wait_probability(
+                state.utilisation[..., rows],
+                self._fixed_share[rows],
+                int(slots),
+                traffic.burstiness,
+                traffic.output_cv,
+            )
+        tail = wait_tail(state.utilisation, traffic.burstiness, self._work_cv)
+        return often * tail.beyond(longer_than_s / (self.service_s * seen.e2e_s.factor(state.z)))
+
+    def _prompt_wait(self, longer_than_s: Column, state: _State) -> Column:
+        seen, traffic = self._seen, self._traffic
+        busy = state.utilisation * seen.prompt_s / self.service_s
+        often = wait_probability(busy, np.zeros(len(self)), 1, traffic.burstiness, traffic.input_cv)
+        tail = wait_tail(busy, traffic.burstiness, np.full(len(self), traffic.input_cv))
+        # Those that come while a step runs are served together by the next: who waits for others that came before
+        # it waits for as many that came after. All but the rest of the step under way is such a wait.
+        mean = often * tail.mean
+        together = np.clip(2 - busy * (1 + traffic.input_cv**2) / 2 / np.maximum(mean, _TINY), 1.0, 2.0)
+        waits = often * tail.beyond(longer_than_s / (seen.prompt_s * seen.e2e_s.factor(state.z) * together))
+        return np.where(seen.slots > 1, waits, 0.0)
+
+    def quantile(self, metric: Metric, percentile: float, rate_per_s: Column | float) -> Column:
+        """Seconds that ``percentile`` % of the requests do not exceed, at most 0.01% too many; infinite where
+        so many truths leave no steady queue."""
+        middle = np.log(self._law(metric).value)
+
+        def excess(x: Column) -> Column:
+            return _excess(self.misses(metric, np.exp(-x), rate_per_s), percentile)
+
+        return np.asarray(np.exp(-_crossing(excess, -middle - _WIDEST, -middle + _WIDEST)))
+
+    def highest_rate(self, limits_s: Mapping[Metric, Column], percentile: float, most: Column) -> Column:
+        """The highest rate up to ``most`` at which ``percentile`` % of the requests keep every limit; 0 where
+        it is not worth a number."""
+
+        def excess(x: Column) -> Column:
+            rate = np.exp(x)
+            worst = np.max([self.misses(metric, limit, rate) for metric, limit in limits_s.items()], axis=0)
+            return _excess(worst, percentile)
+
+        top = np.log(np.maximum(most, _TINY))
+        return np.asarray(np.minimum(np.exp(_crossing(excess, top - _WIDEST, top)), most))
+
+    def _law(self, metric: Metric) -> Uncertain:
+        return {"ttft": self._seen.ttft_s, "tpot": self._seen.tpot_s, "e2e": self._seen.e2e_s}[metric]
+
+
+def _excess(missed: Column, percentile: float) -> Column:
+    """Above 0 where more miss than may."""
+    allowed = 1 - percentile / 100
+    return np.asarray(np.log(np.maximum(missed / allowed, _FLAT)))  # beyond, a straight line is no guide
+
+
+def _crossing(excess: Callable[[Column], Column], low: Column, high: Column) -> Column:
+    """The largest x in [low, high] at which a rising ``excess`` is at most 0, within 1e-4 below it; -inf where
+    it is above 0 everywhere, infinite where it is nowhere.
+
+    Regula falsi between halvings; never closer to an end than half the tolerance, so that both ends close in.
+    """
+    at_low, at_high = excess(low), excess(high)
+    never, always = at_low > 0, at_high <= 0
+    for turn in range(_TURNS):
+        if np.max(np.where(never | always, 0.0, high - low), initial=0.0) <= _CLOSE:
+            break
+        x = (low + high) / 2
+        if turn >= _HALVINGS and turn % 5:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                straight = low - at_low * (high - low) / (at_high - at_low)
+            x = np.where(np.isfinite(straight), np.clip(straight, low + _CLOSE / 2, high - _CLOSE / 2), x)
+        here = excess(x)
+        fine = here <= 0
+        # Illinois: what stays where it was counts half.
+        low, at_low = np.where(fine, x, low), np.where(fine, here, at_low / 2)
+        high, at_high = np.where(fine, high, x), np.where(fine, at_high / 2, here)
+    return np.where(never, -np.inf, np.where(always, np.inf, low))

@@ -1,0 +1,227 @@
+"""How well the planner's probability of missing an SLO agrees with simulation: ``python -m tests.bench.risk``.
+
+Llama-2-7B by the roofline of an A6000 (``[--json FILE] [--requests N]``), one deployment with 1, 8 or 32 slots,
+512 tokens in and 128 out on average. The planner is told what it would be told: the estimates of one request
+and of the whole batch, rate, burstiness, and how the lengths vary; the simulator runs the engine's scheduler on
+step times tabulated from the same estimator. Estimates have no interval here, so that what differs is the
+queueing model alone.
+
+Utilisation is of the planner's own capacity, ``slots / E2E(slots)``. Limits are settled beforehand: TTFT of 5
+times that of a request alone, E2E of 1.5 times that of the whole batch; "either" is judged by the simulator on
+both. With ISERVE_REFERENCE_DATA, Azure's conversation and code traces too, their times stretched to the
+utilisation; the planner is told the workload's mean lengths, their variation and the index of dispersion in
+bins of 10 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fingerprint.codec import to_json
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpus import gpu_spec
+from iserve.simulation import EngineBatcher, idle_cluster
+from planner.attainment import Attainment, Paces, paces
+from planner.intent import Traffic
+from tests.bench.rank import machine
+from tests.bench.simulate import Spread
+from tests.fingerprint.step_timed_machine import llama_7b
+from traces.arrivals import Gamma
+from traces.generate import generate
+from traces.lengths import FixedLengths, LengthModel, LognormalLengths
+from traces.outcomes import Outcomes
+from traces.reading import open_trace
+from traces.request import Request
+from traces.simulator.scenario import Deploy, Policies, Scenario, Service
+from traces.simulator.simulation import simulate
+from traces.simulator.step_model import Limits, StepModel, tabulate
+from traces.statistics import statistics_of
+
+SLOTS = (1, 8, 32)
+UTILISATIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 0.95)
+CVS = (1.0, 2.0, 4.0)
+PERCENTILES = (95.0, 99.0)
+INPUT, OUTPUT = 512, 128
+TTFT_LIMIT, E2E_LIMIT = 5.0, 1.5
+A6000 = gpu_spec("a6000")
+
+
+class Case(NamedTuple):
+    name: str
+    slots: int
+    utilisation: float
+    traffic: Traffic
+    work: Workload  # mean lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    case: str
+    slots: int
+    utilisation: float
+    burstiness: float
+    input_cv: float
+    output_cv: float
+    busy_fraction: float  # simulated
+    missed: dict[str, tuple[float, float]]  # of ttft, e2e, either: predicted, simulated share
+    seconds: dict[str, tuple[float, float]]  # of "ttft p95" and so on: predicted, simulated
+
+
+def varied(cv: float) -> LengthModel:
+    """Lengths of the means above and this coefficient of variation, before rounding."""
+    if cv == 0:
+        return FixedLengths(INPUT, OUTPUT)
+    std = float(np.sqrt(np.log1p(cv**2)))
+    return LognormalLengths(
+        float(np.log(INPUT) - std**2 / 2), std, float(np.log(OUTPUT) - std**2 / 2), std, 0.0, 8000, 8000
+    )
+
+
+@cache
+def step_model(slots: int) -> StepModel:
+    limits = Limits(max_batch=slots, max_context_tokens=32_768, max_batched_tokens=8192)
+    return tabulate(RooflineEstimator(llama_7b(), A6000), DeploymentConfig(), limits)
+
+
+def prediction(case: Case) -> Attainment:
+    estimator = RooflineEstimator(llama_7b(), A6000)
+    full, alone = (
+        estimator.estimate(DeploymentConfig(), Workload(batch, case.work.input_tokens, case.work.output_tokens))
+        for batch in (case.slots, 1)
+    )
+    return Attainment(_certain(paces([full], [alone], case.traffic)), case.traffic)
+
+
+def _certain(seen: Paces) -> Paces:
+    """Without intervals."""
+    none = np.zeros(1)
+    return replace(
+        seen,
+        **{name: getattr(seen, name)._replace(below=none, above=none) for name in ("ttft_s", "tpot_s", "e2e_s")},
+    )
+
+
+def simulated(case: Case, requests: Iterable[Request]) -> tuple[Outcomes, float]:
+    scenario = Scenario(
+        cluster=idle_cluster(A6000, 1),
+        actions=(Deploy(at_s=0.0, name="0", model="0"),),
+        service=Service.CONTINUOUS,
+        most_waiting=10**9,
+    )
+    policies = Policies(deployer=Spread(step_model(case.slots), 1), make_batcher=EngineBatcher)
+    result = simulate(requests, scenario, policies)
+    return result.outcomes, result.gpus[0].busy_fraction
+
+
+def compare(case: Case, requests: Iterable[Request], rate_per_s: float, foreseen: Attainment) -> Compared:
+    outcomes, busy = simulated(case, requests)
+    times = {"ttft": np.asarray(outcomes.ttft_s), "e2e": np.asarray(outcomes.e2e_s)}
+    alone = case._replace(slots=1)
+    limits = {
+        "ttft": TTFT_LIMIT * float(prediction(alone).quantile("ttft", 50.0, 1e-9)[0]),
+        "e2e": E2E_LIMIT * float(foreseen.service_s[0] * case.slots),
+    }
+    missed, seconds = {}, {}
+    for metric, limit in limits.items():
+        missed[metric] = (
+            float(foreseen.misses(metric, limit, rate_per_s)[0]),
+            float((times[metric] > limit).mean()),
+        )
+        for percentile in PERCENTILES:
+            told = float(foreseen.quantile(metric, percentile, rate_per_s)[0])
+            seconds[f"{metric} p{percentile:g}"] = (told, float(np.percentile(times[metric], percentile)))
+    either = np.logical_or(*(times[metric] > limit for metric, limit in limits.items())).mean()
+    missed["either"] = (max(missed[metric][0] for metric in limits), float(either))
+    traffic = case.traffic
+    return Compared(
+        case=case.name, slots=case.slots, utilisation=case.utilisation, burstiness=traffic.burstiness,
+        input_cv=traffic.input_cv, output_cv=traffic.output_cv, busy_fraction=busy, missed=missed, seconds=seconds,
+    )  # fmt: skip
+
+
+def generated(count: int) -> Iterator[Compared]:
+    for cv_lengths in (0.0, 1.0):
+        for slots in SLOTS:
+            for cv in CVS:
+                for utilisation in UTILISATIONS:
+                    traffic = Traffic(burstiness=cv, input_cv=cv_lengths, output_cv=cv_lengths)
+                    name = f"gamma, lengths cv {cv_lengths:g}"
+                    case = Case(name, slots, utilisation, traffic, Workload(slots, INPUT, OUTPUT))
+                    foreseen = prediction(case)
+                    rate = utilisation / float(foreseen.service_s[0])
+                    stream = generate(
+                        Gamma(rate, cv), varied(cv_lengths), seed=7, num_requests=count, models=["0"]
+                    )
+                    yield compare(case, stream, rate, foreseen)
+
+
+def of_azure(folder: Path) -> Iterator[Compared]:
+    for name in ("conv", "code"):
+        requests = list(open_trace(folder / f"azure_llm_2023_{name}.csv.gz", None))
+        tokens = np.array([(r.input_tokens, r.output_tokens) for r in requests], np.float64)
+        means, cvs = tokens.mean(0), tokens.std(0) / tokens.mean(0)
+        for slots in SLOTS:
+            for utilisation in UTILISATIONS:
+                work = Workload(slots, round(float(means[0])), round(float(means[1])))
+                case = Case(f"azure {name}", slots, utilisation, Traffic(), work)
+                span_s = requests[-1].arrival_s - requests[0].arrival_s
+                rate = utilisation / float(prediction(case).service_s[0])
+                stretch = len(requests) / span_s / rate
+                slowed = [replace(r, arrival_s=r.arrival_s * stretch, model="0") for r in requests]
+                iod = statistics_of(slowed).bins[1].iod or 1.0
+                traffic = Traffic(burstiness=float(np.sqrt(iod)), input_cv=float(cvs[0]), output_cv=float(cvs[1]))
+                case = case._replace(traffic=traffic)
+                yield compare(case, slowed, rate, prediction(case))
+
+
+def told(c: Compared) -> str:
+    pairs = "  ".join(f"{name} {100 * a:5.1f}|{100 * b:5.1f}%" for name, (a, b) in c.missed.items())
+    times = "  ".join(f"{name} {a:6.2f}|{b:6.2f}" for name, (a, b) in c.seconds.items())
+    load = f"slots {c.slots:2d} cv {c.burstiness:3.1f} u {c.utilisation:.2f} (busy {c.busy_fraction:.2f})"
+    return f"{c.case:21s} {load}  {pairs}  {times}"
+
+
+def summary(found: list[Compared]) -> Iterator[str]:
+    """Errors by slots and burstiness: of shares in points, of times as a factor either way."""
+    for case in dict.fromkeys(c.case for c in found):
+        for slots in SLOTS:
+            rows = [c for c in found if c.case == case and c.slots == slots]
+            points = {m: [abs(a - b) * 100 for c in rows for a, b in [c.missed[m]]] for m in rows[0].missed}
+            ratios = {t: [abs(np.log(a / b)) for c in rows for a, b in [c.seconds[t]]] for t in rows[0].seconds}
+            shares = ", ".join(f"{m} {np.median(p):.1f} (worst {max(p):.0f})" for m, p in points.items())
+            times = ", ".join(
+                f"{t} x{np.exp(np.median(r)):.2f} (x{np.exp(max(r)):.1f})" for t, r in ratios.items()
+            )
+            yield f"{case}, {slots} slots: points {shares}; {times}"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--requests", type=int, default=60_000)
+    options = parser.parse_args(arguments)
+    print(machine())
+    found = []
+    data = os.environ.get("ISERVE_REFERENCE_DATA")
+    sources = [generated(options.requests)] + ([of_azure(Path(data) / "traces")] if data else [])
+    for source in sources:
+        for compared in source:
+            found.append(compared)
+            print(told(compared), flush=True)
+    print(*summary(found), sep="\n")
+    if options.json:
+        options.json.write_bytes(to_json(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

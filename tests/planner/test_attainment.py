@@ -1,0 +1,152 @@
+"""The probability of missing a limit: laws, and integrals done by hand."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fingerprint.config import DeploymentConfig, Workload
+from planner.attainment import Attainment, Metric, paces
+from planner.intent import Traffic
+from tests.planner.candidates import estimate
+
+POISSON = Traffic()
+METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
+
+
+def attainment(*, batch: int = 1, spread: float = 0.0, traffic: Traffic = POISSON) -> Attainment:
+    """Alone TTFT 0.4 s and TPOT 20 ms; a batch takes a quarter more for each further request."""
+    grown = 1 + (batch - 1) / 4
+    full, alone = (
+        estimate(
+            DeploymentConfig(),
+            ttft_s=0.4 * factor,
+            tpot_s=0.02 * factor,
+            spread=spread,
+            workload=Workload(batch=size, input_tokens=512, output_tokens=101),
+        )
+        for size, factor in ((batch, grown), (1, 1.0))
+    )
+    return Attainment(paces([full], [alone], traffic), traffic)
+
+
+def misses(found: Attainment, metric: Metric, limit_s: float, rate: float) -> float:
+    return float(found.misses(metric, limit_s, rate)[0])
+
+
+def capacity(found: Attainment) -> float:
+    return float(1 / found.service_s[0])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("percentile", [80.0, 95.0, 99.0])
+def test_without_load_it_is_the_law_of_the_truth(metric: Metric, percentile: float) -> None:
+    """Lognormal above the value, its 95th percentile the interval's upper end."""
+    value = {"ttft": 0.4, "tpot": 0.02, "e2e": 2.4}[metric]
+    z = NormalDist().inv_cdf(percentile / 100) / NormalDist().inv_cdf(0.95)
+    found = float(attainment(spread=0.1).quantile(metric, percentile, 1e-12)[0])
+    assert found == pytest.approx(value * 1.1**z, rel=2e-4)
+
+
+def test_the_uncertain_truth_is_integrated_over() -> None:
+    """One slot, exponential answers: the mean over the truth of M/M/1's ``u exp(-(1 - u) wait / T)``, by hand."""
+    found, rate, limit = attainment(spread=0.2, traffic=Traffic(input_cv=0.0)), 0.15, 4.0
+    total, points = 0.0, 20_000
+    for i in range(points):
+        z = NormalDist().inv_cdf((i + 0.5) / points)
+        high, low = 1.2, 0.8
+        slower = (high if z > 0 else 1 / low) ** (z / NormalDist().inv_cdf(0.95))
+        certain = attainment()
+        scaled_limit, scaled_rate = limit / slower, rate * slower
+        # a machine that is slower by a factor is the same machine with another clock
+        total += (
+            (1.0 if scaled_rate >= capacity(certain) else misses(certain, "e2e", scaled_limit, scaled_rate))
+            if i % 100 == 50
+            else 0.0
+        )
+    assert misses(found, "e2e", limit, rate) == pytest.approx(total / (points / 100), abs=0.01)
+
+
+cases = {
+    "batch": st.sampled_from([1, 4, 16]),
+    "busy": st.floats(0.05, 0.9),
+    "spread": st.sampled_from([0.0, 0.1, 0.4]),
+    "burstiness": st.sampled_from([1.0, 2.0, 4.0]),
+    "cv": st.sampled_from([0.0, 1.0]),
+    "metric": st.sampled_from(METRICS),
+    "limit": st.floats(1.1, 20.0),
+}
+SLACK = 0.01  # of the sums that stand for integrals
+BURSTY_SLACK = 0.03  # of the scaling by Hayward, whose slots are no whole number
+
+
+@given(**cases)
+def test_attainment_falls_with_load_burstiness_and_doubt_and_rises_with_the_limit(
+    batch: int, busy: float, spread: float, burstiness: float, cv: float, metric: Metric, limit: float
+) -> None:
+    traffic = Traffic(burstiness=burstiness, input_cv=cv, output_cv=cv)
+    found = attainment(batch=batch, spread=spread, traffic=traffic)
+    rate, limit_s = busy * capacity(found), limit * {"ttft": 0.4, "tpot": 0.02, "e2e": 2.4}[metric]
+    missed = misses(found, metric, limit_s, rate)
+    assert 0 <= missed <= 1
+    assert misses(found, metric, limit_s, rate * 1.1) >= missed - SLACK
+    assert misses(found, metric, limit_s * 1.1, rate) <= missed + SLACK
+    if missed < 0.5:
+        wilder = Traffic(burstiness=burstiness * 2, input_cv=cv, output_cv=cv)
+        burstier = attainment(batch=batch, spread=spread, traffic=wilder)
+        assert misses(burstier, metric, limit_s, rate) >= missed - BURSTY_SLACK
+        wider = attainment(batch=batch, spread=spread + 0.1, traffic=traffic)
+        assert misses(wider, metric, limit_s, rate) >= missed - SLACK
+
+
+@given(**{name: cases[name] for name in ("batch", "busy", "spread", "burstiness", "cv", "metric")})
+def test_quantiles_rise_with_the_percentile_and_are_kept(
+    batch: int, busy: float, spread: float, burstiness: float, cv: float, metric: Metric
+) -> None:
+    found = attainment(
+        batch=batch, spread=spread, traffic=Traffic(burstiness=burstiness, input_cv=cv, output_cv=cv)
+    )
+    rate = busy * capacity(found)
+    told = [float(found.quantile(metric, percentile, rate)[0]) for percentile in (50.0, 90.0, 99.0)]
+    assert told[0] <= told[1] * 1.0002 <= told[2] * 1.0004, "each is found within 0.01%"
+    for percentile, value in zip((50.0, 90.0, 99.0), told, strict=True):
+        if math.isfinite(value):
+            assert misses(found, metric, value, rate) <= 1 - percentile / 100 + 1e-12
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_beyond_capacity_every_request_misses(batch: int) -> None:
+    found = attainment(batch=batch)
+    assert misses(found, "e2e", 1e6, 1.001 * capacity(found)) == 1
+    assert math.isinf(float(found.quantile("e2e", 95.0, 1.001 * capacity(found))[0]))
+
+
+def test_truths_that_leave_no_queue_count_as_missed() -> None:
+    """At 1.1 / 1.2 of what the value serves, the interval's end, a twentieth of the truths serve less."""
+    found = attainment(spread=0.2)
+    assert misses(found, "ttft", 1e9, capacity(found) / 1.2) == pytest.approx(0.05, abs=1e-4)
+
+
+def test_the_highest_rate_keeps_the_limits_and_no_higher_one_does() -> None:
+    found = attainment(batch=16, spread=0.1)
+    limits: dict[Metric, np.ndarray] = {"ttft": np.array([2.0]), "e2e": np.array([20.0])}
+    highest = float(found.highest_rate(limits, 95.0, np.array([capacity(found)]))[0])
+    worst = [max(misses(found, m, float(limit[0]), rate) for m, limit in limits.items())
+             for rate in (highest, highest * 1.001)]  # fmt: skip
+    assert worst[0] <= 0.05 < worst[1]
+
+
+def test_a_request_alone_in_a_large_batch_is_as_fast_as_alone() -> None:
+    found = attainment(batch=16)
+    for metric, value in (("ttft", 0.4), ("tpot", 0.02), ("e2e", 2.4)):
+        assert float(found.quantile(metric, 95.0, 1e-9)[0]) == pytest.approx(value, rel=1e-3)  # type: ignore[arg-type]
+
+
+def test_nothing_to_judge() -> None:
+    none = Attainment(paces([], [], POISSON), POISSON)
+    assert none.misses("e2e", 1.0, 1.0).shape == (0,)
