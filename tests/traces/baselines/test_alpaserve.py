@@ -17,7 +17,7 @@ from tests.traces.baselines.small_models import DEGREES, GPU_BYTES, bytes_on, cl
 from traces.baselines.alpaserve import Plan, SimulatedTrace, deployment_of, search
 from traces.baselines.grouping import in_order, partitions
 from traces.baselines.knowledge import Knowledge, Places, StepTimes, without
-from traces.baselines.selection import Placed, Score, Selector
+from traces.baselines.selection import Placed, Score, Selector, Verdict
 from traces.request import Request
 from traces.simulator.scenario import Deploy, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
@@ -256,3 +256,32 @@ def test_what_was_planned_is_what_the_simulator_deploys() -> None:
     assert {g.device_id: g.peak_bytes for g in result.gpus} == {
         gpu.device_id: gpu.total_bytes - gpu.free_bytes for gpu in left.gpus
     }
+
+
+def test_the_fast_heuristic_puts_the_most_missed_model_on_the_least_busy_group() -> None:
+    """Told that b misses most, then c, then a, and that the second GPU is the quieter one."""
+
+    def told(models: Sequence[str], replicas: Sequence[Placed]) -> Verdict:
+        busy = {("node0", "gpu0"): 0.9, ("node0", "gpu1"): 0.1}
+        return Verdict(Score(len(replicas), 0, 0.0), {"a": 1, "b": 5, "c": 3}, busy)
+
+    models = {name: known(name, 32, degrees=((1, 1),)) for name in "abc"}
+    select = Selector(models, dict.fromkeys(models, 1), PLACES, told)
+    found = select("abc", next(partitions(in_order(cluster(2)), [(1, 1)])))
+    assert found is not None
+    order = [(placed.model, placed.placement.device_ids[0]) for placed in found[1].replicas]
+    assert order == [(model, gpu) for gpu in ("gpu1", "gpu0") for model in "bca"]
+
+
+def test_the_gpus_go_to_the_buckets_that_make_most_of_them() -> None:
+    """Told that a keeps one more SLO with every replica, b just one, and that together they keep none."""
+
+    def told(models: Sequence[str], replicas: Sequence[Placed]) -> Verdict:
+        met = {("a",): len(replicas), ("b",): min(len(replicas), 1)}.get(tuple(models), 0)
+        return Verdict(Score(met, 0, 0.0), dict.fromkeys(models, 1), {})
+
+    models = {"a": known("a", degrees=((1, 1),)), "b": known("b", step_s=10.0, degrees=((1, 1),))}
+    plan = search(models, dict.fromkeys(models, 1), cluster(4), PLACES, told)
+    assert plan.score.met == 4
+    assert sorted(placed.model for placed in plan.replicas) == ["a", "a", "a", "b"]
+    assert sorted(bytes_on(*(placed.placement for placed in plan.replicas))) == [f"gpu{i}" for i in range(4)]
