@@ -28,6 +28,9 @@ def plan(
         str | None, typer.Option("--gpus", help="Plan for these instead, such as a6000:8. Needs no GPU.")
     ] = None,
     wish: o.Wish,
+    picture: Annotated[
+        bool, typer.Option("--picture", help="Draw the Pareto front: cost against latency, in characters.")
+    ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Rank every configuration of MODEL for an intent, and explain the choice. Starts nothing.
@@ -37,6 +40,7 @@ def plan(
     from fingerprint.codec import to_json
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import client, model_argument, registered_models
+    from iserve.cli.pareto_text import print_pareto
     from iserve.cli.render import print_plan
     from iserve.plan_document import PlanDocument
     from iserve.plan_service import plan_for_gpus
@@ -56,6 +60,8 @@ def plan(
         typer.echo(to_json(document, indent=2).decode())
     else:
         print_plan(document)
+        if picture:
+            print_pareto(document)
 
 
 def estimate(
