@@ -14,13 +14,19 @@ from functools import cache
 from importlib import resources
 
 import numpy as np
+import numpy.typing as npt
 
 from fingerprint.codec import from_json
+
+Array = npt.NDArray[np.float64]
 
 __all__ = ["Calibration", "LogErrors", "MeasuredError", "shipped_calibration"]
 
 _INTERVAL = 0.90
 _FEWEST_MODELS = 2
+# The edges are means of the quantiles from the 4th to the 5th percentile and from the 95th to the 96th: a quantile
+# alone jumps from one error to the next as weights change, and one more prompt token would halve an interval.
+_EDGE = 0.01
 _ROUNDING = 1e-9  # of a sum of shares: in whatever order errors come, the same one is at the edge
 # A burst of few prompt tokens waits for the host, one of many for the GPU's arithmetic: errors differ tenfold.
 _NEAR_OCTAVES = 1.5  # standard deviation of the weight over log2 of the prompt tokens
@@ -44,7 +50,7 @@ class MeasuredError:
 
 @dataclass(frozen=True, slots=True)
 class LogErrors:
-    """Where ln(measured / predicted) of other models lies: the 5th, 50th and 95th percentile."""
+    """Where ln(measured / predicted) of other models lies: nine tenths of it at least, and its middle."""
 
     low: float
     middle: float
@@ -91,15 +97,31 @@ def _num_models(errors: Sequence[MeasuredError]) -> int:
 
 def _quantiles(errors: Sequence[MeasuredError], prompt_tokens: int) -> LogErrors:
     points = Counter(error.shape_hash for error in errors)
-    values = np.array([error.log_error for error in errors])
+    values = np.array([_rounded(error.log_error) for error in errors])
     octaves = np.log2([error.batch * error.input_tokens / prompt_tokens for error in errors])
     far = (octaves**2 - (octaves**2).min()) / (2 * _NEAR_OCTAVES**2)  # the nearest has weight 1
     weights = np.exp(-far) / [points[error.shape_hash] for error in errors]
     order = np.argsort(values)
-    share = np.cumsum(weights[order]) / weights.sum()
+    ordered, share = values[order], np.cumsum(weights[order]) / weights.sum()
     tail = (1 - _INTERVAL) / 2
     at = np.searchsorted(share, np.array([tail, 0.5, 1 - tail]) - _ROUNDING)
-    return LogErrors(*(float(value) for value in values[order][at]))
+    low, middle, high = (float(value) for value in ordered[at])
+    return LogErrors(
+        _mean_between(ordered, share, tail - _EDGE, tail, low),
+        middle,
+        _mean_between(ordered, share, 1 - tail, 1 - tail + _EDGE, high),
+    )
+
+
+def _mean_between(ordered: Array, share: Array, begin: float, end: float, about: float) -> float:
+    """Mean of the quantiles from ``begin`` to ``end``, computed from deviations from ``about``."""
+    held = np.diff(np.clip(share, begin, end), prepend=begin)
+    return _rounded(about + float(held @ (ordered - about)) / (end - begin))
+
+
+def _rounded(value: float) -> float:
+    """To 12 digits: equal ones are equal however means of them were summed."""
+    return float(f"{value:.12g}")
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -120,6 +121,19 @@ def test_points_of_about_as_many_prompt_tokens_count_most() -> None:
     both = Calibration(near + far)
     for prompt_tokens, off in ((64, 0.4), (128, 0.4), (16_384, 0.02), (131_072, 0.02)):
         assert bounds(both, prompt_tokens=prompt_tokens) == pytest.approx((-off, 0.0, off))
+
+
+def test_one_more_prompt_token_does_not_change_an_interval_at_once() -> None:
+    near = of(*[[0.4, 0.1, -0.4]] * 3).errors
+    far = tuple(replace(e, input_tokens=32_768, log_error=e.log_error / 20) for e in near)
+    both = Calibration(near + far)
+    tokens = [round(2 ** (k / 200)) for k in range(7 * 200, 15 * 200)]
+    found = [bounds(both, prompt_tokens=n) for n in tokens]
+    assert max(high for _, _, high in found) == pytest.approx(0.4)
+    assert min(high for _, _, high in found) == pytest.approx(0.02)
+    for (low, _, high), (next_low, _, next_high) in pairwise(found):
+        assert abs(next_low - low) < 0.04
+        assert abs(next_high - high) < 0.04
 
 
 def test_beyond_all_that_was_measured_the_nearest_decides() -> None:
