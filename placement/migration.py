@@ -98,10 +98,11 @@ class _Groups:
 
     def __init__(self, snapshot: ClusterSnapshot, cluster: LoadedCluster, link_group_size: int | None) -> None:
         self._link = link_group_size or 1
-        self._loads = dict(cluster.loads)  # as it is before anybody moves
-        self._nodes: dict[str, list[GpuState]] = {}
+        # With their loads as they are before anybody moves.
+        self._nodes: dict[str, list[tuple[float, GpuState]]] = {}
         for gpu in sorted(snapshot.gpus, key=lambda g: (g.node_id, g.gpu_index)):
-            self._nodes.setdefault(gpu.node_id, []).append(gpu)
+            load = cluster.loads.get((gpu.node_id, gpu.device_id), 0.0)
+            self._nodes.setdefault(gpu.node_id, []).append((load, gpu))
         self._of: dict[int, list[tuple[float, tuple[GpuState, ...]]]] = {}
 
     def for_another(self, placement: Placement) -> Iterator[Placement]:
@@ -134,14 +135,10 @@ class _Groups:
         if tp not in self._of:
             aligned = self._link % tp == 0 or tp % self._link == 0
             step = tp if aligned else 1
-            groups = [
-                tuple(gpus[i : i + tp])
-                for gpus in self._nodes.values()
-                for i in range(0, len(gpus) - tp + 1, step)
-            ]
-            loaded = [(self._load(group), group) for group in groups]
-            self._of[tp] = sorted(loaded, key=lambda one: one[0] or math.inf)
+            found = []
+            for gpus in self._nodes.values():
+                for first in range(0, len(gpus) - tp + 1, step):
+                    loads, group = zip(*gpus[first : first + tp], strict=True)
+                    found.append((max(loads), group))
+            self._of[tp] = sorted(found, key=lambda one: one[0] or math.inf)
         return self._of[tp]
-
-    def _load(self, group: tuple[GpuState, ...]) -> float:
-        return max([self._loads.get((gpu.node_id, gpu.device_id), 0.0) for gpu in group])

@@ -36,6 +36,7 @@ __all__ = ["Progress", "simulate"]
 
 Progress = Callable[[int, float], None]  # (requests that have arrived, simulated seconds)
 
+_PATIENCE_S = 900.0  # after the last thing that happened, for a steering policy to help those who still wait
 _REPORT_EVERY = 1 << 14  # requests
 
 
@@ -149,7 +150,7 @@ class _World:
             self._every_s = math.inf
         elif self._deployments.steer(self.next_s):
             self.now_s = self.next_s
-        elif over and not self.events:
+        elif over and not self.events and self.next_s > self.now_s + _PATIENCE_S:
             self._every_s = math.inf
 
     def arrive(self, request: Request, number: int) -> None:

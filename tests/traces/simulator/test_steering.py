@@ -230,3 +230,14 @@ def test_whatever_is_ordered_every_request_ends_once_and_no_memory_is_lost(
     assert (
         answered.last_token_s[done] >= answered.first_token_s[done] + answered.output_tokens[done] - 1 - 1e-6
     ).all()
+
+
+def test_who_waits_for_room_is_served_once_another_deployment_sleeps() -> None:
+    """a sleeps from 10 s on, b has taken the one GPU at 15 s. a is called at 21 s and finds no room until b is put
+    to sleep, at 60 s, long after the last arrival."""
+    sleep = [Scale(name="a", replicas=0)]
+    script = [sleep, [], [Scale(name="a", replicas=1)], [], [], [Scale(name="b", replicas=0)]]
+    actions = (*deploy_all("a"), Deploy(at_s=15.0, name="b", model="b"))
+    asked = [Request(0.0, 1, 2, "a"), Request(20.0, 1, 2, "b"), Request(21.0, 1, 2, "a")]
+    result = run(asked, Scripted(*script), actions=actions, num_gpus=1)
+    assert result.outcomes.last_token_s.tolist() == [2.0, 22.0, 62.0]
