@@ -31,6 +31,7 @@ _LARGE_BYTES, _ROUND_BYTES = 10 * 2**20, 2 * 2**20
 _ALLOCATOR_STEP_BYTES = 40 * 2**20  # two of vLLM's blocks: within this the sizes are believed, beyond it the count
 # vLLM 0.24 on an H200 captured 0.27 to 0.37 GiB more for 32 and 36 layers than for one (three models).
 _GRAPH_BYTES_PER_LAYER = 10 * 2**20
+_DOUBTED = 0.25  # of a layer's sizes: by so much less, or twice as much, is another format
 _RELATIVE_ERROR = 0.01  # of the whole, for feasibility
 
 
@@ -80,6 +81,9 @@ class CountedMemory:
             relative_error=_RELATIVE_ERROR,
             source=Source.EXTRAPOLATED,
         )
+        doubt = self._layer_doubt_bytes(config, points) * max(even_split(estimate.num_layers, estimate.pp))
+        held = estimate.per_gpu_bytes(even_split(estimate.num_layers, estimate.pp))
+        estimate = replace(estimate, relative_error=_RELATIVE_ERROR + doubt / held)
         return self._of_a_group(estimate) if points[0].shard else estimate
 
     def _of_a_group(self, rank: MemoryEstimate) -> MemoryEstimate:
@@ -136,13 +140,15 @@ class CountedMemory:
 
     def _layer_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
         """One layer's weights on one GPU."""
-        stored = allocated_layer_bytes(self._spec, config)
-        by_depth = {point.num_layers // config.pp: _mean_weights(point) for point in points}
-        if len(by_depth) < 2:
-            return stored
-        shallow, deep = min(by_depth), max(by_depth)
-        counted = (by_depth[deep] - by_depth[shallow]) / (deep - shallow)
-        return stored if abs(counted - stored) <= _ALLOCATOR_STEP_BYTES else counted
+        stored, counted = allocated_layer_bytes(self._spec, config), _counted_layer_bytes(config, points)
+        return stored if counted is None or abs(counted - stored) <= _ALLOCATOR_STEP_BYTES else counted
+
+    def _layer_doubt_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
+        """By how much a layer may be off where the allocator's steps could hide another format than was asked for:
+        of a layer that is not large beside them, the count may be right and the sizes wrong."""
+        stored, counted = allocated_layer_bytes(self._spec, config), _counted_layer_bytes(config, points)
+        off = 0.0 if counted is None else abs(counted - stored)
+        return off if _DOUBTED * stored < off <= _ALLOCATOR_STEP_BYTES else 0.0
 
     def _ends(self, config: DeploymentConfig, points: list[MemoryPoint], layer: float) -> tuple[float, float]:
         """Bytes of one GPU beside its layers: on the first stage, and on the last (0 where that is the first)."""
@@ -179,6 +185,15 @@ class CountedMemory:
         shallow = min(points, key=lambda point: point.num_layers)
         captured = max(rank.graph_bytes for rank in shallow.ranks)
         return captured + _GRAPH_BYTES_PER_LAYER * (layers - _layers_of(shallow)) if captured else 0
+
+
+def _counted_layer_bytes(config: DeploymentConfig, points: list[MemoryPoint]) -> float | None:
+    """What the count grows by with a layer; None: one depth alone was counted."""
+    by_depth = {point.num_layers // config.pp: _mean_weights(point) for point in points}
+    if len(by_depth) < 2:
+        return None
+    shallow, deep = min(by_depth), max(by_depth)
+    return (by_depth[deep] - by_depth[shallow]) / (deep - shallow)
 
 
 def allocated_layer_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
