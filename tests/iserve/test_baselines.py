@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -189,7 +190,9 @@ def test_what_alpaserve_cannot_be_asked() -> None:
         prepare(Baseline.ALPASERVE, asked, [request], slo=Slo(e2e_s=1.0), router=make_router())
 
 
-def recorded(workload: Workload, label: str, intent: Intent, gpu: GpuSpec = H200) -> Deployed | NotDeployed:
+def recorded(
+    workload: Workload, label: str, intent: Intent, gpu: GpuSpec = H200, answers: Path = RECORDING
+) -> Deployed | NotDeployed:
     asked = world(model("m", gpu=gpu, workload=workload, intent=intent), gpus=2, gpu=gpu)
     prepared, _ = prepare(
         Baseline.AICONFIGURATOR,
@@ -197,7 +200,7 @@ def recorded(workload: Workload, label: str, intent: Intent, gpu: GpuSpec = H200
         [],
         slo=None,
         router=make_router(),
-        answers=RECORDING,
+        answers=answers,
         labels={"m": label},
     )
     assert prepared.notes == ("AIConfigurator 0.12.0",)
@@ -211,6 +214,17 @@ def test_aiconfigurator_chooses_by_its_recorded_answers() -> None:
     assert "tp=1,pp=1,weights=fp8,kv=16bit" in answer.what
     tight = Intent(kind=IntentKind.LATENCY_SLO, slo=Slo(tpot_s=1e-4))
     assert isinstance(recorded(Workload(8, 512, 65), "Llama-2-7b-hf", tight), NotDeployed)
+
+
+def test_what_aiconfigurator_says_does_not_fit_is_not_its_choice(tmp_path: Path) -> None:
+    document = json.loads(RECORDING.read_text())
+    for answer in document["answers"]:
+        answer["fits"] = answer.get("fits", False) and answer["point"]["weights"] != "fp8"
+    misfits = tmp_path / "answers.json"
+    misfits.write_text(json.dumps(document))
+    chosen = recorded(Workload(8, 512, 65), "Llama-2-7b-hf", LATENCY, answers=misfits)
+    assert isinstance(chosen, Deployed)
+    assert "weights=16bit" in chosen.what
 
 
 @pytest.mark.parametrize(
