@@ -1,4 +1,4 @@
-"""The profiling report: one self-contained HTML page, from values to text.
+"""The profiling report: one self-contained HTML page, or the same as Markdown, from values to text.
 
 Decides how measurements, estimates, rankings and errors are shown. Reads no file but its own style sheet, measures
 nothing, ranks nothing, and knows neither the planner nor a cluster: what it shows is handed in as :class:`Report`.
@@ -7,6 +7,7 @@ nothing, ranks nothing, and knows neither the planner nor a cluster: what it sho
 from __future__ import annotations
 
 from fingerprint.report.accuracy import AccuracyRecord, AccuracyRow
+from fingerprint.report.markdown import render_markdown
 from fingerprint.report.page import render_report
 from fingerprint.report.times import TimePanel, time_panels
 from fingerprint.report.values import Configuration, RankedRow, Ranking, Report
@@ -21,6 +22,7 @@ __all__ = [
     "Report",
     "TimePanel",
     "WholeModel",
+    "render_markdown",
     "render_report",
     "time_panels",
     "whole_models",

@@ -9,7 +9,7 @@ from fingerprint.report import rankings, repeated, sections, truth
 from fingerprint.report.markup import Markup, el, join
 from fingerprint.report.values import Report
 
-__all__ = ["render_report"]
+__all__ = ["page_body", "render_report"]
 
 Section = Callable[[Report], Markup | None]
 
@@ -31,9 +31,6 @@ _SECTIONS: tuple[tuple[str, str, Section], ...] = (
 
 def render_report(report: Report) -> str:
     """One HTML page that needs nothing else: works from a file, offline, in light and dark."""
-    filled = [(anchor, name, body) for anchor, name, of in _SECTIONS if (body := of(report)) is not None]
-    contents = el("nav", [el("a", name, href=f"#{anchor}") for anchor, name, _ in filled], aria_label="Contents")
-    parts = [el("section", el("h2", name), body, id=anchor) for anchor, name, body in filled]
     style = files("fingerprint.report").joinpath("report.css").read_text(encoding="utf-8")
     page = el(
         "html",
@@ -44,10 +41,18 @@ def render_report(report: Report) -> str:
             el("title", f"{report.model}: iServe report"),
             el("style", Markup(style)),
         ),
-        el("body", el("main", sections.head(report), contents, parts, _footer(report))),
+        el("body", page_body(report)),
         lang="en",
     )
     return str(join(Markup("<!DOCTYPE html>\n"), page, "\n"))
+
+
+def page_body(report: Report) -> Markup:
+    """All that the page says."""
+    filled = [(anchor, name, body) for anchor, name, of in _SECTIONS if (body := of(report)) is not None]
+    contents = el("nav", [el("a", name, href=f"#{anchor}") for anchor, name, _ in filled], aria_label="Contents")
+    parts = [el("section", el("h2", name), body, id=anchor) for anchor, name, body in filled]
+    return el("main", sections.head(report), contents, parts, _footer(report))
 
 
 def _footer(report: Report) -> Markup:

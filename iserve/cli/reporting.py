@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["check_target", "register", "write_page"]
 
 DEFAULT_OUTPUT = "report.html"
+_MARKDOWN = ".md"
 
 
 def register(app: typer.Typer) -> None:
@@ -28,8 +29,12 @@ def register(app: typer.Typer) -> None:
 def report(
     model: o.ModelArgument,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page's file; one that is there is replaced.")
+        Path,
+        typer.Option("--output", "-o", help="The page's file; one that is there is replaced. X.md is Markdown."),
     ] = Path(DEFAULT_OUTPUT),
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Markdown, to standard output, with tables for the drawings.")
+    ] = False,
     gpus: Annotated[
         str | None, typer.Option("--gpus", help="Report on these instead, such as a6000:8. Needs no profile.")
     ] = None,
@@ -47,10 +52,12 @@ def report(
 ) -> None:
     """Write one self-contained HTML page: what was measured of MODEL, and what every intent would choose.
 
+    The same as Markdown with --markdown or a file that ends in .md: tables take the place of the drawings.
+
     Uses the profile that `iserve profile MODEL` took and the devices that are free now.
     """
     from fingerprint.codec import to_json
-    from fingerprint.report import render_report
+    from fingerprint.report import render_markdown, render_report
     from iserve.report_service import ReportOptions, read_accuracy
     from iserve.settings import load_settings
 
@@ -62,7 +69,9 @@ def report(
         policy=settings.policy,
         load_threshold=settings.load_threshold,
     )
-    if not as_json:
+    if as_json and markdown:
+        raise typer.BadParameter("--json and --markdown are two; give one of them")
+    if not (as_json or markdown):
         with o.usage_errors("--output"):
             check_target(output)
     accuracy = None if truth is None else read_accuracy(truth)
@@ -73,7 +82,11 @@ def report(
     if as_json:
         typer.echo(to_json(found, indent=2).decode())
         return
-    write_page(output, render_report(found))
+    if markdown:
+        typer.echo(render_markdown(found), nl=False)
+        return
+    render = render_markdown if output.suffix.lower() == _MARKDOWN else render_report
+    write_page(output, render(found))
     typer.echo(f"{output}: {found.model} on {found.hardware}, {len(found.configurations)} configurations")
 
 

@@ -390,3 +390,16 @@ def test_every_configuration_of_the_plan_is_on_the_page(report: Report) -> None:
     for found in report.configurations:
         config = found.config
         assert f"tp={config.tp} pp={config.pp}, {config.weights} weights, {config.kv} KV" in page
+
+
+def test_the_report_as_markdown_in_a_file_and_on_standard_output(model: Path, tmp_path: Path) -> None:
+    runner, asked = CliRunner(), ["report", str(model), "--gpus", "a6000:2"]
+    assert runner.invoke(app, [*asked, "-o", str(tmp_path / "x.md")]).exit_code == 0
+    written = (tmp_path / "x.md").read_text()
+    assert written.startswith("# Llama-2-7b\n")
+    assert "\n## What each intent would choose\n" in written
+    assert "<" not in written.replace("\\<", "")
+    printed = runner.invoke(app, [*asked, "--markdown"])
+    assert (printed.exit_code, printed.stdout.splitlines()[0]) == (0, "# Llama-2-7b")
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "x.md"]
+    assert runner.invoke(app, [*asked, "--markdown", "--json"]).exit_code == 2
