@@ -4,8 +4,8 @@ What is uncertain, and how it is put together:
 
 *   *The truth.* The interval of an estimate is taken for a law over the truth: lognormal on each side of the
     value, a twentieth beyond either end. TTFT, TPOT and E2E are wrong together (an E2E has the sum of their
-    intervals), so there is one normal number z for all, and the probability is the mean over it. Where the truth would
-    leave no steady queue, every request misses.
+    intervals), so there is one normal number z for all, and the probability is the mean over it. Where the truth
+    would leave no steady queue, every request misses.
 *   *How many run at once*, the chain of ``planner.queueing`` as if there were slots for all: with ``q = rate * B``
     a negative binomial of mean ``m = rate (A + B z) / (1 - q)`` and variance ``z m / (1 - q)`` at peakedness z. A
     request runs among ``m + z``, itself included, by which Little's law holds; never among more than there are
