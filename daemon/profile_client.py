@@ -5,7 +5,10 @@ Synchronous, from any plain thread, with the standard library only. How a worker
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -270,13 +273,44 @@ class WorkerProfileSession:
         raise self._explain((named if is_ours else EngineError)(told.message))
 
     def _exchange(self, method: str, path: str, order: object, timeout_s: float) -> tuple[int, bytes]:
-        """No proxy is ever asked; a new connection each time, so that nothing is left half-read."""
+        """No proxy is ever asked; a new connection each time, so that nothing is left half-read.
+
+        Raises:
+            OSError, HTTPException: no whole answer; TimeoutError: none by then, however often a byte of it came.
+        """
         where = urlsplit(self._handle.url)
         connection = http.client.HTTPConnection(where.hostname or "127.0.0.1", where.port, timeout=timeout_s)
         try:
             body = None if order is None else to_json(order)
-            connection.request(method, path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            return response.status, response.read(_MAX_ANSWER_BYTES)
+            connection.connect()
+            with _HungUpAfter(timeout_s, connection.sock):
+                connection.request(method, path, body, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                return response.status, response.read(_MAX_ANSWER_BYTES)
         finally:
             connection.close()
+
+
+class _HungUpAfter:
+    """Inside, ``sock`` is hung up when the time is over; a socket's own timeout begins anew with every byte."""
+
+    def __init__(self, timeout_s: float, sock: socket.socket) -> None:
+        self._timeout_s, self._sock, self._over = timeout_s, sock, threading.Event()
+        self._timer = threading.Timer(timeout_s, self._hang_up)
+        self._timer.daemon = True
+
+    def _hang_up(self) -> None:
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises TimeoutError: the time was over."""
+        self._timer.cancel()
+        if self._over.is_set():
+            raise TimeoutError(f"no whole answer within {self._timeout_s:g} s") from error

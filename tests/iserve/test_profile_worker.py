@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -195,3 +199,27 @@ def test_a_worker_that_hung_up_is_given_a_moment_to_be_seen_dead() -> None:
     """Why it ended is the daemon's to tell, which looks when it looks; a closed port alone tells nothing."""
     with pytest.raises(EngineError, match="exit code -9; last words: Killed"):
         WorkerProfileSession(HungUp(), call_timeout_s=5.0).memory()
+
+
+class Trickle(http.server.BaseHTTPRequestHandler):
+    """Answers with a byte now and then, for far longer than anybody waits."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(1000):
+                self.wfile.write(b" ")
+                time.sleep(0.01)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_worker_whose_answer_does_not_end_is_given_up() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Trickle) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        handle = HungUp()
+        handle.url, handle.looks = f"http://127.0.0.1:{server.server_port}", -(10**9)
+        with pytest.raises(EngineError, match=r"/profile/memory .* gave no answer: TimeoutError"):
+            WorkerProfileSession(handle, call_timeout_s=0.3).memory()
+        server.shutdown()
