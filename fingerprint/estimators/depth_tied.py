@@ -42,7 +42,7 @@ class DepthTiedEstimator:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a reader of the numbers must know."""
-        return self.profile.notes
+        return (*self.profile.notes, *self.l3.unusable)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict ``config`` under ``workload``.

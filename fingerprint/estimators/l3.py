@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -321,6 +321,7 @@ class L3:
         self.points: Mapping[MeasuredKey, tuple[WholePoint, ...]]
         self.shards: frozenset[MeasuredKey]  # of these, what was run as one TP rank alone
         self.points, self.shards = _by_key(profile)
+        self.unusable = tuple(_unusable(profile, self.points))
 
     def reaches(self, config: DeploymentConfig) -> bool:
         """Whether this very configuration was run."""
@@ -430,6 +431,21 @@ def _by_key(profile: Profile) -> tuple[dict[MeasuredKey, tuple[WholePoint, ...]]
             found[key] = whole
             shards |= {key} if shard else set()
     return found, frozenset(shards)
+
+
+def _unusable(profile: Profile, used: Mapping[MeasuredKey, tuple[WholePoint, ...]]) -> Iterator[str]:
+    """A sentence on each point that was measured and tells no time of the whole model."""
+    told = {(key, p.batch, p.input_tokens) for key, points in used.items() for p in points}
+    measured = {
+        (MeasuredKey(p.tp, p.pp, p.weights, p.kv), p.batch, p.input_tokens)
+        for p in profile.timing
+        if p.output_tokens > 1 and p.repeat == profile.spec.num_layers // p.num_layers
+    }
+    for key, batch, input_tokens in sorted(measured - told):
+        yield (
+            f"tp={key.tp} pp={key.pp} {key.weights}: batch {batch} with {input_tokens} in is unusable, what it "
+            "took and what its repeats cost tell no time of the whole model"
+        )
 
 
 def _growth(points: tuple[WholePoint, ...], batch: int) -> float:

@@ -17,7 +17,7 @@ from fingerprint.estimators.calibration import Calibration, MeasuredError
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l3 import L3, in_hull, repeat_overheads, whole_points
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.measurements import Profile
+from fingerprint.measurements import Profile, RunReading
 from tests.fingerprint.estimator_conformance import EstimatorConformance, assert_interval
 from tests.fingerprint.step_timed_machine import (
     PLAN,
@@ -333,6 +333,28 @@ class TestWhatIsMissing:
         profile = take_depth_tied(machine)
         timing = tuple(t for t in profile.timing if (t.batch, t.output_tokens) != (32, 33))
         assert {p.batch for p in whole_points(timing, 32)} == {1, 8}
+
+    def test_a_point_that_tells_no_time_of_the_whole_is_said_to(self) -> None:
+        """One layer's prompts took as if a repeat cost more than all layers together."""
+        machine = StepTimedMachine()
+        profile = take_depth_tied(machine)
+
+        def slow(run: RunReading) -> RunReading:
+            steps = (replace(s, forward_s=s.forward_s * (5 if s.prefill_tokens else 1)) for s in run.steps)
+            return replace(run, steps=tuple(steps))
+
+        timing = tuple(
+            replace(t, runs=tuple(map(slow, t.runs))) if t.num_layers == 1 else t for t in profile.timing
+        )
+        bad = replace(profile, timing=timing)
+        l3 = of(machine, bad)
+        used = {(p.batch, p.input_tokens) for points in l3.points.values() for p in points}
+        assert used < set(PLAN.points)
+        assert len(l3.unusable) == len(set(PLAN.points) - used)
+        assert all("tp=1 pp=1 16bit: batch " in sentence for sentence in l3.unusable)
+        roofline = RooflineEstimator(machine.spec, profile.machine.device)
+        assert set(l3.unusable) <= set(DepthTiedEstimator(bad, roofline).warnings)
+        assert of(machine, profile).unusable == ()
 
 
 def error_of(model: str, metric: str, log_error: float) -> MeasuredError:
