@@ -19,9 +19,8 @@ PORT = 8000
 FILES = "/iserve"  # where the engine's files lie in the container
 _ANY_ADDRESS = "0.0.0.0"
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
-_SHARED_BYTES = (
-    8 << 30
-)  # of /dev/shm, through which an engine's processes hand each other messages; 64 MiB by default
+# Of /dev/shm, through which an engine's processes hand each other messages; Docker's default is 64 MiB.
+_SHARED_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

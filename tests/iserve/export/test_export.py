@@ -286,6 +286,18 @@ def test_the_release_that_was_measured_names_the_image() -> None:
     assert "0.22.1" in compose_file(exported(launch), "/models")
 
 
+def test_the_command_line_is_the_one_that_a_daemon_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "environment")))
+    launch = launch_here(demo_model_path(), "vllm", gpus(0, 1), pp=2)
+    devices = {device.device_id: device for device in launch.devices}
+    spec = replace(launch.worker, host="0.0.0.0", port=PORT)
+    command = get_engine("vllm").command(spec, tmp_path, devices)
+    worker = exported(launch)
+    words = [word.replace(worker.model_path, spec.checkpoint) for word in worker.argv[1:]]
+    assert list(command.argv[-len(words) :]) == words
+    assert dict(command.env) == dict(worker.env)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -306,7 +318,8 @@ def started(kind: str, found: list[dict[str, Any]], folder: Path, program: list[
         (folder / name).write_text(here(text))
     service = service_of(found)
     command = [*program, *(here(word) for word in words_of(kind, found)[1:])]
-    process = subprocess.Popen(command, env=dict(os.environ) | service["environment"], start_new_session=True)
+    env = dict(os.environ) | service["environment"]
+    process = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 60
