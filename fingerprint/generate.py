@@ -22,7 +22,7 @@ from fingerprint.checkpoint import CHUNK_BYTES, DTYPE_BITS, SINGLE_FILE, Checkpo
 from fingerprint.config_json import show
 from fingerprint.cut_config import cut_config
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError
-from fingerprint.families import FAMILIES, Blueprint, read_blueprint, read_config
+from fingerprint.families import Blueprint, family_of, read_blueprint, read_config
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 from fingerprint.shard_config import shard_config
 from fingerprint.tensor_shapes import Role, TensorShape, elements
@@ -89,7 +89,7 @@ def generate(
     blueprint = read_blueprint(config)
     chosen = _checked_layers(layers, blueprint.spec.num_layers)
     checkpoint = Checkpoint.open(source)
-    renamed = _select(checkpoint, blueprint, chosen)
+    renamed = _select(checkpoint, family_of(config).layout.layers, blueprint, chosen)
     tensors = [
         OutputTensor(new, entry.dtype, entry.shape, entry.num_bytes, partial(checkpoint.chunks, old))
         for new, old in renamed.items()
@@ -127,11 +127,11 @@ def generate_dummy(
             f"num_layers must be 1 to {blueprint.spec.num_layers} for this model, got {num_layers}"
         )
     chosen = tuple(range(num_layers))
-    family = FAMILIES[blueprint.spec.family]
+    layers = family_of(config).layout.layers
     dtype = _dummy_dtype(config)
     shapes = list(blueprint.rest)
     for index in chosen:
-        prefix = f"{family.layout.layers}.{index}."
+        prefix = f"{layers}.{index}."
         shapes += [TensorShape(prefix + shape.name, shape.shape, shape.role) for shape in blueprint.layer]
     tensors = [
         OutputTensor(
@@ -193,16 +193,16 @@ def _cut_config(config: Mapping[str, object], blueprint: Blueprint, chosen: tupl
     if len(set(windows)) > 1 and config.get("layer_types") is None:
         types = ["full_attention" if window is None else "sliding_attention" for window in windows]
         config = {**config, "layer_types": types}
-    return cut_config(config, chosen, FAMILIES[blueprint.spec.family].layers_keys)
+    return cut_config(config, chosen, family_of(config).layers_keys)
 
 
-def _select(checkpoint: Checkpoint, blueprint: Blueprint, chosen: tuple[int, ...]) -> dict[str, str]:
+def _select(checkpoint: Checkpoint, layers: str, blueprint: Blueprint, chosen: tuple[int, ...]) -> dict[str, str]:
     """New name -> old name of each tensor to keep: every tensor outside the layers, and those of the chosen ones.
 
     Raises:
         CheckpointError: a layer has fewer tensors or elements than the others or than config.json says.
     """
-    prefix = FAMILIES[blueprint.spec.family].layout.layers + "."
+    prefix = layers + "."
     of_layer: dict[int, dict[str, str]] = {layer: {} for layer in chosen}
     rest = {}
     for name in checkpoint.tensors:

@@ -1,9 +1,10 @@
 """The table of model families: from a parsed config.json to the tensors a model consists of.
 
 A family is described once, by the list of its tensors; the counts of :class:`ModelSpec` and the files of a dummy
-checkpoint both come from that list. No model code is imported or run (``auto_map`` is ignored). It knows nothing
-of formats, devices or engines. A new family is one row of a module's ``FAMILIES`` and, where no present
-reader fits, one function. The tests compare names, shapes and counts with what the transformers classes build.
+checkpoint both come from that list. No code that a model brings is imported or run (``auto_map`` is ignored);
+a family without a row is left to ``general``, which asks transformers' own class. It knows nothing of formats,
+devices or engines. A new family is one row of a module's ``FAMILIES`` and, where no present reader fits, one
+function. The tests compare names, shapes and counts with what the transformers classes build.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fingerprint.config_json import Fields, read_config, show
 from fingerprint.errors import UnsupportedModelError
 from fingerprint.families import falcon, gemma, gpt_neox, gpt_oss, gptj, llama_like, opt, phi3
 from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout
+from fingerprint.families.general import general_family
 from fingerprint.families.refusals import family_name, refuse_other_tasks, supported
 from fingerprint.model_spec import ModelSpec
 
@@ -24,6 +26,7 @@ __all__ = [
     "Blueprint",
     "Family",
     "ModuleLayout",
+    "family_of",
     "load_spec",
     "module_layout",
     "read_blueprint",
@@ -48,7 +51,9 @@ def load_spec(path: Path) -> ModelSpec:
 
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
-    """The architecture that a parsed config.json describes. Offline; no model code is imported or run.
+    """The architecture that a parsed config.json describes. Offline; code that a model brings is never run.
+
+    Of a family without a row, transformers' class is built on the meta device: seconds, the first time.
 
     Raises:
         ConfigError: a size is missing, of the wrong type, out of bounds, or contradicts another.
@@ -60,9 +65,18 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
 
 def read_blueprint(config: Mapping[str, object]) -> Blueprint:
     """:func:`read_spec` with the tensors that the counts come from; same errors."""
+    family = family_of(config)
+    return family.read(Fields(config, str(config["model_type"])))
+
+
+def family_of(config: Mapping[str, object]) -> Family:
+    """The row of the table, else what transformers' class amounts to; errors as :func:`read_spec`."""
     name = family_name(config, FAMILIES)
-    refuse_other_tasks(config, name, FAMILIES[name].architectures)
-    return FAMILIES[name].read(Fields(config, name))
+    family = FAMILIES.get(name) or general_family(config, name)
+    if family is None:
+        raise UnsupportedModelError(f"model_type {show(name)} is not supported; {supported(FAMILIES)}")
+    refuse_other_tasks(config, name, family.architectures)
+    return family
 
 
 def module_layout(family: str) -> ModuleLayout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from fingerprint.config_json import show
 from fingerprint.errors import ConfigError, UnsupportedModelError
@@ -29,15 +29,15 @@ _PART_CONFIGS = ("vision_config", "audio_config", "text_config", "speech_config"
 
 def supported(families: Iterable[str]) -> str:
     """The end of every refusal: what is served."""
-    return "supported are decoder-only " + ", ".join(families)
+    return "supported are decoder-only " + ", ".join(families) + ", and others that transformers has"
 
 
-def family_name(config: Mapping[str, object], families: Collection[str]) -> str:
-    """The model's family, one of ``families``.
+def family_name(config: Mapping[str, object], families: Iterable[str]) -> str:
+    """The model's family, be it one of ``families`` or none.
 
     Raises:
         ConfigError: no model_type.
-        UnsupportedModelError: another family, or another kind of model.
+        UnsupportedModelError: another kind of model than ``families`` are.
     """
     name = config.get("model_type")
     if not isinstance(name, str):
@@ -54,8 +54,6 @@ def family_name(config: Mapping[str, object], families: Collection[str]) -> str:
         raise UnsupportedModelError(
             f"model_type {show(name)} is an encoder that generates no text; {supported(families)}"
         )
-    if name not in families:
-        raise UnsupportedModelError(f"model_type {show(name)} is not supported; {supported(families)}")
     return name
 
 

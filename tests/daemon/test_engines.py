@@ -92,6 +92,8 @@ def worker(engine: str) -> WorkerSpec:
         ("torch", "opt", CPU, "", "position embeddings"),
         ("torch", "gemma3_text", CPU, "", "look back differently"),
         ("vllm", "gemma3_text", H200, "", None),
+        ("vllm", "olmo2", H200, "tp=2", None),
+        ("vllm", "gpt_neo", H200, "", "does not run the gpt_neo family"),
         ("vllm", "gpt_oss", H200, "weights=fp8", "was not read"),
         ("vllm", "gpt_oss", H200, "kv=fp8", "sinks"),
         ("tensorrt-llm", "gemma2", H200, "", "engine flow"),

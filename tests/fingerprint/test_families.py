@@ -303,7 +303,7 @@ def test_another_kind_of_model_is_named_as_unsupported(config: dict[str, Any], k
 def test_a_refusal_lists_what_is_supported() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec({"model_type": "mamba"})
-    assert str(caught.value).endswith("supported are decoder-only " + ", ".join(FAMILIES))
+    assert "supported are decoder-only " + ", ".join(FAMILIES) in str(caught.value)
     with pytest.raises(UnsupportedModelError, match="'mamba' is not supported"):
         module_layout("mamba")
 

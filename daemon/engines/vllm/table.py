@@ -12,11 +12,14 @@ from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 __all__ = ["TABLE"]
 
 _FOUR_BITS = frozenset({WeightFormat.INT4, WeightFormat.GPTQ4})
+# The last two lines are families that iServe has no table of its own for: ``fingerprint.families.general``.
 _WITH_LORA = frozenset(
     {"gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "opt", "phi3"}
     | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+    | {"arcee", "apertus", "cohere", "ernie4_5", "gemma", "glm", "glm4", "gpt_bigcode", "granite", "olmo", "olmo2"}
+    | {"phi", "seed_oss"}
 )
-_WITHOUT_LORA = frozenset({"falcon", "gpt_neox", "gptj"})
+_WITHOUT_LORA = frozenset({"falcon", "gpt_neox", "gptj"} | {"gpt2", "mpt", "stablelm", "starcoder2"})
 _FAMILIES = _WITH_LORA | _WITHOUT_LORA
 _ADA = (8, 9)
 

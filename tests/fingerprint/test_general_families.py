@@ -1,0 +1,121 @@
+"""Families without a row in the table: counts of transformers' own model, cuts of small random ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fingerprint.errors import BadInputError, ConfigError, UnsupportedModelError
+from fingerprint.families import FAMILIES, family_of, read_blueprint, read_spec
+from fingerprint.generate import generate, generate_dummy
+from tests.fingerprint.test_families import on_meta
+from tests.fingerprint.test_generate import load, logits
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 96, "n_positions": 64}
+SMALL: dict[str, dict[str, Any]] = {
+    "olmo2": {"model_type": "olmo2", **_SIZES},
+    "starcoder2": {"model_type": "starcoder2", **_SIZES, "sliding_window": None},
+    "stablelm": {"model_type": "stablelm", **_SIZES, "use_qkv_bias": True},
+    "glm4": {"model_type": "glm4", **_SIZES, "head_dim": 16},
+    "gemma": {"model_type": "gemma", **_SIZES, "head_dim": 16},
+    "gpt2": {"model_type": "gpt2", **_GPT2, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt_bigcode": {"model_type": "gpt_bigcode", **_GPT2, "bos_token_id": 1, "eos_token_id": 2},
+}
+KV = {"olmo2": (2, 8), "starcoder2": (2, 8), "stablelm": (2, 8), "glm4": (2, 16), "gemma": (2, 16)}
+KV |= {"gpt2": (4, 8), "gpt_bigcode": (1, 8)}
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_counts_are_those_of_transformers_model(family: str) -> None:
+    import torch
+
+    assert family not in FAMILIES
+    spec, model = read_spec(SMALL[family]), on_meta(SMALL[family])
+    layer = model.get_submodule(family_of(SMALL[family]).layout.layers)[0]
+    assert spec.num_params == sum(p.numel() for p in model.parameters())
+    assert spec.layer_params == sum(p.numel() for p in layer.parameters())
+    matrices = [m for m in layer.modules() if isinstance(m, torch.nn.Linear) or type(m).__name__ == "Conv1D"]
+    assert spec.layer_linear_params == sum(m.weight.numel() for m in matrices)
+    assert spec.embedding_params >= 96 * 32
+    assert (spec.num_kv_heads, spec.head_dim) == KV[family]
+    assert spec.num_layers == spec.num_heads == 4
+    assert (spec.hidden_size, spec.vocab_size, spec.max_context_tokens) == (32, 96, 64)
+    assert spec.intermediate_size == (128 if "gpt" in family else 48)
+    assert spec.tied_embeddings == (model.lm_head.weight is model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_cut_model_s_logits_are_those_of_its_layers(family: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL[family])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path / "whole")
+    generate(tmp_path / "whole", tmp_path / "cut", [0, 2])
+    parent, _, name = family_of(SMALL[family]).layout.layers.rpartition(".")
+    stack = getattr(model.get_submodule(parent), name)
+    setattr(model.get_submodule(parent), name, torch.nn.ModuleList([stack[0], stack[2]]))
+    model.config.num_hidden_layers = 2
+    assert torch.equal(logits(load(tmp_path / "cut")), logits(model))
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gpt2"])
+def test_a_dummy_has_every_tensor_that_the_class_loads(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL[family]))
+    generate_dummy(tmp_path, tmp_path / "dummy", 2)
+    assert read_spec(load(tmp_path / "dummy").config.to_dict()).num_layers == 2
+
+
+def test_code_that_a_config_brings_is_not_run() -> None:
+    """Nor are kernels or an attention of its choice loaded."""
+    named = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "attn_implementation": "evil/kernel"}
+    named |= {"_attn_implementation": "evil/kernel", "experts_implementation": "evil"}
+    assert read_spec(SMALL["olmo2"] | named) == read_spec(SMALL["olmo2"])
+
+
+def test_layers_that_look_back_differently_are_told_apart() -> None:
+    config = SMALL["olmo2"] | {"model_type": "cohere2", "sliding_window": 8, "head_dim": 8}
+    assert read_blueprint(config).layer_windows == (8, 8, 8, None)
+    assert read_spec(config).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "message"),
+    [
+        (_SIZES | {"model_type": "deepseek_v3"}, UnsupportedModelError, "name their tensors otherwise"),
+        ({"model_type": "nobody"}, UnsupportedModelError, "'nobody' is not supported"),
+        ({"model_type": "mamba"}, UnsupportedModelError, "'mamba' is not supported"),
+        (_SIZES | {"model_type": "camembert"}, ConfigError, "keeps no K and V for each layer"),
+        (SMALL["gpt2"] | {"n_embd": 33}, ConfigError, "cannot build a model"),
+        (SMALL["gpt2"] | {"n_layer": 10**9}, ConfigError, "n_layer must be an integer from 1 to 512"),
+        (SMALL["olmo2"] | {"hidden_size": 2**70}, ConfigError, "transformers' class of olmo2"),
+        (SMALL["olmo2"] | {"hidden_size": "wide"}, ConfigError, "transformers' class of olmo2"),
+        (SMALL["olmo2"] | {"num_hidden_layers": None}, ConfigError, "num_hidden_layers is missing"),
+        (SMALL["olmo2"] | {"architectures": ["Evil"]}, UnsupportedModelError, "Olmo2ForCausalLM is supported"),
+        (SMALL["olmo2"] | {"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, "quantized"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(config: dict[str, Any], kind: type[BadInputError], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        read_spec(config)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
