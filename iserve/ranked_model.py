@@ -18,9 +18,8 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from iserve.planning import FitsOn, Hardware, PlanOptions, check_context, ranked_space
 from placement.load_model import LoadedCluster, Tenant, shares
-from placement.types import ClusterSnapshot, DeploymentState, Placement
-from planner.costs import total_bytes
-from planner.intent import CostModel, IntentKind
+from placement.types import ClusterSnapshot, Placement
+from planner.intent import IntentKind
 from planner.space import MAX_PP, TP_DEGREES
 
 __all__ = ["Chosen", "RankedModel"]
@@ -67,41 +66,27 @@ class RankedModel:
         return next(self._that_fit(snapshot), None)
 
     def choose_beside(self, snapshot: ClusterSnapshot, requests_per_s: float) -> Chosen | None:
-        """The configuration that adds least to what *all* pay for their requests, where one that is best alone may
-        slow the others more than it gains.
+        """The configuration that adds least to the time that *all* requests take, where one that is best alone may
+        slow the others more than it gains. For the intent ``min-latency``; any other chooses as ever
+        (docs/placement.md says why).
 
-        What a deployment pays per second is its rate times what the intent minimises (GiB * s of memory held, or
-        seconds), as slowed by those beside it (``placement.load_model``); what the others pay more is added. Of
-        every tp and pp the best configuration is looked at, the eight best of those. The own part alone never
-        falls along the order, so the search ends early where it exceeds the best sum.
+        A deployment's requests take its rate times its E2E, per second, as slowed by those beside it
+        (``placement.load_model``). Of every tp and pp the best configuration is looked at, the eight best.
+        The own part alone never falls along the order, so the search ends early where it exceeds the best sum.
         """
-        if not (self._by_memory or self.options.intent.kind is IntentKind.MIN_LATENCY):
-            return self.choose(snapshot)  # nothing that grows with the time of a request
-        cluster = LoadedCluster()
-        for deployment in snapshot.deployments:
-            for replica in deployment.replicas:
-                cluster.put(replica.replica_id, self._tenant(deployment, replica.placement))
+        if self.options.intent.kind is not IntentKind.MIN_LATENCY:
+            return self.choose(snapshot)
+        cluster = LoadedCluster.of(snapshot)
         best: Chosen | None = None
         least = float("inf")
         for chosen in islice(self._that_fit(snapshot, one_of_each_degree=True), _LOOKED_AT):
             busy = requests_per_s * chosen.estimate.e2e_s.value / self.options.workload.batch
-            weight = total_bytes(chosen.estimate.memory) / 2**30 if self._by_memory else 1.0
-            tenant = Tenant(busy, shares(chosen.placement), weight)
-            if busy * tenant.weight >= least:
+            if busy >= least:
                 break
-            added = cluster.cost_of_adding(tenant, 0.0)
+            added = cluster.cost_of_adding(Tenant(busy, shares(chosen.placement)), 0.0)
             if added < least:
                 best, least = chosen, added
         return best
-
-    @property
-    def _by_memory(self) -> bool:
-        intent = self.options.intent
-        return intent.kind is IntentKind.MIN_COST and intent.cost_model is CostModel.MEMORY_LATENCY
-
-    def _tenant(self, deployment: DeploymentState, placement: Placement) -> Tenant:
-        held_bytes = sum(stage.bytes_per_gpu * len(stage.device_ids) for stage in placement.stages)
-        return Tenant(deployment.busy_fraction, shares(placement), held_bytes / 2**30 if self._by_memory else 1.0)
 
     def _that_fit(self, snapshot: ClusterSnapshot, *, one_of_each_degree: bool = False) -> Iterator[Chosen]:
         """Best first, each where the policy would put it; of each tp and pp all, or the first."""

@@ -124,8 +124,8 @@ class PlannedDeployer:
     (implements ``traces.simulator.scenario.Deployer``).
 
     Args:
-        sees_others: choose by what all deployments pay, not by the model's own cost alone
-            (``RankedModel.choose_beside``), its rate expected to be the others' mean.
+        sees_others: with ``min-latency``, choose by the time of all deployments' requests, not by the model's own
+            alone (``RankedModel.choose_beside``), its rate expected to be the others' mean.
 
     Raises:
         ConfigError: a workload longer than a model's context.

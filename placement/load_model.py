@@ -48,7 +48,6 @@ class Tenant:
 
     busy_fraction: float  # of its time, were its GPUs its own
     stages: tuple[tuple[float, tuple[Key, ...]], ...]
-    weight: float = 1.0  # of one of its requests
 
     @property
     def gpus(self) -> tuple[Key, ...]:
@@ -92,11 +91,11 @@ class LoadedCluster:
                     del self.tenants[key], self.loads[key]
 
     def requests(self, near: Iterable[Key]) -> float:
-        """Mean number of requests, by their weights, in the replicas that have a place on any of these GPUs."""
+        """Mean number of requests in the replicas that have a place on any of these GPUs."""
         met: dict[str, Tenant] = {}
         for key in near:
             met.update(self.tenants.get(key, {}))
-        return sum(t.weight * t.busy_fraction * slowdown(t, self.loads) for t in met.values())
+        return sum(t.busy_fraction * slowdown(t, self.loads) for t in met.values())
 
     def held(self, near: Iterable[Key]) -> int:
         """How many of these GPUs hold anything."""

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from daemon.engines.registry import capabilities_for
@@ -30,6 +30,7 @@ from placement.migration import Migration, best_move
 from placement.orders import Move
 from placement.scaling import Scaling, scale
 from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement, ReplicaState, StagePlacement
+from planner.intent import Intent, IntentKind
 from tests.bench.place import model
 from tests.bench.rank import machine
 from tests.fingerprint.step_timed_machine import llama_7b
@@ -39,6 +40,7 @@ GOAL_S = 0.010
 NUM_GPUS, PER_NODE, NUM_MODELS, CLUSTERS = 1000, 8, 200, 21
 A6000 = gpu_spec("a6000")
 LINK = A6000.link_group_size
+LATENCY = Intent(kind=IntentKind.MIN_LATENCY)
 OPTIONS = PlanOptions(workload=Workload(1, 512, 128))
 
 
@@ -121,6 +123,7 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
     spec, engines = llama_7b(), tuple(capabilities_for("auto"))
     estimator = RooflineEstimator(spec, A6000)
     ranked = RankedModel(spec, A6000, estimator, engines, OPTIONS)
+    seeing = RankedModel(spec, A6000, estimator, engines, replace(OPTIONS, intent=LATENCY))
 
     def whole_plan(snapshot: ClusterSnapshot) -> object:
         best = make_plan(spec, Hardware(label="", gpu=A6000, snapshot=snapshot), estimator, engines, OPTIONS).best
@@ -133,7 +136,7 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
         return chosen.placement
 
     def beside(snapshot: ClusterSnapshot) -> object:
-        chosen = ranked.choose_beside(snapshot, 0.2)
+        chosen = seeing.choose_beside(snapshot, 0.2)
         assert chosen is not None
         return chosen.placement
 
