@@ -334,6 +334,17 @@ KEYS = sorted(
             "bias",
         ),
         *(
+            "num_experts",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+            "qkv_bias",
+            "sliding_window_pattern",
+            "ffn_dim",
+            "word_embed_proj_dim",
+        ),
+        *(
             "new_decoder_architecture",
             "multi_query",
             "parallel_attn",
