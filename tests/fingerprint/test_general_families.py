@@ -107,6 +107,11 @@ def test_layers_that_look_back_differently_are_told_apart() -> None:
         (_SIZES | {"model_type": "camembert"}, ConfigError, "keeps no K and V for each layer"),
         (SMALL["gpt2"] | {"n_embd": 33}, ConfigError, "cannot build a model"),
         (SMALL["gpt2"] | {"n_layer": 10**9}, ConfigError, "n_layer must be an integer from 1 to 512"),
+        (
+            _SIZES | {"model_type": "dbrx", "n_layers": 4, "ffn_config": {"moe_num_experts": 10**9}},
+            ConfigError,
+            "moe_num_experts may be 512 at most",
+        ),
         (SMALL["olmo2"] | {"hidden_size": 2**70}, ConfigError, "transformers' class of olmo2"),
         (SMALL["olmo2"] | {"hidden_size": "wide"}, ConfigError, "transformers' class of olmo2"),
         (SMALL["olmo2"] | {"num_hidden_layers": None}, ConfigError, "num_hidden_layers is missing"),
