@@ -314,8 +314,9 @@ class Attainment:
         so many truths leave no steady queue."""
         middle = np.log(self._law(metric).value)
 
-        def excess(x: Column) -> Column:
-            return _excess(self.misses(metric, np.exp(-x), rate_per_s), percentile)
+        def excess(x: Column, rows: Rows) -> Column:
+            rates = rate_per_s[rows] if isinstance(rate_per_s, np.ndarray) else rate_per_s
+            return _excess(self.take(rows).misses(metric, np.exp(-x), rates), percentile)
 
         return np.asarray(np.exp(-_crossing(excess, -middle - _WIDEST, -middle + _WIDEST)))
 
@@ -323,9 +324,9 @@ class Attainment:
         """The highest rate up to ``most`` at which ``percentile`` % of the requests keep every limit; 0 where
         it is not worth a number."""
 
-        def excess(x: Column) -> Column:
-            rate = np.exp(x)
-            worst = np.max([self.misses(metric, limit, rate) for metric, limit in limits_s.items()], axis=0)
+        def excess(x: Column, rows: Rows) -> Column:
+            rate, some = np.exp(x), self.take(rows)
+            worst = np.max([some.misses(metric, limit[rows], rate) for metric, limit in limits_s.items()], axis=0)
             return _excess(worst, percentile)
 
         top = np.log(np.maximum(most, _TINY))
@@ -341,25 +342,32 @@ def _excess(missed: Column, percentile: float) -> Column:
     return np.asarray(np.log(np.maximum(missed / allowed, _FLAT)))  # beyond, a straight line is no guide
 
 
-def _crossing(excess: Callable[[Column], Column], low: Column, high: Column) -> Column:
+def _crossing(excess: Callable[[Column, Rows], Column], low: Column, high: Column) -> Column:
     """The largest x in [low, high] at which a rising ``excess`` is at most 0, within 1e-4 below it; -inf where
     it is above 0 everywhere, infinite where it is nowhere.
 
     Regula falsi between halvings; never closer to an end than half the tolerance, so that both ends close in.
+
+    Args:
+        excess: of x in the given rows of the columns; only those are asked that are still open.
     """
-    at_low, at_high = excess(low), excess(high)
+    low, high = low.copy(), high.copy()
+    every = np.arange(len(low))
+    at_low, at_high = excess(low, every), excess(high, every)
     never, always = at_low > 0, at_high <= 0
     for turn in range(_TURNS):
-        if np.max(np.where(never | always, 0.0, high - low), initial=0.0) <= _CLOSE:
+        rows = np.flatnonzero(~(never | always) & (high - low > _CLOSE))
+        if not len(rows):
             break
-        x = (low + high) / 2
+        left, right, at_left, at_right = low[rows], high[rows], at_low[rows], at_high[rows]
+        x = (left + right) / 2
         if turn >= _HALVINGS and turn % 5:
             with np.errstate(divide="ignore", invalid="ignore"):
-                straight = low - at_low * (high - low) / (at_high - at_low)
-            x = np.where(np.isfinite(straight), np.clip(straight, low + _CLOSE / 2, high - _CLOSE / 2), x)
-        here = excess(x)
+                straight = left - at_left * (right - left) / (at_right - at_left)
+            x = np.where(np.isfinite(straight), np.clip(straight, left + _CLOSE / 2, right - _CLOSE / 2), x)
+        here = excess(x, rows)
         fine = here <= 0
         # Illinois: what stays where it was counts half.
-        low, at_low = np.where(fine, x, low), np.where(fine, here, at_low / 2)
-        high, at_high = np.where(fine, high, x), np.where(fine, at_high / 2, here)
+        low[rows], at_low[rows] = np.where(fine, x, left), np.where(fine, here, at_left / 2)
+        high[rows], at_high[rows] = np.where(fine, right, x), np.where(fine, at_right / 2, here)
     return np.where(never, -np.inf, np.where(always, np.inf, low))

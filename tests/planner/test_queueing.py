@@ -80,6 +80,9 @@ def test_poisson_arrivals_have_peakedness_one(offered: float, service_cv: float)
     assert peakedness(np.array([offered]), 1.0, service_cv)[0] == pytest.approx(1.0, abs=1e-4)
 
 
+ROUNDING = 1e-15  # of a probability: those that are much smaller come out of a recursion in any order
+
+
 @given(
     u=st.floats(0.01, 0.99),
     slots=st.sampled_from([1, 2, 8, 40]),
@@ -93,7 +96,8 @@ def test_more_load_and_more_burstiness_wait_more(
     def often(load: float, cv: float) -> float:
         return float(wait_probability(np.array([load]), np.array([share]), slots, cv, service_cv)[0])
 
-    assert 0 <= often(u, arrival_cv) <= often(min(u + 0.01, 1.0), arrival_cv) <= 1
+    assert 0 <= often(u, arrival_cv) <= often(min(u + 0.01, 1.0), arrival_cv) + ROUNDING
+    assert often(min(u + 0.01, 1.0), arrival_cv) <= 1
     assert often(u, arrival_cv) <= often(u, 2 * arrival_cv) + 0.03, "Hayward's slots are no whole number"
     assert often(1.0, arrival_cv) == pytest.approx(1.0)
     tail = wait_tail(np.full(50, u), arrival_cv, np.full(50, service_cv))
