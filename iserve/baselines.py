@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -12,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from fingerprint.config import DeploymentConfig
-from fingerprint.errors import ConfigError, NotFoundError
+from fingerprint.errors import BadInputError, ConfigError, NotFoundError
 from fingerprint.gpu_spec import GpuSpec
 from iserve.planning import EngineChooser
 from iserve.simulation import PlannedDeployer, SimulatedModel, launch_limits
@@ -160,7 +162,10 @@ def prepare(
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise BadInputError(f"the answers {path} are no whole gzip file: {error}") from error
     except OSError as error:
         raise NotFoundError(f"the answers {path} cannot be read: {error.strerror or error}") from error
 

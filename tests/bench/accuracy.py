@@ -37,10 +37,11 @@ from fingerprint.measurements import TimingPoint
 from tests.bench.accuracy_measure import OUTPUT, REPEATS, Recorded
 from tests.bench.accuracy_rows import CostRow, MemoryRow, Row, TimerRow, Truth
 from tests.bench.accuracy_tables import markdown
+from tests.bench.kept import read_kept
 
 RESULTS = Path(__file__).parent / "results"
 ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
-AICONFIGURATOR = RESULTS / "aiconfigurator_h200.json"
+AICONFIGURATOR = RESULTS / "aiconfigurator_h200.json.gz"
 GIB = 2**30
 
 
@@ -307,7 +308,7 @@ def main() -> None:
     errors = measured_errors(recorded)
     calibration = Calibration(errors)
     rows = [row for one in recorded for row in predict_l3(one, calibration)]
-    answers = from_json(AICONFIGURATOR.read_bytes(), _Answers, what=AICONFIGURATOR.name).answers
+    answers = from_json(read_kept(AICONFIGURATOR), _Answers, what=AICONFIGURATOR.name).answers
     others = [
         row
         for one in recorded

@@ -3,7 +3,7 @@
 It runs in an environment of its own (``pip install aiconfigurator==0.12.0``; it is no dependency of iServe):
 
     python tests/bench/aiconfigurator_static.py --configs $ISERVE_REFERENCE_DATA/reference/model-configs.json \
-        --json tests/bench/results/aiconfigurator_h200.json
+        --json tests/bench/results/aiconfigurator_h200.json.gz
 
 With ``--points FILE`` (a JSON list of objects with the fields of :class:`Point`) it answers those points instead
 of the H200 grid below, each in the mode that it names: ``static`` is one batch handed over at once, ``agg`` steady
@@ -14,6 +14,7 @@ gives. Models are handed to it as local folders that hold only a config.json.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import logging
 import platform
@@ -220,7 +221,8 @@ def main(arguments: list[str]) -> None:
         "answers": [compact(answer) for answer in answers],
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(written(document))
+    text = written(document).encode()  # no module of ours: this runs in AIConfigurator's environment
+    options.json.write_bytes(gzip.compress(text, mtime=0) if options.json.suffix == ".gz" else text)
 
 
 def compact(answer: Answer) -> dict[str, object]:

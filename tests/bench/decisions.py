@@ -66,6 +66,7 @@ from tests.bench.decision_rules import (
     wishes,
     workloads,
 )
+from tests.bench.kept import write_kept
 from tests.bench.rank import machine
 from tests.bench.roofline_tables import SHAPES, Tables
 
@@ -378,7 +379,7 @@ def main(arguments: Sequence[str]) -> None:
             "not_asked": NOT_ASKED,
             "cells": len(cells),
         }
-        options.json.write_text(written(head, {"biases": found, "groups": groups}))
+        write_kept(options.json, written(head, {"biases": found, "groups": groups}))
 
 
 def written(head: dict[str, object], lists: dict[str, Sequence[object]]) -> str:

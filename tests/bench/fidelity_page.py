@@ -76,7 +76,13 @@ def _curves(found: Comparison, name: str) -> Markup:
         for number, p in enumerate(found.predictions, start=1)
     ]
     chart = line_chart(
-        lines, name=f"{name} by percentile", x_name="percentile", y_name="", in_seconds=True, logarithmic=True
+        lines,
+        name=f"{name} by percentile",
+        x_name="percentile",
+        y_name="",
+        in_seconds=True,
+        logarithmic=True,
+        dots=False,
     )
     keys = legend([(line.color, "", line.name) for line in lines])
     return el("figure", chart, el("figcaption", name), keys)

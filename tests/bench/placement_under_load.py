@@ -55,6 +55,7 @@ from placement.routing import Busiest, LeastOutstanding, Router
 from placement.scaling import Scaling
 from placement.types import ClusterSnapshot, PlacementPolicy, Refusal
 from planner.intent import Intent, IntentKind
+from tests.bench.kept import read_kept, write_kept
 from tests.bench.rank import machine
 from traces.arrivals import RateSeries
 from traces.generate import generate
@@ -382,7 +383,7 @@ def main(arguments: list[str]) -> None:
     kept: list[dict[str, object]] = []
     if options.json and options.json.exists():
         ran = tuple(options.only or EXPERIMENTS)
-        kept = [one for one in json.loads(options.json.read_text())["rows"] if one["experiment"] not in ran]
+        kept = [one for one in json.loads(read_kept(options.json))["rows"] if one["experiment"] not in ran]
     for name in options.only or EXPERIMENTS:
         for seed in SEEDS[: min(options.seeds, SEEDS_OF[name])]:
             rows += EXPERIMENTS[name](seed)
@@ -391,7 +392,7 @@ def main(arguments: list[str]) -> None:
     if options.json:
         found = [*kept, *json.loads(to_json(rows))]
         lines = ",\n".join(json.dumps(one) for one in found)
-        options.json.write_text(f'{{"machine": {json.dumps(machine())}, "rows": [\n{lines}\n]}}\n')
+        write_kept(options.json, f'{{"machine": {json.dumps(machine())}, "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +38,7 @@ from traces.summary import kept
 
 A6000, H200 = gpu_spec("a6000"), gpu_spec("h200")
 WORKLOAD = Workload(batch=8, input_tokens=512, output_tokens=128)
-RECORDING = Path(__file__).parents[1] / "bench" / "results" / "aiconfigurator_h200.json"
+RECORDING = Path(__file__).parents[1] / "bench" / "results" / "aiconfigurator_h200.json.gz"
 LATENCY = Intent(kind=IntentKind.MIN_LATENCY)
 
 
@@ -217,7 +218,7 @@ def test_aiconfigurator_chooses_by_its_recorded_answers() -> None:
 
 
 def test_what_aiconfigurator_says_does_not_fit_is_not_its_choice(tmp_path: Path) -> None:
-    document = json.loads(RECORDING.read_text())
+    document = json.loads(gzip.decompress(RECORDING.read_bytes()))
     for answer in document["answers"]:
         answer["fits"] = answer.get("fits", False) and answer["point"]["weights"] != "fp8"
     misfits = tmp_path / "answers.json"
@@ -258,4 +259,10 @@ def test_planners_by_name(tmp_path: Path) -> None:
         if text is not None:
             torn.write_text(text)
         with pytest.raises(BadInputError, match=message):
+            prepare(Baseline.AICONFIGURATOR, world(model("m")), [], slo=None, router=make_router(), answers=torn)
+    whole = RECORDING.read_bytes()
+    for content in (b"{}", whole[: len(whole) // 2]):
+        torn = tmp_path / "torn.json.gz"
+        torn.write_bytes(content)
+        with pytest.raises(BadInputError, match="no whole gzip file"):
             prepare(Baseline.AICONFIGURATOR, world(model("m")), [], slo=None, router=make_router(), answers=torn)

@@ -155,7 +155,7 @@ def test_the_text_says_whose_decision_it_was(simulate: Callable[..., Done], trac
 def test_aiconfigurator_says_where_it_has_no_answer(
     simulate: Callable[..., Done], trace: Path, model: Path
 ) -> None:
-    answers = Path(__file__).parents[1] / "bench" / "results" / "aiconfigurator_h200.json"
+    answers = Path(__file__).parents[1] / "bench" / "results" / "aiconfigurator_h200.json.gz"
     given = ("--gpus", "h200:1", "--models", f"chat={model}", "--planner", f"aiconfigurator:{answers}")
     out = " ".join(simulate(trace, *given).out.split())
     assert "refused chat: aiconfigurator: no answer for" in out

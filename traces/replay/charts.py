@@ -27,11 +27,19 @@ class Line:
 
 
 def line_chart(
-    lines: Sequence[Line], *, name: str, x_name: str, y_name: str, in_seconds: bool, logarithmic: bool = False
+    lines: Sequence[Line],
+    *,
+    name: str,
+    x_name: str,
+    y_name: str,
+    in_seconds: bool,
+    logarithmic: bool = False,
+    dots: bool = True,
 ) -> Markup:
     """Every line over the same axes; a time axis gets the unit that suits it.
 
     Args:
+        dots: mark every point, with its numbers when pointed at.
         logarithmic: let the vertical axis be so where the values span a lot and none is 0.
     """
     xs = [x for each in lines for x, _ in each.points]
@@ -49,7 +57,7 @@ def line_chart(
     parts.append(line(x.start, y.start, x.end, y.start, "axis"))
     said = ", ".join(filter(None, (unit or y_name, "logarithmic" if y.logarithmic else "")))
     parts.append(words((x.start + x.end) / 2, _HEIGHT - 4, f"{x_name} (vertical axis: {said})", class_="name"))
-    parts += [_drawn(each, x, y, x_name, in_seconds) for each in lines]
+    parts += [_drawn(each, x, y, x_name, in_seconds, dots=dots) for each in lines]
     return drawing(_WIDTH, _HEIGHT, name, parts)
 
 
@@ -60,7 +68,7 @@ def _vertical(values: Sequence[float], logarithmic: bool) -> Scale:
     return linear(0, high * 1.06 or 1.0, _HEIGHT - 36, 10)
 
 
-def _drawn(each: Line, x: Scale, y: Scale, x_name: str, in_seconds: bool) -> Markup:
+def _drawn(each: Line, x: Scale, y: Scale, x_name: str, in_seconds: bool, *, dots: bool) -> Markup:
     parts: list[Child] = []
     for run in _unbroken(each.points):
         class_ = "fit beyond" if each.dashed else "fit"
@@ -75,6 +83,7 @@ def _drawn(each: Line, x: Scale, y: Scale, x_name: str, in_seconds: bool) -> Mar
                 class_="dot",
             )
             for at, value in run
+            if dots
         ]
     return el("g", parts, class_=each.color)
 
