@@ -371,6 +371,10 @@ def show(rows: Sequence[Row]) -> None:
         print(f"{experiment:10s} {policy:40s}" + "".join(f"{mean:10.4g}" for mean in means))
 
 
+def _six_digits(row: dict[str, object]) -> dict[str, object]:
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -390,7 +394,7 @@ def main(arguments: list[str]) -> None:
             print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
     show(rows)
     if options.json:
-        found = [*kept, *json.loads(to_json(rows))]
+        found = [*kept, *map(_six_digits, json.loads(to_json(rows)))]
         lines = ",\n".join(json.dumps(one) for one in found)
         write_kept(options.json, f'{{"machine": {json.dumps(machine())}, "rows": [\n{lines}\n]}}\n')
 
