@@ -133,7 +133,11 @@ def test_a_home_folder_is_expanded(checkpoint: Path, monkeypatch: pytest.MonkeyP
     "name",
     ["", "./nowhere", "/no/where", "a/b/c", "a b", "../x", "a--b/c", "x" * 5000, "a\0b", "~nobody-here/x", "ü"],
 )
-def test_what_can_be_no_model_is_refused_without_asking_anyone(name: str) -> None:
+def test_what_can_be_no_model_is_refused_without_asking_anyone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(NotFoundError, match="not a Hugging Face id") as caught:
         resolve(name)
     assert len(str(caught.value)) < 500

