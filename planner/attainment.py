@@ -239,16 +239,20 @@ class Attainment:
         steps = seen.output_tokens - 1
         if metric == "tpot":
             later = np.maximum(together - seen.ttft_s.value, _TINY)
-            per_token = np.where(steps > 0, later / np.maximum(steps, 1), seen.tpot_s.value)
-            # Alone, or where nothing is known of one request alone, it is the estimate's own.
-            per_token = np.where(self._batches, per_token, seen.tpot_s.value)
             squared = np.where(self._batches & (steps > 0), (wobble / later) ** 2, 0.0)
-            return per_token * seen.tpot_s.factor(state.z), squared
+            return self._per_token(together) * seen.tpot_s.factor(state.z), squared
         grown = (seen.tpot_s.value - seen.tpot_alone_s) / np.maximum(seen.slots - 1, 1) * (state.among - 1)
         step_s = (seen.tpot_alone_s + grown) * np.minimum(state.utilisation * seen.slots, 1.0) / 2
         beside_s = np.where(seen.slots > 1, step_s + grown, 0.0) * seen.tpot_s.factor(state.z)
         own_s = seen.ttft_s.value * seen.ttft_s.factor(state.z)
         return own_s + beside_s, (traffic.input_cv * own_s / (own_s + beside_s)) ** 2
+
+    def _per_token(self, together: Column) -> Column:
+        """TPOT of a request whose whole time is ``together``."""
+        seen, steps = self._seen, self._seen.output_tokens - 1
+        later = np.maximum(together - seen.ttft_s.value, _TINY) / np.maximum(steps, 1)
+        # Alone, or where nothing is known of one request alone, it is the estimate's own.
+        return np.asarray(np.where(self._batches & (steps > 0), later, seen.tpot_s.value))
 
     @cached_property
     def _batches(self) -> npt.NDArray[np.bool_]:
@@ -266,7 +270,10 @@ class Attainment:
         in_time = normal_cdf(np.where(width > 0, turn, np.where(mean > limit, -np.inf, np.inf)))
         missed = 1 - in_time
         if metric == "tpot":
-            return missed
+            most = self._per_token(
+                self._fixed + self._grows * self._seen.slots
+            )  # never more run than there are slots
+            return np.where(limit < most * self._seen.tpot_s.factor(z), missed, 0.0)
         for point, weight in zip(_POINTS.tolist(), _WEIGHTS.tolist(), strict=True):
             service = mean * np.exp(width * normal_quantile(in_time * point) - width**2 / 2)
             missed = missed + in_time * weight * self._waits(metric, limit - service, state)

@@ -34,7 +34,7 @@ from traces.transforms import cap_lengths
 
 __all__ = ["launch"]  # a fixture
 
-STRETCHES, REQUESTS = 3, 24
+STRETCHES, REQUESTS = 3, 16
 WORK = Workload(4, 96, 32)
 LOAD = 0.5  # of what the steps say it serves
 LIMITS = launch_limits(WORK)
