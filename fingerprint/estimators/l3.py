@@ -286,9 +286,9 @@ def _fit_overhead(seen: list[tuple[_Took, float]]) -> Overhead:
     cost, seconds = np.array([c for _, c in seen]), np.array([took.forward_s for took, _ in seen])
     weight = 1 / np.maximum(_PACE_S, _PACE_SHARE * seconds)
     # One size alone does not tell the two apart: as if nothing grew.
-    both = [work] if np.linalg.matrix_rank(work) == 2 else []
-    fits = [_absolute_fit(columns, cost, weight) for columns in (*both, work * [1, 0], work * [0, 1])]
-    fits = fits if both else fits[:1]
+    told_apart = np.linalg.matrix_rank(work) == 2
+    tried = (work, work * [1, 0], work * [0, 1]) if told_apart else (work * [1, 0],)
+    fits = [_absolute_fit(columns, cost, weight) for columns in tried]
     loss = [float(weight @ np.abs(cost - work @ fit)) if fit.min() >= 0 else math.inf for fit in fits]
     per_pass, per_token = fits[loss.index(min(loss))] if min(loss) < math.inf else (0.0, 0.0)
     return Overhead(float(per_pass), float(per_token))
