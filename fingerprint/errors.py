@@ -18,6 +18,7 @@ __all__ = [
     "NotFoundError",
     "NotMeasuredError",
     "PolicyError",
+    "StateUnavailableError",
     "UnavailableError",
     "UnsupportedModelError",
 ]
@@ -65,6 +66,10 @@ class PolicyError(IserveError):
 
 class UnavailableError(IserveError):
     """A part of iServe is away or busy; trying again later can help."""
+
+
+class StateUnavailableError(UnavailableError):
+    """The controller's database is away: nothing is known to have been kept or lost."""
 
 
 class EngineError(IserveError):

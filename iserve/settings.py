@@ -38,6 +38,9 @@ class Settings:
     """One installation. The variable of a field is ``ISERVE_`` and its name in capitals."""
 
     home: Annotated[Path, "state, logs, records; mode 0700"] = field(default_factory=_default_home)
+    database_url: Annotated[
+        str | None, "state in PostgreSQL: `postgresql://USER@HOST:PORT/DATABASE`; unset: in SQLite in the home"
+    ] = field(default=None, repr=False)  # may hold a password
     host: Annotated[str, "address of the OpenAI and REST APIs; beyond loopback, API keys are required"] = (
         "127.0.0.1"
     )
@@ -70,6 +73,10 @@ class Settings:
             raise ConfigError(f"port and api_port are both {self.port}; give them different ports")
         if self.cpu_devices is not None and not 1 <= self.cpu_devices <= 64:
             raise ConfigError(f"cpu_devices must be in 1..64, got {self.cpu_devices}")
+        if self.database_url is not None and not self.database_url.startswith("postgresql://"):
+            raise ConfigError(
+                "database_url must begin with postgresql:// (it is not shown: it may hold a password)"
+            )
         make_policy(self.policy)
         if not 0 <= self.load_threshold <= 1:
             raise ConfigError(f"load_threshold must be in 0..1, got {self.load_threshold}")
@@ -84,6 +91,11 @@ class Settings:
         if self.require_keys is not None:
             return self.require_keys
         return self.host not in {"127.0.0.1", "::1", "localhost"}
+
+    @property
+    def state(self) -> Path | str:
+        """Where the state is kept: the path of a SQLite file, or PostgreSQL's URL."""
+        return self.home / "state.db" if self.database_url is None else self.database_url
 
     @property
     def run_folder(self) -> Path:

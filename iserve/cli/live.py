@@ -43,13 +43,14 @@ def registered_models(model: str, settings: Settings) -> dict[str, Path]:
     """The registered models and the demo, when ``model`` can be a registered name; no controller is needed."""
     from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 
-    if "/" in model or not (settings.home / "state.db").exists():
-        return {DEMO_MODEL_NAME: demo_model_path()}
+    demo = {DEMO_MODEL_NAME: demo_model_path()}
+    if "/" in model or (settings.database_url is None and not (settings.home / "state.db").exists()):
+        return demo
     from iserve.state.store import Store
 
-    store = Store.read_only(settings.home / "state.db")
+    store = Store.read_only(settings.state)
     try:
-        return {DEMO_MODEL_NAME: demo_model_path()} | {m.name: Path(m.directory) for m in store.models()}
+        return demo if store.is_new() else demo | {m.name: Path(m.directory) for m in store.models()}
     finally:
         store.close()
 

@@ -130,7 +130,7 @@ def run(settings: Settings) -> None:
         # First of all: `iserve down`, and a second start, must find a controller that is still starting.
         write_record(path, own_record(url=f"http://{url_host}:{port}", token=token))
         at_the_end.callback(path.unlink, missing_ok=True)
-        store = Store.open(settings.home / "state.db")
+        store = Store.open(settings.state)
         at_the_end.callback(store.close)
         controller = Controller(settings, store)
         at_the_end.callback(controller.close)

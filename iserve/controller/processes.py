@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from daemon.own_log import move_if_large
@@ -98,7 +99,8 @@ class Companion:
         if pid is None:
             environment = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
             argv = (*self._program, *self._options)
-            pid = spawn_detached(argv, self.log_path, environment | self._settings.environment())
+            settings = replace(self._settings, database_url=None)  # may hold a password: the controller's alone
+            pid = spawn_detached(argv, self.log_path, environment | settings.environment())
             log.info("started the %s, pid %d", self.name, pid)
         deadline = time.monotonic() + self._start_timeout_s
         while time.monotonic() < deadline:

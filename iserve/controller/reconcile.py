@@ -76,6 +76,7 @@ class Reconciler:
                 companion.ensure()
             except UnavailableError as error:
                 self._warn(error)
+        controller.store.hold()  # one that has lost its database to another does nothing
         rows = controller.store.deployments()  # before the node: what is recorded as ready is then seen there
         node = controller.observe()
         self.publish(rows, node)  # first, so that no request is sent to a worker that is about to be stopped

@@ -1,1 +1,1 @@
-"""The controller's durable state: SQLite through SQLAlchemy Core, one writer, short transactions."""
+"""The controller's durable state: SQLite or PostgreSQL through SQLAlchemy Core, one writer, short transactions."""

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-__all__ = ["api_keys", "deployments", "events", "metadata", "models", "profiles", "route_version", "verifications"]
+__all__ = [
+    "api_keys",
+    "deployments",
+    "events",
+    "idempotency_keys",
+    "metadata",
+    "models",
+    "profiles",
+    "route_version",
+    "verifications",
+]
 
 metadata = MetaData(
     naming_convention={
@@ -29,7 +39,7 @@ profiles = Table(
     Column("shape_hash", String(64), primary_key=True),
     Column("engine", String(40), primary_key=True),
     Column("machine_key", String(64), primary_key=True),
-    Column("model", String(200), nullable=False),
+    Column("model", Text, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("body", Text, nullable=False),  # fingerprint.measurements.Profile as JSON
 )
@@ -41,7 +51,7 @@ verifications = Table(
     Column("engine", String(40), primary_key=True),
     Column("machine_key", String(64), primary_key=True),
     Column("config", String(200), primary_key=True),
-    Column("model", String(200), nullable=False),
+    Column("model", Text, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("body", Text, nullable=False),  # fingerprint.verification.Verification as JSON
 )
@@ -52,7 +62,7 @@ deployments = Table(
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("name", String(200), nullable=False, unique=True),
     Column("created_at", Float, nullable=False),
-    Column("request", Text, nullable=False),  # iserve.api_types.DeployRequest as JSON
+    Column("request", Text, nullable=False),  # iserve.api_types.DeployBody as JSON
     Column("desired", String(20), nullable=False),  # "running" | "removed"
     Column("phase", String(20), nullable=False),  # last step taken; what runs now is asked of the daemon
     Column("error", Text),
@@ -61,13 +71,23 @@ deployments = Table(
     sqlite_autoincrement=True,  # no id twice: it names workers, and what is done about them in the background
 )
 
+# Written with the deployment that it was accepted with; outlives it, so that a late repeat does not bring it back.
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("key", String(200), primary_key=True),
+    Column("created_at", Float, nullable=False, index=True),
+    Column("request", Text, nullable=False),  # iserve.api_types.DeployBody as JSON
+    Column("answer", Text, nullable=False),  # iserve.api_types.DeploymentDocument as JSON, as it was first given
+)
+
 api_keys = Table(
     "api_keys",
     metadata,
     Column("key_id", String(40), primary_key=True),
     Column("sha256", String(64), nullable=False),
     Column("scope", String(20), nullable=False),
-    Column("label", String(200), nullable=False),
+    Column("label", Text, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("revoked", Boolean, nullable=False, default=False),
 )

@@ -1,4 +1,4 @@
-"""Reads and writes of the state, in short transactions behind one lock: SQLite has one writer.
+"""Reads and writes of the state, each write one short transaction.
 
 Rows leave as frozen dataclasses and typed values, never as SQLAlchemy rows.
 """
@@ -6,30 +6,32 @@ Rows leave as frozen dataclasses and typed values, never as SQLAlchemy rows.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.resources import as_file, files
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from alembic.util import CommandError
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.errors import BadInputError, ConflictError, NotFoundError, UnavailableError
+from fingerprint.errors import BadInputError, ConflictError, NotFoundError
 from fingerprint.measurements import Profile
 from fingerprint.verification import Verification
 from iserve.routes import ApiKeyRecord
-from iserve.state.schema import api_keys, deployments, events, models, profiles, route_version, verifications
+from iserve.state.database import Database, open_database
+from iserve.state.schema import (
+    api_keys,
+    deployments,
+    events,
+    idempotency_keys,
+    models,
+    profiles,
+    route_version,
+    verifications,
+)
 
-__all__ = ["DeploymentRow", "EventRow", "KeyRow", "ModelRow", "Store", "VerificationRow"]
+__all__ = ["DeploymentRow", "EventRow", "KeptAnswer", "KeyRow", "ModelRow", "Store", "VerificationRow"]
 
 T = TypeVar("T")
 
@@ -84,50 +86,40 @@ class VerificationRow:
     verification: Verification
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptAnswer:
+    """What a request that came with an idempotency key asked for, and was answered."""
+
+    key: str
+    created_at: float
+    request: str
+    answer: str
+
+
 _EVENTS_KEPT = 10_000
 
 
-def _on_connect(connection: object, _record: object) -> None:
-    connection.isolation_level = None  # type: ignore[attr-defined] # transactions begin in _on_begin
-    cursor = connection.cursor()  # type: ignore[attr-defined]
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
-
-
-def _on_begin(connection: sa.Connection) -> None:
-    """Python's SQLite module by itself begins no transaction for a CREATE TABLE: a migration that was cut short
-    would leave half a schema, which no later one could build on."""
-    connection.exec_driver_sql("BEGIN")
-
-
 class Store:
-    """The state behind one URL. Safe to use from several threads of one process.
+    """The state at one place. Safe to use from several threads of one process.
 
     Raises (every method):
-        UnavailableError: the database cannot be read or written (disk full, locked, damaged).
+        StateUnavailableError: the database cannot be read or written (away, disk full, locked, damaged).
     """
 
-    def __init__(self, url: str, *, read_only: bool = False) -> None:
-        self._engine = sa.create_engine(url)
-        if self._engine.dialect.name == "sqlite" and not read_only:
-            sa.event.listen(self._engine, "connect", _on_connect)
-            sa.event.listen(self._engine, "begin", _on_begin)
-        self._lock = threading.Lock()
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._write, self._read = database.write, database.read
 
     @classmethod
-    def open(cls, path: Path) -> Store:
-        """The SQLite store at ``path``, created or migrated to the newest schema.
+    def open(cls, where: Path | str) -> Store:
+        """The store at a path (SQLite) or URL (PostgreSQL), created or migrated to the newest schema.
 
         Raises:
-            UnavailableError: also when a newer iServe has written it.
+            ConfigError: not such a URL, or PostgreSQL's driver is not installed.
+            ConflictError: another controller runs on this database.
+            StateUnavailableError: also when a newer iServe has written it.
         """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.touch(mode=0o600)
-        except OSError as error:
-            raise UnavailableError(f"cannot write {path}: {error.strerror}; mend the folder") from error
-        store = cls(f"sqlite:///{path}")
+        store = cls(open_database(where))
         try:
             store.migrate()
         except BaseException:
@@ -136,44 +128,23 @@ class Store:
         return store
 
     @classmethod
-    def read_only(cls, path: Path) -> Store:
-        """The store at ``path`` beside the controller that owns it."""
-        return cls(f"sqlite:///file:{quote(str(path))}?mode=ro&uri=true", read_only=True)
+    def read_only(cls, where: Path | str) -> Store:
+        """The store there, beside the controller that owns it. Raises ConfigError as :meth:`open`."""
+        return cls(open_database(where, read_only=True))
 
     def migrate(self, to: str = "head") -> None:
-        """All of it or nothing: a process that is killed in the middle leaves the old schema."""
-        config = Config()
-        with as_file(files("iserve.state") / "migrations") as scripts, self._write() as connection:
-            config.set_main_option("script_location", str(scripts))
-            config.attributes["connection"] = connection
-            try:
-                command.upgrade(config, to)
-            except CommandError as error:
-                raise UnavailableError(
-                    f"the state database is of another version of iServe ({error}); use that one, or another "
-                    "ISERVE_HOME"
-                ) from error
+        self._database.migrate(to)
+
+    def hold(self) -> None:
+        """See that this controller is still the only one here: as ``Database.hold``."""
+        self._database.hold()
+
+    def is_new(self) -> bool:
+        """Whether no iServe has ever kept anything here."""
+        return self._database.is_new()
 
     def close(self) -> None:
-        self._engine.dispose()
-
-    @contextmanager
-    def _write(self) -> Iterator[sa.Connection]:
-        try:
-            with self._lock, self._engine.begin() as connection:
-                yield connection
-        except IntegrityError:
-            raise
-        except SQLAlchemyError as error:
-            raise UnavailableError(f"the state database cannot be written: {_cause(error)}") from error
-
-    @contextmanager
-    def _read(self) -> Iterator[sa.Connection]:
-        try:
-            with self._engine.connect() as connection:
-                yield connection
-        except SQLAlchemyError as error:
-            raise UnavailableError(f"the state database cannot be read: {_cause(error)}") from error
+        self._database.close()
 
     # models
 
@@ -274,28 +245,57 @@ class Store:
 
     # deployments
 
-    def add_deployment(self, name: str, request: bytes) -> DeploymentRow:
+    def add_deployment(
+        self,
+        name: str,
+        request: bytes,
+        *,
+        created_at: float | None = None,
+        message: str | None = None,
+        kept: KeptAnswer | None = None,
+        forget_before: float = 0.0,
+    ) -> DeploymentRow:
         """Accept a deployment: from here on it survives the controller.
 
+        Args:
+            created_at: now, unless the answer in ``kept`` says when.
+            message: of the event that tells so.
+            kept: stored with it, or not at all; those that were made before ``forget_before`` are deleted.
+
         Raises:
-            ConflictError: the name is in use.
+            ConflictError: the name is in use, or the key of ``kept``.
         """
+        values = {
+            "name": name,
+            "created_at": time.time() if created_at is None else created_at,
+            "request": request.decode(),
+            "desired": "running",
+            "phase": "accepted",
+        }
         try:
             with self._write() as connection:
-                connection.execute(
-                    sa.insert(deployments).values(
-                        name=name,
-                        created_at=time.time(),
-                        request=request.decode(),
-                        desired="running",
-                        phase="accepted",
-                    )
-                )
+                if kept is not None:
+                    old = idempotency_keys.c.created_at < forget_before
+                    connection.execute(sa.delete(idempotency_keys).where(old))
+                    connection.execute(sa.insert(idempotency_keys).values(asdict(kept)))
+                insert = sa.insert(deployments).values(values).returning(deployments)
+                row = DeploymentRow(**connection.execute(insert).mappings().one())
+                if message is not None:
+                    _add_event(connection, row.id, "accepted", message)
         except IntegrityError as error:
             raise ConflictError(
                 f"a deployment named {name!r} exists already; choose another --name or remove it first"
             ) from error
-        return self.deployment(name)
+        return row
+
+    def kept_answer(self, key: str, *, made_after: float) -> KeptAnswer | None:
+        """That of the request which came with ``key``."""
+        query = sa.select(idempotency_keys).where(
+            (idempotency_keys.c.key == key) & (idempotency_keys.c.created_at >= made_after)
+        )
+        with self._read() as connection:
+            row = connection.execute(query).mappings().first()
+        return None if row is None else KeptAnswer(**row)
 
     def deployments(self) -> tuple[DeploymentRow, ...]:
         with self._read() as connection:
@@ -350,13 +350,8 @@ class Store:
 
         Of a deployment that has been deleted meanwhile it is kept all the same, as nobody's.
         """
-        there = sa.select(deployments.c.id).where(deployments.c.id == deployment_id).scalar_subquery()
         with self._write() as connection:
-            result = connection.execute(
-                sa.insert(events).values(at=time.time(), deployment_id=there, kind=kind, message=message[:4000])
-            )
-            (newest,) = result.inserted_primary_key or (0,)
-            connection.execute(sa.delete(events).where(events.c.id <= newest - _EVENTS_KEPT))
+            _add_event(connection, deployment_id, kind, message)
 
     def events(
         self, *, after: int = 0, deployment_id: int | None = None, limit: int = 500
@@ -405,6 +400,16 @@ class Store:
             return int(current) + 1
 
 
+def _add_event(connection: sa.Connection, deployment_id: int | None, kind: str, message: str) -> None:
+    there = sa.select(deployments.c.id).where(deployments.c.id == deployment_id).scalar_subquery()
+    text = message[:4000].replace("\0", "\\0")  # which PostgreSQL keeps in no text
+    result = connection.execute(
+        sa.insert(events).values(at=time.time(), deployment_id=there, kind=kind, message=text)
+    )
+    (newest,) = result.inserted_primary_key or (0,)
+    connection.execute(sa.delete(events).where(events.c.id <= newest - _EVENTS_KEPT))
+
+
 def _readable(body: str, kind: type[T]) -> T | None:
     """None for what an iServe of another version wrote in its own way: it is measured anew."""
     try:
@@ -412,8 +417,3 @@ def _readable(body: str, kind: type[T]) -> T | None:
     except BadInputError as error:
         log.warning("%s; it counts as absent", error)
         return None
-
-
-def _cause(error: SQLAlchemyError) -> str:
-    original = getattr(error, "orig", None)
-    return str(original or error).splitlines()[0]

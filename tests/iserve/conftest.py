@@ -22,6 +22,7 @@ import pytest
 from daemon.process import ProcessRecord, is_alive, read_record
 from daemon.procfs import start_time_ticks
 from iserve.client import ControllerClient
+from tests.iserve.postgres_server import PostgresServer, binaries
 
 WAIT_S = 60.0  # far beyond what is needed: only a hang runs into it
 COMMAND = Path(sys.executable).with_name("iserve")
@@ -215,6 +216,16 @@ def kill() -> Callable[[int], None]:
 @pytest.fixture(scope="session")
 def request_to() -> Callable[..., Answer]:
     return ask
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server of this run's own."""
+    programs = binaries()
+    if programs is None:
+        pytest.skip("no postgres on the PATH or in /usr/lib/postgresql (Debian's package `postgresql` has it)")
+    with PostgresServer(programs) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,18 @@ def test_a_child_reads_the_same_settings(tmp_path: Path) -> None:
     assert load_settings(settings.environment()) == settings
 
 
+def test_the_state_is_in_the_home_or_where_a_url_says(tmp_path: Path) -> None:
+    assert Settings(home=tmp_path).state == tmp_path / "state.db"
+    url = "postgresql://iserve:secret@db/iserve"
+    settings = load_settings({"ISERVE_HOME": str(tmp_path), "ISERVE_DATABASE_URL": url})
+    assert settings.state == url
+    assert load_settings(settings.environment()) == settings
+    assert "secret" not in repr(settings)
+    with pytest.raises(ConfigError, match="begin with postgresql://") as caught:
+        load_settings({"ISERVE_DATABASE_URL": url.replace("postgresql", "mysql")})
+    assert "secret" not in str(caught.value)
+
+
 def test_both_ports_may_be_left_to_the_system() -> None:
     assert load_settings({"ISERVE_PORT": "0", "ISERVE_API_PORT": "0"}).port == 0
 
@@ -76,6 +88,7 @@ def test_both_ports_may_be_left_to_the_system() -> None:
 def test_the_reference_names_every_setting_with_what_it_takes_and_means() -> None:
     rows = {row.variable: row for row in setting_rows()}
     assert rows.keys() == set(Settings().environment()) | {
+        "ISERVE_DATABASE_URL",
         "ISERVE_CPU_DEVICES",
         "ISERVE_REQUIRE_KEYS",
         "ISERVE_VLLM_PYTHON",

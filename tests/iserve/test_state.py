@@ -1,26 +1,44 @@
-"""The controller's state: what is written is there after a restart, and two writers never lose a row."""
+"""The controller's state, in SQLite and in PostgreSQL: what is written is there after a restart, and two writers
+never lose a row."""
 
 from __future__ import annotations
 
-import sqlite3
+import os
+import signal
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
+from alembic.command import downgrade
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import create_engine
+from sqlalchemy import Connection, create_engine, make_url
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.errors import ConflictError, NotFoundError, UnavailableError
+from fingerprint.errors import (
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    StateUnavailableError,
+    UnavailableError,
+)
 from fingerprint.verification import Reading, Verification
 from iserve.routes import ApiKeyRecord
+from iserve.state.database import open_database
 from iserve.state.schema import metadata
-from iserve.state.store import Store
+from iserve.state.store import KeptAnswer, Store
 from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
+from tests.iserve.postgres_server import PostgresServer
+
+Where = Path | str
 
 
 @pytest.fixture
@@ -28,9 +46,50 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state.db"
 
 
-def test_migrations_build_exactly_the_schema(path: Path) -> None:
-    Store.open(path).close()
-    with create_engine(f"sqlite:///{path}").connect() as connection:
+@pytest.fixture(params=["sqlite", "postgresql"])
+def where(request: pytest.FixtureRequest, path: Path) -> Where:
+    """A new state of each kind."""
+    if request.param == "sqlite":
+        return path
+    url = request.getfixturevalue("postgres").make_database()
+    assert isinstance(url, str)
+    return url
+
+
+@pytest.fixture
+def at(where: Where) -> Iterator[Callable[[], Store]]:
+    """``at()``: the store there; the one that was opened before is closed, as one controller follows another."""
+    opened: list[Store] = []
+
+    def reopen() -> Store:
+        while opened:
+            opened.pop().close()
+        opened.append(Store.open(where))
+        return opened[-1]
+
+    yield reopen
+    while opened:
+        opened.pop().close()
+
+
+@contextmanager
+def connected(where: Where) -> Iterator[Connection]:
+    """Behind the store's back."""
+    url = f"sqlite:///{where}" if isinstance(where, Path) else where.replace("postgresql:", "postgresql+psycopg:")
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        yield connection
+    engine.dispose()
+
+
+def execute(where: Where, statement: str) -> None:
+    with connected(where) as connection:
+        connection.exec_driver_sql(statement)
+
+
+def test_migrations_build_exactly_the_schema(where: Where, at: Callable[[], Store]) -> None:
+    at()
+    with connected(where) as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
 
 
@@ -39,12 +98,11 @@ def test_file_is_private(path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_deployment_survives_reopening(path: Path) -> None:
-    store = Store.open(path)
+def test_deployment_survives_reopening(at: Callable[[], Store]) -> None:
+    store = at()
     row = store.add_deployment("a", b'{"model": null}')
     store.update_deployment(row.id, phase="failed", error="why")
-    store.close()
-    found = Store.open(path).deployment("a")
+    found = at().deployment("a")
     assert (found.request, found.phase, found.error, found.desired) == (
         '{"model": null}',
         "failed",
@@ -53,16 +111,16 @@ def test_deployment_survives_reopening(path: Path) -> None:
     )
 
 
-def test_a_new_phase_clears_the_error(path: Path) -> None:
-    store = Store.open(path)
+def test_a_new_phase_clears_the_error(at: Callable[[], Store]) -> None:
+    store = at()
     row = store.add_deployment("a", b"{}")
     store.update_deployment(row.id, phase="failed", error="why")
     store.update_deployment(row.id, phase="launching")
     assert store.deployment("a").error is None
 
 
-def test_a_name_is_taken_once(path: Path) -> None:
-    store = Store.open(path)
+def test_a_name_is_taken_once(at: Callable[[], Store]) -> None:
+    store = at()
     store.add_deployment("a", b"{}")
     with pytest.raises(ConflictError, match="'a' exists already"):
         store.add_deployment("a", b"{}")
@@ -70,8 +128,8 @@ def test_a_name_is_taken_once(path: Path) -> None:
     store.add_deployment("a", b"{}")
 
 
-def test_two_threads_asking_for_one_name_get_it_once(path: Path) -> None:
-    store = Store.open(path)
+def test_two_threads_asking_for_one_name_get_it_once(at: Callable[[], Store]) -> None:
+    store = at()
     outcomes: list[str] = []
     barrier = threading.Barrier(8)
 
@@ -91,8 +149,8 @@ def test_two_threads_asking_for_one_name_get_it_once(path: Path) -> None:
     assert sorted(outcomes) == ["refused"] * 7 + ["taken"]
 
 
-def test_events_go_with_their_deployment_and_stay_in_order(path: Path) -> None:
-    store = Store.open(path)
+def test_events_go_with_their_deployment_and_stay_in_order(at: Callable[[], Store]) -> None:
+    store = at()
     row = store.add_deployment("a", b"{}")
     for number in range(5):
         store.add_event(row.id, "step", str(number))
@@ -103,9 +161,9 @@ def test_events_go_with_their_deployment_and_stay_in_order(path: Path) -> None:
     assert [e.message for e in store.events()] == ["kept"]
 
 
-def test_no_id_is_given_out_twice(path: Path) -> None:
+def test_no_id_is_given_out_twice(at: Callable[[], Store]) -> None:
     """An id names workers and what is done about them; a reader of events asks for those after the last it saw."""
-    store = Store.open(path)
+    store = at()
     first = store.add_deployment("a", b"{}")
     store.add_event(first.id, "accepted", "a")
     (event,) = store.events()
@@ -115,32 +173,65 @@ def test_no_id_is_given_out_twice(path: Path) -> None:
     assert [e.kind for e in store.events(after=event.id)] == ["removed"]
 
 
-def test_what_happened_to_a_deployment_that_is_gone_is_kept(path: Path) -> None:
-    store = Store.open(path)
+def test_what_happened_to_a_deployment_that_is_gone_is_kept(at: Callable[[], Store]) -> None:
+    store = at()
     row = store.add_deployment("a", b"{}")
     store.delete_deployment(row.id)
     store.add_event(row.id, "removing", "a")
     assert [(e.kind, e.deployment_id) for e in store.events()] == [("removing", None)]
 
 
-def test_a_state_of_the_first_schema_is_migrated_whole(path: Path) -> None:
+FIRST_SCHEMA = """
+INSERT INTO deployments VALUES (1, 'a', 1.5, '{}', 'running', 'ready', NULL, NULL, NULL);
+INSERT INTO deployments VALUES (2, 'b', 2.5, '{}', 'running', 'ready', NULL, NULL, NULL);
+INSERT INTO events (id, at, deployment_id, kind, message) VALUES (1, 1.5, 1, 'accepted', 'a');
+INSERT INTO events (id, at, deployment_id, kind, message) VALUES (2, 2.5, 2, 'accepted', 'b');
+INSERT INTO events (id, at, deployment_id, kind, message) VALUES (3, 3.5, NULL, 'other', 'kept');
+INSERT INTO api_keys VALUES ('key-1', 'ab', 'admin', 'laptop', 1.5, false);
+INSERT INTO profiles VALUES ('s', 'torch', 'here', 'm', 1.5, '{}')
+"""
+
+
+def test_a_state_of_the_first_schema_is_migrated_whole(where: Where, at: Callable[[], Store]) -> None:
     """Every row is there afterwards, events with their deployments."""
-    store = Store(f"sqlite:///{path}")
-    store.migrate(to="0001")
-    for name in ("a", "b"):
-        row = store.add_deployment(name, b"{}")
-        store.add_event(row.id, "accepted", name)
-    store.add_event(None, "other", "kept")
-    before = (store.deployments(), store.events())
-    store.close()
-    store = Store.open(path)
-    assert (store.deployments(), store.events()) == before
-    store.delete_deployment(store.deployment("b").id)
+    database = open_database(where)
+    database.migrate(to="0001")
+    database.close()
+    for statement in FIRST_SCHEMA.strip().split(";\n"):
+        execute(where, statement)
+    for table in ("deployments", "events") if isinstance(where, str) else ():  # as if the ids had been given out
+        execute(where, f"SELECT setval('{table}_id_seq', 3)")
+    store = at()
+    assert [(d.id, d.name, d.created_at, d.phase) for d in store.deployments()] == [
+        (1, "a", 1.5, "ready"),
+        (2, "b", 2.5, "ready"),
+    ]
+    assert [(e.id, e.deployment_id, e.message) for e in store.events()] == [
+        (1, 1, "a"),
+        (2, 2, "b"),
+        (3, None, "kept"),
+    ]
+    assert [k.label for k in store.api_keys()] == ["laptop"]
+    store.delete_deployment(2)
     assert [e.message for e in store.events()] == ["a", "kept"]
-    assert store.add_deployment("c", b"{}").id == 3
+    assert store.add_deployment("c", b"{}").id > 2
 
 
-def test_a_migration_that_is_cut_short_leaves_the_old_schema(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_migrations_lead_back_too(where: Where, at: Callable[[], Store]) -> None:
+    """Each undoes what it did, so that a row of the first tables outlives the way there and back."""
+    at().add_deployment("a", b"{}")
+    with as_file(files("iserve.state") / "migrations") as scripts, connected(where) as connection:
+        config = Config()
+        config.set_main_option("script_location", str(scripts))
+        config.attributes["connection"] = connection
+        downgrade(config, "0001")
+    execute(where, "SELECT key_id, sha256, scope, label, created_at, revoked FROM api_keys")
+    assert [d.name for d in at().deployments()] == ["a"]
+
+
+def test_a_migration_that_is_cut_short_leaves_the_old_schema(
+    at: Callable[[], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when the process is killed in it: the next start builds on what was there."""
     create_table, made = Operations.create_table, []
 
@@ -152,17 +243,16 @@ def test_a_migration_that_is_cut_short_leaves_the_old_schema(path: Path, monkeyp
 
     monkeypatch.setattr(Operations, "create_table", fail_at_the_third)
     with pytest.raises(KeyboardInterrupt):
-        Store.open(path)
+        at()
     monkeypatch.undo()
-    assert Store.open(path).add_deployment("a", b"{}").id == 1
+    assert at().add_deployment("a", b"{}").id == 1
 
 
-def test_a_state_of_a_newer_iserve_is_one_clear_error(path: Path) -> None:
-    Store.open(path).close()
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+def test_a_state_of_a_newer_iserve_is_one_clear_error(where: Where, at: Callable[[], Store]) -> None:
+    at()
+    execute(where, "UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(UnavailableError, match=r"another version of iServe .*9999"):
-        Store.open(path)
+        at()
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_error(path: Path) -> None:
@@ -171,13 +261,12 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(path: Path) -> None:
         Store.open(path / "state.db")
 
 
-def test_a_profile_that_cannot_be_read_counts_as_absent(path: Path) -> None:
-    store = Store.open(path)
+def test_a_profile_that_cannot_be_read_counts_as_absent(where: Where, at: Callable[[], Store]) -> None:
+    store = at()
     profile = take_profile(SyntheticMachine())
     store.put_profile(profile, "here")
     assert store.profile(profile.spec.shape_hash, profile.engine, "here") == profile
-    with sqlite3.connect(path) as connection:
-        connection.execute("""UPDATE profiles SET body = '{"of": "another version"}'""")
+    execute(where, """UPDATE profiles SET body = '{"of": "another version"}'""")
     assert store.profile(profile.spec.shape_hash, profile.engine, "here") is None
     assert store.profiles() == ()
 
@@ -197,8 +286,10 @@ def verification(**config: int) -> Verification:
     )
 
 
-def test_the_newest_check_of_a_configuration_is_kept_and_all_of_a_shape_can_be_forgotten(path: Path) -> None:
-    store = Store.open(path)
+def test_the_newest_check_of_a_configuration_is_kept_and_all_of_a_shape_can_be_forgotten(
+    at: Callable[[], Store],
+) -> None:
+    store = at()
     where = {"shape_hash": "s", "engine": "torch", "machine_key": "here"}
     first, second = verification(), verification(tp=2)
     later = replace(first, kv_tokens=1280)
@@ -206,8 +297,7 @@ def test_the_newest_check_of_a_configuration_is_kept_and_all_of_a_shape_can_be_f
         store.put_verification(check, model="m", **where)
     store.put_verification(first, model="other", **where | {"machine_key": "there"})
     store.put_verification(first, model="n", **where | {"shape_hash": "t"})
-    store.close()
-    store = Store.open(path)
+    store = at()
     assert [row.verification for row in store.verifications(**where)] == [second, later]
     assert [row.model for row in store.verifications(shape_hash="s")] == ["m", "m", "other"]
     assert len(store.verifications()) == 4
@@ -216,17 +306,16 @@ def test_the_newest_check_of_a_configuration_is_kept_and_all_of_a_shape_can_be_f
     assert [row.model for row in store.verifications()] == ["n"]
 
 
-def test_a_check_that_cannot_be_read_counts_as_absent(path: Path) -> None:
-    store = Store.open(path)
+def test_a_check_that_cannot_be_read_counts_as_absent(where: Where, at: Callable[[], Store]) -> None:
+    store = at()
     store.put_verification(verification(), model="m", shape_hash="s", engine="torch", machine_key="here")
-    with sqlite3.connect(path) as connection:
-        connection.execute("""UPDATE verifications SET body = '{"of": "another version"}'""")
+    execute(where, """UPDATE verifications SET body = '{"of": "another version"}'""")
     assert store.verifications() == ()
     assert store.forget_verifications("s") == 1
 
 
-def test_keys_are_hashes_and_can_be_revoked(path: Path) -> None:
-    store = Store.open(path)
+def test_keys_are_hashes_and_can_be_revoked(at: Callable[[], Store]) -> None:
+    store = at()
     store.add_key(ApiKeyRecord(key_id="key-1", sha256="ab" * 32, scope="admin"), "laptop")
     assert [(k.key_id, k.label, k.revoked) for k in store.api_keys()] == [("key-1", "laptop", False)]
     store.revoke_key("key-1")
@@ -235,11 +324,10 @@ def test_keys_are_hashes_and_can_be_revoked(path: Path) -> None:
         store.revoke_key("key-2")
 
 
-def test_route_versions_only_rise(path: Path) -> None:
-    store = Store.open(path)
+def test_route_versions_only_rise(at: Callable[[], Store]) -> None:
+    store = at()
     first = [store.next_route_version() for _ in range(3)]
-    store.close()
-    assert [*first, Store.open(path).next_route_version()] == [1, 2, 3, 4]
+    assert [*first, at().next_route_version()] == [1, 2, 3, 4]
 
 
 def test_a_damaged_database_is_one_clear_error(path: Path) -> None:
@@ -248,13 +336,209 @@ def test_a_damaged_database_is_one_clear_error(path: Path) -> None:
         Store.open(path)
 
 
-def test_a_write_that_fails_changes_nothing(path: Path) -> None:
-    store = Store.open(path)
+NO_UPDATE = {
+    "sqlite": "CREATE TRIGGER no_update BEFORE UPDATE ON deployments BEGIN SELECT RAISE(ABORT, 'full'); END",
+    "postgresql": """
+        CREATE FUNCTION no_update() RETURNS trigger AS $$ BEGIN RAISE 'full'; END $$ LANGUAGE plpgsql;
+        CREATE TRIGGER no_update BEFORE UPDATE ON deployments FOR EACH ROW EXECUTE FUNCTION no_update()
+    """,
+}
+
+
+def test_a_write_that_fails_changes_nothing(where: Where, at: Callable[[], Store]) -> None:
+    store = at()
     row = store.add_deployment("a", b"{}")
-    blocker = sqlite3.connect(path)
-    blocker.execute("PRAGMA query_only = 0")
-    blocker.execute("CREATE TRIGGER no_update BEFORE UPDATE ON deployments BEGIN SELECT RAISE(ABORT, 'full'); END")
-    blocker.commit()
+    execute(where, NO_UPDATE["sqlite" if isinstance(where, Path) else "postgresql"])
     with pytest.raises(Exception, match="full"):
         store.update_deployment(row.id, phase="ready")
     assert store.deployment("a").phase == "accepted"
+
+
+def kept(key: str = "k", created_at: float = 100.0) -> KeptAnswer:
+    return KeptAnswer(key=key, created_at=created_at, request='{"name":"a"}', answer='{"status":"accepted"}')
+
+
+def test_an_answer_is_kept_with_its_deployment_or_not_at_all(at: Callable[[], Store]) -> None:
+    store = at()
+    store.add_deployment("a", b"{}", created_at=100.0, message="a: asked for", kept=kept())
+    assert [(e.kind, e.message) for e in store.events()] == [("accepted", "a: asked for")]
+    with pytest.raises(ConflictError, match="'a' exists already"):
+        store.add_deployment("a", b"{}", message="a again", kept=kept("other"))
+    with pytest.raises(ConflictError):  # the key is taken: no second deployment under another name
+        store.add_deployment("b", b"{}", message="b", kept=kept())
+    store = at()
+    assert store.kept_answer("k", made_after=0.0) == kept()
+    assert store.kept_answer("other", made_after=0.0) is None
+    assert [d.name for d in store.deployments()] == ["a"]
+    assert len(store.events()) == 1
+
+
+def test_a_kept_answer_outlives_its_deployment_and_ends_with_its_time(at: Callable[[], Store]) -> None:
+    store = at()
+    store.delete_deployment(store.add_deployment("a", b"{}", kept=kept()).id)
+    assert store.kept_answer("k", made_after=100.0) == kept()
+    assert store.kept_answer("k", made_after=100.1) is None
+    store.add_deployment("a", b"{}", kept=kept(created_at=200.0), forget_before=100.1)  # the key is free again
+    assert store.kept_answer("k", made_after=0.0) == kept(created_at=200.0)
+
+
+def test_texts_of_people_are_kept_as_they_are_or_refused(at: Callable[[], Store]) -> None:
+    """As long as a folder's name can be; a zero byte, which PostgreSQL keeps in no text, is no reason to fail."""
+    store = at()
+    label = "long \U0001f600 " * 100
+    store.add_key(ApiKeyRecord(key_id="key-1", sha256="ab" * 32, scope="admin"), label)
+    assert [k.label for k in store.api_keys()] == [label]
+    store.add_event(None, "other", "a\0b")
+    assert [e.message for e in store.events()] == ["a\\0b"]
+
+
+# PostgreSQL alone: the server is elsewhere, ends and comes back, and others can reach it
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> str:
+    return postgres.make_database()
+
+
+@pytest.fixture
+def cut(postgres: PostgresServer, url: str) -> Callable[[], None]:
+    """End every session of the database, as a restart of the server does."""
+
+    def end() -> None:
+        name = make_url(url).database
+        postgres.query(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+
+    return end
+
+
+def test_a_second_controller_on_one_database_is_refused(
+    url: str, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("iserve.state.database._OPENING_PATIENCE_S", 0.2)
+    first = Store.open(url)
+    with pytest.raises(ConflictError, match=rf"another controller \(iserve .* pid {os.getpid()}\) writes"):
+        Store.open(url)
+    first.add_deployment("a", b"{}")
+    beside = Store.read_only(url)  # as the command line looks
+    assert [d.name for d in beside.deployments()] == ["a"]
+    beside.close()
+    first.close()
+    assert postgres.sessions(url) == []
+    second = Store.open(url)
+    assert [d.name for d in second.deployments()] == ["a"]
+    second.close()
+
+
+def test_a_second_controller_waits_for_one_that_is_just_ending(url: str) -> None:
+    """The next one after a kill: the server has yet to see that the first is gone."""
+    first = Store.open(url)
+    opened: list[Store] = []
+    second = threading.Thread(target=lambda: opened.append(Store.open(url)))
+    second.start()
+    first.add_deployment("a", b"{}")
+    first.close()
+    second.join()
+    assert [d.name for d in opened[0].deployments()] == ["a"]
+    opened[0].close()
+
+
+def test_two_that_open_a_new_database_at_once_migrate_it_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("iserve.state.database._OPENING_PATIENCE_S", 0.2)
+    outcomes: list[Store | Exception] = []
+    barrier = threading.Barrier(4)
+
+    def open_it() -> None:
+        barrier.wait()
+        try:
+            outcomes.append(Store.open(url))
+        except ConflictError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = (found for found in outcomes if isinstance(found, Store))
+    assert winner.add_deployment("a", b"{}").id == 1
+    winner.close()
+
+
+def test_a_session_that_is_cut_off_is_taken_up_again(url: str, cut: Callable[[], None]) -> None:
+    store = Store.open(url)
+    store.add_deployment("a", b"{}")
+    cut()
+    store.add_deployment("b", b"{}")
+    cut()
+    store.hold()
+    cut()
+    assert [d.name for d in store.deployments()] == ["a", "b"]
+    store.close()
+
+
+def test_one_that_was_cut_off_and_came_too_late_writes_nothing(url: str, cut: Callable[[], None]) -> None:
+    """Else two controllers, on two machines, would both run what the database says."""
+    first = Store.open(url)
+    cut()
+    second = Store.open(url)
+    for write in (first.hold, lambda: first.add_deployment("a", b"{}")):
+        with pytest.raises(StateUnavailableError, match=r"another controller .* writes to this state database"):
+            write()
+    assert first.deployments() == second.deployments() == ()
+    second.close()
+    first.hold()  # it may again
+    assert first.add_deployment("a", b"{}").name == "a"
+    first.close()
+
+
+def test_a_session_that_ends_in_the_middle_of_a_write_keeps_nothing_of_it(
+    url: str, cut: Callable[[], None]
+) -> None:
+    database = open_database(url)
+    database.migrate()
+    insert = "INSERT INTO models VALUES ('{}', '/', 1.5)"
+
+    def write() -> None:
+        with database.write() as connection:
+            connection.exec_driver_sql(insert.format("lost"))
+            cut()
+            connection.exec_driver_sql(insert.format("never"))
+
+    with pytest.raises(StateUnavailableError, match="cannot be written"):
+        write()
+    with database.write() as connection:
+        connection.exec_driver_sql(insert.format("kept"))
+    with database.read() as connection:
+        assert connection.exec_driver_sql("SELECT name FROM models").scalars().all() == ["kept"]
+    database.close()
+
+
+def test_a_server_that_is_away_is_one_clear_error_and_nothing_is_lost_when_it_is_back(
+    url: str, postgres: PostgresServer
+) -> None:
+    store = Store.open(url)
+    store.add_deployment("a", b"{}")
+    postgres.stop(signal.SIGQUIT)  # as a crash
+    try:
+        for ask in (store.hold, store.deployments, lambda: store.add_deployment("b", b"{}")):
+            with pytest.raises(StateUnavailableError, match=r"the state database cannot be (read|written): "):
+                ask()
+        with pytest.raises(StateUnavailableError):
+            Store.open(url)
+    finally:
+        postgres.start()
+    assert [d.name for d in store.deployments()] == ["a"]
+    store.add_deployment("b", b"{}")
+    store.close()
+
+
+@pytest.mark.parametrize("wrong", ["postgresql://h:port/d", "no url"])
+def test_a_url_that_cannot_be_read_is_one_clear_error(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="postgresql://USER@HOST:PORT/DATABASE"):
+        Store.open(wrong)
+
+
+def test_without_its_driver_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(ConfigError, match=r"pip install 'iserve\[postgres\]'"):
+        Store.open("postgresql://h/d")

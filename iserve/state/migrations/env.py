@@ -1,4 +1,4 @@
-"""Alembic's entry point; always run in-process by ``iserve.state.store`` with a connection of its own."""
+"""Alembic's entry point; always run in-process by ``iserve.state.database`` with a connection of its own."""
 
 from __future__ import annotations
 
