@@ -38,6 +38,7 @@ __all__ = [
     "Prepared",
     "World",
     "alpaserve",
+    "check_steerable",
     "knowledge_of",
     "parse_planner",
     "prepare",
@@ -119,6 +120,15 @@ def parse_planner(text: str) -> tuple[Baseline, Path | None]:
             "(tests/bench/aiconfigurator_static.py makes one); no other planner takes one"
         )
     return baseline, Path(file) if file else None
+
+
+def check_steerable(baseline: Baseline) -> None:
+    """Raises ConfigError: it has placed every replica beforehand, so that none can come, go or move."""
+    if baseline in (Baseline.ALPASERVE, Baseline.ALPASERVE_ALL):
+        raise ConfigError(
+            f"{baseline} places every replica beforehand, knowing the trace; --replicas MIN:MAX, --scale-to-zero, "
+            "--consolidate and --migrate go with another --planner"
+        )
 
 
 def prepare(

@@ -23,6 +23,7 @@ from iserve.engine_choice import by_preference
 from iserve.planning import Hardware, PlanOptions, make_plan
 from iserve.ranked_model import RankedModel
 from placement.harvesting import spare_gpu
+from placement.orders import Steering
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState
 from traces.request import Request
@@ -210,17 +211,20 @@ def simulate_cluster(
     *,
     router: Router,
     deployer: Deployer | None = None,
+    steering: Steering | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
     """:func:`traces.simulator.simulation.simulate` with the policies that decide in production.
 
     Args:
         deployer: None: the planner.
+        steering: scales and moves what is deployed; None: it stays as it is.
     """
     policies = Policies(
         deployer=deployer or PlannedDeployer(gpu, models.values()),
         router=router,
         harvest=spare_gpu,
         make_batcher=EngineBatcher,
+        steering=steering,
     )
     return simulate(requests, scenario, policies, progress=progress)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from fingerprint.config import Workload
+from placement.elastic import Elastic
+from placement.policies import DEFAULT_POLICY
 from planner.intent import Slo
 from traces.simulator.result import Change, ChangeKind, DeploymentFigures, GpuFigures, SimulationResult
 from traces.simulator.scenario import Service
 from traces.summary import Summary, summarize
 
-__all__ = ["SimulationDocument", "simulation_document"]
+__all__ = ["DeploymentOutcome", "SimulationDocument", "simulation_document", "steering_words"]
 
 _GROWING = 10  # waiting at the last arrival, of one deployment: below, it is nothing to speak of
 
@@ -20,8 +23,12 @@ class DeploymentOutcome:
     """One deployment: what came, and how it was served. ``summary`` is None where nothing came."""
 
     name: str
-    replicas: int  # at the end
-    waiting: int  # as the last request of the trace arrived
+    replicas: int  # as the last request of the trace arrived, as the next four
+    waiting: int
+    most_replicas: int  # at once
+    wakes: int  # from nothing, by a request
+    asleep_s: float  # scaled to nothing
+    moves: int  # replicas that went to other GPUs
     summary: Summary | None
 
 
@@ -33,10 +40,13 @@ class SimulationDocument:
     hardware: str
     service: Service
     planner: str  # who decided what was deployed
+    placement: str  # iServe's policy for where
+    steering: Elastic | None  # what could change once it ran; None: nothing
     workload: Workload  # what deployments were planned for
     times: tuple[str, ...]  # of each model: where its step times are from
     end_s: float
     stopped: str | None
+    gpu_hours: float  # of GPUs that held anything
     summary: Summary
     deployments: tuple[DeploymentOutcome, ...]
     changes: tuple[Change, ...]
@@ -55,25 +65,35 @@ def simulation_document(
     times: tuple[str, ...],
     slo: Slo | None,
     planner: str = "iserve",
+    placement: str = DEFAULT_POLICY,
+    steering: Elastic | None = None,
     notes: tuple[str, ...] = (),
 ) -> SimulationDocument:
     """The figures of ``result``, with ``slo`` judged on each request."""
     parts = dict(result.outcomes.by_deployment())
+    moves = Counter(change.name for change in result.changes if change.kind is ChangeKind.MOVED)
     return SimulationDocument(
         trace=trace,
         hardware=hardware,
         service=service,
         planner=planner,
+        placement=placement,
+        steering=steering,
         workload=workload,
         times=times,
         end_s=result.end_s,
         stopped=result.stopped,
+        gpu_hours=sum(gpu.held_fraction for gpu in result.gpus) * result.end_s / 3600,
         summary=summarize(result.outcomes, slo),
         deployments=tuple(
             DeploymentOutcome(
                 name=figures.name,
                 replicas=figures.replicas,
                 waiting=figures.waiting,
+                most_replicas=figures.most_replicas,
+                wakes=figures.wakes,
+                asleep_s=figures.asleep_s,
+                moves=moves[figures.name],
                 summary=summarize(parts[figures.name], slo) if figures.name in parts else None,
             )
             for figures in result.deployments
@@ -83,6 +103,20 @@ def simulation_document(
         notes=notes,
         warnings=_warnings(result, workload),
     )
+
+
+def steering_words(steering: Elastic) -> str:
+    """What could change once it ran, in a sentence's part."""
+    said, scaling = [], steering.scaling
+    if scaling is not None and scaling.min_replicas < scaling.max_replicas:
+        said.append(f"{scaling.min_replicas} to {scaling.max_replicas} replicas by the load")
+    if scaling is not None and scaling.idle_s is not None:
+        said.append(f"none after {scaling.idle_s:g} s without a request")
+    if steering.consolidates:
+        said.append("consolidating")
+    if steering.migration is not None:
+        said.append("moving")
+    return ", ".join(said)
 
 
 def _warnings(result: SimulationResult, workload: Workload) -> tuple[str, ...]:

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fingerprint.errors import ConfigError
 from placement.fit import Placer
 from placement.load_model import LoadedCluster, Tenant, shares
 from placement.policies import Hybrid, LeastLoaded, Packing
 from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement, PlacementPolicy, Refusal
 
-__all__ = ["DEFAULT_GPU_PRICE", "FillUp", "LookAhead", "Score", "expected_busy_fraction"]
+__all__ = ["DEFAULT_GPU_PRICE", "FillUp", "LookAhead", "Score", "expected_busy_fraction", "look_ahead_price"]
 
 DEFAULT_GPU_PRICE = 0.25  # requests; chosen before any result, swept in docs/placement.md
 
@@ -49,6 +50,24 @@ def expected_busy_fraction(snapshot: ClusterSnapshot) -> float:
     """Of a model of which nothing is known yet: that of the replicas there are, on average; a half without any."""
     busy = [d.busy_fraction for d in snapshot.deployments for _ in d.replicas]
     return sum(busy) / len(busy) if busy else 0.5
+
+
+def look_ahead_price(policy: str) -> float | None:
+    """Of a policy's name ``look-ahead[:PRICE]``, the price of a GPU; None: another policy's name.
+
+    Raises:
+        ConfigError: a price that is not a number from 0.
+    """
+    name, separator, price = policy.partition(":")
+    if name != "look-ahead":
+        return None
+    try:
+        value = float(price) if separator else DEFAULT_GPU_PRICE
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{policy!r}: look-ahead's price of a GPU is a number of requests from 0")
+    return value
 
 
 class LookAhead:

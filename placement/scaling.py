@@ -30,29 +30,38 @@ class Scaling:
     drain_s: float = 60.0  # in which a backlog is to be worked off
     hold_s: float = 120.0  # without a change, before there are fewer: the window that the load is seen over
     idle_s: float | None = 300.0  # without a request, before there is none; None: one always stays
+    min_replicas: int = 1  # of a deployment that is awake
     max_replicas: int = 8
 
     def __post_init__(self) -> None:
         if not 0 < self.low < self.target <= 1:
             raise ConfigError(f"scaling needs 0 < low < target <= 1, got {self.low} and {self.target}")
-        if not self.drain_s > 0 or not self.hold_s >= 0 or self.max_replicas < 1:
-            raise ConfigError(f"scaling needs a time to drain above 0 and at least one replica, got {self}")
+        if not self.drain_s > 0 or not self.hold_s >= 0:
+            raise ConfigError(f"scaling needs a time to drain above 0 s and to hold from 0 s, got {self}")
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ConfigError(
+                f"scaling needs 1 <= min_replicas <= max_replicas, got {self.min_replicas} and {self.max_replicas}"
+            )
         if self.idle_s is not None and not self.idle_s > 0:
             raise ConfigError(f"scaling to nothing needs an idle time above 0 s, got {self.idle_s}")
+
+    def within(self, replicas: int) -> int:
+        """The nearest number that may be."""
+        return max(self.min_replicas, min(self.max_replicas, replicas))
 
 
 def replicas_for(state: DeploymentState, rule: Scaling) -> int:
     """How many ``state`` is to have; as many as it has where nothing is to change."""
     now = state.wanted
     if now == 0:
-        return int(state.waiting > 0)
+        return rule.min_replicas if state.waiting > 0 else 0
     if rule.idle_s is not None and state.idle_s >= rule.idle_s and state.steady_s >= rule.hold_s:
         return 0
     work = (state.requests_per_s + state.waiting / rule.drain_s) * state.service_s
-    at_least = min(rule.max_replicas, _above(work / rule.target))
+    at_least = rule.within(_above(work / rule.target))
     if at_least > now:
         return at_least
-    at_most = min(rule.max_replicas, _above(work / rule.low))
+    at_most = rule.within(_above(work / rule.low))
     if at_most < now and state.steady_s >= rule.hold_s and not state.moving:
         return at_most
     return now

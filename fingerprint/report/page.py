@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 
 from fingerprint.report import rankings, repeated, sections, truth
-from fingerprint.report.markup import Markup, el, join
+from fingerprint.report.markup import Markup
+from fingerprint.report.shell import html_page, sectioned
 from fingerprint.report.values import Report
 
 __all__ = ["page_body", "render_report"]
@@ -31,33 +31,17 @@ _SECTIONS: tuple[tuple[str, str, Section], ...] = (
 
 def render_report(report: Report) -> str:
     """One HTML page that needs nothing else: works from a file, offline, in light and dark."""
-    style = files("fingerprint.report").joinpath("report.css").read_text(encoding="utf-8")
-    page = el(
-        "html",
-        el(
-            "head",
-            el("meta", charset="utf-8"),
-            el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            el("title", f"{report.model}: iServe report"),
-            el("style", Markup(style)),
-        ),
-        el("body", page_body(report)),
-        lang="en",
-    )
-    return str(join(Markup("<!DOCTYPE html>\n"), page, "\n"))
+    return html_page(f"{report.model}: iServe report", page_body(report))
 
 
 def page_body(report: Report) -> Markup:
     """All that the page says."""
-    filled = [(anchor, name, body) for anchor, name, of in _SECTIONS if (body := of(report)) is not None]
-    contents = el("nav", [el("a", name, href=f"#{anchor}") for anchor, name, _ in filled], aria_label="Contents")
-    parts = [el("section", el("h2", name), body, id=anchor) for anchor, name, body in filled]
-    return el("main", sections.head(report), contents, parts, _footer(report))
+    filled = tuple((anchor, name, of(report)) for anchor, name, of in _SECTIONS)
+    return sectioned(sections.head(report), filled, _footer(report))
 
 
-def _footer(report: Report) -> Markup:
-    return el(
-        "footer",
+def _footer(report: Report) -> str:
+    return (
         f"Made by iServe on {report.created_at}. Every number was measured, or computed from measurements or "
-        "datasheets, and says which.",
+        "datasheets, and says which."
     )

@@ -10,13 +10,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from fingerprint.config import Workload
 from fingerprint.errors import BadInputError
+from placement.policies import make_policy
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic, parse_slo
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ __all__ = [
     "OutputTokens",
     "QualityOption",
     "Wish",
+    "grouped",
     "not_empty",
-    "takes_wish",
     "usage_errors",
     "workload_of",
 ]
@@ -138,7 +139,11 @@ class Wish:
     engine: EngineOption = "auto"
     policy: Annotated[
         str | None,
-        typer.Option("--policy", help="Placement: hybrid, packing or least-loaded; else that of ISERVE_POLICY."),
+        typer.Option(
+            "--policy",
+            help="Placement: hybrid, packing or least-loaded (simulate: or look-ahead[:PRICE]); else that of "
+            "ISERVE_POLICY.",
+        ),
     ] = None
 
     @property
@@ -146,8 +151,11 @@ class Wish:
         with usage_errors("--slo"):
             return None if self.slo is None else parse_slo(self.slo)
 
-    def checked(self, settings: Settings) -> PlanOptions:
+    def checked(self, settings: Settings, *, sees_load: bool = False) -> PlanOptions:
         """In the core's types.
+
+        Args:
+            sees_load: whoever places is told what is deployed and its load, which look-ahead needs.
 
         Raises:
             typer.BadParameter: a value that cannot be used.
@@ -156,7 +164,10 @@ class Wish:
 
         workload = workload_of(self.batch, self.input_tokens, self.output_tokens)
         limits = self.limits
+        policy = settings.policy if self.policy is None else self.policy
         with usage_errors():
+            if not sees_load:
+                make_policy(policy)
             return PlanOptions(
                 intent=Intent(
                     kind=self.intent,
@@ -169,7 +180,7 @@ class Wish:
                     budget=self.budget,
                 ),
                 workload=workload,
-                policy=settings.policy if self.policy is None else self.policy,
+                policy=policy,
                 load_threshold=settings.load_threshold,
             )
 
@@ -195,23 +206,37 @@ class Wish:
         }
 
 
-def takes_wish(command: Callable[..., None]) -> Callable[..., None]:
-    """``command(..., wish, ...)`` as typer reads it: the fields of ``Wish`` in the place of that parameter."""
-    hints = get_type_hints(Wish, include_extras=True)
-    options = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(Wish)
-    ]
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` as typer reads it: a parameter that is a dataclass, such as ``Wish``, stands for its fields, the
+    options."""
     parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type[Any], tuple[str, ...]]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-        parameters += options if parameter.name == "wish" else own
+        kind = parameter.annotation
+        own = [parameter]
+        if isinstance(kind, type) and is_dataclass(kind):
+            own = _options_of(kind)
+            groups[parameter.name] = (kind, tuple(option.name for option in own))
+        parameters += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in own]
 
     @functools.wraps(command)
     def with_options(**values: Any) -> None:
-        wish = Wish(**{option.name: values.pop(option.name) for option in options})
-        command(wish=wish, **values)
+        of = {name: kind(**{n: values.pop(n) for n in names}) for name, (kind, names) in groups.items()}
+        command(**of, **values)
 
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_options
+
+
+def _options_of(group: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]

@@ -13,7 +13,7 @@ __all__ = ["register"]
 
 def register(app: typer.Typer) -> None:
     app.command("plan", epilog="Example: iserve plan ./Llama-2-7b --gpus a6000:8 --intent min-latency")(
-        o.takes_wish(plan)
+        o.grouped(plan)
     )
     app.command(
         "estimate",

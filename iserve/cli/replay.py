@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -33,15 +34,96 @@ class Prompt(StrEnum):
     CHAT = "chat"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Which of the trace's requests are sent, when, and to whom."""
+
+    rate_factor: Annotated[
+        float, typer.Option("--rate-factor", help="Times the trace's request rate: its times are divided by it.")
+    ] = 1.0
+    duration: Annotated[
+        float | None, typer.Option("--duration", help="Seconds of sending; what is scheduled later is left out.")
+    ] = None
+    limit: Annotated[int | None, typer.Option("--limit", help="Only the first so many requests.")] = None
+    ignore_models: Annotated[
+        bool, typer.Option("--ignore-models", help="Spread all requests, whatever models the trace names.")
+    ] = False
+    trace_format: Annotated[str | None, typer.Option("--format", help="Of the trace; else it is recognised.")] = (
+        None
+    )
+    seed: Annotated[int, typer.Option("--seed", help="Of the prompts, and of who gets a request.")] = 0
+
+    def options(self) -> ScheduleOptions:
+        """Raises BadInputError: a value that cannot be."""
+        from traces.replay.schedule import ScheduleOptions
+
+        return ScheduleOptions(
+            rate_factor=self.rate_factor,
+            duration_s=self.duration,
+            limit=self.limit,
+            seed=self.seed,
+            ignore_models=self.ignore_models,
+        )
+
+    def schedule(self, trace: str, names: tuple[str, ...]) -> Schedule:
+        from traces.replay.schedule import make_schedule
+        from traces.sources import requests_of
+
+        requests = requests_of(trace, format=self.trace_format, seed=self.seed)
+        return make_schedule(requests, names, self.options())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sending:
+    """How a request is made and sent."""
+
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds a request may take, from its send to its last token.")
+    ] = 600.0
+    max_inflight: Annotated[
+        int,
+        typer.Option(
+            "--max-inflight", help="Requests in flight at once; beyond, they are counted as refused, not sent."
+        ),
+    ] = 2000
+    prompts: Annotated[
+        Prompt, typer.Option("--prompts", help="ids: token ids of the exact length; text: words; chat: a message.")
+    ] = Prompt.IDS
+    vocabulary: Annotated[int, typer.Option("--vocabulary", help="Token ids are drawn below this.")] = 256
+    allow_eos: Annotated[
+        bool, typer.Option("--allow-eos", help="Let answers end early; for engines that do not know ignore_eos.")
+    ] = False
+    key: Annotated[str | None, typer.Option("--key", envvar="OPENAI_API_KEY", help="An API key, if needed.")] = (
+        None
+    )
+
+    def options(self, seed: int) -> ReplayOptions:
+        """Raises BadInputError: a value that cannot be."""
+        from traces.replay.prompts import PromptOptions
+        from traces.replay.runner import ReplayOptions
+
+        prompts = PromptOptions(
+            kind="ids" if self.prompts is Prompt.IDS else "text",
+            chat=self.prompts is Prompt.CHAT,
+            vocabulary=self.vocabulary,
+            ignore_eos=not self.allow_eos,
+            seed=seed,
+        )
+        return ReplayOptions(
+            timeout_s=self.timeout, max_in_flight=self.max_inflight, key=self.key, prompts=prompts
+        )
+
+
 def register(app: typer.Typer) -> None:
     app.command(
         "replay",
         epilog="Example: iserve replay azure_conv.csv --deployment iserve-demo --duration 60 --report r.html",
-    )(replay)
+    )(o.grouped(replay))
 
 
 def replay(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace file, or synthetic:NAME.")],
+    *,
     deployment: Annotated[
         str,
         typer.Option(
@@ -54,43 +136,12 @@ def replay(
     url: Annotated[
         str | None, typer.Option("--url", help="An OpenAI-compatible endpoint instead of this home's gateway.")
     ] = None,
-    rate_factor: Annotated[
-        float, typer.Option("--rate-factor", help="Times the trace's request rate: its times are divided by it.")
-    ] = 1.0,
-    duration: Annotated[
-        float | None, typer.Option("--duration", help="Seconds of sending; what is scheduled later is left out.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", help="Only the first so many requests.")] = None,
+    load: Load,
+    sending: Sending,
     slo: Annotated[
         str | None, typer.Option("--slo", help="Latency limits in seconds, such as ttft=0.5,tpot=0.05,e2e=10.")
     ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds a request may take, from its send to its last token.")
-    ] = 600.0,
-    max_inflight: Annotated[
-        int,
-        typer.Option(
-            "--max-inflight", help="Requests in flight at once; beyond, they are counted as refused, not sent."
-        ),
-    ] = 2000,
-    seed: Annotated[int, typer.Option("--seed", help="Of the prompts, and of who gets a request.")] = 0,
-    prompts: Annotated[
-        Prompt, typer.Option("--prompts", help="ids: token ids of the exact length; text: words; chat: a message.")
-    ] = Prompt.IDS,
-    vocabulary: Annotated[int, typer.Option("--vocabulary", help="Token ids are drawn below this.")] = 256,
-    allow_eos: Annotated[
-        bool, typer.Option("--allow-eos", help="Let answers end early; for engines that do not know ignore_eos.")
-    ] = False,
-    ignore_models: Annotated[
-        bool, typer.Option("--ignore-models", help="Spread all requests, whatever models the trace names.")
-    ] = False,
-    trace_format: Annotated[
-        str | None, typer.Option("--format", help="Of the trace; else it is recognised.")
-    ] = None,
     report: Annotated[Path | None, typer.Option("--report", help="Write an HTML page to this file, too.")] = None,
-    key: Annotated[
-        str | None, typer.Option("--key", envvar="OPENAI_API_KEY", help="An API key, if needed.")
-    ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Send TRACE's requests to running deployments at the trace's times; show latencies, throughput, failures.
@@ -102,29 +153,18 @@ def replay(
     from iserve.cli.reporting import check_target
     from planner.intent import parse_slo
     from traces.replay.endpoint import check_models
-    from traces.replay.prompts import PromptOptions
-    from traces.replay.runner import Replay, ReplayOptions
-    from traces.replay.schedule import ScheduleOptions
+    from traces.replay.runner import Replay
 
     names = tuple(name.strip() for name in deployment.split(","))
     with o.usage_errors():
         limits = None if slo is None else parse_slo(slo)
-        when = ScheduleOptions(
-            rate_factor=rate_factor, duration_s=duration, limit=limit, seed=seed, ignore_models=ignore_models
-        )
-        asked = PromptOptions(
-            kind="ids" if prompts is Prompt.IDS else "text",
-            chat=prompts is Prompt.CHAT,
-            vocabulary=vocabulary,
-            ignore_eos=not allow_eos,
-            seed=seed,
-        )
-        how = ReplayOptions(timeout_s=timeout, max_in_flight=max_inflight, key=key, prompts=asked)
+        when = load.options()
+        how = sending.options(load.seed)
         if report is not None:
             check_target(report)
-    schedule = _schedule(trace, trace_format, names, when)
+    schedule = load.schedule(trace, names)
     endpoint = _endpoint(url)
-    check_models(endpoint, names, key)
+    check_models(endpoint, names, sending.key)
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     run = Replay(schedule, endpoint, how)
     outcomes, by_signal = _run(run, quiet=as_json)
@@ -134,13 +174,6 @@ def replay(
         raise typer.Exit(128 + by_signal)
     if not document.summary.completed:
         raise typer.Exit(1)
-
-
-def _schedule(trace: str, trace_format: str | None, names: tuple[str, ...], options: ScheduleOptions) -> Schedule:
-    from traces.replay.schedule import make_schedule
-    from traces.sources import requests_of
-
-    return make_schedule(requests_of(trace, format=trace_format, seed=options.seed), names, options)
 
 
 def _endpoint(url: str | None) -> Endpoint:

@@ -24,7 +24,7 @@ _PROFILING_POLL_S = 0.5  # a CPU that is being measured should not be asked more
 
 def register(app: typer.Typer) -> None:
     app.command("deploy", epilog="Example: iserve deploy ./my-model --intent latency-slo --slo tpot=0.05")(
-        o.takes_wish(deploy)
+        o.grouped(deploy)
     )
     app.command("ps", epilog="Example: iserve ps --json")(ps)
     app.command("logs", epilog="Example: iserve logs iserve-demo --lines 50")(logs)

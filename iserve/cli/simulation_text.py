@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iserve.cli.render import console, gib, print_rows, seconds, workload_words
+from iserve.simulation_document import steering_words
 
 if TYPE_CHECKING:
-    from iserve.simulation_document import SimulationDocument
+    from iserve.simulation_document import DeploymentOutcome, SimulationDocument
     from traces.summary import Percentiles, Summary
 
 __all__ = ["print_simulation"]
@@ -20,10 +21,14 @@ def print_simulation(document: SimulationDocument) -> None:
     out, whole = console(), document.summary
     by = "" if document.planner == "iserve" else f" by {document.planner}"
     planned = f"planned{by} for {workload_words(document.workload)}"
-    out.print(f"{document.trace} on {document.hardware}, {document.service}, {planned}")
+    placed = f", {document.placement} placement" if document.planner == "iserve" else ""
+    out.print(f"{document.trace} on {document.hardware}, {document.service}, {planned}{placed}")
+    if document.steering is not None:
+        out.print(f"steered: {steering_words(document.steering)}")
     out.print(
         f"{whole.requests:,} requests in {document.end_s:,.1f} simulated seconds, {whole.completed:,} answered, "
-        f"{whole.offered_requests_per_s:.4g} requests/s offered, {whole.completed_requests_per_s:.4g} served"
+        f"{whole.offered_requests_per_s:.4g} requests/s offered, {whole.completed_requests_per_s:.4g} served, "
+        f"{document.gpu_hours:.4g} GPU-hours held"
     )
     rows = [_row(d.name, d.summary, d.replicas) for d in document.deployments if d.summary is not None]
     if len(rows) > 1:
@@ -44,6 +49,11 @@ def print_simulation(document: SimulationDocument) -> None:
     print_rows(head, rows)
     for failure in whole.failures:
         out.print(f"{failure.count:,} requests: {failure.kind}")
+    if document.steering is not None:
+        print_rows(
+            ("deployment", "replicas at most", "woken", "asleep", "moves"),
+            [_steered(d) for d in document.deployments],
+        )
     print_rows(
         ("GPU", "node", "busy", "most memory", "of"),
         [
@@ -74,6 +84,10 @@ def _row(name: str, summary: Summary, replicas: int) -> tuple[str, ...]:
         *_times(summary.e2e),
         slo,
     )
+
+
+def _steered(d: DeploymentOutcome) -> tuple[str, ...]:
+    return (d.name, str(d.most_replicas), str(d.wakes), seconds(d.asleep_s), str(d.moves))
 
 
 def _times(of: Percentiles | None) -> tuple[str, str, str]:

@@ -30,9 +30,7 @@ _NAMES = {
 
 
 def register(app: typer.Typer) -> None:
-    app.command("verify", epilog="Example: iserve verify ./my-model --batch 8 --max-seconds 60")(
-        o.takes_wish(verify)
-    )
+    app.command("verify", epilog="Example: iserve verify ./my-model --batch 8 --max-seconds 60")(o.grouped(verify))
 
 
 def verify(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 
 from fingerprint.report.markup import Markup, el, join
+from fingerprint.report.shell import html_page
 from fingerprint.report.tables import bullets, facts, legend, table
 from fingerprint.report.text import number, seconds
 from tests.bench.fidelity_compare import Comparison, Metric
@@ -24,21 +24,8 @@ _READING = (
 
 def render_fidelity(title: str, about: Sequence[tuple[str, str]], loads: Sequence[tuple[str, Comparison]]) -> str:
     """Works from a file, offline. ``loads``: name and what was found."""
-    style = files("fingerprint.report").joinpath("report.css").read_text(encoding="utf-8")
     sections = [el("section", el("h2", name), _load(found)) for name, found in loads]
-    page = el(
-        "html",
-        el(
-            "head",
-            el("meta", charset="utf-8"),
-            el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            el("title", title),
-            el("style", Markup(style)),
-        ),
-        el("body", el("main", el("h1", title), facts(about), sections, bullets(_READING))),
-        lang="en",
-    )
-    return str(join(Markup("<!DOCTYPE html>\n"), page, "\n"))
+    return html_page(title, el("main", el("h1", title), facts(about), sections, bullets(_READING)))
 
 
 def _load(found: Comparison) -> Markup:

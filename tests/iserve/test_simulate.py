@@ -132,6 +132,74 @@ def test_the_text_tells_of_faults_profiles_and_what_to_be_wary_of(
         assert expected in " ".join(done.out.split()), done.out
 
 
+@pytest.fixture
+def bursts(tmp_path: Path) -> Path:
+    """Two bursts of more than one replica serves in their time, ten minutes apart."""
+    path = tmp_path / "bursts.csv"
+    rows = [Request(start + 0.2 * i, 100, 20) for start in (0.0, 600.0) for i in range(300)]
+    write_trace(path, rows)
+    return path
+
+
+def test_replicas_follow_the_load_to_none_and_back(
+    simulate: Callable[..., Done], bursts: Path, model: Path, tmp_path: Path
+) -> None:
+    given = (bursts, "--gpus", "a6000:4", "--models", f"chat={model}", "--service", "fcfs", "--startup", 5)
+    given = (*given, "--intent", "min-memory")  # one GPU each
+    fixed = simulate(*given, "--json").document
+    assert fixed["steering"] is None
+    (before,) = fixed["deployments"]
+    assert (before["most_replicas"], before["wakes"], before["asleep_s"]) == (1, 0, 0)
+
+    page = tmp_path / "page.html"
+    scaled = (*given, "--replicas", "1:3", "--scale-to-zero", 150, "--report", page)
+    document = simulate(*scaled, "--json").document
+    assert document["steering"]["scaling"] | {"max_replicas": 3, "idle_s": 150} == document["steering"]["scaling"]
+    (after,) = document["deployments"]
+    assert (after["most_replicas"], after["wakes"]) == (3, 1)
+    assert 300 < after["asleep_s"] <= 390  # 540 s without a request, of which 150 and the last answers pass first
+    assert document["summary"]["completed"] == 600, "who came while it slept was served"
+    assert document["gpu_hours"] < fixed["gpu_hours"]
+    assert document["summary"]["e2e"]["p90_s"] < fixed["summary"]["e2e"]["p90_s"]
+
+    text = " ".join(simulate(*scaled).out.split())
+    assert "steered: 1 to 3 replicas by the load, none after 150 s without a request" in text
+    assert "scaled chat: from 0 to 1 replicas" in text
+    html = page.read_text()
+    for expected in ("Replicas, sleep and moves", "from 0 to 1 replicas", "1 to 3 replicas by the load"):
+        assert expected in html
+
+
+def test_consolidating_and_moving(simulate: Callable[..., Done], model: Path, tmp_path: Path) -> None:
+    """Two models packed onto one GPU of two, both busy: one moves away, and that is faster."""
+    path = tmp_path / "both.csv"
+    write_trace(path, [Request(0.8 * (i // 2), 100, 20, "ab"[i % 2]) for i in range(1000)])
+    given = (path, "--gpus", "a6000:2", "--models", f"a={model},b={model}", "--service", "fcfs")
+    given = (*given, "--policy", "packing", "--intent", "min-memory", "--json")
+    crowded, moving = simulate(*given).document, simulate(*given, "--migrate").document
+    assert crowded["placement"] == "packing"
+    assert sorted(d["moves"] for d in moving["deployments"]) == [0, 1]
+    assert moving["summary"]["e2e"]["mean_s"] < crowded["summary"]["e2e"]["mean_s"]
+    less = simulate(*given, "--replicas", "1:2", "--consolidate").document
+    assert less["steering"]["consolidates"]
+
+
+def test_look_ahead_places_beside_whoever_idles(
+    simulate: Callable[..., Done], model: Path, tmp_path: Path
+) -> None:
+    """A busy model runs when another comes; a GPU's price says whether that one goes beside it or elsewhere."""
+    path = tmp_path / "busy.csv"
+    write_trace(path, [Request(0.5 * i, 100, 20, "a") for i in range(600)])
+    given = (path, "--gpus", "a6000:2", "--models", f"a={model},b={model}", "--service", "fcfs")
+
+    def gpus(policy: str) -> int:
+        done = simulate(*given, "--deploy-every", 200, "--intent", "min-memory", "--policy", policy, "--json")
+        return sum(gpu["peak_bytes"] > 0 for gpu in done.document["gpus"])
+
+    assert gpus("look-ahead:0.001") == 2
+    assert gpus("look-ahead:1000") == 1
+
+
 @pytest.mark.parametrize(
     "planner", ["iserve", "max-tp", "max-pp", "rule", "fsdp-offload", "alpaserve", "alpaserve-all"]
 )
@@ -199,6 +267,16 @@ def test_measured_times(simulate: Callable[..., Done], trace: Path, model: Path,
         pytest.param(("--router", "x"), 2, "there is no routing policy 'x'", id="unknown router"),
         pytest.param(("--popularity", "x"), 2, "there is no popularity 'x'", id="unknown popularity"),
         pytest.param(("--replicas", "0"), 2, "at least one replica", id="no replicas"),
+        pytest.param(("--replicas", "3:2"), 2, "--replicas is N or MIN:MAX", id="fewer at most than at least"),
+        pytest.param(("--scale-to-zero", "0"), 2, "needs an idle time above 0 s", id="asleep at once"),
+        pytest.param(("--policy", "look-ahead:x"), 2, "price of a GPU is a number", id="no such price"),
+        pytest.param(("--policy", "x"), 2, "there is no placement policy 'x'", id="no policy"),
+        pytest.param(
+            ("--planner", "alpaserve", "--scale-to-zero", "9"),
+            2,
+            "places every replica beforehand",
+            id="AlpaServe",
+        ),
         pytest.param(("--most-waiting", "0"), 2, "queue's bounds must be", id="no queue"),
         pytest.param(("--deploy-every", "nan"), 2, "finite times", id="no such time"),
         pytest.param(("--judge", "x=1"), 2, "is not one of ttft=, tpot=, e2e=", id="unknown SLO"),
@@ -211,6 +289,13 @@ def test_what_cannot_be_simulated_is_one_sentence(
     given = {"--gpus": "a6000:2", "--models": str(model)}
     given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
     assert message in simulate(trace, *(word for pair in given.items() for word in pair)).refused(code=code)
+
+
+def test_consolidating_needs_replicas_to_choose_among(
+    simulate: Callable[..., Done], trace: Path, model: Path
+) -> None:
+    done = simulate(trace, "--gpus", "a6000:2", "--models", model, "--consolidate")
+    assert "it goes with --replicas MIN:MAX" in done.refused(code=2)
 
 
 def test_traces_that_cannot_be_simulated(simulate: Callable[..., Done], model: Path, tmp_path: Path) -> None:

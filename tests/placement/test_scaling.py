@@ -54,9 +54,19 @@ def test_without_scaling_to_nothing_one_stays() -> None:
     assert replicas_for(some(3, 0.0, idle_s=1e9), replace(RULE, idle_s=None)) == 1
 
 
+def test_a_least_number_is_woken_and_kept() -> None:
+    rule = replace(RULE, min_replicas=2)
+    assert replicas_for(some(0, 0.0, waiting=1), rule) == 2
+    assert replicas_for(some(2, 0.01), rule) == 2
+    assert replicas_for(some(1, 0.01), rule) == 2
+    assert replicas_for(some(2, 0.0, idle_s=300.0), rule) == 0
+
+
 rules = st.builds(
-    lambda low, gap, most: Scaling(target=min(1.0, low + gap), low=low, max_replicas=most, idle_s=None),
-    st.floats(0.1, 0.8), st.floats(0.05, 0.5), st.integers(1, 8),
+    lambda low, gap, least, more: Scaling(
+        target=min(1.0, low + gap), low=low, min_replicas=least, max_replicas=least + more, idle_s=None
+    ),
+    st.floats(0.1, 0.8), st.floats(0.05, 0.5), st.integers(1, 3), st.integers(0, 5),
 )  # fmt: skip
 
 
@@ -93,7 +103,15 @@ def test_fewer_only_where_the_rest_stay_at_most_as_busy_as_low(number: int, work
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"low": 0.7}, {"low": 0.0}, {"target": 1.1}, {"drain_s": 0.0}, {"max_replicas": 0}, {"idle_s": 0.0}],
+    [
+        {"low": 0.7},
+        {"low": 0.0},
+        {"target": 1.1},
+        {"drain_s": 0.0},
+        {"idle_s": 0.0},
+        {"min_replicas": 0},
+        {"min_replicas": 3, "max_replicas": 2},
+    ],
 )
 def test_limits_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 
 from fingerprint.report.markup import Markup, el, join
+from fingerprint.report.shell import html_page, sectioned
 from fingerprint.report.tables import bullets, facts, legend, table
 from fingerprint.report.text import number, seconds
 from traces.replay.charts import Line, line_chart
@@ -36,33 +36,8 @@ def render_replay(document: ReplayDocument) -> str:
         ("run", "The run", _settings(document)),
         ("reading", "How to read this page", bullets(_READING)),
     )
-    filled = [(anchor, name, body) for anchor, name, body in sections if body is not None]
-    style = files("fingerprint.report").joinpath("report.css").read_text(encoding="utf-8")
-    page = el(
-        "html",
-        el(
-            "head",
-            el("meta", charset="utf-8"),
-            el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            el("title", f"{document.run.trace}: iServe replay"),
-            el("style", Markup(style)),
-        ),
-        el(
-            "body",
-            el(
-                "main",
-                _head(document),
-                el("nav", [el("a", name, href=f"#{anchor}") for anchor, name, _ in filled], aria_label="Contents"),
-                [el("section", el("h2", name), body, id=anchor) for anchor, name, body in filled],
-                el(
-                    "footer",
-                    f"Made by iServe; the run began at {document.run.started_at}. Every number is measured.",
-                ),
-            ),
-        ),
-        lang="en",
-    )
-    return str(join(Markup("<!DOCTYPE html>\n"), page, "\n"))
+    footer = f"Made by iServe; the run began at {document.run.started_at}. Every number is measured."
+    return html_page(f"{document.run.trace}: iServe replay", sectioned(_head(document), sections, footer))
 
 
 def _head(document: ReplayDocument) -> Markup:

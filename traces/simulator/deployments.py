@@ -52,7 +52,7 @@ class Deployments:
     def remove(self, name: str, now_s: float) -> None:
         deployment = self.by_name[name]
         deployment.missing = 0
-        deployment.asleep = False
+        deployment.wake(now_s)
         self._stop_moves(deployment, now_s)
         servers = (*deployment.replicas, *deployment.draining)
         rows = [row for server in servers for part in self._end(server, now_s) for row in part]
@@ -214,7 +214,7 @@ class Deployments:
         deployment.since_s = now_s
         deployment.missing = max(0, replicas - len(deployment.replicas))
         if not replicas:
-            deployment.asleep = True
+            deployment.sleep(now_s)
         for server in deployment.replicas[replicas:][::-1]:
             self._drain(deployment, server, now_s)
         self._fill(deployment, now_s)
@@ -331,7 +331,9 @@ class Deployments:
         server, memory = self._start(deployment, decided, deployer, now_s, now_s + self._scenario.startup_s)
         deployment.replicas.append(server)
         deployment.missing -= 1
-        deployment.asleep = False
+        deployment.most = max(deployment.most, len(deployment.replicas))
+        deployment.wakes += deployment.asleep
+        deployment.wake(now_s)
         deployment.since_s = now_s
         self._tell(now_s, ChangeKind.DEPLOYED, deployment.name, decided.what, memory)
         self.pass_on(deployment, now_s)

@@ -39,10 +39,28 @@ class Deployment:
     born_s: float = 0.0
     since_s: float = 0.0  # the last change of its replicas
     last_s: float = 0.0  # the last arrival
+    most: int = 0  # replicas at once
+    wakes: int = 0
+    asleep_s: float = 0.0  # in all, up to the last time it woke
+    slept_at_s: float = 0.0
 
     @property
     def wanted(self) -> int:
         return len(self.replicas) + self.missing
+
+    def sleep(self, now_s: float) -> None:
+        """It was scaled to nothing."""
+        if not self.asleep:
+            self.asleep, self.slept_at_s = True, now_s
+
+    def wake(self, now_s: float) -> None:
+        """It has a replica again, or nobody wants it any more."""
+        self.asleep_s = self.asleep_until_s(now_s)
+        self.asleep = False
+
+    def asleep_until_s(self, now_s: float) -> float:
+        """Seconds asleep in all."""
+        return self.asleep_s + (now_s - self.slept_at_s if self.asleep else 0.0)
 
 
 def service_s(steps: StepModel, input_tokens: float, output_tokens: float, slots: int) -> float:

@@ -48,12 +48,15 @@ class GpuFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentFigures:
-    """``waiting``: in the gateway, as the last request arrived. Where it is large, more came than is served."""
+    """As the last request arrived. ``waiting``: in the gateway; where it is large, more came than is served."""
 
     name: str
     arrived: int
-    replicas: int  # at the end
+    replicas: int
     waiting: int
+    most_replicas: int  # at once, that took requests
+    wakes: int  # from nothing, by a request
+    asleep_s: float  # scaled to nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

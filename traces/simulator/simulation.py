@@ -181,6 +181,9 @@ class _World:
                 arrived=deployment.arrived,
                 replicas=len(deployment.replicas),
                 waiting=len(deployment.queue),
+                most_replicas=deployment.most,
+                wakes=deployment.wakes,
+                asleep_s=deployment.asleep_until_s(self.now_s),
             )
             for deployment in self._deployments.by_name.values()
         )

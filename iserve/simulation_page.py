@@ -1,0 +1,142 @@
+"""A simulation as one HTML page that needs nothing else, in the style of the other reports."""
+
+from __future__ import annotations
+
+from fingerprint.report.markup import Markup, el, join
+from fingerprint.report.shell import html_page, sectioned
+from fingerprint.report.tables import bullets, facts, table
+from fingerprint.report.text import gib, number, seconds
+from iserve.simulation_document import DeploymentOutcome, SimulationDocument, steering_words
+from traces.summary import Percentiles, Summary
+
+__all__ = ["render_simulation"]
+
+_READING = (
+    "Nothing of this was served: step times are predicted, and everything that decides is what decides in "
+    "production.",
+    "TTFT and E2E count from the request's arrival. Failed requests have no latency and keep no SLO.",
+    "GPU-hours held: of GPUs that anything had a place on, busy or not.",
+)
+
+
+def render_simulation(document: SimulationDocument) -> str:
+    """Works from a file, offline. Names are escaped."""
+    sections = (
+        ("latency", "Latency", _latency(document)),
+        ("steering", "Replicas, sleep and moves", _steering(document)),
+        ("gpus", "GPUs", _gpus(document)),
+        ("failures", "Requests that failed", _failures(document.summary)),
+        ("changes", "What happened", _changes(document)),
+        ("run", "What was simulated", _settings(document)),
+        ("reading", "How to read this page", bullets((*_READING, *document.notes))),
+    )
+    footer = f"Made by iServe. Step times: {'; '.join(document.times)}."
+    return html_page(f"{document.trace}: iServe simulation", sectioned(_head(document), sections, footer))
+
+
+def _head(document: SimulationDocument) -> Markup:
+    summary = document.summary
+    tiles = [
+        ("requests", f"{summary.requests:,}"),
+        ("answered", f"{summary.completed:,}"),
+        ("offered", f"{number(summary.offered_requests_per_s)} requests/s"),
+        ("TTFT P50, P99", _two(summary.ttft)),
+        ("E2E P50, P99", _two(summary.e2e)),
+        ("GPU-hours held", number(document.gpu_hours)),
+    ]
+    if summary.slo is not None:
+        tiles.append(("SLO attained", f"{summary.slo.attainment_fraction:.1%}"))
+    return join(
+        el("h1", "Simulation"),
+        el("p", f"{document.trace} on {document.hardware}, {document.service}.", class_="lead"),
+        el(
+            "div",
+            [el("div", el("b", value), el("span", name), class_="tile") for name, value in tiles],
+            class_="tiles",
+        ),
+        bullets(document.warnings) if document.warnings else None,
+    )
+
+
+def _two(found: Percentiles | None) -> str:
+    return "none" if found is None else f"{seconds(found.p50_s)}, {seconds(found.p99_s)}"
+
+
+def _row(*cells: str, left: tuple[int, ...] = (0,)) -> Markup:
+    return el("tr", [el("td", cell, class_="l" if i in left else "n") for i, cell in enumerate(cells)])
+
+
+def _latency(document: SimulationDocument) -> Markup:
+    rows = [_summary_row(d.name, d.summary) for d in document.deployments if d.summary is not None]
+    if len(rows) > 1:
+        rows.append(_summary_row("all", document.summary))
+    head = ("deployment", "answered", "TTFT P50, P99", "TPOT P50, P99", "E2E P50, P99", "SLO attained")
+    return table(head, rows)
+
+
+def _summary_row(name: str, summary: Summary) -> Markup:
+    attained = "" if summary.slo is None else f"{summary.slo.attainment_fraction:.1%}"
+    answered = f"{summary.completed:,} of {summary.requests:,}"
+    return _row(name, answered, _two(summary.ttft), _two(summary.tpot), _two(summary.e2e), attained)
+
+
+def _steering(document: SimulationDocument) -> Markup | None:
+    if document.steering is None:
+        return None
+
+    def row(d: DeploymentOutcome) -> Markup:
+        return _row(d.name, str(d.most_replicas), str(d.wakes), seconds(d.asleep_s), str(d.moves))
+
+    return join(
+        el("p", f"Steered: {steering_words(document.steering)}."),
+        table(
+            ("deployment", "replicas at most", "woken", "asleep", "moves"), [row(d) for d in document.deployments]
+        ),
+    )
+
+
+def _gpus(document: SimulationDocument) -> Markup:
+    rows = [
+        _row(
+            g.device_id,
+            g.node_id,
+            f"{g.busy_fraction:.1%}",
+            f"{g.held_fraction:.1%}",
+            gib(g.peak_bytes),
+            gib(g.total_bytes),
+            left=(0, 1),
+        )
+        for g in document.gpus
+    ]
+    return table(("GPU", "node", "busy", "held", "most memory", "of"), rows, left=(0, 1))
+
+
+def _failures(summary: Summary) -> Markup | None:
+    if not summary.failures:
+        return None
+    return table(("kind", "requests"), [_row(f.kind, f"{f.count:,}") for f in summary.failures])
+
+
+def _changes(document: SimulationDocument) -> Markup:
+    rows = [
+        _row(f"{c.at_s:,.1f} s", c.kind, c.name, c.text, ", ".join(c.device_ids), left=(1, 2, 3, 4))
+        for c in document.changes
+    ]
+    return table(("at", "", "whose", "what", "GPUs"), rows, left=(1, 2, 3, 4))
+
+
+def _settings(document: SimulationDocument) -> Markup:
+    work = document.workload
+    planned = f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens"
+    return facts(
+        [
+            ("trace", document.trace),
+            ("cluster", document.hardware),
+            ("planner", document.planner),
+            ("placement", document.placement),
+            ("steering", "none" if document.steering is None else steering_words(document.steering)),
+            ("service", document.service),
+            ("planned for", planned),
+            ("simulated", seconds(document.end_s)),
+        ]
+    )
