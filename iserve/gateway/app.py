@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from iserve.gateway.auth import check_access
@@ -22,12 +21,12 @@ from iserve.gateway.metrics import GatewayMetrics
 from iserve.gateway.proxy import InferenceRequest, forward
 from iserve.gateway.reply import ClientWatch, Incoming, Receive, Reply, Send
 from iserve.gateway.routes_file import RoutesFile
+from iserve.gateway.worker_client import WorkerClient
 from iserve.routes import Route, RouteTable
 
 __all__ = ["POLL_S", "Gateway"]
 
 POLL_S = 0.1  # how soon a new route table, and with it a revoked key, takes effect
-_KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, our workers' server, closes an idle connection
 _HELD_BODIES = 16  # bodies of the largest size that may be held at once
 _INFERENCE = ("/v1/completions", "/v1/chat/completions")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -46,7 +45,7 @@ class Gateway:
         self.metrics = GatewayMetrics(self.dispatcher, self.routes)
         self._tickets = itertools.count()
         self._budget = BodyBudget(0)
-        self._session: aiohttp.ClientSession | None = None
+        self._workers: WorkerClient | None = None
         self._poller: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -59,13 +58,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Read the table once and go on looking. Serves from the moment it returns."""
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, use_dns_cache=True),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),
-            auto_decompress=False,
-            headers={"Accept-Encoding": "identity", "User-Agent": "iserve-gateway"},
-        )
+        self._workers = WorkerClient()
         self.look()
         self._poller = asyncio.create_task(self._poll())
 
@@ -74,15 +67,15 @@ class Gateway:
             self._poller.cancel()
             with suppress(asyncio.CancelledError):
                 await self._poller
-        if self._session is not None:
-            await self._session.close()
+        if self._workers is not None:
+            self._workers.close()
 
     def look(self) -> None:
         """Put a new route table into force, if there is one."""
         if self.routes.poll():
             table = self.routes.table
             assert table is not None
-            assert self._session is not None
+            assert self._workers is not None
             self.dispatcher.update(table)
             self._budget.max_bytes = _HELD_BODIES * table.limits.max_body_bytes
 
@@ -171,11 +164,11 @@ class Gateway:
     async def _forward(
         self, request: InferenceRequest, deployment: Deployment, incoming: Incoming, reply: Reply
     ) -> None:
-        assert self._session is not None
+        assert self._workers is not None
         name = deployment.route.name
         with ClientWatch(incoming, reply) as watch:
             try:
-                await forward(request, deployment, self._session, reply, self.metrics)
+                await forward(request, deployment, self._workers, reply, self.metrics)
             except ApiError as error:
                 await _refuse(reply, error, incoming)
         if watch.left:

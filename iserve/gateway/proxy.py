@@ -12,7 +12,6 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 
-import aiohttp
 import msgspec
 
 from iserve.gateway.dispatch import READY_WAIT_S, Deployment
@@ -20,15 +19,18 @@ from iserve.gateway.errors import ApiError, error_body
 from iserve.gateway.metrics import GatewayMetrics
 from iserve.gateway.reply import Reply
 from iserve.gateway.sse import FrameBuffer, error_frame, usage_of
+from iserve.gateway.worker_client import (
+    WorkerAnswer,
+    WorkerClient,
+    WorkerLostError,
+    WorkerNotReachedError,
+)
 from iserve.routes import WorkerTarget
 
 __all__ = ["InferenceRequest", "forward"]
 
-_CONNECT_S = 2.0
 _LINGER_S = 1.0  # for the worker's end of a stream that is complete, so that its connection can be used again
 _MAX_ANSWER_BYTES = 256 * 2**20  # of an answer that is not streamed
-
-_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
 
 _log = logging.getLogger(__name__)
 
@@ -45,10 +47,6 @@ class InferenceRequest:
     request_id: bytes
 
 
-class _NotReachedError(Exception):
-    """The worker took no connection: it has seen nothing of the request."""
-
-
 class _NotBegunError(Exception):
     """The worker took the request and went away, or refused for now, before any of its answer was passed on."""
 
@@ -60,7 +58,7 @@ class _NotBegunError(Exception):
 async def forward(
     request: InferenceRequest,
     deployment: Deployment,
-    session: aiohttp.ClientSession,
+    workers: WorkerClient,
     reply: Reply,
     metrics: GatewayMetrics,
 ) -> None:
@@ -79,9 +77,9 @@ async def forward(
     while True:
         target = await deployment.acquire(request.ticket, avoid)
         try:
-            await _attempt(request, name, target, deployment.max_wait_s, session, reply, metrics)
+            await _attempt(request, name, target, deployment.max_wait_s, workers, reply, metrics)
             return
-        except _NotReachedError:
+        except WorkerNotReachedError:
             deployment.mark_down(target)
             give_up_s = min(give_up_s, loop.time() + READY_WAIT_S)
             if loop.time() >= give_up_s:
@@ -102,26 +100,19 @@ async def _attempt(
     name: str,
     target: WorkerTarget,
     silence_s: float,
-    session: aiohttp.ClientSession,
+    workers: WorkerClient,
     reply: Reply,
     metrics: GatewayMetrics,
 ) -> None:
     """One worker's try. ``silence_s`` bounds the longest silence of the worker, not the longest answer."""
-    headers = {"Content-Type": "application/json", "X-Request-Id": request.request_id.decode("latin-1")}
-    url = target.url.rstrip("/") + request.endpoint
     try:
-        async with asyncio.timeout(silence_s):
-            response = await session.post(
-                url, data=request.body, headers=headers, timeout=_TIMEOUT, allow_redirects=False
-            )
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise _NotReachedError from error
+        response = await workers.post(target.url, request.endpoint, request.body, request.request_id, silence_s)
     except TimeoutError as error:
         raise ApiError(504, f"{name!r} gave no sign of an answer in time", "upstream_timeout") from error
-    except aiohttp.ClientError as error:
-        raise _NotBegunError(f"failed ({error!r})", _worker_lost(name)) from error
+    except WorkerLostError as error:
+        raise _NotBegunError(f"failed ({error})", _worker_lost(name)) from error
     try:
-        if response.content_type == "text/event-stream" and response.status == 200:
+        if response.content_type == b"text/event-stream" and response.status == 200:
             await _relay_stream(request, name, response, silence_s, reply, metrics)
         else:
             await _relay_whole(name, response, silence_s, reply, metrics)
@@ -132,14 +123,14 @@ async def _attempt(
 
 
 async def _relay_whole(
-    name: str, response: aiohttp.ClientResponse, silence_s: float, reply: Reply, metrics: GatewayMetrics
+    name: str, response: WorkerAnswer, silence_s: float, reply: Reply, metrics: GatewayMetrics
 ) -> None:
     try:
         body = await _read_bounded(response, name, silence_s)
     except TimeoutError as error:
         raise ApiError(504, f"{name!r} stopped in the middle of its answer", "upstream_timeout") from error
-    except (aiohttp.ClientError, ConnectionError) as error:
-        raise _NotBegunError(f"failed ({error!r})", _worker_lost(name)) from error
+    except WorkerLostError as error:
+        raise _NotBegunError(f"failed ({error})", _worker_lost(name)) from error
     status = response.status
     if status == 503:
         raise _NotBegunError("is not serving", ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)))
@@ -151,22 +142,10 @@ async def _relay_whole(
     await reply.whole(status, body)
 
 
-async def _read(response: aiohttp.ClientResponse, silence_s: float) -> bytes:
-    """What has come; empty at the end.
-
-    Raises:
-        TimeoutError: nothing came. The timer is ours: after a malformed chunk aiohttp's own is off, and its read
-            would never end.
-        aiohttp.ClientError, ConnectionError: the answer broke off.
-    """
-    async with asyncio.timeout(silence_s):
-        return await response.content.readany()
-
-
-async def _read_bounded(response: aiohttp.ClientResponse, name: str, silence_s: float) -> bytes:
+async def _read_bounded(response: WorkerAnswer, name: str, silence_s: float) -> bytes:
     parts: list[bytes] = []
     size = 0
-    while part := await _read(response, silence_s):
+    while part := await response.read(silence_s):
         parts.append(part)
         size += len(part)
         if size > _MAX_ANSWER_BYTES:
@@ -177,7 +156,7 @@ async def _read_bounded(response: aiohttp.ClientResponse, name: str, silence_s: 
 async def _relay_stream(
     request: InferenceRequest,
     name: str,
-    response: aiohttp.ClientResponse,
+    response: WorkerAnswer,
     silence_s: float,
     reply: Reply,
     metrics: GatewayMetrics,
@@ -185,7 +164,7 @@ async def _relay_stream(
     frames = FrameBuffer()
     failure = "the worker went away"
     try:
-        while chunk := await _read(response, silence_s):
+        while chunk := await response.read(silence_s):
             data = frames.feed(chunk)
             if not data:
                 continue
@@ -197,8 +176,8 @@ async def _relay_stream(
                 break
     except TimeoutError:
         failure = "the worker fell silent"
-    except (aiohttp.ClientError, ConnectionError) as error:
-        failure = f"the connection to the worker broke ({type(error).__name__})"
+    except WorkerLostError:
+        failure = "the connection to the worker broke"
     except asyncio.CancelledError:
         if reply.started:  # of use when the gateway itself is being stopped; a client that left reads nothing
             await _cut(frames, name, "the gateway is shutting down", reply, metrics)
@@ -209,8 +188,8 @@ async def _relay_stream(
         metrics.tokens(name, frames.usage())
     if frames.is_done:
         await reply.end()
-        with suppress(TimeoutError, aiohttp.ClientError, ConnectionError):
-            await _read(response, _LINGER_S)
+        with suppress(TimeoutError, WorkerLostError):
+            await response.read(_LINGER_S)
     elif frames.ended_in_error:
         metrics.cut(name)
         await reply.end()

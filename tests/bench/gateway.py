@@ -3,9 +3,9 @@
     python tests/bench/gateway.py [--json out.json] [--streams 200 1000] [--rounds 3]
 
 Gateway (keys, usage counts and metrics on), stand-in worker and load generator are three processes of one machine,
-so they share its cores: the figures compare, they do not promise. "direct" is the same load without the gateway, in
-turn with it. Printed is the median over the rounds [least, most]. What the machine's other processes took meanwhile
-is said beside each case; the gateway's CPU time depends on them least.
+so they share its cores: the figures compare, they do not promise. "direct" is the same load without the gateway,
+in turn with it. Printed is the median over the rounds [least, most]. What the machine's other processes took is
+said beside each case; the gateway's CPU time depends on them least.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def machine() -> dict[str, str]:
         ),
         "?",
     )
-    packages = {name: version(name) for name in ("uvicorn", "h11", "aiohttp", "msgspec")}
+    packages = {name: version(name) for name in ("uvicorn", "httptools", "msgspec")}
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return {
         "cpu": f"{cpu}, {os.cpu_count()} cores",

@@ -1,0 +1,309 @@
+"""HTTP/1.1 to the workers: connections kept open, one request at a time on each.
+
+It can be small, because it sends one kind of request with a body in hand and follows nothing; llhttp reads the
+answers. A ``BufferedProtocol``: what comes is read into one buffer of all connections and used up on the spot,
+where the plain protocol allocates 256 KiB for every read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+import httptools
+
+__all__ = ["WorkerAnswer", "WorkerClient", "WorkerLostError", "WorkerNotReachedError"]
+
+_CONNECT_S = 2.0
+_KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, our workers' server, closes an idle connection
+_MAX_HEAD_BYTES = 64 * 2**10
+_MAX_HELD_BYTES = 256 * 2**10  # of an answer that the client takes more slowly than it comes
+_LARGE_BODY_BYTES = 64 * 2**10  # sent apart from its head rather than copied
+
+_BUFFER = memoryview(bytearray(256 * 2**10))
+
+
+class WorkerNotReachedError(Exception):
+    """The worker took no connection: it has seen nothing of the request."""
+
+
+class WorkerLostError(Exception):
+    """The connection ended, or said what is not HTTP, before the answer was complete."""
+
+
+class WorkerClient:
+    """A pool of connections by worker URL. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._idle: dict[str, deque[_Connection]] = {}  # the one used last is the last
+        self._open: set[_Connection] = set()
+
+    async def post(self, url: str, path: str, body: bytes, request_id: bytes, silence_s: float) -> WorkerAnswer:
+        """Send ``body`` as JSON and wait for the head of the answer. The caller releases or closes it.
+
+        Args:
+            url: ``http://HOST:PORT``.
+            silence_s: longest wait for the head.
+
+        Raises:
+            WorkerNotReachedError: no connection within ``_CONNECT_S``.
+            WorkerLostError, TimeoutError: it was sent, and no answer came.
+        """
+        connection = self._take_idle(url) or await self._connect(url)
+        head = b"POST %b HTTP/1.1\r\nHost: %b\r\n%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n" % (
+            path.encode(),
+            _address(url)[2],
+            b"Content-Type: application/json\r\nAccept-Encoding: identity\r\nUser-Agent: iserve-gateway\r\n",
+            request_id,
+            len(body),
+        )
+        try:
+            return await connection.ask(head, body, silence_s)
+        except BaseException:
+            connection.abort()
+            raise
+
+    def close(self) -> None:
+        for connection in list(self._open):
+            connection.abort()
+
+    def _take_idle(self, url: str) -> _Connection | None:
+        idle = self._idle.get(url)
+        if not idle:
+            return None
+        oldest_s = self._loop.time() - _KEEPALIVE_S
+        while idle and idle[0].idle_since_s < oldest_s:
+            idle.popleft().abort()
+        return idle.pop() if idle else None
+
+    async def _connect(self, url: str) -> _Connection:
+        host, port, _ = _address(url)
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, connection = await self._loop.create_connection(
+                    lambda: _Connection(self._loop, self, url), host, port
+                )
+        except OSError as error:  # TimeoutError is one
+            raise WorkerNotReachedError(str(error)) from error
+        return connection
+
+    def opened(self, connection: _Connection) -> None:
+        self._open.add(connection)
+
+    def lost(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        idle = self._idle.get(connection.url)
+        if idle is not None:
+            if connection in idle:
+                idle.remove(connection)
+            if not idle:
+                del self._idle[connection.url]
+
+    def keep(self, connection: _Connection) -> None:
+        connection.idle_since_s = self._loop.time()
+        self._idle.setdefault(connection.url, deque()).append(connection)
+
+
+class WorkerAnswer:
+    """An answer whose head has come."""
+
+    __slots__ = ("_connection", "content_type", "status")
+
+    def __init__(self, connection: _Connection, status: int, content_type: bytes) -> None:
+        self._connection = connection
+        self.status = status
+        self.content_type = content_type  # "text/event-stream", without parameters, in lower case
+
+    async def read(self, silence_s: float) -> bytes:
+        """What has come of the body; waits for something; empty at its end.
+
+        Raises:
+            TimeoutError: nothing came for ``silence_s``.
+            WorkerLostError: the answer broke off.
+        """
+        return await self._connection.read(silence_s)
+
+    def release(self) -> None:
+        """Done with it: the connection is kept if the answer is complete."""
+        self._connection.release()
+
+    def close(self) -> None:
+        """End the worker's side at once."""
+        self._connection.abort()
+
+
+class _Connection(asyncio.BufferedProtocol):
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: WorkerClient, url: str) -> None:
+        self.url = url
+        self.idle_since_s = 0.0
+        self._loop, self._pool = loop, pool
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0  # when the present silence is too long
+        self._failure: WorkerLostError | None = None
+        self._begin()
+        self._over = True  # nothing was asked yet
+
+    def _begin(self) -> None:
+        self._answer: WorkerAnswer | None = None
+        self._content_type = b""
+        self._is_framed = False  # the head says where the body ends; else the end of the connection does
+        self._head_bytes = 0
+        self._parts: list[bytes] = []
+        self._held_bytes = 0
+        self._paused = False
+        self._reusable = False
+        self._over = False
+
+    async def ask(self, head: bytes, body: bytes, silence_s: float) -> WorkerAnswer:
+        assert self._transport is not None
+        self._begin()
+        if len(body) > _LARGE_BODY_BYTES:
+            self._transport.write(head)
+            self._transport.write(body)
+        else:
+            self._transport.write(head + body)
+        while self._answer is None:
+            if self._failure is not None:
+                raise self._failure
+            await self._news(silence_s)
+        return self._answer
+
+    async def read(self, silence_s: float) -> bytes:
+        while not self._parts:
+            if self._over:
+                return b""
+            if self._failure is not None:
+                raise self._failure
+            await self._news(silence_s)
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._held_bytes = 0
+        if self._paused:
+            self._paused = False
+            assert self._transport is not None
+            self._transport.resume_reading()
+        return data
+
+    def release(self) -> None:
+        if self._over and self._reusable and self._failure is None:
+            self._pool.keep(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        self._fail("closed by the gateway")
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _news(self, silence_s: float) -> None:
+        """Wait until something has come or gone wrong. One timer outlives many waits."""
+        self._due_s = self._loop.time() + silence_s
+        if self._timer is None or self._timer.when() > self._due_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(self._due_s, self._on_timer)
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() < self._due_s:
+            self._timer = self._loop.call_at(self._due_s, self._on_timer)
+        else:
+            self._waiter.set_exception(TimeoutError())
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = WorkerLostError(reason)
+        self._wake()
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._pool.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.lost(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fail("the worker closed the connection" if exc is None else str(exc))
+
+    def eof_received(self) -> None:
+        if self._answer is not None and not self._is_framed:
+            self._over = True
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._answer is None:
+            self._head_bytes += nbytes
+        try:
+            if self._over:  # of an idle connection, or after the end of an answer
+                raise WorkerLostError("it said what it was not asked")
+            self._parser.feed_data(_BUFFER[:nbytes])
+            if self._answer is None and self._head_bytes > _MAX_HEAD_BYTES:
+                raise WorkerLostError(f"its headers have more than {_MAX_HEAD_BYTES} bytes")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, WorkerLostError) as error:
+            self._fail(f"not a valid answer: {error}")
+            assert self._transport is not None
+            self._transport.abort()
+            return
+        if self._held_bytes > _MAX_HELD_BYTES and not self._paused and not self._over:
+            self._paused = True
+            assert self._transport is not None
+            self._transport.pause_reading()
+        self._wake()
+
+    # the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        if self._over:  # in one piece with the end of the answer; it must not be taken for the next one
+            raise WorkerLostError("it said what it was not asked")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"content-type":
+            self._content_type = value.partition(b";")[0].strip().lower()
+        elif name in (b"content-length", b"transfer-encoding"):
+            self._is_framed = True
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self._reusable = self._parser.should_keep_alive()
+            self._answer = WorkerAnswer(self, status, self._content_type)
+
+    def on_body(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._held_bytes += len(data)
+
+    def on_message_complete(self) -> None:
+        if self._answer is not None:  # else it was a 1xx
+            self._over = True
+
+
+@lru_cache(maxsize=1024)
+def _address(url: str) -> tuple[str, int, bytes]:
+    """Host, port, and what goes into ``Host:``."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port, parts.netloc.encode()

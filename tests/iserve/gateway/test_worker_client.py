@@ -1,0 +1,226 @@
+"""The client of the workers against a server that says exactly what a test wants, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from iserve.gateway.worker_client import WorkerClient, WorkerLostError, WorkerNotReachedError
+
+PATIENCE_S = 20.0
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: Application/JSON; charset=utf-8\r\nContent-Length: 4\r\n\r\nbody"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n4;x=y\r\ntwo!\r\n0\r\n\r\n"
+
+
+class Server:
+    """Answers every request of a connection with the next of ``answers``; None closes it without a word."""
+
+    def __init__(self, *answers: bytes | list[bytes] | None) -> None:
+        self.answers = list(answers)
+        self.requests: list[bytes] = []
+        self.num_connections = 0
+        self.num_ended = 0  # connections that the other side ended
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while self.answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(head.partition(b"Content-Length: ")[2].split(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(size))
+                answer = self.answers.pop(0)
+                if answer is None:
+                    break
+                for piece in [answer] if isinstance(answer, bytes) else answer:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if answer[-4:] == b"hold":  # and say no more
+                    await reader.read()
+                    self.num_ended += 1
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.num_ended += 1
+        finally:
+            writer.close()
+
+
+def run(server: Server, test: Callable[[WorkerClient, str], Awaitable[None]]) -> None:
+    async def go() -> None:
+        listener = await asyncio.start_server(server, "127.0.0.1", 0)
+        client = WorkerClient()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await test(client, f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+        finally:
+            client.close()
+            listener.close()
+
+    asyncio.run(go())
+
+
+async def ask(client: WorkerClient, url: str, body: bytes = b"{}") -> tuple[int, bytes]:
+    answer = await client.post(url, "/v1/completions", body, b"req-1", PATIENCE_S)
+    parts = []
+    while part := await answer.read(PATIENCE_S):
+        parts.append(part)
+    answer.release()
+    return answer.status, b"".join(parts)
+
+
+def test_the_request_as_it_is_sent() -> None:
+    server = Server(WHOLE)
+
+    async def test(client: WorkerClient, url: str) -> None:
+        answer = await client.post(url, "/v1/completions", b'{"a":1}', b"req-1", PATIENCE_S)
+        assert (answer.status, answer.content_type) == (200, b"application/json")
+        head, _, body = server.requests[0].partition(b"\r\n\r\n")
+        assert body == b'{"a":1}'
+        assert head.splitlines()[0] == b"POST /v1/completions HTTP/1.1"
+        assert b"Host: " + url.removeprefix("http://").encode() in head.splitlines()
+        assert b"X-Request-Id: req-1" in head.splitlines()
+
+    run(server, test)
+
+
+@given(at=st.lists(st.integers(1, 200), max_size=6, unique=True), answer=st.sampled_from([WHOLE, CHUNKED]))
+@settings(max_examples=30, deadline=None)
+def test_an_answer_is_the_same_however_it_is_cut(at: list[int], answer: bytes) -> None:
+    places = [0, *sorted(place for place in at if place < len(answer)), len(answer)]
+    pieces = [answer[a:b] for a, b in pairwise(places)]
+
+    async def test(client: WorkerClient, url: str) -> None:
+        assert await ask(client, url) == (200, b"body" if answer is WHOLE else b"onetwo!")
+
+    run(Server(pieces), test)
+
+
+def test_a_connection_is_used_again() -> None:
+    server = Server(WHOLE, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE, WHOLE)
+
+    async def test(client: WorkerClient, url: str) -> None:
+        for expected in (b"body", b"onetwo!", b"body", b"body"):
+            assert await ask(client, url, b"x" * 200_000) == (200, expected)
+
+    run(server, test)
+    assert server.num_connections == 1
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), id="it-says-close"),
+        pytest.param(WHOLE.replace(b"1.1", b"1.0"), id="http-1.0"),
+        pytest.param(WHOLE + b"HTTP/1.1 200 OK\r\n", id="it-says-more-than-it-was-asked"),
+    ],
+)
+def test_a_connection_is_not_used_again(first: bytes) -> None:
+    server = Server(first, WHOLE)
+
+    async def test(client: WorkerClient, url: str) -> None:
+        try:
+            assert await ask(client, url) == (200, b"body")
+        except WorkerLostError:
+            assert first.startswith(WHOLE)
+        assert await ask(client, url) == (200, b"body")
+
+    run(server, test)
+    assert server.num_connections == 2
+
+
+def test_a_body_without_a_length_ends_with_the_connection() -> None:
+    async def test(client: WorkerClient, url: str) -> None:
+        assert await ask(client, url) == (200, b"all of it")
+
+    run(Server(b"HTTP/1.1 200 OK\r\n\r\nall of it"), test)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(None, id="no-word"),
+        pytest.param(b"\x16\x03\x01", id="no-http"),
+        pytest.param(WHOLE[:30], id="cut-in-the-head"),
+        pytest.param(WHOLE[:-2], id="cut-in-the-body"),
+        pytest.param(CHUNKED[:-8], id="cut-in-a-chunk"),
+        pytest.param(CHUNKED[:-5], id="cut-before-the-last-chunk"),
+        pytest.param(CHUNKED.replace(b"4;x=y", b"no length"), id="malformed-chunk"),
+        pytest.param(
+            b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nabc", id="another-protocol"
+        ),
+        pytest.param(b"HTTP/1.1 200 OK\r\nX: " + b"a" * 70_000, id="giant-head"),
+    ],
+)
+def test_what_is_no_answer_is_lost(answer: bytes | None) -> None:
+    async def test(client: WorkerClient, url: str) -> None:
+        with pytest.raises(WorkerLostError):
+            await ask(client, url)
+
+    run(Server(answer), test)
+
+
+def test_nobody_there_is_not_reached() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    async def test(client: WorkerClient, url: str) -> None:
+        with pytest.raises(WorkerNotReachedError):
+            await ask(client, f"http://127.0.0.1:{port}")
+
+    run(Server(), test)
+
+
+def test_silence_is_bounded_by_each_wait() -> None:
+    async def test(client: WorkerClient, url: str) -> None:
+        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+        assert await answer.read(PATIENCE_S) == b"hold"
+        with pytest.raises(TimeoutError):
+            await answer.read(0.05)  # the timer of a longer wait is there already
+        with pytest.raises(TimeoutError):
+            await answer.read(0.05)
+        answer.close()
+        with pytest.raises(WorkerLostError):
+            await answer.read(PATIENCE_S)
+
+    run(Server(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhold"), test)
+
+
+def test_a_request_that_is_cancelled_ends_its_connection() -> None:
+    server = Server(b"HTTP/1.1 200 OK\r\nX: hold")
+
+    async def test(client: WorkerClient, url: str) -> None:
+        task = asyncio.create_task(ask(client, url))
+        while not server.requests:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while not server.num_ended:
+            await asyncio.sleep(0.001)
+
+    run(server, test)
+
+
+def test_an_answer_that_nobody_reads_is_not_held() -> None:
+    """The worker is slowed down instead; read on, all of it comes."""
+    size = 16 * 2**20
+    held: list[int] = []
+
+    async def test(client: WorkerClient, url: str) -> None:
+        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+        await asyncio.sleep(0.1)
+        first = await answer.read(PATIENCE_S)
+        held.append(len(first))
+        total = len(first)
+        while part := await answer.read(PATIENCE_S):
+            total += len(part)
+        assert total == size
+
+    run(Server([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, b"x" * size]), test)
+    assert held[0] < 2**20
