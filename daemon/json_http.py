@@ -6,6 +6,7 @@ Knows the wire, not the routes: the daemon's and the controller's clients say wh
 from __future__ import annotations
 
 import http.client
+from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -39,20 +40,37 @@ class JsonHttp:
         self.url, self._who, self._hint = url, who, hint
         self._host, self._port, self._token = parts.hostname, parts.port, token
 
-    def ask(self, method: str, path: str, kind: type[T], *, body: bytes = b"", timeout_s: float) -> T:
+    def ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        *,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float,
+    ) -> T:
         """The answer as a ``kind``."""
-        answer = self.request(method, path, body=body, timeout_s=timeout_s)
+        answer = self.request(method, path, body=body, headers=headers, timeout_s=timeout_s)
         try:
             return from_json(answer, kind, what=f"the answer of {self._who} to {method} {path}")
         except BadInputError as error:  # the fault is the answerer's, not the request's
             raise UnavailableError(str(error)) from error
 
-    def request(self, method: str, path: str, *, body: bytes = b"", timeout_s: float) -> bytes:
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float,
+    ) -> bytes:
         """The answer as it came, up to 64 MiB."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        own = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:
-            connection.request(method, path, body=body or None, headers=headers)
+            connection.request(method, path, body=body or None, headers=own | dict(headers or {}))
             response = connection.getresponse()
             answer = response.read(_MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:

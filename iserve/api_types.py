@@ -17,6 +17,7 @@ from placement.policies import make_policy
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic
 
 __all__ = [
+    "IDEMPOTENCY_KEY",
     "DeployBody",
     "DeploymentDocument",
     "EventDocument",
@@ -32,10 +33,12 @@ __all__ = [
     "ProfileJobDocument",
     "ProgressDocument",
     "VerifyBody",
+    "check_idempotency_key",
     "check_name",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+IDEMPOTENCY_KEY = "^[!-~]{1,200}$"  # pattern of the header
 _Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
@@ -50,6 +53,17 @@ def check_name(name: str) -> str:
             f"the name {name[:80]!r} must be 1 to 63 letters, digits, '.', '_' or '-', the first a letter or digit"
         )
     return name
+
+
+def check_idempotency_key(key: str) -> str:
+    """``key`` if a request can be known by it.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if not re.fullmatch(IDEMPOTENCY_KEY.strip("^$"), key):
+        raise ConfigError(f"the key {key[:80]!r} must be 1 to 200 visible ASCII characters")
+    return key
 
 
 class _Body(BaseModel):

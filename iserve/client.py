@@ -7,6 +7,7 @@ import http.client
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, urlencode, urlsplit
@@ -18,9 +19,11 @@ from fingerprint.codec import to_json
 from fingerprint.errors import UnavailableError
 from iserve.settings import Settings
 
-__all__ = ["ControllerClient", "connect", "controller_record"]
+__all__ = ["ControllerClient", "connect", "controller_record", "post_once"]
 
 T = TypeVar("T")
+
+_POST_PAUSES_S = (0.2, 1.0, 3.0, 0.0)
 
 
 class ControllerClient:
@@ -40,11 +43,41 @@ class ControllerClient:
     def text(self, path: str, **query: object) -> str:
         return self._http.request("GET", _target(path, query), timeout_s=self._timeout_s).decode(errors="replace")
 
-    def post(self, path: str, body: object, kind: type[T]) -> T:
-        return self._http.ask("POST", _target(path, {}), kind, body=to_json(body), timeout_s=self._timeout_s)
+    def post(self, path: str, body: object, kind: type[T], *, idempotency_key: str | None = None) -> T:
+        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+        return self._http.ask(
+            "POST", _target(path, {}), kind, body=to_json(body), headers=headers, timeout_s=self._timeout_s
+        )
 
     def delete(self, path: str, **query: object) -> None:
         self._http.request("DELETE", _target(path, query), timeout_s=self._timeout_s)
+
+
+def post_once(
+    connect: Callable[[], ControllerClient], path: str, body: object, kind: type[T], key: str
+) -> tuple[ControllerClient, T]:
+    """Post ``body`` until there is an answer; of a connection that was lost nobody knows whether it was heard.
+    What is asked for is done once. The client returned is that which was answered; its controller may be new.
+
+    Args:
+        connect: begins anew each time.
+        key: by which the controller knows the second from the first.
+
+    Raises:
+        UnavailableError: still no answer; the message says how to ask again.
+        IserveError: what the controller answered with.
+    """
+    for pause_s in _POST_PAUSES_S:
+        client = connect()
+        try:
+            return client, client.post(path, body, kind, idempotency_key=key)
+        except UnavailableError as error:
+            last = error
+        time.sleep(pause_s)
+    raise UnavailableError(
+        f"{last}; whether it was accepted is not known: the same command with --idempotency-key {key} asks again "
+        "and does nothing twice"
+    ) from last
 
 
 def _target(path: str, query: dict[str, object]) -> str:

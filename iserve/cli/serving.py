@@ -42,6 +42,15 @@ def deploy(
     gpus: e.ExportGpus = None,
     image: e.ExportImage = None,
     volume: e.ExportVolume = None,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(
+            "--idempotency-key",
+            metavar="KEY",
+            help="Name this request: sent again with its KEY within a day it starts nothing twice.",
+            show_default="a new one, for this command's own retries",
+        ),
+    ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Serve MODEL on the configuration that fits the intent best, and print its OpenAI-compatible endpoint.
@@ -50,8 +59,11 @@ def deploy(
     With --export it writes a Compose file or Kubernetes objects instead, which start the same worker with the same
     limits elsewhere; it then uses the profile that `iserve profile` took, or --gpus.
     """
-    from iserve.api_types import DeploymentDocument, check_name
+    import secrets
+
+    from iserve.api_types import DeploymentDocument, check_idempotency_key, check_name
     from iserve.cli.live import client, model_argument
+    from iserve.client import post_once
     from iserve.settings import load_settings
 
     settings = load_settings()
@@ -59,6 +71,9 @@ def deploy(
     if name is not None:
         with o.usage_errors("--name"):
             check_name(name)
+    if idempotency_key is not None:
+        with o.usage_errors("--idempotency-key"):
+            check_idempotency_key(idempotency_key)
     if export is not None:
         if as_json:
             raise typer.BadParameter("--export writes a file; leave --json out")
@@ -68,9 +83,13 @@ def deploy(
     if alone := [option for option, value in given.items() if value is not None]:
         raise typer.BadParameter(f"{', '.join(alone)} goes with --export")
     model = None if model is None else model_argument(model, settings)
-    controller = client(settings)
-    body = wish.body() | {"model": model, "name": name}
-    accepted = controller.post("/api/v1/deployments", body, DeploymentDocument)
+    controller, accepted = post_once(
+        lambda: client(settings),
+        "/api/v1/deployments",
+        wish.body() | {"model": model, "name": name},
+        DeploymentDocument,
+        secrets.token_hex(16) if idempotency_key is None else idempotency_key,
+    )
     try:
         _follow(controller, accepted, as_json=as_json)
     except KeyboardInterrupt:
@@ -82,7 +101,7 @@ def deploy(
 def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_json: bool) -> None:
     """Show the steps until the deployment serves or is refused."""
     from fingerprint.codec import to_json
-    from fingerprint.errors import EngineError, InfeasibleError
+    from fingerprint.errors import EngineError, InfeasibleError, NotFoundError
     from iserve.api_types import DeploymentDocument
     from iserve.cli.progress import StepDisplay
     from iserve.cli.render import console, print_plan
@@ -94,7 +113,10 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
         while document.status not in {"ready", "refused", "failed"}:
             display.show(document.status, document.progress)
             time.sleep(_PROFILING_POLL_S if document.status == "profiling" else _POLL_S)
-            document = controller.get(path, DeploymentDocument)
+            try:
+                document = controller.get(path, DeploymentDocument)
+            except NotFoundError as error:  # of one that was accepted long ago, under the same key
+                raise NotFoundError(f"{accepted.name} was accepted, and has been removed since") from error
     if document.status != "ready":
         _remove(controller, accepted.name)  # a deploy that was refused leaves nothing behind, its name included
         kind = InfeasibleError if document.status == "refused" else EngineError

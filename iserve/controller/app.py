@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -14,6 +14,7 @@ from fingerprint import errors
 from fingerprint.measurements import Profile
 from iserve import __version__
 from iserve.api_types import (
+    IDEMPOTENCY_KEY,
     DeployBody,
     DeploymentDocument,
     EventDocument,
@@ -48,6 +49,8 @@ STATUS: dict[type[errors.IserveError], int] = {
     errors.EngineError: 502,
     errors.IserveError: 500,
 }
+
+IdempotencyKey = Annotated[str | None, Header(pattern=IDEMPOTENCY_KEY)]
 
 
 def create_app(controller: Controller, token: str) -> FastAPI:
@@ -132,9 +135,14 @@ def _deployment_routes(api: APIRouter, controller: Controller) -> None:
         return controller.deployments()
 
     @api.post("/deployments", status_code=202)
-    def deploy(body: DeployBody) -> DeploymentDocument:
-        """Accept an intent; it is carried out in the background and survives a restart."""
-        return controller.deploy(body)
+    def deploy(body: DeployBody, idempotency_key: IdempotencyKey = None) -> DeploymentDocument:
+        """Accept an intent; it is carried out in the background and survives a restart.
+
+        With the header `Idempotency-Key` (1 to 200 visible ASCII characters) it can be asked again when its answer
+        was lost: for 24 hours the same key and body get the same answer and start nothing, the same key and
+        another body 409, with what was asked before. A request that was refused may come again with its key.
+        """
+        return controller.deploy(body, idempotency_key)
 
     @api.get("/deployments/{name}")
     def deployment(name: str) -> DeploymentDocument:

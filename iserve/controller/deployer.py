@@ -6,6 +6,7 @@ at the daemon by its id, so none is ever launched twice.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import NodeStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
-from fingerprint.errors import InfeasibleError, IserveError, NotFoundError
+from fingerprint.errors import InfeasibleError, IserveError, NotFoundError, StateUnavailableError
 from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
@@ -95,6 +96,8 @@ class Deployer:
             self._run(row)
         except _NoLongerWantedError:
             log.info("%s: given up, it is to be removed", row.name)
+        except StateUnavailableError as error:
+            log.warning("%s: the reconciler takes it up again when the state is back: %s", row.name, error)
         except IserveError as error:
             phase = "refused" if isinstance(error, InfeasibleError) else "failed"
             self._record(row, phase, error=str(error))
@@ -132,7 +135,7 @@ class Deployer:
             return self._profiler.enough(source, engine, node, options)
 
         def report(progress: ProfileProgress) -> None:
-            self._check_wanted(row)
+            self._check_not_removed(row)
             self._report_progress(row.name, progress)
 
         self._move(row, "profiling")
@@ -145,7 +148,7 @@ class Deployer:
             max_seconds=self._settings.profile_seconds,
             progress=report,
             unless=find,
-            go_on=lambda: self._check_wanted(row),
+            go_on=lambda: self._check_not_removed(row),
         )
 
     def plan(
@@ -195,7 +198,7 @@ class Deployer:
         when the first has its memory. A worker that does not come to serve is ended by the reconciler."""
 
         def go_on() -> None:
-            self._check_wanted(row)
+            self._check_not_removed(row)
 
         with self._profiler.paused(go_on):
             spec = choose()
@@ -218,6 +221,11 @@ class Deployer:
         now = self._store.deployment_by_id(row.id)
         if now is None or now.desired == "removed":
             raise _NoLongerWantedError
+
+    def _check_not_removed(self, row: DeploymentRow) -> None:
+        """In the middle of a step. With the database away nobody can have asked for the removal."""
+        with contextlib.suppress(StateUnavailableError):
+            self._check_wanted(row)
 
     def _record(self, row: DeploymentRow, phase: str, *, error: str | None) -> None:
         self._store.update_deployment(row.id, phase=phase, error=error)

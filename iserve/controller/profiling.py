@@ -26,6 +26,7 @@ from fingerprint.errors import (
     IserveError,
     NotFoundError,
     NotMeasuredError,
+    StateUnavailableError,
     UnavailableError,
 )
 from fingerprint.estimators.corrected import CorrectedEstimator
@@ -280,8 +281,20 @@ class Profiler:
             finally:
                 self._workers = frozenset()
                 shutil.rmtree(folder, ignore_errors=True)
-            self._store.put_profile(measured, machine_key(node, engine))
+            self._keep(measured, machine_key(node, engine))
             return measured
+
+    def _keep(self, measured: Profile, key: str, *, patience_s: float = 60.0) -> None:
+        """A minute of measuring is not lost to a database that is being restarted."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                self._store.put_profile(measured, key)
+                return
+            except StateUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
 
     def _without_leftovers(self, daemon: DaemonClient) -> NodeStatus:
         """The node, after ending the profiling workers of a controller that was killed, and its fingerprints.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ from iserve.controller.jobs import Jobs
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
 from iserve.controller.profiling import Profiler, ask_daemon
 from iserve.controller.records import recorded_wish, recorded_worker
+from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before
 from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.keys import new_key
@@ -244,8 +246,14 @@ class Controller:
 
     # deployments
 
-    def deploy(self, body: DeployBody) -> DeploymentDocument:
-        """Accept an intent: checked, recorded, then carried out in the background."""
+    def deploy(self, body: DeployBody, key: str | None = None) -> DeploymentDocument:
+        """Accept an intent: checked, recorded, then carried out in the background.
+
+        Args:
+            key: by which the same request is known when it comes again; it is then answered as the first time.
+        """
+        if key is not None and (answer := answered_before(self.store, key, body)) is not None:
+            return answer
         self._deployer.options(body)
         deployable_engine(body.engine)
         source = self.resolve(body.model, need_weights=False)
@@ -254,10 +262,23 @@ class Controller:
         if len(self.store.deployments()) >= _MAX_DEPLOYMENTS:
             raise ConflictError(f"there are {_MAX_DEPLOYMENTS} deployments already; remove one first")
         name = check_name(body.name or source.name)
-        row = self.store.add_deployment(name, body.model_dump_json().encode())
-        self.store.add_event(row.id, "accepted", f"{name}: {body.intent} of {source.name}")
+        answer = self._accepted(name, body)
+        try:
+            row = self.store.add_deployment(
+                name,
+                body.model_dump_json().encode(),
+                created_at=answer.created_at,
+                message=f"{name}: {body.intent} of {source.name}",
+                kept=None if key is None else answer_to_keep(key, body, answer),
+                forget_before=answer.created_at - KEPT_S,
+            )
+        except ConflictError:
+            # The same request, twice at once: the other was first.
+            if key is not None and (former := answered_before(self.store, key, body)) is not None:
+                return former
+            raise
         self.work_on(row)
-        return self.deployment(name)
+        return answer
 
     def work_on(self, row: DeploymentRow) -> None:
         """Carry ``row`` out in the background unless that is under way."""
@@ -346,6 +367,24 @@ class Controller:
                 self._progress.pop(name, None)
             else:
                 self._progress[name] = progress
+
+    def _accepted(self, name: str, body: DeployBody) -> DeploymentDocument:
+        """The answer to a deploy, known before it is recorded: it is stored in the same transaction."""
+        gateway = self.gateway_process.record()
+        return DeploymentDocument(
+            name=name,
+            model=body.model or DEMO_MODEL_NAME,
+            intent=str(body.intent),
+            status="accepted",
+            error=None,
+            base_url=None if gateway is None else f"{gateway.url}/v1",
+            config=None,
+            layers_per_stage=(),
+            device_ids=(),
+            worker_url=None,
+            restarts=0,
+            created_at=time.time(),
+        )
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
         spec, wish, error = recorded_worker(row), DeployBody(model="?"), row.error

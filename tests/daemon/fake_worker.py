@@ -3,7 +3,8 @@
 ``python fake_worker.py spec.json``; how it behaves is read from ``behaviour.json`` in the spec's checkpoint folder
 at each start (``once``: at the next only): ``slow_start_s``, ``exit_code``, ``last_words``, ``ignore_sigterm``,
 ``grandchildren`` (one in the group, one in a session of its own), ``print_lines``, ``busy_fraction``,
-``fail_health_file`` (unhealthy while it exists).
+``fail_health_file`` (unhealthy while it exists), ``record_starts`` (a file that each start adds its worker's id
+and its process id to).
 """
 
 import json
@@ -26,6 +27,9 @@ def main() -> None:
     if behaviour.get("once"):
         behaviour_file.unlink()
     print("fake worker starts", os.getpid(), flush=True)
+    if behaviour.get("record_starts"):
+        with Path(behaviour["record_starts"]).open("a") as file:
+            file.write(f"{spec['worker_id']} {os.getpid()}\n")
     if behaviour.get("ignore_sigterm"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for own_session in (False, True) if behaviour.get("grandchildren") else ():

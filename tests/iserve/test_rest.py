@@ -234,6 +234,49 @@ def test_two_who_want_one_name_at_once(ask: Callable[..., Any], home: Any, until
     assert home.worker_pids() == {}
 
 
+def test_a_deploy_that_is_asked_for_again_with_its_key_is_done_once(
+    ask: Callable[..., Any], home: Any, until: Callable[..., Any]
+) -> None:
+    def deploy(key: str, **wish: object) -> Any:
+        body = {"name": "keyed", "input_tokens": 16, "output_tokens": 16} | wish
+        return ask("POST", "/api/v1/deployments", body, Idempotency_Key=key)
+
+    refused = deploy("k1", input_tokens=0)
+    assert refused.status == 400  # which takes no key
+    barrier = threading.Barrier(4)
+    answers: list[Any] = []
+
+    def at_once() -> None:
+        barrier.wait()
+        answers.append(deploy("k1"))
+
+    threads = [threading.Thread(target=at_once) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first = answers[0]
+    assert (first.status, first.body["status"]) == (202, "accepted")
+    assert [(answer.status, answer.body) for answer in answers] == [(202, first.body)] * 4
+    assert deploy("k1", batch=1).body == first.body  # the same request: what it says is the default
+    other = deploy("k1", output_tokens=8)
+    assert (other.status, other.body["error"]) == (409, "ConflictError")
+    assert '"output_tokens":16' in other.body["message"]
+    assert deploy("k2").status == 409  # its name is in use
+    events = ask("GET", "/api/v1/events?deployment=keyed").body
+    assert [event["kind"] for event in events].count("accepted") == 1
+    home.run("rm", "keyed")
+    assert deploy("k1").body == first.body  # a late repeat does not bring it back
+    assert ask("GET", "/api/v1/deployments/keyed").status == 404
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "\u00e4", "k" * 201, "a\tb"])
+def test_a_key_that_cannot_be_is_refused(ask: Callable[..., Any], key: str) -> None:
+    refused = ask("POST", "/api/v1/deployments", {"name": "a"}, Idempotency_Key=key)
+    assert (refused.status, refused.body["error"]) == (400, "BadInputError")
+    assert "key" in refused.body["message"]
+
+
 def test_metrics_count_and_tell(ask: Callable[..., Any]) -> None:
     ask("GET", "/api/v1/deployments/no-such")
     text = ask("GET", "/metrics").body
