@@ -1,24 +1,28 @@
-"""Uvicorn's h11 protocol with the bounds it lacks, on half-sent headers and clients that stop reading.
+"""Uvicorn's httptools protocol with the bounds it lacks: on headers, and on clients that say or read nothing.
 
-Uvicorn alone holds a connection with a half-sent header for ever, and one whose client stops reading for as long
-as the client likes.
+Uvicorn alone takes in headers of any size and trailers without end, holds a connection with a half-sent header for
+ever, and one whose client stops reading for as long as the client likes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
+from types import SimpleNamespace
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from iserve.gateway.errors import error_body
+from iserve.gateway.limits import MAX_HEADER_BYTES
 
 __all__ = ["HEADER_TIMEOUT_S", "STALLED_CLIENT_S", "GatewayProtocol"]
 
 HEADER_TIMEOUT_S = 10.0
 STALLED_CLIENT_S = 60.0  # a client that reads nothing for so long while an answer waits for it
+
+_BUFFER = memoryview(bytearray(256 * 2**10))  # read into and used up within one call, so one is enough
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class _HeadWithBody:
@@ -50,30 +54,79 @@ class _HeadWithBody:
         return getattr(self._transport, name)
 
 
-class GatewayProtocol(H11Protocol):
+class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     """One connection."""
 
     _header_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = None  # `cycle` is the newest, which may have to wait for this one
+    _in_head = False  # the beginning of a head has come, its end has not
+    _unused_bytes = 0  # received since the last head or piece of a body was complete: heads, trailers, chunk sizes
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_HeadWithBody(transport))  # type: ignore[arg-type]
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_slow_header)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._header_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._running is not None and not self._running.response_complete:
+            _leave(self._running)
+        super().connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(_BUFFER[:nbytes])  # type: ignore[arg-type]
+
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.their_state is h11.IDLE:  # only a part of a header has come
+        self._unset_keepalive_if_required()
+        self._unused_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(bytes(data[upgrade.args[0] :]))
+        except httptools.HttpParserError:
+            self._refuse(400, "this is not valid HTTP/1.1")
+            return
+        if self._unused_bytes > MAX_HEADER_BYTES:
+            self._refuse(431, "the headers are too large")
+        elif self._in_head or self.cycle is None or self.cycle.response_complete:  # only a part of a head has come
             if self._header_timer is None:
                 self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_slow_header)
         elif self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._header_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer, which nobody reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) != 1 and (hosts or self.parser.get_http_version() != "1.0"):
+            raise ValueError("HTTP/1.1 needs one Host")
+        super().on_headers_complete()
+        self._in_head, self._unused_bytes = False, 0
+
+    def on_body(self, body: bytes) -> None:
+        self._unused_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unused_bytes = 0
+        if not self.parser.should_upgrade():  # else the body is still to come: see _go_on_without_upgrade
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.transport.write(b"")  # of an answer without a body the head is still held
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -85,37 +138,46 @@ class GatewayProtocol(H11Protocol):
             self._stall_timer.cancel()
             self._stall_timer = None
 
-    def send_400_response(self, msg: str) -> None:
-        """Called while the parser's error is being handled; it knows whether the headers were too large."""
-        if self.conn.our_state not in (
-            h11.IDLE,
-            h11.SEND_RESPONSE,
-        ):  # an answer is under way: it cannot be changed
-            self.transport.close()
-            return
-        status = getattr(sys.exception(), "error_status_hint", 400) if sys.version_info >= (3, 11) else 400
-        self._refuse(status, "the headers are too large" if status == 431 else "this is not valid HTTP/1.1")
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """The client would like another protocol (some ask for HTTP/2 with every request) and is not given it.
+
+        llhttp takes what follows the head for the other protocol; it is the body, which a new parser reads.
+        """
+        self.cycle.keep_alive = False
+        framing = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in _FRAMING)
+        self.parser = httptools.HttpRequestParser(
+            SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
+        )
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n%b" % (framing, rest))
 
     def _on_slow_header(self) -> None:
         self._header_timer = None
-        if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
+        if self.transport.is_closing():
             return
-        if self.conn.trailing_data[0]:
+        if self.cycle is not None and not self.cycle.response_complete:  # the head is of the request after this
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_slow_header)
+        elif self._in_head:
             self._refuse(408, f"the headers did not come within {HEADER_TIMEOUT_S:.0f} s")
         else:  # nothing was ever asked
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        body = error_body(status, message, code="bad_http")
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
-        for event in (
-            h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
+        """Answer and close, unless an answer is under way, which cannot be changed: then only close."""
+        running = self._running
+        if running is None or running.response_complete or not (running.response_started or self.pipeline):
+            if running is not None and not running.response_complete:
+                _leave(running)
+            body = error_body(status, message, code="bad_http")
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
+
+
+def _leave(cycle: RequestResponseCycle) -> None:
+    """Tell the application that nobody is there to read its answer."""
+    cycle.disconnected = True
+    cycle.message_event.set()

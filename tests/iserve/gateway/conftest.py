@@ -138,6 +138,9 @@ class FakeWorker:
             if index == 0:
                 if mode == "hold":
                     await self._held()
+                while mode == "trickle":
+                    await asyncio.sleep(0.02)
+                    await response.write(_frame({**head, "choices": [choice]}))
                 if mode == "die-mid-stream":
                     await asyncio.sleep(0.05)  # let the first frame out
                     return self._abort(request, response)

@@ -232,6 +232,17 @@ class TestClientLeaves:
             until(lambda: worker.bodies, "the request has reached the worker")
         until(lambda: worker.cancelled == 1, "the worker's request is cancelled")
 
+    def test_having_sent_a_request_ahead(self, gateway, make_worker, make_route, until) -> None:
+        worker = make_worker("trickle")
+        gateway.publish(make_route(worker.target()))
+        body = json.dumps(STREAM).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", gateway.port)) as client:
+            client.sendall((head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)) * 2)
+            assert client.recv(100)
+        until(lambda: worker.cancelled == 1, "the worker's request is cancelled")
+        assert len(worker.bodies) == 1
+
     def test_in_the_queue(self, gateway, make_worker, make_route, until) -> None:
         worker = make_worker()
         gateway.publish(make_route(worker.target(ready=False)))

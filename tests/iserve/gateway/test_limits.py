@@ -141,6 +141,57 @@ class TestHeaders:
         assert said == b"" or said.startswith(b"HTTP/1.1 431 ")  # b"": it was reset while still sending
         assert gateway.ask("GET", "/v1/models").status == 200
 
+    @pytest.mark.parametrize("trailer", [b"X-Big: " + b"a" * 3_000_000, b"X: a\r\n" * 500_000])
+    def test_trailers_are_bounded_too(self, gateway, worker, trailer) -> None:
+        said = talk(
+            gateway,
+            JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n",
+            *(trailer[start : start + 100_000] for start in range(0, len(trailer), 100_000)),
+        )
+        assert said == b"" or said.startswith(b"HTTP/1.1 431 ")
+        assert worker.bodies == []
+
+    @pytest.mark.parametrize(
+        "head",
+        [
+            pytest.param(b"GET /healthz HTTP/1.1\r\n", id="no-host"),
+            pytest.param(b"GET /healthz HTTP/1.1\r\nHost: a\r\nHost: b\r\n", id="two-hosts"),
+            pytest.param(JSON_HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n", id="two-lengths"),
+            pytest.param(JSON_HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n", id="two-framings"),
+            pytest.param(JSON_HEAD + b"Content-Length: -5\r\n", id="negative-length"),
+            pytest.param(JSON_HEAD + b"X : a\r\n", id="space-before-the-colon"),
+            pytest.param(JSON_HEAD + b"X: a\r\n b\r\n", id="folded"),
+            pytest.param(b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n", id="connect"),
+        ],
+    )
+    def test_ambiguous_heads_are_400(self, gateway, worker, head) -> None:
+        """What two readers could understand differently is how requests are smuggled past one of them."""
+        assert talk(gateway, head + b"\r\n").startswith(b"HTTP/1.1 400 ")
+
+    def test_a_malformed_chunk_of_the_body_is_400(self, gateway, worker) -> None:
+        said = talk(gateway, JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"2\r\n{}\r\nno size\r\n")
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert worker.bodies == []
+
+    @pytest.mark.parametrize("framing", [b"Content-Length: %d\r\n\r\n%b", b"Transfer-Encoding: chunked\r\n\r\n"])
+    def test_a_wish_for_another_protocol_is_passed_over(self, gateway, worker, framing) -> None:
+        """Java's client asks every http:// server for HTTP/2, and sends the body along."""
+        body = b'{"model": "m", "prompt": "x"}'
+        rest = framing % (len(body), body) if b"%" in framing else framing + b"%x\r\n%b\r\n0\r\n\r\n" % (29, body)
+        for cut in (0, 5, rest.index(b"{") + 3):
+            wish = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAA\r\n"
+            said = talk(gateway, JSON_HEAD + wish + rest[:cut], rest[cut:])
+            assert said.startswith(b"HTTP/1.1 200 ")
+            assert worker.bodies.pop() == body
+
+    def test_requests_sent_ahead_are_answered_in_turn(self, gateway, worker) -> None:
+        asked = [b'{"model": "m", "prompt": "%d"}' % number for number in range(5)]
+        sent = b"".join(JSON_HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body) for body in asked)
+        said = talk(gateway, sent + b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert said.count(b"HTTP/1.1 200 ") == 5
+        assert said.rindex(b"HTTP/1.1 200 ") < said.index(b"HTTP/1.1 404 ")
+        assert worker.bodies == asked
+
     def test_many_headers_together_too(self, gateway, worker) -> None:
         answer = gateway.ask("GET", "/v1/models", headers={f"X-{i}": "a" * 1000 for i in range(66)})
         assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
