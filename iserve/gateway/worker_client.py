@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from functools import lru_cache
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -235,8 +236,7 @@ class _Connection(asyncio.BufferedProtocol):
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not derived from it
         self._pool.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
