@@ -15,7 +15,7 @@ from daemon.client import DaemonClient
 from daemon.engines.registry import ENGINES
 from daemon.process import group_members, is_alive, kill_group, read_record
 from daemon.status import WorkerState
-from fingerprint.errors import NotFoundError, UnavailableError
+from fingerprint.errors import IserveError, NotFoundError, UnavailableError
 from iserve.controller.processes import daemon_companion, end_controllers, gateway_companion
 from iserve.settings import Settings
 
@@ -86,7 +86,7 @@ def take_down(settings: Settings) -> Iterator[str]:
 
 def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
     """What is right and wrong with this installation."""
-    findings = [_home(settings.home)]
+    findings = [_home(settings.home), *_state(settings)]
     for state in process_states(settings)[:3]:
         ok = state.pid is not None
         findings.append(
@@ -117,6 +117,24 @@ def _home(home: Path) -> Finding:
         return Finding(False, f"home {home} cannot be used: {there} cannot be written to; set ISERVE_HOME")
     free = shutil.disk_usage(there).free
     return Finding(free > _LOW_DISK_BYTES, f"home {home}: {free / 2**30:.1f} GiB of disk free")
+
+
+def _state(settings: Settings) -> Iterator[Finding]:
+    """The database, where it is not a file of the home. Its URL is not shown: it may hold a password."""
+    if settings.database_url is None:
+        return
+    from iserve.state.store import Store
+
+    try:
+        store = Store.read_only(settings.database_url)
+        try:
+            new = store.is_new()
+        finally:
+            store.close()
+    except IserveError as error:
+        yield Finding(False, str(error))
+        return
+    yield Finding(True, f"state: PostgreSQL answers{', nothing was ever kept there' if new else ''}")
 
 
 def _leftovers(settings: Settings, *, fix: bool) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ import pytest
 
 from daemon.procfs import start_time_ticks
 from iserve.state.store import Store
+from tests.iserve.postgres_server import PostgresServer
 
 
 def start(installation: Any, home: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -70,6 +71,21 @@ def test_a_state_of_a_newer_version_is_left_as_it_is(
     assert "another version of iServe" in one_line(start(installation))
     assert not (installation.home / "run" / "controller.json").exists()
     assert installation.processes() == {}
+
+
+@pytest.mark.long  # the first may be just ending: it is waited for
+def test_a_second_controller_on_one_database_is_refused_whatever_its_home(
+    make_installation: Callable[..., Any], one_line: Callable[..., str], postgres: PostgresServer
+) -> None:
+    url = postgres.make_database()
+    first, second = (make_installation(ISERVE_DATABASE_URL=url) for _ in range(2))
+    first.run("up")
+    assert "another controller (iserve " in one_line(start(second))
+    assert second.processes() == {}
+    assert first.json("ps") == []
+    first.kill("controller")
+    second.run("up")  # the database is its own now
+    assert "another controller (iserve " in refusal(start(first))
 
 
 def test_a_port_in_use_is_one_line_and_starts_nothing(

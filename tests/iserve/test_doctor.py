@@ -1,4 +1,4 @@
-"""What `iserve doctor` says of the engines: what each is, or why it is not there."""
+"""What `iserve doctor` says of the engines and of a database: what each is, or why it is not there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from iserve.cli.operate import Finding, examine
-from iserve.settings import load_settings
+from iserve.settings import Settings, load_settings
+from iserve.state.store import Store
 from tests.daemon.engines.standin import make_vllm
+from tests.iserve.postgres_server import PostgresServer
 
 NAMES = ("ISERVE_VLLM_PYTHON", "ISERVE_TENSORRT_LLM_PYTHON")
 
@@ -59,3 +61,19 @@ def test_a_setting_that_leads_nowhere_is_a_problem(
     found = engines(monkeypatch, tmp_path, ISERVE_VLLM_PYTHON=python)["vllm"]
     assert not found.ok
     assert re.search(reason, found.text)
+
+
+def test_a_database_is_told_to_be_there_or_not(postgres: PostgresServer, tmp_path: Path) -> None:
+    def state(url: str | None) -> list[Finding]:
+        found = examine(Settings(home=tmp_path, database_url=url), fix=False)
+        return [finding for finding in found if "state" in finding.text]
+
+    url = postgres.make_database()
+    assert state(None) == []
+    assert state(url) == [Finding(True, "state: PostgreSQL answers, nothing was ever kept there")]
+    Store.open(url).close()
+    assert state(url) == [Finding(True, "state: PostgreSQL answers")]
+    (away,) = state("postgresql://iserve:secret@/no-such?host=/no-such-folder")
+    assert not away.ok
+    assert away.text.startswith("the state database cannot be read: ")
+    assert "secret" not in away.text

@@ -48,8 +48,8 @@ def survived(storm: Storm, blow: Callable[[], None], times: int) -> Outcome:
     return outcome
 
 
-def test_a_few_kills(make_storm: Callable[..., Storm], where: Path | str) -> None:
-    storm = make_storm(where, seed=5)
+def test_a_few_kills(make_storm: Callable[..., Storm], tmp_path: Path) -> None:
+    storm = make_storm(tmp_path / "home" / "state.db", seed=5)
     assert survived(storm, storm.kill, 5).acknowledged >= 3
 
 

@@ -265,9 +265,15 @@ def test_a_deploy_that_is_asked_for_again_with_its_key_is_done_once(
     assert deploy("k2").status == 409  # its name is in use
     events = ask("GET", "/api/v1/events?deployment=keyed").body
     assert [event["kind"] for event in events].count("accepted") == 1
+    command = ["deploy", "--name", "keyed", "--input-tokens", 16, "--output-tokens", 16, "--idempotency-key", "k1"]
+    assert "keyed is ready" in home.run(*command).stdout  # it asks the same, and follows what there is
     home.run("rm", "keyed")
-    assert deploy("k1").body == first.body  # a late repeat does not bring it back
+    late = home.run(*command, check=False)  # which does not bring it back
+    assert late.returncode == 1
+    assert late.stderr.splitlines()[-1] == "iserve: keyed was accepted, and has been removed since"
+    assert deploy("k1").body == first.body
     assert ask("GET", "/api/v1/deployments/keyed").status == 404
+    assert home.run("deploy", "--idempotency-key", "a b", check=False).returncode == 2
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "\u00e4", "k" * 201, "a\tb"])
