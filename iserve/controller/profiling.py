@@ -21,6 +21,7 @@ from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import (
+    ConflictError,
     EngineError,
     InfeasibleError,
     IserveError,
@@ -93,7 +94,14 @@ def launched(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus:
         status = daemon.worker(spec.worker_id)
         if status.state is not WorkerState.STOPPED:
             return status
-    return daemon.launch(replace(spec, port=0))  # any free port: the one it had may be another's by now
+    try:
+        return daemon.launch(replace(spec, port=0))  # any free port: the one it had may be another's by now
+    except ConflictError:  # what a controller asked a moment before it was killed was done in between
+        with contextlib.suppress(NotFoundError):
+            status = daemon.worker(spec.worker_id)
+            if status.state is not WorkerState.STOPPED:
+                return status
+        raise
 
 
 def wait_until_ready(

@@ -23,7 +23,7 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from iserve.api_types import DeployBody, DeploymentDocument, PlanBody
-from iserve.controller.profiling import machine_key
+from iserve.controller.profiling import launched, machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.demo import demo_model_path
@@ -115,6 +115,28 @@ def limits(memory_bytes: int) -> WorkerLimits:
         kv_tokens=64,
         memory_bytes_per_device=memory_bytes,
     )
+
+
+def test_two_who_ask_for_one_worker_at_once_get_the_same(world: World) -> None:
+    """The second may be the next controller; what the first asked before it was killed is still being done."""
+    world.start()
+    answers: list[object] = []
+    barrier = threading.Barrier(4)
+
+    def ask() -> None:
+        barrier.wait()
+        try:
+            answers.append(launched(world.node.client, world.node.spec("a-1")).spec.port)
+        except Exception as error:  # noqa: BLE001 - compared below
+            answers.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 4
+    assert set(answers) == {world.node.client.worker("a-1").spec.port}
 
 
 def test_a_daemon_killed_while_it_is_told_to_launch_is_told_again(
