@@ -15,9 +15,8 @@ from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
-from placement.fit import Placer, demand
-from placement.lookahead import LookAhead, look_ahead_price
-from placement.policies import make_policy
+from placement.fit import demand
+from placement.placers import check_placement, make_placer
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.costs import Prices
 from planner.intent import Intent
@@ -51,8 +50,7 @@ class PlanOptions:
     load_threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        if look_ahead_price(self.policy) is None:
-            make_policy(self.policy)
+        check_placement(self.policy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,14 +194,12 @@ class FitsOn:
     memory's interval."""
 
     def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
-        snapshot, link = hardware.snapshot, hardware.gpu.link_group_size
-        gpu_price = look_ahead_price(options.policy)
-        if gpu_price is not None:
-            self._placer: Placer | LookAhead = LookAhead(snapshot, gpu_price=gpu_price, link_group_size=link)
-        else:
-            threshold = options.load_threshold if options.policy == "hybrid" else None
-            policy = make_policy(options.policy, threshold=threshold)
-            self._placer = Placer(snapshot, policy, link_group_size=link)
+        self._placer = make_placer(
+            options.policy,
+            hardware.snapshot,
+            threshold=options.load_threshold,
+            link_group_size=hardware.gpu.link_group_size,
+        )
 
     def __call__(self, estimate: Estimate) -> Placement | NoRoom:
         answer = self._placer.fit(demand(estimate.memory))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 from fingerprint.errors import ConfigError
-from placement.policies import make_policy
+from placement.placers import check_placement
 
 __all__ = ["SettingRow", "Settings", "load_settings", "setting_rows"]
 
@@ -50,7 +50,7 @@ class Settings:
         int | None,
         "offer the CPU as so many devices (1 to 64); unset: the GPUs, or two shares of the CPU without any",
     ] = None
-    policy: Annotated[str, "placement: `hybrid`, `packing` or `least-loaded`"] = "hybrid"
+    policy: Annotated[str, "placement: `hybrid`, `packing`, `least-loaded` or `ilp`"] = "hybrid"
     load_threshold: Annotated[float, "load below which `hybrid` packs, 0 to 1"] = 0.5
     profile_seconds: Annotated[float, "budget of the profile that a first deployment takes"] = 60.0
     start_timeout_s: Annotated[
@@ -77,7 +77,7 @@ class Settings:
             raise ConfigError(
                 "database_url must begin with postgresql:// (it is not shown: it may hold a password)"
             )
-        make_policy(self.policy)
+        check_placement(self.policy, sees_load=False)
         if not 0 <= self.load_threshold <= 1:
             raise ConfigError(f"load_threshold must be in 0..1, got {self.load_threshold}")
         if not 0 < self.profile_seconds < 1e6:

@@ -39,7 +39,7 @@ from placement.types import (
     StagePlacement,
 )
 
-__all__ = ["Placer", "demand", "fit", "split_layers"]
+__all__ = ["Placer", "capacity", "demand", "fit", "free_bytes", "split_layers"]
 
 GIB = 2**30
 
@@ -140,7 +140,7 @@ class Placer:
         order = [
             _Seat(
                 rank,
-                _free_bytes(gpu),
+                free_bytes(gpu),
                 gpu.node_id,
                 (gpu.node_id, gpu.gpu_index // size),
                 gpu,
@@ -186,7 +186,7 @@ def _check(snapshot: ClusterSnapshot) -> None:
             raise ConfigError(f"device {gpu.device_id} has a load of {gpu.load_fraction}, not between 0 and 1")
 
 
-def _free_bytes(gpu: GpuState) -> int:
+def free_bytes(gpu: GpuState) -> int:
     """Never more than the GPU has nor less than nothing, whatever was reported."""
     return max(0, min(gpu.free_bytes, gpu.total_bytes))
 
@@ -212,7 +212,7 @@ def _top_rooms(by_room: Iterable[_Seat], island: _Island, demand: BlockDemand) -
     return rooms
 
 
-def _capacity(room_bytes: int, extra_bytes: int, demand: BlockDemand, longest: int) -> int:
+def capacity(room_bytes: int, extra_bytes: int, demand: BlockDemand, longest: int) -> int:
     """Layers that go into a room beside the fixed part and ``extra_bytes``; below 1 when not even one does."""
     spare = room_bytes - demand.fixed_bytes - extra_bytes
     if demand.layer_bytes == 0:
@@ -226,12 +226,12 @@ def _most_layers(rooms: Sequence[int], demand: BlockDemand, longest: int) -> int
         return 0
     first_extra, last_extra = demand.first_stage_bytes, demand.last_stage_bytes
     if demand.pp == 1:
-        return max(0, _capacity(rooms[0], first_extra + last_extra, demand, longest))
-    middle = [_capacity(room, 0, demand, longest) for room in rooms]
+        return max(0, capacity(rooms[0], first_extra + last_extra, demand, longest))
+    middle = [capacity(room, 0, demand, longest) for room in rooms]
     if min(middle) < 1:
         return 0
-    first = [_capacity(room, first_extra, demand, longest) for room in rooms]
-    last = [_capacity(room, last_extra, demand, longest) for room in rooms]
+    first = [capacity(room, first_extra, demand, longest) for room in rooms]
+    last = [capacity(room, last_extra, demand, longest) for room in rooms]
     total = sum(middle)
     return max(
         (
@@ -340,7 +340,7 @@ def _role_pairs(pp: int) -> list[tuple[int, int]]:
 
 def _stage_capacities(rooms: Sequence[int], demand: BlockDemand, longest: int) -> list[int]:
     return [
-        _capacity(room, demand.stage_bytes(stage, 0) - demand.fixed_bytes, demand, longest)
+        capacity(room, demand.stage_bytes(stage, 0) - demand.fixed_bytes, demand, longest)
         for stage, room in enumerate(rooms)
     ]
 

@@ -17,7 +17,7 @@ import typer
 
 from fingerprint.config import Workload
 from fingerprint.errors import BadInputError
-from placement.policies import make_policy
+from placement.placers import check_placement
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic, parse_slo
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Wish:
         str | None,
         typer.Option(
             "--policy",
-            help="Placement: hybrid, packing or least-loaded (simulate: or look-ahead[:PRICE]); else that of "
+            help="Placement: hybrid, packing, least-loaded or ilp (simulate: or look-ahead[:PRICE]); else that of "
             "ISERVE_POLICY.",
         ),
     ] = None
@@ -166,8 +166,7 @@ class Wish:
         limits = self.limits
         policy = settings.policy if self.policy is None else self.policy
         with usage_errors():
-            if not sees_load:
-                make_policy(policy)
+            check_placement(policy, sees_load=sees_load)
             return PlanOptions(
                 intent=Intent(
                     kind=self.intent,
