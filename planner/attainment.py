@@ -23,30 +23,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fingerprint.estimates import Estimate, Quantity
+from fingerprint.estimates import Estimate
+from planner.cells import Column, Rows
+from planner.costs import Figures
 from planner.intent import Traffic
 from planner.normal import Z_OF_INTERVAL, normal_cdf, normal_quantile
 from planner.queueing import peakedness, wait_probability, wait_tail
 
-__all__ = ["Attainment", "Column", "Metric", "Paces", "Rows", "paces"]
+__all__ = ["Attainment", "Metric", "Paces", "paces"]
 
-Column = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.intp]
 Metric = Literal["ttft", "tpot", "e2e"]
 
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _POINTS, _WEIGHTS = (_POINTS + 1) / 2, _WEIGHTS / 2  # of [0, 1]
+_MIDDLE, _OTHERS = [2], [0, 1, 3, 4, 5, 6, 7]  # of the eight truths; the first alone has a third of the weight
 _TINY = 1e-300
 _LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
 _FLAT = 1e-3
-_WIDEST = 21.0  # in logarithms: nothing sought is farther off
+# In logarithms, from what a time is without load, and from the highest rate there can be: nothing is farther off.
+_OFF_TIME = np.array([-21, -4, -2.5, -2, -1.5, -1, -0.75, -0.5, -0.3, -0.2, -0.1, 0.0, 0.1, 0.3, 1, 21])
+_OFF_RATE = np.array([-21, -8, -5, -4, -3, -2.5, -2, -1.5, -1.2, -0.9, -0.7, -0.5, -0.3, -0.2, -0.1, 0.0])
 _CLOSE = 1e-4
-_TURNS, _HALVINGS = 60, 6
+_TURNS, _SECTIONS = 60, 16
 
 
 class Uncertain(NamedTuple):
@@ -92,18 +96,25 @@ class Paces:
         return Paces(*(of(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
 
-def paces(full: Sequence[Estimate], alone: Sequence[Estimate], traffic: Traffic) -> Paces:
-    """Columns of the estimates of whole batches, and of the same configurations with one request.
+def paces(full: Figures, alone: Sequence[Estimate] | None, traffic: Traffic) -> Paces:
+    """Columns of the estimates of whole batches, and of the same configurations with one request (None: these
+    are not known, and a request alone is taken to be as slow).
 
     Beside requests that decode, a prompt shares its step with their tokens: it does not read the weights once
     more, and they are computed with it. A batch is slower than one request by the reading of contexts, which
     are longer than the mean request's where lengths vary: long answers stay longer.
     """
-    rows = np.array([_row(e, a) for e, a in zip(full, alone, strict=True)], np.float64).reshape(-1, _ROW)
-    rows[~(np.isfinite(rows) & (rows >= 0)).all(axis=1)] = 1.0  # the planner refuses them
-    table = rows.T.copy()
+    rows = [full.batch, full.input_tokens, full.output_tokens, full.ttft_s, full.ttft_low_s, full.ttft_high_s,
+            full.tpot_s, full.tpot_low_s, full.tpot_high_s]  # fmt: skip
+    if alone is None:
+        rows += [full.ttft_s, full.ttft_low_s, full.ttft_high_s, full.tpot_s, full.tpot_high_s]
+    else:
+        values = np.fromiter(chain.from_iterable(map(_alone, alone)), np.float64, _ALONE * len(alone))
+        rows += list(values.reshape(-1, _ALONE).T)
+    table = np.stack(rows)
+    table[:, ~(np.isfinite(table) & (table >= 0)).all(axis=0)] = 1.0  # the planner refuses them
     slots, inputs, tokens, *times = table
-    ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high, ttft_1, low_1, high_1, tpot_1, _, tpot_high_1 = times
+    ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high, ttft_1, low_1, high_1, tpot_1, tpot_high_1 = times
     steps = tokens - 1
     longer = (inputs + tokens * (1 + traffic.output_cv**2) / 2) / (inputs + tokens / 2)
     step = tpot + np.maximum(tpot - tpot_1, 0.0) * (longer - 1)
@@ -129,16 +140,12 @@ def paces(full: Sequence[Estimate], alone: Sequence[Estimate], traffic: Traffic)
     )
 
 
-_ROW = 15
+_ALONE = 5
 
 
-def _row(full: Estimate, alone: Estimate) -> tuple[float, ...]:
-    work, times = full.workload, (full.ttft_s, full.tpot_s, alone.ttft_s, alone.tpot_s)
-    return (work.batch, work.input_tokens, work.output_tokens, *(x for time in times for x in _ends(time)))
-
-
-def _ends(time: Quantity) -> tuple[float, float, float]:
-    return time.value, time.low, time.high
+def _alone(estimate: Estimate) -> tuple[float, ...]:
+    ttft, tpot = estimate.ttft_s, estimate.tpot_s
+    return ttft.value, ttft.low, ttft.high, tpot.value, tpot.high
 
 
 def _uncertain(value: Column, low: Column, high: Column) -> Uncertain:
@@ -170,6 +177,7 @@ class Attainment:
         self._fixed_share = self._fixed / seen.e2e_s.value
         prompts = np.minimum(seen.prompt_s / self.service_s, 1.0)  # of the work
         self._work_cv = np.hypot(prompts * traffic.input_cv, (1 - prompts) * traffic.output_cv)
+        self._largest_cv = max(traffic.input_cv, traffic.output_cv)  # no mixture of the two is above it
 
     def __len__(self) -> int:
         return len(self._seen.slots)
@@ -195,15 +203,40 @@ class Attainment:
 
     def misses(self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float) -> Column:
         """The share of requests whose ``metric`` is above ``limit_s``."""
-        limit = np.broadcast_to(np.asarray(limit_s, np.float64), (len(self),))
-        rate = np.broadcast_to(np.asarray(rate_per_s, np.float64), (len(self),))
+        limit, rate = self._column(limit_s), self._column(rate_per_s)
+        sure, z, weights = self._truths(metric, limit, rate)
+        missed = self._misses_at(metric, limit, rate, z)
+        return np.asarray(np.clip(sure + (weights * missed).sum(axis=0), 0.0, 1.0))
+
+    def exceeds(
+        self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float, share: float
+    ) -> npt.NDArray[np.bool_]:
+        """Whether ``misses`` is above ``share``, at less cost: a sum of what is not negative is above it once a
+        part of it is, and one truth in the middle settles most rows."""
+        limit, rate = self._column(limit_s), self._column(rate_per_s)
+        found, z, weights = self._truths(metric, limit, rate)
+        rows = np.arange(len(self))
+        for points in _MIDDLE, _OTHERS:
+            rows = rows[found[rows] <= share]
+            if not len(rows):
+                break
+            some = self if len(rows) == len(self) else self.take(rows)
+            missed = some._misses_at(metric, limit[rows], rate[rows], z[points][:, rows])
+            found[rows] += (weights[points][:, rows] * missed).sum(axis=0)
+        return np.asarray(found > share)
+
+    def _column(self, value: Column | float) -> Column:
+        return np.broadcast_to(np.asarray(value, np.float64), (len(self),))
+
+    def _truths(self, metric: Metric, limit: Column, rate: Column) -> tuple[Column, Column, Column]:
+        """The share of truths that leave no queue; and the points, [points, rows], at which the others are
+        looked at, with their weights."""
         full = rate * self.service_s
-        steady = normal_cdf(self._seen.e2e_s.z_of(_LARGEST / np.maximum(full, _TINY)))  # share of truths
+        steady = normal_cdf(self._seen.e2e_s.z_of(_LARGEST / np.maximum(full, _TINY)))
         middle = np.minimum(normal_cdf(self._where_it_turns(metric, limit, rate)), steady)
         below, above = middle * _POINTS[:, None], middle + (steady - middle) * _POINTS[:, None]
-        missed = self._misses_at(metric, limit, rate, normal_quantile(np.concatenate([below, above])))
-        first, second = _WEIGHTS @ missed[: len(below)], _WEIGHTS @ missed[len(below) :]
-        return np.asarray(np.clip(1 - steady + middle * first + (steady - middle) * second, 0.0, 1.0))
+        weights = np.concatenate([middle * _WEIGHTS[:, None], (steady - middle) * _WEIGHTS[:, None]])
+        return 1 - steady, normal_quantile(np.concatenate([below, above])), weights
 
     def _where_it_turns(self, metric: Metric, limit: Column, rate: Column) -> Column:
         """The truth at which the service alone is as long as the limit, by a few steps to a fixed point."""
@@ -301,14 +334,14 @@ class Attainment:
                 traffic.burstiness,
                 traffic.output_cv,
             )
-        tail = wait_tail(state.utilisation, traffic.burstiness, self._work_cv)
+        tail = wait_tail(state.utilisation, traffic.burstiness, self._work_cv, self._largest_cv)
         return often * tail.beyond(longer_than_s / (self.service_s * seen.e2e_s.factor(state.z)))
 
     def _prompt_wait(self, longer_than_s: Column, state: _State) -> Column:
         seen, traffic = self._seen, self._traffic
         busy = state.utilisation * seen.prompt_s / self.service_s
         often = wait_probability(busy, np.zeros(len(self)), 1, traffic.burstiness, traffic.input_cv)
-        tail = wait_tail(busy, traffic.burstiness, np.full(len(self), traffic.input_cv))
+        tail = wait_tail(busy, traffic.burstiness, np.full(len(self), traffic.input_cv), self._largest_cv)
         # Those that come while a step runs are served together by the next: who waits for others that came before
         # it waits for as many that came after. All but the rest of the step under way is such a wait.
         mean = often * tail.mean
@@ -325,7 +358,7 @@ class Attainment:
             rates = rate_per_s[rows] if isinstance(rate_per_s, np.ndarray) else rate_per_s
             return _excess(self.take(rows).misses(metric, np.exp(-x), rates), percentile)
 
-        return np.asarray(np.exp(-_crossing(excess, -middle - _WIDEST, -middle + _WIDEST)))
+        return np.asarray(np.exp(-_crossing(excess, _OFF_TIME[:, None] - middle)))
 
     def highest_rate(self, limits_s: Mapping[Metric, Column], percentile: float, most: Column) -> Column:
         """The highest rate up to ``most`` at which ``percentile`` % of the requests keep every limit; 0 where
@@ -337,7 +370,7 @@ class Attainment:
             return _excess(worst, percentile)
 
         top = np.log(np.maximum(most, _TINY))
-        return np.asarray(np.minimum(np.exp(_crossing(excess, top - _WIDEST, top)), most))
+        return np.asarray(np.minimum(np.exp(_crossing(excess, top + _OFF_RATE[:, None])), most))
 
     def _law(self, metric: Metric) -> Uncertain:
         return {"ttft": self._seen.ttft_s, "tpot": self._seen.tpot_s, "e2e": self._seen.e2e_s}[metric]
@@ -349,26 +382,34 @@ def _excess(missed: Column, percentile: float) -> Column:
     return np.asarray(np.log(np.maximum(missed / allowed, _FLAT)))  # beyond, a straight line is no guide
 
 
-def _crossing(excess: Callable[[Column, Rows], Column], low: Column, high: Column) -> Column:
-    """The largest x in [low, high] at which a rising ``excess`` is at most 0, within 1e-4 below it; -inf where
-    it is above 0 everywhere, infinite where it is nowhere.
+def _crossing(excess: Callable[[Column, Rows], Column], ladder: Column) -> Column:
+    """The largest x on ``ladder`` or between at which a rising ``excess`` is at most 0, within 1e-4 below it;
+    -inf where it is above 0 everywhere, infinite where it is nowhere.
 
-    Regula falsi between halvings; never closer to an end than half the tolerance, so that both ends close in.
+    The ladder and a section of it are asked at once, which of few rows costs as much as asking one x; then regula
+    falsi between halvings, never closer to an end than half the tolerance, so that both ends close in. What is
+    done to a row does not depend on those beside it.
 
     Args:
         excess: of x in the given rows of the columns; only those are asked that are still open.
+        ladder: [steps, rows], ascending.
     """
-    low, high = low.copy(), high.copy()
-    every = np.arange(len(low))
-    at_low, at_high = excess(low, every), excess(high, every)
-    never, always = at_low > 0, at_high <= 0
+    every = np.arange(ladder.shape[1])
+    there = _asked(excess, ladder, every)
+    never, always = there[0] > 0, there[-1] <= 0
+    low, high, at_low, at_high = _between(ladder, there)
     for turn in range(_TURNS):
         rows = np.flatnonzero(~(never | always) & (high - low > _CLOSE))
         if not len(rows):
             break
         left, right, at_left, at_right = low[rows], high[rows], at_low[rows], at_high[rows]
+        if turn == 0:
+            x = np.linspace(left, right, _SECTIONS + 1)
+            there = np.concatenate([at_left[None], _asked(excess, x[1:-1], rows), at_right[None]])
+            low[rows], high[rows], at_low[rows], at_high[rows] = _between(x, there)
+            continue
         x = (left + right) / 2
-        if turn >= _HALVINGS and turn % 5:
+        if turn % 5:
             with np.errstate(divide="ignore", invalid="ignore"):
                 straight = left - at_left * (right - left) / (at_right - at_left)
             x = np.where(np.isfinite(straight), np.clip(straight, left + _CLOSE / 2, right - _CLOSE / 2), x)
@@ -378,3 +419,15 @@ def _crossing(excess: Callable[[Column, Rows], Column], low: Column, high: Colum
         low[rows], at_low[rows] = np.where(fine, x, left), np.where(fine, here, at_left / 2)
         high[rows], at_high[rows] = np.where(fine, right, x), np.where(fine, at_right / 2, here)
     return np.where(never, -np.inf, np.where(always, np.inf, low))
+
+
+def _asked(excess: Callable[[Column, Rows], Column], x: Column, rows: Rows) -> Column:
+    """``excess`` of all of x, [steps, rows], at once."""
+    return excess(x.ravel(), np.tile(rows, len(x))).reshape(x.shape)
+
+
+def _between(x: Column, there: Column) -> tuple[Column, Column, Column, Column]:
+    """The last step whose lower end is not above 0: its ends, and what is there."""
+    step = len(x) - 2 - np.argmax((there <= 0)[-2::-1], axis=0)
+    row = np.arange(x.shape[1])
+    return x[step, row], x[step + 1, row], there[step, row], there[step + 1, row]

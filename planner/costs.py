@@ -45,11 +45,16 @@ class Figures:
     """
 
     batch: Column
+    input_tokens: Column
     output_tokens: Column
     num_gpus: Column
     total_bytes: Column  # over all GPUs, KV included; exact up to 2**53
     total_high_bytes: Column
+    ttft_s: Column
+    ttft_low_s: Column
     ttft_high_s: Column
+    tpot_s: Column
+    tpot_low_s: Column
     tpot_high_s: Column
     e2e_s: Column
     e2e_high_s: Column
@@ -109,30 +114,38 @@ def figures(estimates: Sequence[Estimate]) -> Figures:
     """The columns of ``estimates``, in their order."""
     values = np.fromiter(chain.from_iterable(map(_row, estimates)), np.float64, _ROW * len(estimates))
     columns = values.reshape(-1, _ROW).T.copy()  # contiguous
-    batch, output_tokens, num_gpus, size, size_error, ttft_s, ttft_high_s, tpot_s, tpot_high_s, power = columns
+    batch, inputs, outputs, gpus, size, size_error, ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high, power = (
+        columns
+    )
     return Figures(
         batch=batch,
-        output_tokens=output_tokens,
-        num_gpus=num_gpus,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        num_gpus=gpus,
         total_bytes=size,
         total_high_bytes=size * (1 + size_error),
-        ttft_high_s=ttft_high_s,
-        tpot_high_s=tpot_high_s,
-        e2e_s=ttft_s + (output_tokens - 1) * tpot_s,
-        e2e_high_s=ttft_high_s + (output_tokens - 1) * tpot_high_s,
+        ttft_s=ttft,
+        ttft_low_s=ttft_low,
+        ttft_high_s=ttft_high,
+        tpot_s=tpot,
+        tpot_low_s=tpot_low,
+        tpot_high_s=tpot_high,
+        e2e_s=ttft + (outputs - 1) * tpot,
+        e2e_high_s=ttft_high + (outputs - 1) * tpot_high,
         power_w_per_gpu=power,
     )
 
 
-_ROW = 10
+_ROW = 13
 
 
 def _row(estimate: Estimate) -> tuple[float, ...]:
     work, memory, ttft, tpot = estimate.workload, estimate.memory, estimate.ttft_s, estimate.tpot_s
     power = math.nan if estimate.power_w_per_gpu is None else estimate.power_w_per_gpu.value
-    gpus, size = memory.tp * memory.pp, total_bytes(memory)
-    times = (ttft.value, ttft.high, tpot.value, tpot.high)
-    return work.batch, work.output_tokens, gpus, size, memory.relative_error, *times, power
+    return (
+        work.batch, work.input_tokens, work.output_tokens, memory.tp * memory.pp, total_bytes(memory),
+        memory.relative_error, ttft.value, ttft.low, ttft.high, tpot.value, tpot.low, tpot.high, power,
+    )  # fmt: skip
 
 
 class Cost(NamedTuple):

@@ -18,9 +18,10 @@ import numpy as np
 
 from fingerprint.estimates import Estimate
 from planner.attainment import Attainment
+from planner.cells import Column, Mask, Rows, smallest
 from planner.costs import Figures
 from planner.intent import Intent
-from planner.limits import Check, Mask, checks_at_lower_rates, distances, num_missed
+from planner.limits import Check, checks_at_lower_rates, num_missed
 from planner.plan import (
     GIB,
     QUALITIES,
@@ -42,6 +43,7 @@ __all__ = ["better", "what_it_takes"]
 
 _MOST_BETTER = 5
 _TOLD_IN_ORDER = tuple(LimitKind)
+_DIGITS = 9  # of a distance; what differs by less is equally far
 
 
 def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
@@ -55,7 +57,7 @@ def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
             ahead = ranked.objective > chosen.objective if maximize else ranked.objective < chosen.objective
             if not ahead:
                 break  # the refused ones are in order of their objective
-        found.append(Better(ranked.config, ranked.objective, ranked.reason or ""))
+        found.append(Better(ranked, ranked.objective))
         if len(found) == _MOST_BETTER:
             break
     return tuple(found)
@@ -120,22 +122,27 @@ class _Room:
     def first(self, rows: Iterable[int]) -> int | None:
         return next((row for row in rows if self.lack(row) is None), None)
 
+    def admits(self, row: int) -> bool:
+        return self.lack(row) is None
 
-def _missed_alone(checks: Sequence[Check], able: Mask) -> list[tuple[Check, list[int]]]:
-    """Per limit, the candidates that miss nothing else, the smallest change first; of equals the better-ranked."""
+
+def _missed_alone(checks: Sequence[Check], able: Mask) -> list[tuple[Check, Rows]]:
+    """Per limit, the candidates that miss nothing else."""
     lone = able & (num_missed(checks, len(able)) == 1)
-    found = []
-    for check in checks:
-        rows = np.flatnonzero(lone & check.missed & (check.actual > 0))  # a rate of 0 is no advice
-        change = -check.actual[rows] if check.limit.kind is LimitKind.RATE else check.actual[rows]
-        found.append((check, rows[np.argsort(change, kind="stable")].tolist()))
-    return found
+    return [(check, np.flatnonzero(lone & check.missed)) for check in checks]
 
 
-def _relaxation(check: Check, rows: Sequence[int], room: _Room, cost_unit: str) -> Relaxation | None:
-    """The smallest change of one limit that admits one of ``rows``, which miss nothing else and are sorted so."""
-    row = room.first(rows)
-    if row is None:
+def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxation | None:
+    """The smallest change of one limit that admits one of ``rows``, which miss nothing else."""
+    cells, sign = check.actual, -1.0 if check.limit.kind is LimitKind.RATE else 1.0
+    row = smallest(
+        rows,
+        sign * cells.bounds(rows),
+        lambda some: sign * cells.of(some),
+        lambda some, value: cells.reach(some, np.full(len(some), sign * value)),
+        room.admits,
+    )
+    if row is None or cells.of(np.array([row]))[0] <= 0:  # a rate of 0 is no advice
         return None
     best, change = room.refused[row], _change(check.violation(row))
     model = f" ({MODEL_NAME})" if check.limit.kind is LimitKind.RATE else ""
@@ -161,33 +168,111 @@ def _nearest(
     able: Mask, asked: Sequence[Check], slower: Sequence[Check], room: _Room
 ) -> tuple[int, tuple[Violation, ...]] | None:
     """The row that is nearest, and all that it misses, memory included."""
-    steps, ratios = distances(asked, len(able))
-    _, slower_ratios = distances(slower, len(able))
-    saturated = np.zeros_like(able)
-    for check in asked:
-        if check.limit.kind is LimitKind.RATE:
-            saturated = check.missed  # a wait without end has no distance
-    told_slower = saturated | (slower_ratios < ratios)
-    ratios = np.where(told_slower, slower_ratios, ratios)
+    far = _Distances(asked, slower)
     rows = np.flatnonzero(able)
-    in_order: list[int] = rows[np.lexsort((ratios[rows], steps[rows]))].tolist()  # stable: then the better-ranked
-    row = room.first(in_order)
-    if row is None:
-        row = min(
-            in_order, key=lambda r: _homelessness(room.lack(r), float(steps[r]), float(ratios[r])), default=None
-        )
+    steps = far.steps(rows)
+    row = None
+    for step in np.unique(steps).tolist():
+        some = rows[steps == step]
+        row = far.nearest(some, room.admits)
+        if row is not None:
+            break
+    else:
+        row = _least_homeless(rows, steps, far, room)
     if row is None:
         return None
-    missed = [check.violation(row) for check in (slower if told_slower[row] else asked) if check.missed[row]]
+    told_slower = far.told_slower(np.array([row]))[0]
+    missed = [check.violation(row) for check in (slower if told_slower else asked) if check.missed[row]]
     lack = room.lack(row)
     if lack is not None:
         missed.append(Violation(LimitKind.MEMORY, 0.0, float(lack.shortfall_bytes), lack.reason))
     return row, tuple(missed)
 
 
-def _homelessness(lack: NoRoom | None, steps: float, ratios: float) -> tuple[float, ...]:
-    assert lack is not None, "only asked where nothing fits"
-    return lack.missing_gpus, steps, ratios, lack.shortfall_bytes
+def _least_homeless(rows: Rows, steps: Column, far: _Distances, room: _Room) -> int | None:
+    """Fewest missing GPUs, then the least change of quality, then the nearest, then the least short of memory."""
+    lacks = [lack for row in rows.tolist() if (lack := room.lack(row)) is not None]
+    assert len(lacks) == len(rows), "only asked where nothing fits"
+    if not lacks:
+        return None
+    gpus = np.array([lack.missing_gpus for lack in lacks])
+    short_bytes = np.array([lack.shortfall_bytes for lack in lacks])
+    some = np.flatnonzero((gpus == gpus.min()) & (steps == steps[gpus == gpus.min()].min()))
+    return far.nearest(rows[some[np.argsort(short_bytes[some], kind="stable")]], lambda row: True)
+
+
+class _Distances:
+    """How far candidates are from keeping every limit: as asked, or at a lower rate, by the smaller change."""
+
+    def __init__(self, asked: Sequence[Check], slower: Sequence[Check]) -> None:
+        self._quality = [check for check in asked if check.limit.kind is LimitKind.QUALITY]
+        self._asked, self._slower = (
+            [check for check in checks if check.limit.kind is not LimitKind.QUALITY] for checks in (asked, slower)
+        )
+        # A wait without end has no distance.
+        self._endless = [check.missed for check in asked if check.limit.kind is LimitKind.RATE]
+
+    def steps(self, rows: Rows) -> Column:
+        """Of quality."""
+        found = np.zeros(len(rows))
+        for check in self._quality:
+            found += np.where(check.missed[rows], check.actual.of(rows) - check.limit.allowed, 0.0)
+        return found
+
+    def nearest(self, rows: Rows, admits: Callable[[int], bool]) -> int | None:
+        """By the sum of |ln(actual / allowed)| over all limits but quality; of equals the first of ``rows``."""
+        return smallest(rows, self._bounds(rows), self._exact, self._reach, admits)
+
+    def told_slower(self, rows: Rows) -> Mask:
+        return np.asarray(self._saturated(rows) | (_sum(self._slower, rows) < _sum(self._asked, rows)))
+
+    def _saturated(self, rows: Rows) -> Mask:
+        found = np.zeros(len(rows), np.bool_)
+        for missed in self._endless:
+            found |= missed[rows]
+        return found
+
+    def _exact(self, rows: Rows) -> Column:
+        return np.where(self.told_slower(rows), _sum(self._slower, rows), _sum(self._asked, rows))
+
+    def _bounds(self, rows: Rows) -> Column:
+        as_asked = np.where(self._saturated(rows), np.inf, _sum(self._asked, rows, bounds=True))
+        return np.minimum(as_asked, _sum(self._slower, rows, bounds=True))
+
+    def _reach(self, rows: Rows, value: float) -> Mask:
+        may = ~self._saturated(rows)
+        may[may] = _within(self._asked, rows[may], value)
+        may[~may] = _within(self._slower, rows[~may], value)
+        return may
+
+
+def _sum(checks: Sequence[Check], rows: Rows, *, bounds: bool = False) -> Column:
+    total = sum((_ratio(check, rows, bounds=bounds) for check in checks), start=np.zeros(len(rows)))
+    return np.asarray(total.round(_DIGITS))
+
+
+def _ratio(check: Check, rows: Rows, *, bounds: bool) -> Column:
+    """|ln(actual / allowed)| of the rows that miss it; a rate of 0 is infinitely far."""
+    found, missed = np.zeros(len(rows)), np.flatnonzero(check.missed[rows])
+    read = check.actual.bounds if bounds else check.actual.of
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found[missed] = np.abs(np.log(read(rows[missed]) / check.limit.allowed))
+    return found
+
+
+def _within(checks: Sequence[Check], rows: Rows, value: float) -> Mask:
+    """Whether the sum may be ``value``: each limit may reach what the others, at their least, leave to it."""
+    may = np.ones(len(rows), np.bool_)
+    least = _sum(checks, rows, bounds=True)
+    for check in checks:
+        asked = np.flatnonzero(may & check.missed[rows])
+        own = _ratio(check, rows[asked], bounds=True)
+        with np.errstate(over="ignore", invalid="ignore"):
+            left = np.exp(np.maximum(value - least[asked] + own, 0.0) + 10.0**-_DIGITS)
+        allowed = check.limit.allowed
+        reached = allowed / left if check.limit.kind is LimitKind.RATE else allowed * left
+        may[asked] = check.actual.reach(rows[asked], reached)
+    return may
 
 
 def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Nearest:

@@ -10,31 +10,29 @@ cluster is asked about it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fingerprint.config import DeploymentConfig
-from planner.attainment import Attainment, Metric, Rows
-from planner.costs import Column, Figures
+from planner.attainment import Attainment, Metric
+from planner.cells import Cells, Column, Mask, Rows
+from planner.costs import Figures
 from planner.intent import Intent, Quality, quality_needed
 from planner.plan import INTERVAL_NOTE, QUALITIES, Expected, Limit, LimitKind, Served, Violation
 from planner.queueing import MODEL_NAME
 
 __all__ = [
     "Check",
-    "Mask",
+    "Verdicts",
     "checks_as_asked",
     "checks_at_lower_rates",
-    "distances",
     "limits_missed",
     "num_missed",
     "told_of",
 ]
-
-Mask = npt.NDArray[np.bool_]
 
 _MARGIN = 1 - 1e-6  # a rate found by its wait, less the rounding of the way there
 _UPPER_END = 95.0  # the percentile of the truth at which a 90% interval ends
@@ -45,12 +43,60 @@ class Check(NamedTuple):
     """One limit over all candidates. ``risk``: the share of requests that miss it, where there is a rate."""
 
     limit: Limit
-    actual: Column
+    actual: Cells
     missed: Mask
-    risk: Column | None = None
+    risk: Cells | None = None
 
     def violation(self, row: int) -> Violation:
-        return Violation(self.limit.kind, self.limit.allowed, float(self.actual[row]), self.limit.note)
+        actual = float(self.actual.of(np.array([row]))[0])
+        return Violation(self.limit.kind, self.limit.allowed, actual, self.limit.note)
+
+
+class Verdicts:
+    """The numbers of every candidate under every limit (``planner.plan.Numbers``)."""
+
+    def __init__(self, checks: Sequence[Check], served: Attainment | None, rate_per_s: float | None) -> None:
+        self._checks = tuple(checks)
+        self._risks = [check.risk for check in checks if check.risk is not None]
+        self._busy = None if served is None or rate_per_s is None else (served.service_s * rate_per_s).tolist()
+
+    def actual(self, row: int) -> tuple[float, ...]:
+        return tuple(check.actual.at(row) for check in self._checks if check.missed[row])
+
+    def risk(self, row: int) -> float | None:
+        return max((risk.at(row) for risk in self._risks), default=None)
+
+    def utilisation(self, row: int) -> float | None:
+        return None if self._busy is None else self._busy[row]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Verdicts):
+            return NotImplemented
+        return (
+            self._busy == other._busy
+            and len(self._checks) == len(other._checks)
+            and all(map(_alike, self._checks, other._checks))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _alike(one: Check, other: Check) -> bool:
+    """To the last digit, all numbers worked out."""
+    columns = [(one.actual, other.actual)]
+    if one.risk is not None and other.risk is not None:
+        columns.append((one.risk, other.risk))
+    return (
+        one.limit == other.limit
+        and (one.risk is None) == (other.risk is None)
+        and bool(np.array_equal(one.missed, other.missed))
+        and all(_same(mine, theirs) for mine, theirs in columns)
+    )
+
+
+def _same(one: Cells, other: Cells) -> bool:
+    rows = np.arange(len(one))
+    return len(one) == len(other) and bool(np.array_equal(one.of(rows), other.of(rows), equal_nan=True))
 
 
 def checks_as_asked(
@@ -77,7 +123,7 @@ def checks_as_asked(
         return checks + _of_the_batch(intent, seen)
     capacity = _capacity(intent, served)
     saturated = rate >= capacity
-    checks.append(Check(Limit(LimitKind.RATE, rate), capacity, saturated))
+    checks.append(Check(Limit(LimitKind.RATE, rate), Cells(capacity, upward=True), saturated))
     return checks + _under_load(intent, served, saturated)
 
 
@@ -113,22 +159,89 @@ def _under_load(intent: Intent, served: Attainment, saturated: Mask) -> list[Che
     checks = []
     for kind, allowed in _limits_of(intent):
         metric, alone = _METRICS[kind], served.alone_high(_METRICS[kind])
-        risk = served.misses(metric, allowed, rate)
-        late = (risk > share) & ~saturated
-        actual = _at_least(alone, np.flatnonzero(late), served, metric, intent.percentile, rate)
-        checks.append(Check(Limit(kind, allowed, note), actual, late | (alone > allowed), risk))
+        missed = alone > allowed
+        open_rows = np.flatnonzero(~(missed | saturated))
+        missed[open_rows] = served.take(open_rows).exceeds(metric, allowed, rate, share)
+        late = _Late(served, metric, intent.percentile, Cells(np.full(len(served), rate)), alone, allowed)
+        actual = Cells(np.where(saturated, alone, np.maximum(alone, allowed)), late, missed & ~saturated)
+        every = np.ones(len(served), np.bool_)
+        risk = Cells(np.zeros(len(served)), _Risk(served, metric, allowed, rate), every)
+        checks.append(Check(Limit(kind, allowed, note), actual, missed, risk))
     return checks
 
 
-def _at_least(
-    alone: Column, rows: Rows, served: Attainment, metric: Metric, percentile: float, rate: Column | float
-) -> Column:
-    """``alone``, in ``rows`` at least the quantile."""
-    actual = alone.copy()
-    if len(rows):
-        rates = rate[rows] if isinstance(rate, np.ndarray) else rate
-        actual[rows] = np.maximum(alone[rows], served.take(rows).quantile(metric, percentile, rates))
-    return actual
+class _Risk(NamedTuple):
+    """The share of requests that miss a limit."""
+
+    served: Attainment
+    metric: Metric
+    allowed: float
+    rate_per_s: float
+
+    def find(self, rows: Rows) -> Column:
+        return self.served.take(rows).misses(self.metric, self.allowed, self.rate_per_s)
+
+    def reaches(self, rows: Rows, values: Column) -> Mask:
+        return np.ones(len(rows), np.bool_)
+
+
+class _Late(NamedTuple):
+    """A time under load, at least that of a request alone; ``allowed`` is not the time of any: who keeps it under
+    load has the time alone."""
+
+    served: Attainment
+    metric: Metric
+    percentile: float
+    rates_per_s: Cells
+    alone_s: Column
+    allowed: float
+
+    def find(self, rows: Rows) -> Column:
+        some, rates, found = self.served.take(rows), self.rates_per_s.of(rows), self.alone_s[rows]
+        late = np.flatnonzero(some.exceeds(self.metric, self.allowed, rates, 1 - self.percentile / 100))
+        if len(late):
+            quantile = some.take(late).quantile(self.metric, self.percentile, rates[late])
+            found[late] = np.maximum(found[late], quantile)
+        return found
+
+    def reaches(self, rows: Rows, values: Column) -> Mask:
+        rates = self.rates_per_s.bounds(rows)  # none is open where this is asked
+        return ~self.served.take(rows).exceeds(self.metric, values, rates, 1 - self.percentile / 100)
+
+
+class _Slower(NamedTuple):
+    """The highest rate at which every limit of ``kept`` holds, less the rounding of the way there."""
+
+    served: Attainment
+    kept: Mapping[Metric, Column]  # infinite: not to be kept
+    percentile: float
+    most_per_s: Column
+
+    def find(self, rows: Rows) -> Column:
+        limits = {metric: limit[rows] for metric, limit in self.kept.items()}
+        return _MARGIN * self.served.take(rows).highest_rate(limits, self.percentile, self.most_per_s[rows])
+
+    def reaches(self, rows: Rows, values: Column) -> Mask:
+        may = np.ones(len(rows), np.bool_)
+        for metric, limit in self.kept.items():
+            asked = np.flatnonzero(may)
+            some, rates = self.served.take(rows[asked]), values[asked] / _MARGIN
+            may[asked] = ~some.exceeds(metric, limit[rows[asked]], rates, 1 - self.percentile / 100)
+        return may
+
+
+class _AtThatRate(NamedTuple):
+    """A time that a request alone misses already, at the rate to which ``rates_per_s`` has come."""
+
+    late: _Late
+
+    def find(self, rows: Rows) -> Column:
+        late = self.late
+        found = late.served.take(rows).quantile(late.metric, late.percentile, late.rates_per_s.of(rows))
+        return np.maximum(late.alone_s[rows], found)
+
+    def reaches(self, rows: Rows, values: Column) -> Mask:
+        return np.ones(len(rows), np.bool_)
 
 
 def checks_at_lower_rates(
@@ -142,37 +255,32 @@ def checks_at_lower_rates(
         return list(asked)
     waiting = [check for check in asked if check.limit.kind in _METRICS]
     others = [check for check in asked if check.limit.kind in (LimitKind.QUALITY, LimitKind.BUDGET)]
-    queued = (
-        num_missed(
-            [check for check in asked if check.limit.kind not in (LimitKind.QUALITY, LimitKind.BUDGET)],
-            len(served),
-        )
-        > 0
-    )
-    rows, capacity = np.flatnonzero(queued), _capacity(intent, served)
+    of_rate = [check for check in asked if check.limit.kind not in (LimitKind.QUALITY, LimitKind.BUDGET)]
+    queued = num_missed(of_rate, len(served)) > 0
+    capacity = _capacity(intent, served)
     hopeless = np.zeros(len(served), np.bool_)
     kept: dict[Metric, Column] = {}
-    for kind, allowed in _limits_of(intent):
-        never = served.alone_high(_METRICS[kind]) > allowed
-        hopeless |= never
-        kept[_METRICS[kind]] = np.where(never, np.inf, allowed)[rows]
-    highest = np.minimum(capacity, rate)
-    highest[rows] = np.where(hopeless, (1 - intent.percentile / 100) * capacity, capacity)[rows]
-    if kept and len(rows):
-        highest[rows] = served.take(rows).highest_rate(kept, intent.percentile, highest[rows])
-    note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
-    slower = [Check(Limit(LimitKind.RATE, rate, note), highest * _MARGIN, queued)]
     for check in waiting:
         metric = _METRICS[check.limit.kind]
+        never = served.alone_high(metric) > check.limit.allowed
+        hopeless |= never
+        kept[metric] = np.where(never, np.inf, check.limit.allowed)
+    top = np.where(hopeless, (1 - intent.percentile / 100) * capacity, capacity)
+    most = np.where(queued, top, np.minimum(capacity, rate))
+    work = _Slower(served, kept, intent.percentile, most) if kept else None
+    highest = Cells(most * _MARGIN, work, queued if kept else None, upward=True)
+    note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
+    slower = [Check(Limit(LimitKind.RATE, rate, note), highest, queued)]
+    for check in waiting:
+        metric, allowed = _METRICS[check.limit.kind], check.limit.allowed
         alone = served.alone_high(metric)
-        never = alone > check.limit.allowed
-        actual = _at_least(alone, np.flatnonzero(never), served, metric, intent.percentile, highest)
-        slower.append(Check(check.limit, actual, never))
+        late = _Late(served, metric, intent.percentile, highest, alone, allowed)
+        slower.append(Check(check.limit, Cells(alone, _AtThatRate(late), alone > allowed), alone > allowed))
     return [*others, *slower]
 
 
 def _at_most(kind: LimitKind, allowed: float | None, actual: Column, note: str) -> list[Check]:
-    return [] if allowed is None else [Check(Limit(kind, allowed, note), actual, actual > allowed)]
+    return [] if allowed is None else [Check(Limit(kind, allowed, note), Cells(actual), actual > allowed)]
 
 
 def told_of(served: Attainment, row: int, intent: Intent) -> Served:
@@ -200,30 +308,12 @@ def num_missed(checks: Sequence[Check], num_rows: int) -> npt.NDArray[np.int64]:
     return sum((check.missed.astype(np.int64) for check in checks), start=np.zeros(num_rows, dtype=np.int64))
 
 
-def limits_missed(
-    checks: Sequence[Check], num_rows: int
-) -> tuple[list[tuple[Limit, ...]], list[tuple[float, ...]]]:
-    """Per candidate, the limits it misses in the order of ``checks``; and its own number for each of them."""
+def limits_missed(checks: Sequence[Check], num_rows: int) -> list[tuple[Limit, ...]]:
+    """Per candidate, the limits it misses in the order of ``checks``."""
     limits: list[tuple[Limit, ...]] = [()] * num_rows
-    actual: list[tuple[float, ...]] = [()] * num_rows
     which = sum((check.missed << bit for bit, check in enumerate(checks)), start=np.zeros(num_rows, np.int64))
     for pattern in np.unique(which[which > 0]).tolist():  # candidates that miss the same limits are told together
-        rows = np.flatnonzero(which == pattern)
-        missed = [check for bit, check in enumerate(checks) if pattern >> bit & 1]
-        same = tuple(check.limit for check in missed)
-        columns = [check.actual[rows].tolist() for check in missed]
-        for row, own in zip(rows.tolist(), zip(*columns, strict=True), strict=True):
-            limits[row], actual[row] = same, own
-    return limits, actual
-
-
-def distances(checks: Sequence[Check], num_rows: int) -> tuple[Column, Column]:
-    """(quality steps, sum of |ln(actual / allowed)| over the other limits) of what each candidate misses."""
-    steps, ratios = np.zeros(num_rows), np.zeros(num_rows)
-    for (kind, allowed, _), actual, missed, _ in checks:
-        if kind is LimitKind.QUALITY:
-            steps += np.where(missed, actual - allowed, 0.0)
-        else:
-            with np.errstate(divide="ignore", invalid="ignore"):  # a rate of 0 is infinitely far
-                ratios += np.where(missed, np.abs(np.log(actual / allowed)), 0.0)
-    return steps, ratios.round(9)  # what differs by less is equally far
+        same = tuple(check.limit for bit, check in enumerate(checks) if pattern >> bit & 1)
+        for row in np.flatnonzero(which == pattern).tolist():
+            limits[row] = same
+    return limits

@@ -21,6 +21,7 @@ __all__ = [
     "LimitKind",
     "Nearest",
     "NoRoom",
+    "Numbers",
     "Plan",
     "Ranked",
     "Relaxation",
@@ -116,11 +117,23 @@ class Violation(NamedTuple):
                 return f"{self.limit} {self.actual:.4g} s exceeds {self.limit}={self.allowed:g} s {self.note}"
 
 
+class Numbers(Protocol):
+    """What the candidates of one plan come to, a row each; worked out when it is asked for."""
+
+    def actual(self, row: int) -> tuple[float, ...]:
+        """Of every limit that the row misses."""
+        ...
+
+    def risk(self, row: int) -> float | None: ...
+
+    def utilisation(self, row: int) -> float | None: ...
+
+
 class Ranked(NamedTuple):
     """One candidate with its verdict.
 
-    ``missed``: the limits it misses, one value for all candidates that miss the same ones; ``actual``: its own
-    number for each.
+    ``missed``: the limits it misses, one value for all candidates that miss the same ones. Its own number for each
+    is ``row`` of ``numbers``.
     """
 
     config: DeploymentConfig
@@ -130,11 +143,27 @@ class Ranked(NamedTuple):
     feasible: bool
     refusal: str | None = None  # cannot run at all; no limit can be relaxed to admit it
     missed: tuple[Limit, ...] = ()
-    actual: tuple[float, ...] = ()
     layout: Layout | None = None  # where it would go, when it was found to fit
     no_room: NoRoom | None = None
-    risk: float | None = None  # share of requests that miss the SLO's tightest limit; None: no rate or no SLO
-    utilisation: float | None = None  # None: no rate
+    numbers: Numbers | None = None
+    row: int = 0
+
+    @property
+    def actual(self) -> tuple[float, ...]:
+        """Its own number for each of ``missed``."""
+        if self.no_room is not None:
+            return (float(self.no_room.shortfall_bytes),)
+        return self.numbers.actual(self.row) if self.numbers is not None and self.missed else ()
+
+    @property
+    def risk(self) -> float | None:
+        """Share of requests that miss the SLO's tightest limit; None: no rate or no SLO."""
+        return None if self.numbers is None else self.numbers.risk(self.row)
+
+    @property
+    def utilisation(self) -> float | None:
+        """None: no rate."""
+        return None if self.numbers is None else self.numbers.utilisation(self.row)
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -152,11 +181,19 @@ class Ranked(NamedTuple):
 
 
 class Better(NamedTuple):
-    """A candidate that would have been better, and why it was refused."""
+    """A candidate that would have been better."""
 
-    config: DeploymentConfig
+    ranked: Ranked
     objective: float
-    reason: str
+
+    @property
+    def config(self) -> DeploymentConfig:
+        return self.ranked.config
+
+    @property
+    def reason(self) -> str:
+        """Why it was refused."""
+        return self.ranked.reason or ""
 
 
 class Relaxation(NamedTuple):

@@ -74,30 +74,46 @@ def wait_probability(
     utilisation: Array, fixed_share: Array, slots: int, arrival_cv: float, service_cv: float
 ) -> Array:
     """How many of the requests find every slot taken, for utilisations from 0 to 1."""
-    return _between(_waiting(slots, arrival_cv, service_cv), utilisation, fixed_share)
+    (found,) = _between(_waiting(slots, arrival_cv, service_cv), utilisation, fixed_share)
+    return found
 
 
-def wait_tail(utilisation: Array, arrival_cv: float, service_cv: Array) -> Tail:
-    """How long those wait, for utilisations from 0 to 1; ``service_cv``: a column."""
-    most = float(np.max(service_cv, initial=0.0))
-    along = service_cv / most if most > 0 else np.zeros_like(service_cv)
-    scale, decay, until = (_between(table, utilisation, along) for table in _tails(arrival_cv, most))
+def wait_tail(utilisation: Array, arrival_cv: float, service_cv: Array, largest_cv: float) -> Tail:
+    """How long those wait, for utilisations from 0 to 1.
+
+    Args:
+        service_cv: a column, none above ``largest_cv``, which settles where between the table's knots they lie: of
+            the traffic and not of the rows, so that a row's answer does not depend on those beside it.
+    """
+    along = service_cv / largest_cv if largest_cv > 0 else np.zeros_like(service_cv)
+    scale, decay, until = _between(_tails(arrival_cv, largest_cv), utilisation, along)
     idle = np.maximum(1 - utilisation, _LEAST)
     late = np.where(scale > 1, 1 + np.log(np.maximum(scale, 1.0)), scale)
     return Tail(scale, decay * idle, until, late / np.maximum(decay * idle, _LEAST))
 
 
-def _between(table: Array, load: Array, share: Array) -> Array:
-    """``table``, flat, of _LOADS times _SHARES: linear between."""
+def _between(tables: Array, load: Array, share: Array) -> list[Array]:
+    """Of each of ``tables``, [tables, _LOADS times _SHARES]: linear between."""
     load, share = np.minimum(load, 1.0) * (len(_LOADS) - 1), share * (len(_SHARES) - 1)
     row = np.minimum(load.astype(np.intp), len(_LOADS) - 2)
     column = np.minimum(share.astype(np.intp), len(_SHARES) - 2)
     load, share = load - row, share - column
     at = row * len(_SHARES) + column
-    low = table[at] + share * (table[at + 1] - table[at])
-    at = at + len(_SHARES)
-    high = table[at] + share * (table[at + 1] - table[at])
-    return np.asarray(low + load * (high - low))
+    if not share.any():  # on a knot: half of the look-ups would be multiplied by 0
+        return [_line(table.take(at), table.take(at + len(_SHARES)), load) for table in tables]
+    after = at + len(_SHARES)
+    return [
+        _line(
+            _line(table.take(at), table.take(at + 1), share),
+            _line(table.take(after), table.take(after + 1), share),
+            load,
+        )
+        for table in tables
+    ]
+
+
+def _line(low: Array, high: Array, along: Array) -> Array:
+    return np.asarray(low + along * (high - low))
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +121,7 @@ def _waiting(slots: int, arrival_cv: float, service_cv: float) -> Array:
     load, share = _LOADS[:, None], _SHARES[None, :]
     if slots == 1:
         idle = _decay(_LOADS, arrival_cv, 1.0)  # in GI/M/1, of all that come
-        return np.repeat(1 - idle, len(_SHARES))
+        return np.repeat(1 - idle, len(_SHARES))[None]
     spread = peakedness(load * slots, arrival_cv, service_cv)
     sought = slots / spread  # slots of the smooth queue, and no whole number
     blocked = here = np.ones((len(_LOADS), len(_SHARES)))
@@ -117,12 +133,12 @@ def _waiting(slots: int, arrival_cv: float, service_cv: float) -> Array:
         with np.errstate(divide="ignore", invalid="ignore"):
             fraction = np.where(here > 0, before * (here / before) ** part, 0.0)
         blocked = np.where(sought > k - 1, fraction, blocked)
-    return np.asarray(np.minimum(blocked / (1 - load * (1 - blocked)), 1.0)).ravel()
+    return np.asarray(np.minimum(blocked / (1 - load * (1 - blocked)), 1.0)).reshape(1, -1)
 
 
 @lru_cache(maxsize=64)
-def _tails(arrival_cv: float, most: float) -> tuple[Array, Array, Array]:
-    """(scale, decay over 1 - utilisation, until), a column per ``service_cv`` from 0 to ``most``."""
+def _tails(arrival_cv: float, most: float) -> Array:
+    """[scale, decay over 1 - utilisation, until], a column per ``service_cv`` from 0 to ``most``."""
     loads = np.clip(_LOADS, 1e-6, 1 - 1e-6)
     scales, decays, untils = [], [], []
     for service_cv in (_SHARES * most).tolist():
@@ -132,8 +148,7 @@ def _tails(arrival_cv: float, most: float) -> tuple[Array, Array, Array]:
         scales.append(np.where(late > 0, np.exp(np.minimum(late * bursty, 50.0)), 1 + late * poisson))
         decays.append(bursty / (1 - loads))
         untils.append(_until(np.maximum(late, 0.0), bursty))
-    first, second, third = (np.stack(columns, axis=1).ravel() for columns in (scales, decays, untils))
-    return first, second, third
+    return np.stack([np.stack(columns, axis=1).ravel() for columns in (scales, decays, untils)])
 
 
 def _until(late: Array, decay: Array) -> Array:

@@ -26,7 +26,7 @@ from planner.attainment import Attainment, paces
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
 from planner.explain import better, what_it_takes
 from planner.intent import Intent
-from planner.limits import Check, checks_as_asked, limits_missed, told_of
+from planner.limits import Check, Verdicts, checks_as_asked, limits_missed, told_of
 from planner.plan import Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
 from planner.queueing import MODEL_NAME
 
@@ -53,12 +53,11 @@ def rank(
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
     table = _table([c for c in candidates if c.estimate is not None], intent, objective, cost, prices)
-    served = None if intent.rate_per_s is None else _served(table.rows, intent)
+    served = None if intent.rate_per_s is None else _served(table, intent)
     configs = [c.config for c in table.rows]
     checks = checks_as_asked(intent, configs, table.seen, table.costs_high, cost.unit, served)
-    judged = _judge(table, checks, intent, objective, cost, fits)
-    if served is not None:
-        judged = _with_risks(judged, checks, served, intent)
+    verdicts = Verdicts(checks, served, intent.rate_per_s)
+    judged = _judge(table, checks, verdicts, intent, objective, cost, fits)
     feasible = [ranked for ranked in judged if ranked.feasible]
     refused = [ranked for ranked in judged if not ranked.feasible]
     blank = [
@@ -79,30 +78,17 @@ def rank(
         maximize=objective.maximize,
         cost_unit=cost.unit,
         queueing=None if served is None else MODEL_NAME,
-        served=told_of(served, judged.index(feasible[0]), intent) if feasible and served is not None else None,
+        served=told_of(served, feasible[0].row, intent) if feasible and served is not None else None,
         why_not=replace(why_not, better=better(ordered, objective.maximize)),
     )
 
 
-def _served(rows: Sequence[Candidate], intent: Intent) -> Attainment:
-    full = [row.estimate for row in rows if row.estimate is not None]
-    alone = [row.alone or row.estimate for row in rows if row.estimate is not None]
-    return Attainment(
-        paces(full, [estimate for estimate in alone if estimate is not None], intent.traffic), intent.traffic
-    )
-
-
-def _with_risks(
-    judged: Sequence[Ranked], checks: Sequence[Check], served: Attainment, intent: Intent
-) -> list[Ranked]:
-    rate = intent.rate_per_s or 0.0
-    found = [check.risk for check in checks if check.risk is not None]
-    risks = np.max(found, axis=0).tolist() if found else [None] * len(judged)
-    busy = (served.service_s * rate).tolist()
-    return [
-        ranked._replace(risk=risk, utilisation=share)
-        for ranked, risk, share in zip(judged, risks, busy, strict=True)
-    ]
+def _served(table: _Table, intent: Intent) -> Attainment:
+    alone = None
+    if any(row.alone is not None for row in table.rows):
+        found = (row.alone or row.estimate for row in table.rows)
+        alone = [estimate for estimate in found if estimate is not None]
+    return Attainment(paces(table.seen, alone, intent.traffic), intent.traffic)
 
 
 class _Table(NamedTuple):
@@ -129,7 +115,13 @@ def _table(
 
 
 def _judge(
-    table: _Table, checks: Sequence[Check], intent: Intent, objective: Objective, cost: Cost, fits: Fits
+    table: _Table,
+    checks: Sequence[Check],
+    verdicts: Verdicts,
+    intent: Intent,
+    objective: Objective,
+    cost: Cost,
+    fits: Fits,
 ) -> list[Ranked]:
     """The verdict on every candidate of ``table``."""
     unknown = np.isnan(table.objectives) | (np.isnan(table.costs) & (intent.budget is not None))
@@ -139,25 +131,30 @@ def _judge(
         why = (cost.unknown if known[row] else objective.unknown) if usable[row] else _NOT_USABLE
         refusals[row] = refusals[row] or why
     judged: list[Ranked] = []
-    for (config, estimate, *_), refusal, limits, actual, value, spent in zip(
-        table.rows,
-        refusals,
-        *limits_missed(checks, len(table.rows)),
-        _or_none(table.objectives),
-        _or_none(table.costs),
-        strict=True,
+    for row, ((config, estimate, *_), refusal, limits, value, spent) in enumerate(
+        zip(
+            table.rows,
+            refusals,
+            limits_missed(checks, len(table.rows)),
+            _or_none(table.objectives),
+            _or_none(table.costs),
+            strict=True,
+        )
     ):
+        layout: Layout | None = None
+        no_room: NoRoom | None = None
         if refusal is not None:
-            judged.append(Ranked(config, estimate, value, spent, False, refusal))
-        elif limits or estimate is None:
-            judged.append(Ranked(config, estimate, value, spent, False, None, limits, actual))
-        else:
+            limits = ()
+        elif not limits and estimate is not None:
             answer = fits(estimate)
             if isinstance(answer, NoRoom):
-                limits, actual = (Limit(LimitKind.MEMORY, 0.0, answer.reason),), (float(answer.shortfall_bytes),)
-                judged.append(Ranked(config, estimate, value, spent, False, None, limits, actual, None, answer))
+                no_room, limits = answer, (Limit(LimitKind.MEMORY, 0.0, answer.reason),)
             else:
-                judged.append(Ranked(config, estimate, value, spent, True, None, (), (), answer))
+                layout = answer
+        feasible = layout is not None
+        judged.append(
+            Ranked(config, estimate, value, spent, feasible, refusal, limits, layout, no_room, verdicts, row)
+        )
     return judged
 
 

@@ -1,8 +1,9 @@
 """How long ranking 10,000 configurations takes. Run: ``python -m tests.bench.rank [--json FILE]``.
 
 The candidates are made beforehand and ``fits`` answers at once: the time is that of ``planner.rank`` alone. The
-answer is checked before the time is taken; the first runs are warm-up and not counted. Times are CPU time of the
-process, which has one thread: on a shared machine wall-clock time says more about the neighbours.
+answer is checked before the time is taken; the first runs are warm-up and not counted. In the cases of batches
+each candidate has 1, 8 or 32 slots and an estimate of one request, as those of a real plan. Times are CPU time of
+the process, which has one thread: on a shared machine wall-clock time says more about the neighbours.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import numpy as np
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
-from planner.intent import Intent, IntentKind, Quality, Slo
+from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
 from planner.plan import Candidate, Layout
 from planner.rank import rank
 
@@ -43,6 +44,20 @@ CASES = {
     ),
     "every limit missed by all": Intent(
         slo=Slo(ttft_s=0.01, tpot_s=0.001, e2e_s=0.1), rate_per_s=9.0, quality=Quality.EXACT, budget=0.01
+    ),
+    "most keep a rate": Intent(slo=Slo(ttft_s=9.0, e2e_s=40.0), rate_per_s=0.05, quality=Quality.ANY),
+}
+BATCH_CASES = {
+    "batches, some feasible": Intent(
+        kind=IntentKind.LATENCY_SLO, slo=Slo(ttft_s=2.0, e2e_s=6.0), rate_per_s=1.0, quality=Quality.ANY
+    ),
+    "batches, bursts, lengths vary": Intent(
+        slo=Slo(ttft_s=2.0, e2e_s=9.0),
+        rate_per_s=1.0,
+        traffic=Traffic(burstiness=2.0, input_cv=1.0, output_cv=1.0),
+    ),
+    "batches, none feasible": Intent(
+        slo=Slo(ttft_s=0.3, tpot_s=0.01, e2e_s=2.0), rate_per_s=9.0, quality=Quality.ANY
     ),
 }
 
@@ -76,6 +91,29 @@ def candidates(count: int, seed: int = 20261121) -> list[Candidate]:
         found.append(Candidate(config, _estimate(config, rng)))
     rng.shuffle(found)
     return found
+
+
+def in_batches(found: list[Candidate], seed: int = 20261122) -> list[Candidate]:
+    """``found`` as what one request takes, beside batches that take up to twice as long."""
+    rng = random.Random(seed)
+    return [
+        c._replace(alone=c.estimate, estimate=_batch(c.estimate, rng.choice((1, 8, 32)), rng.uniform(1, 2)))
+        for c in found
+        if c.estimate is not None
+    ]
+
+
+def _batch(alone: Estimate, size: int, longer: float) -> Estimate:
+    def times(value: Quantity, factor: float) -> Quantity:
+        return Quantity(value.value * factor, value.low * factor, value.high * factor, value.source)
+
+    longer = longer if size > 1 else 1.0
+    return replace(
+        alone,
+        workload=Workload(size, alone.workload.input_tokens, alone.workload.output_tokens),
+        ttft_s=times(alone.ttft_s, longer * size),
+        tpot_s=times(alone.tpot_s, longer),
+    )
 
 
 def _estimate(config: DeploymentConfig, rng: random.Random) -> Estimate:
@@ -147,6 +185,8 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     found = candidates(NUM_CANDIDATES)
     results = [measure(case, intent, found) for case, intent in CASES.items()]
+    batches = in_batches(found)
+    results += [measure(case, intent, batches) for case, intent in BATCH_CASES.items()]
     print(results[0].machine)
     for r in results:
         print(

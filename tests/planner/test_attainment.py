@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, Workload
 from planner.attainment import Attainment, Metric, paces
+from planner.costs import figures
 from planner.intent import Traffic
 from tests.planner.candidates import estimate
 
@@ -32,7 +33,7 @@ def attainment(*, batch: int = 1, spread: float = 0.0, traffic: Traffic = POISSO
         )
         for size, factor in ((batch, grown), (1, 1.0))
     )
-    return Attainment(paces([full], [alone], traffic), traffic)
+    return Attainment(paces(figures([full]), [alone], traffic), traffic)
 
 
 def misses(found: Attainment, metric: Metric, limit_s: float, rate: float) -> float:
@@ -149,5 +150,5 @@ def test_a_request_alone_in_a_large_batch_is_as_fast_as_alone() -> None:
 
 
 def test_nothing_to_judge() -> None:
-    none = Attainment(paces([], [], POISSON), POISSON)
+    none = Attainment(paces(figures([]), [], POISSON), POISSON)
     assert none.misses("e2e", 1.0, 1.0).shape == (0,)

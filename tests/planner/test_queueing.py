@@ -19,7 +19,9 @@ def longer(u: float, x: float, *, slots: int = 1, arrival_cv: float = 1.0, servi
     """P(wait > x T / slots) where T does not depend on the batch."""
     load = np.array([u])
     often = wait_probability(load, np.ones(1), slots, arrival_cv, service_cv)
-    return float((often * wait_tail(load, arrival_cv, np.array([service_cv])).beyond(np.array([x])))[0])
+    return float(
+        (often * wait_tail(load, arrival_cv, np.array([service_cv]), service_cv).beyond(np.array([x])))[0]
+    )
 
 
 def erlang_c(slots: int, u: float) -> float:
@@ -50,7 +52,7 @@ def test_md1(u: float, x: float) -> None:
 def test_mean_wait_is_pollaczek_khinchine(u: float, service_cv: float) -> None:
     x = np.linspace(0, 40 / (1 - u), 200_001)
     load = np.full_like(x, u)
-    beyond = u * wait_tail(load, 1.0, np.full_like(x, service_cv)).beyond(x)
+    beyond = u * wait_tail(load, 1.0, np.full_like(x, service_cv), service_cv).beyond(x)
     assert np.trapezoid(beyond, x) == pytest.approx(u * (1 + service_cv**2) / 2 / (1 - u), rel=0.01)
 
 
@@ -100,7 +102,7 @@ def test_more_load_and_more_burstiness_wait_more(
     assert often(min(u + 0.01, 1.0), arrival_cv) <= 1
     assert often(u, arrival_cv) <= often(u, 2 * arrival_cv) + 0.03, "Hayward's slots are no whole number"
     assert often(1.0, arrival_cv) == pytest.approx(1.0)
-    tail = wait_tail(np.full(50, u), arrival_cv, np.full(50, service_cv))
+    tail = wait_tail(np.full(50, u), arrival_cv, np.full(50, service_cv), service_cv)
     beyond = tail.beyond(np.linspace(0, 30, 50))
     assert (np.diff(beyond) <= 1e-12).all()
     assert ((beyond >= 0) & (beyond <= 1)).all()

@@ -156,7 +156,7 @@ def keeps_under_load(guess: Estimate, intent: Intent) -> bool:
     rate, slo = intent.rate_per_s, intent.slo
     if rate is None:
         return True
-    served = Attainment(paces([guess], [guess], intent.traffic), intent.traffic)
+    served = Attainment(paces(figures([guess]), None, intent.traffic), intent.traffic)
     if rate * float(served.service_at(max(95.0, intent.percentile))[0]) >= 1:
         return False
     limits: tuple[tuple[Metric, float | None], ...] = (
