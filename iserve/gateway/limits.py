@@ -17,10 +17,12 @@ __all__ = [
     "BODY_TIMEOUT_S",
     "MAX_HEADER_BYTES",
     "MAX_JSON_DEPTH",
+    "MAX_PROMPTS",
     "BodyBudget",
     "ClientGoneError",
     "RequestHead",
     "check_headers",
+    "num_prompts",
     "parse_head",
     "read_body",
     "too_deep",
@@ -28,6 +30,7 @@ __all__ = [
 
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_JSON_DEPTH = 64
+MAX_PROMPTS = 128  # of one request: each takes a place in a batch, beside those of others
 BODY_TIMEOUT_S = 10.0
 _MIN_BODY_BYTES_PER_S = 64 * 2**10  # a body that keeps this pace may take longer than BODY_TIMEOUT_S
 _MAX_CONTAINERS = 100_000  # objects and arrays of one body; bounds the work of the depth scan
@@ -45,6 +48,7 @@ class RequestHead(msgspec.Struct):
     """The fields of an inference request that routing looks at; raw, as the client sent them."""
 
     model: Any = None
+    prompt: msgspec.Raw = msgspec.Raw()
     stream: Any = None
     stream_options: Any = None
 
@@ -147,7 +151,25 @@ def parse_head(body: bytes) -> RequestHead:
         raise ApiError(400, "'stream' must be true or false", "invalid_value", "stream")
     if not (head.stream_options is None or isinstance(head.stream_options, dict)):
         raise ApiError(400, "'stream_options' must be an object", "invalid_value", "stream_options")
+    if (prompts := num_prompts(head.prompt)) > MAX_PROMPTS:
+        message = f"'prompt' has {prompts} prompts; send at most {MAX_PROMPTS} in a request"
+        raise ApiError(400, message, "too_many_prompts", "prompt")
     return head
+
+
+def num_prompts(prompt: msgspec.Raw) -> int:
+    """Of the valid JSON of ``prompt``: a text, a list of token ids, or a list of either.
+
+    Only C loops over it, and nothing is built of it: a body has room for millions of empty prompts.
+    """
+    if bytes(memoryview(prompt)[:1]) != b"[":
+        return 1
+    unescaped = bytes(prompt).replace(b"\\\\", b"").replace(b'\\"', b"")
+    texts = unescaped.count(b'"') // 2
+    if texts > MAX_PROMPTS:
+        return texts
+    token_lists = b"".join(unescaped.split(b'"')[::2]).count(b"[") - 1
+    return max(1, texts + token_lists)
 
 
 def too_deep(body: bytes, max_depth: int) -> bool:

@@ -9,7 +9,9 @@ import threading
 import pytest
 import uvicorn
 
-from iserve.gateway import http_server
+from iserve.gateway import http_server, limits
+from iserve.gateway.errors import ApiError
+from iserve.gateway.limits import BodyBudget
 
 
 class Endless:
@@ -19,6 +21,13 @@ class Endless:
         self.client_gone = threading.Event()
 
     async def __call__(self, scope, receive, send) -> None:
+        if scope["path"] == "/body":
+            try:
+                await limits.read_body(receive, scope["headers"], max_body_bytes=10_000, budget=BodyBudget(10_000))
+            except ApiError as error:
+                await send({"type": "http.response.start", "status": error.status, "headers": []})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/short":
@@ -35,6 +44,7 @@ class Endless:
 def served(monkeypatch):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
     monkeypatch.setattr(http_server, "STALLED_CLIENT_S", 0.3)
+    monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.2)
     app = Endless()
     config = uvicorn.Config(
         app,
@@ -72,6 +82,38 @@ def test_half_a_header_is_answered_408_and_closed(served) -> None:
     client, _ = served
     client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Ha")
     assert rest(client).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    "head", [pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\nX-Ha", id="header"), pytest.param(b"\r\n", id="nothing")]
+)
+def test_a_head_that_comes_byte_by_byte_is_cut_off(served, head) -> None:
+    """Each byte alone is in time."""
+    client, _ = served
+    client.sendall(head)
+    client.settimeout(0.02)
+    for _ in range(500):
+        try:
+            assert client.recv(65536)[:13] in (b"HTTP/1.1 408 ", b"")
+            return
+        except TimeoutError:
+            client.sendall(b"a" if head.strip() else b"\r\n")
+    raise AssertionError("it was let go on")
+
+
+def test_a_body_that_comes_byte_by_byte_is_cut_off(served) -> None:
+    client, _ = served
+    client.sendall(
+        b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
+    )
+    client.settimeout(0.02)
+    for _ in range(500):
+        try:
+            assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
+            return
+        except TimeoutError:
+            client.sendall(b"a")
+    raise AssertionError("it was let go on")
 
 
 def test_half_of_a_second_header_too(served) -> None:

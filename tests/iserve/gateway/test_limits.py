@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import tracemalloc
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from iserve.gateway.errors import ApiError
-from iserve.gateway.limits import parse_head, too_deep
+from iserve.gateway.limits import RequestHead, num_prompts, parse_head, too_deep
 from iserve.keys import new_key
 from iserve.routes import GatewayLimits
 
@@ -42,6 +45,28 @@ def talk(gateway, *parts: bytes) -> bytes:
             if not data:
                 return said
             said += data
+
+
+def trickle(gateway, first: bytes) -> bytes:
+    """What it says within 20 s to a client that goes on with a byte every half second."""
+    over = threading.Event()
+
+    def go_on(client: socket.socket) -> None:
+        for _ in range(50):
+            if over.wait(0.5):
+                return
+            client.sendall(b"x")
+
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as client:
+        client.sendall(first)
+        sender = threading.Thread(target=go_on, args=(client,))
+        sender.start()
+        try:
+            said = client.recv(65536)
+        finally:
+            over.set()
+            sender.join()
+    return said
 
 
 class TestBody:
@@ -106,6 +131,28 @@ class TestBody:
         answer = gateway.ask("POST", "/v1/completions", b"x" * 20_000_000)
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
 
+    def test_32_mib_are_the_limit_where_nothing_else_is_said(self, gateway, worker, make_route) -> None:
+        gateway.publish(make_route(worker.target()))
+        chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+        said = talk(gateway, JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *([chunk] * 33), b"0\r\n\r\n")
+        assert said.startswith(b"HTTP/1.1 413 ")
+        assert b"33554432" in said
+        assert worker.bodies == []
+
+    @pytest.mark.parametrize(("levels", "status"), [(64, 200), (65, 400)])
+    def test_64_levels_are_the_limit(self, gateway, worker, levels, status) -> None:
+        nested = b"[" * (levels - 1) + b"]" * (levels - 1)
+        body = b'{"model": "m", "prompt": "x", "a": ' + nested + b"}"
+        assert gateway.ask("POST", "/v1/completions", body).status == status
+
+    @pytest.mark.parametrize("prompt", ["x", [1, 2]])
+    def test_128_prompts_are_the_limit(self, gateway, worker, prompt) -> None:
+        assert gateway.complete(prompt=[prompt] * 128).status == 200
+        answer = gateway.complete(prompt=[prompt] * 129)
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "too_many_prompts", "prompt")
+        assert "129" in answer.error["message"]
+        assert len(worker.bodies) == 1
+
     def test_only_json_is_taken(self, gateway, worker) -> None:
         """A form or plain text is what a web page may send to a loopback address unasked."""
         for kind in ("text/plain", "application/x-www-form-urlencoded"):
@@ -116,13 +163,13 @@ class TestBody:
 
     @pytest.mark.long
     def test_a_slow_body_is_cut_off(self, gateway, worker) -> None:
-        said = talk(gateway, JSON_HEAD + b"Content-Length: 100\r\n\r\n", b'{"model"')
+        said = trickle(gateway, JSON_HEAD + b"Content-Length: 100\r\n\r\n")
         assert said.startswith(b"HTTP/1.1 408 ")
         assert b"body_timeout" in said
 
     @pytest.mark.long
     def test_a_half_sent_header_is_cut_off(self, gateway, worker) -> None:
-        said = talk(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half")
+        said = trickle(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half")
         assert said.startswith(b"HTTP/1.1 408 ")
         with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as client:
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -313,6 +360,34 @@ def depth(value: object) -> int:
     if isinstance(value, list):
         return 1 + max(map(depth, value), default=0)
     return 0
+
+
+TEXTS = st.text(alphabet='[]{}"\\a,:')
+TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=5)
+
+
+class TestPrompts:
+    @given(prompts=st.lists(TEXTS, min_size=1, max_size=9) | st.lists(TOKENS, min_size=1, max_size=9))
+    def test_a_list_has_its_length(self, prompts) -> None:
+        assert num_prompts(raw(prompts)) == len(prompts)
+
+    @given(prompt=TEXTS | TOKENS)
+    def test_a_text_or_a_list_of_tokens_is_one(self, prompt) -> None:
+        assert num_prompts(raw(prompt)) == 1
+
+    def test_millions_are_counted_not_built(self) -> None:
+        body = b'{"model": "m", "prompt": [' + b",".join([b'""'] * 5_000_000) + b"]}"
+        tracemalloc.start()
+        try:
+            with pytest.raises(ApiError, match="5000000 prompts"):
+                parse_head(body)
+            assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
+        finally:
+            tracemalloc.stop()
+
+
+def raw(value: object) -> msgspec.Raw:
+    return msgspec.json.decode(json.dumps({"prompt": value}).encode(), type=RequestHead).prompt
 
 
 class TestDepth:
