@@ -1,10 +1,12 @@
 """How well the planner's probability of missing an SLO agrees with simulation: ``python -m tests.bench.risk``.
 
-Llama-2-7B by the roofline of an A6000 (``[--json FILE] [--requests N]``), one deployment with 1, 8 or 32 slots,
-512 tokens in and 128 out on average. The planner is told what it would be told: the estimates of one request
-and of the whole batch, rate, burstiness, and how the lengths vary; the simulator runs the engine's scheduler on
-step times tabulated from the same estimator. Estimates have no interval here, so that what differs is the
-queueing model alone.
+Llama-2-7B by the roofline of an A6000 (``[--grid NAME] [--json FILE] [--requests N]``), one deployment. The model
+was built while looking at the grid "built"; "independent" shares no load, length or seed with it. ``--table FILE``
+prints the table of docs/risk.md from what such a run wrote.
+
+The planner is told what it would be told: the estimates of one request and of the whole batch, rate, burstiness, and
+how the lengths vary; the simulator runs the engine's scheduler on step times tabulated from the same estimator.
+Estimates have no interval here, so that what differs is the queueing model alone.
 
 Utilisation is of the planner's own capacity, ``slots / E2E(slots)``. Limits are settled beforehand: TTFT of 5
 times that of a request alone, E2E of 1.5 times that of the whole batch; "either" is judged by the simulator on
@@ -18,21 +20,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from fingerprint.codec import to_json
+from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.simulation import EngineBatcher, idle_cluster
 from planner.attainment import Attainment, Paces, paces
+from planner.costs import figures
 from planner.intent import Traffic
+from tests.bench.kept import read_kept, write_kept
 from tests.bench.rank import machine
 from tests.bench.simulate import Spread
 from tests.fingerprint.step_timed_machine import llama_7b
@@ -47,11 +52,25 @@ from traces.simulator.simulation import simulate
 from traces.simulator.step_model import Limits, StepModel, tabulate
 from traces.statistics import statistics_of
 
-SLOTS = (1, 8, 32)
-UTILISATIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 0.95)
-CVS = (1.0, 2.0, 4.0)
+
+class Grid(NamedTuple):
+    """Loads that are compared."""
+
+    slots: tuple[int, ...]
+    utilisations: tuple[float, ...]
+    cvs: tuple[float, ...]  # of gaps
+    length_cvs: tuple[float, ...]
+    input_tokens: int
+    output_tokens: int
+    seed: int
+
+
+GRIDS = {
+    "built": Grid((1, 8, 32), (0.2, 0.4, 0.6, 0.8, 0.9, 0.95), (1.0, 2.0, 4.0), (0.0, 1.0), 512, 128, 7),
+    "independent": Grid((2, 16, 48), (0.3, 0.5, 0.7, 0.85), (1.5, 3.0), (0.5, 1.5), 900, 220, 20261121),
+}
 PERCENTILES = (95.0, 99.0)
-INPUT, OUTPUT = 512, 128
+STEADY = 0.8  # tables tell loads up to this utilisation apart
 TTFT_LIMIT, E2E_LIMIT = 5.0, 1.5
 A6000 = gpu_spec("a6000")
 
@@ -77,14 +96,14 @@ class Compared:
     seconds: dict[str, tuple[float, float]]  # of "ttft p95" and so on: predicted, simulated
 
 
-def varied(cv: float) -> LengthModel:
-    """Lengths of the means above and this coefficient of variation, before rounding."""
+def varied(grid: Grid, cv: float) -> LengthModel:
+    """Lengths of the grid's means and this coefficient of variation, before rounding."""
     if cv == 0:
-        return FixedLengths(INPUT, OUTPUT)
+        return FixedLengths(grid.input_tokens, grid.output_tokens)
     std = float(np.sqrt(np.log1p(cv**2)))
-    return LognormalLengths(
-        float(np.log(INPUT) - std**2 / 2), std, float(np.log(OUTPUT) - std**2 / 2), std, 0.0, 8000, 8000
-    )
+    means = (float(np.log(tokens) - std**2 / 2) for tokens in (grid.input_tokens, grid.output_tokens))
+    of_input, of_output = means
+    return LognormalLengths(of_input, std, of_output, std, 0.0, 8000, 8000)
 
 
 @cache
@@ -99,7 +118,7 @@ def prediction(case: Case) -> Attainment:
         estimator.estimate(DeploymentConfig(), Workload(batch, case.work.input_tokens, case.work.output_tokens))
         for batch in (case.slots, 1)
     )
-    return Attainment(_certain(paces([full], [alone], case.traffic)), case.traffic)
+    return Attainment(_certain(paces(figures([full]), [alone], case.traffic)), case.traffic)
 
 
 def _certain(seen: Paces) -> Paces:
@@ -149,29 +168,26 @@ def compare(case: Case, requests: Iterable[Request], rate_per_s: float, foreseen
     )  # fmt: skip
 
 
-def generated(count: int) -> Iterator[Compared]:
-    for cv_lengths in (0.0, 1.0):
-        for slots in SLOTS:
-            for cv in CVS:
-                for utilisation in UTILISATIONS:
-                    traffic = Traffic(burstiness=cv, input_cv=cv_lengths, output_cv=cv_lengths)
-                    name = f"gamma, lengths cv {cv_lengths:g}"
-                    case = Case(name, slots, utilisation, traffic, Workload(slots, INPUT, OUTPUT))
-                    foreseen = prediction(case)
-                    rate = utilisation / float(foreseen.service_s[0])
-                    stream = generate(
-                        Gamma(rate, cv), varied(cv_lengths), seed=7, num_requests=count, models=["0"]
-                    )
-                    yield compare(case, stream, rate, foreseen)
+def generated(grid: Grid, count: int) -> Iterator[Compared]:
+    for cv_lengths, slots, cv, utilisation in product(grid.length_cvs, grid.slots, grid.cvs, grid.utilisations):
+        traffic = Traffic(burstiness=cv, input_cv=cv_lengths, output_cv=cv_lengths)
+        work = Workload(slots, grid.input_tokens, grid.output_tokens)
+        case = Case(f"gamma, lengths cv {cv_lengths:g}", slots, utilisation, traffic, work)
+        foreseen = prediction(case)
+        rate = utilisation / float(foreseen.service_s[0])
+        stream = generate(
+            Gamma(rate, cv), varied(grid, cv_lengths), seed=grid.seed, num_requests=count, models=["0"]
+        )
+        yield compare(case, stream, rate, foreseen)
 
 
-def of_azure(folder: Path) -> Iterator[Compared]:
+def of_azure(grid: Grid, folder: Path) -> Iterator[Compared]:
     for name in ("conv", "code"):
         requests = list(open_trace(folder / f"azure_llm_2023_{name}.csv.gz", None))
         tokens = np.array([(r.input_tokens, r.output_tokens) for r in requests], np.float64)
         means, cvs = tokens.mean(0), tokens.std(0) / tokens.mean(0)
-        for slots in SLOTS:
-            for utilisation in UTILISATIONS:
+        for slots in grid.slots:
+            for utilisation in grid.utilisations:
                 work = Workload(slots, round(float(means[0])), round(float(means[1])))
                 case = Case(f"azure {name}", slots, utilisation, Traffic(), work)
                 span_s = requests[-1].arrival_s - requests[0].arrival_s
@@ -191,36 +207,82 @@ def told(c: Compared) -> str:
     return f"{c.case:21s} {load}  {pairs}  {times}"
 
 
-def summary(found: list[Compared]) -> Iterator[str]:
-    """Errors by slots and burstiness: of shares in points, of times as a factor either way."""
-    for case in dict.fromkeys(c.case for c in found):
-        for slots in SLOTS:
-            rows = [c for c in found if c.case == case and c.slots == slots]
-            points = {m: [abs(a - b) * 100 for c in rows for a, b in [c.missed[m]]] for m in rows[0].missed}
-            ratios = {t: [abs(np.log(a / b)) for c in rows for a, b in [c.seconds[t]]] for t in rows[0].seconds}
-            shares = ", ".join(f"{m} {np.median(p):.1f} (worst {max(p):.0f})" for m, p in points.items())
-            times = ", ".join(
-                f"{t} x{np.exp(np.median(r)):.2f} (x{np.exp(max(r)):.1f})" for t, r in ratios.items()
+def table(found: Sequence[Compared]) -> Iterator[str]:
+    """The table of docs/risk.md: median and worst error, of shares in points, of times as a factor either way."""
+    shares, times = list(found[0].missed), list(found[0].seconds)
+    head = ["requests", "slots", "utilisation", *(f"{SHORT[m]}, points" for m in shares), *map(_short, times)]
+    yield _row(head)
+    yield "|" + "---|" * len(head)
+    for case, slots in dict.fromkeys((c.case, c.slots) for c in found):
+        every = [c for c in found if (c.case, c.slots) == (case, slots)]
+        for what, rows in (("all", every), (f"to {STEADY:g}", [c for c in every if c.utilisation <= STEADY])):
+            points = [[abs(a - b) * 100 for c in rows for a, b in [c.missed[m]]] for m in shares]
+            ratios = [[abs(float(np.log(a / b))) for c in rows for a, b in [c.seconds[t]]] for t in times]
+            yield _row(
+                [
+                    *(case, str(slots), what),
+                    *(f"{np.median(p):.1f} ({max(p):.0f})" for p in points),
+                    *(f"{np.exp(np.median(r)):.2f} ({np.exp(max(r)):.1f})" for r in ratios),
+                ]
             )
-            yield f"{case}, {slots} slots: points {shares}; {times}"
+
+
+SHORT = {"ttft": "TTFT", "e2e": "E2E", "either": "either"}
+
+
+def _short(time: str) -> str:
+    metric, percentile = time.split()
+    return f"{SHORT[metric]} {percentile}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def kept(path: Path) -> list[Compared]:
+    return from_json(read_kept(path), list[Compared], what=str(path))
+
+
+def _digits(found: Sequence[Compared]) -> list[Compared]:
+    """Four, which is more than the runs settle."""
+
+    def few(pairs: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        return {name: (float(f"{a:.4g}"), float(f"{b:.4g}")) for name, (a, b) in pairs.items()}
+
+    return [
+        replace(
+            c,
+            missed=few(c.missed),
+            seconds=few(c.seconds),
+            busy_fraction=round(c.busy_fraction, 4),
+            **{name: round(getattr(c, name), 4) for name in ("burstiness", "input_cv", "output_cv")},
+        )
+        for c in found
+    ]
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the results there")
-    parser.add_argument("--requests", type=int, default=60_000)
+    parser.add_argument("--grid", choices=GRIDS, default="built")
+    parser.add_argument("--json", type=Path, help="also write the results there, gzipped where it ends in .gz")
+    parser.add_argument("--requests", type=int, default=15_000)
+    parser.add_argument("--table", type=Path, help="run nothing: print the table of these results")
     options = parser.parse_args(arguments)
+    if options.table:
+        print(*table(kept(options.table)), sep="\n")
+        return
     print(machine())
     found = []
-    data = os.environ.get("ISERVE_REFERENCE_DATA")
-    sources = [generated(options.requests)] + ([of_azure(Path(data) / "traces")] if data else [])
+    data, grid = os.environ.get("ISERVE_REFERENCE_DATA"), GRIDS[options.grid]
+    sources = [generated(grid, options.requests)] + ([of_azure(grid, Path(data) / "traces")] if data else [])
     for source in sources:
         for compared in source:
             found.append(compared)
             print(told(compared), flush=True)
-    print(*summary(found), sep="\n")
+    found = _digits(found)
+    print(*table(found), sep="\n")
     if options.json:
-        options.json.write_bytes(to_json(found, indent=1))
+        write_kept(options.json, to_json(found).decode())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,32 @@
+"""The page on risk shows what the independent run found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.bench.risk import GRIDS, kept, table
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "tests/bench/results/risk_independent.json.gz"
+
+
+def test_the_table_is_that_of_the_committed_results() -> None:
+    page = (ROOT / "docs/risk.md").read_text()
+    shown = page.partition("<!-- independent -->\n")[2].partition("<!-- end -->")[0]
+    assert shown.splitlines() == list(table(kept(RESULTS)))
+
+
+def test_the_results_are_of_all_loads_of_the_grid_and_of_none_that_the_model_was_built_with() -> None:
+    found, own, built = kept(RESULTS), GRIDS["independent"], GRIDS["built"]
+    gamma = [c for c in found if c.case.startswith("gamma")]
+    assert {(c.slots, c.utilisation, c.burstiness, c.output_cv) for c in gamma} == {
+        (slots, u, cv, lengths)
+        for slots in own.slots
+        for u in own.utilisations
+        for cv in own.cvs
+        for lengths in own.length_cvs
+    }
+    assert {c.case for c in found if c not in gamma} == {"azure conv", "azure code"}
+    for name in ("slots", "utilisations", "cvs", "length_cvs"):
+        assert not set(getattr(own, name)) & set(getattr(built, name)), name
+    assert own.seed != built.seed
