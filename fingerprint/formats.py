@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fingerprint.config import DeploymentConfig, Pruning, WeightFormat
+from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
 from fingerprint.model_spec import ModelSpec
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "head_bytes",
     "kept_fraction",
     "kv_heads_per_gpu",
+    "kv_tokens_per_layer",
     "layer_weight_bytes",
     "layer_weight_bytes_per_gpu",
     "linear_element_bytes",
@@ -108,6 +109,35 @@ def layer_weight_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
 def kv_heads_per_gpu(spec: ModelSpec, tp: int) -> float:
     """KV heads whose cache one GPU holds: above ``num_kv_heads`` ranks they are replicated, never split."""
     return spec.num_kv_heads / min(tp, spec.num_kv_heads)
+
+
+def kv_tokens_per_layer(spec: ModelSpec, pp: int, workload: Workload, step_tokens: int = 0) -> float:
+    """Tokens whose K and V one layer holds at the end of ``workload``: a sliding layer no more than its window.
+
+    Where the kinds of layers do not fall on all stages alike, it is the mean over the layers of the stage that
+    holds most, of an even split.
+
+    Args:
+        step_tokens: of the largest step, for a cache that keeps what a step computes until it has run; 0: for one
+            whose slots are written over.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+
+    def held(window: int | None) -> float:
+        whole = workload.kv_tokens
+        if window is None:
+            return whole
+        return min(whole, workload.batch * min(window, workload.context_tokens) + step_tokens)
+
+    if not spec.layer_windows:
+        return held(spec.sliding_window)
+    means, first = [], 0
+    for layers in even_split(spec.num_layers, pp):
+        means.append(sum(map(held, spec.layer_windows[first : first + layers])) / layers)
+        first += layers
+    return max(means)
 
 
 def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> float:

@@ -107,9 +107,14 @@ def generate(
 
 
 def generate_dummy(
-    config_dir: Path, target: Path, num_layers: int, *, seed: int = 0, progress: Progress | None = None
+    config_dir: Path,
+    target: Path,
+    layers: int | Sequence[int],
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> GenerateResult:
-    """Write to ``target`` a model of the family and sizes of ``config_dir`` with its first ``num_layers`` layers.
+    """Write to ``target`` a model of the family and sizes of ``config_dir`` with ``layers``, or the first so many.
 
     Its weights are random (matrices normal(0, 0.02), norms 1, biases 0), in the config's dtype, float32 when it
     names none: good for profiling, which does not depend on trained values; its text is noise. Names and shapes
@@ -117,21 +122,17 @@ def generate_dummy(
     checkpoints have on disk (stacked experts), and this way the caller never loads torch. Same seed, same bytes.
 
     Raises:
-        BadInputError: ``num_layers`` is not in 1..the model's.
+        BadInputError: a number that is not in 1..the model's, or as :func:`generate`.
         ConflictError, CheckpointError, NotFoundError, ConfigError, UnsupportedModelError: as :func:`generate`.
     """
     config = read_config(config_dir)
     blueprint = read_blueprint(config)
-    if not 1 <= num_layers <= blueprint.spec.num_layers:
-        raise BadInputError(
-            f"num_layers must be 1 to {blueprint.spec.num_layers} for this model, got {num_layers}"
-        )
-    chosen = tuple(range(num_layers))
-    layers = family_of(config).layout.layers
+    chosen = _chosen(layers, blueprint.spec.num_layers)
+    stack = family_of(config).layout.layers
     dtype = _dummy_dtype(config)
     shapes = list(blueprint.rest)
-    for index in chosen:
-        prefix = f"{layers}.{index}."
+    for index in range(len(chosen)):
+        prefix = f"{stack}.{index}."
         shapes += [TensorShape(prefix + shape.name, shape.shape, shape.role) for shape in blueprint.layer]
     tensors = [
         OutputTensor(
@@ -148,8 +149,8 @@ def generate_dummy(
     return GenerateResult(directory=target, layers=chosen, source_bytes=0, bytes_read=0, bytes_written=written)
 
 
-def generate_shape(config_dir: Path, target: Path, num_layers: int, *, tp: int = 1) -> None:
-    """Write to ``target`` the config.json and tokenizer of the first ``num_layers`` layers, and no weights.
+def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], *, tp: int = 1) -> None:
+    """Write to ``target`` the config.json and tokenizer of ``layers``, or of the first so many, and no weights.
 
     For an engine that makes random weights itself.
 
@@ -158,12 +159,12 @@ def generate_shape(config_dir: Path, target: Path, num_layers: int, *, tp: int =
             and the generation settings, which speak of tokens beyond a rank's vocabulary.
 
     Raises:
-        BadInputError: ``num_layers`` is not in 1..the model's, or ``tp`` does not divide it (``shard_config``).
+        BadInputError: as :func:`generate_dummy`, or ``tp`` does not divide the model (``shard_config``).
         ConflictError, CheckpointError, NotFoundError, ConfigError, UnsupportedModelError: as :func:`generate`.
     """
     config = read_config(config_dir)
     blueprint = read_blueprint(config)
-    chosen = _checked_layers(range(num_layers), blueprint.spec.num_layers)
+    chosen = _chosen(layers, blueprint.spec.num_layers)
     new_config = _cut_config(config, blueprint, chosen)
     if tp > 1:
         new_config = shard_config(new_config, tp)
@@ -171,6 +172,14 @@ def generate_shape(config_dir: Path, target: Path, num_layers: int, *, tp: int =
         (part / "config.json").write_text(json.dumps(new_config, indent=2) + "\n", encoding="utf-8")
         if tp == 1:
             _copy_beside(config_dir if config_dir.is_dir() else config_dir.parent, part)
+
+
+def _chosen(layers: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    if not isinstance(layers, int):
+        return _checked_layers(layers, num_layers)
+    if not 1 <= layers <= num_layers:
+        raise BadInputError(f"num_layers must be 1 to {num_layers} for this model, got {layers}")
+    return tuple(range(layers))
 
 
 def _checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -189,8 +198,8 @@ def _checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 def _cut_config(config: Mapping[str, object], blueprint: Blueprint, chosen: tuple[int, ...]) -> dict[str, object]:
     """Which layers slide is written out where the class would else count it anew from the kept ones' places."""
-    windows = blueprint.layer_windows
-    if len(set(windows)) > 1 and config.get("layer_types") is None:
+    windows = blueprint.spec.layer_windows
+    if windows and config.get("layer_types") is None:
         types = ["full_attention" if window is None else "sliding_attention" for window in windows]
         config = {**config, "layer_types": types}
     return cut_config(config, chosen, family_of(config).layers_keys)

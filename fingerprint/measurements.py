@@ -71,6 +71,8 @@ class MemoryPoint:
     max_batched_tokens: int  # tokens of the largest step behind ``activation_peak_bytes``
     ranks: tuple[RankMemory, ...]
     kv_tokens: int = 0  # room of the KV cache that ``load`` asked for; 0: not recorded
+    kv_sequences: int = 0  # that share ``kv_tokens`` evenly; 0: not recorded
+    layer_kinds: tuple[int, ...] = ()  # layers of each of the model's kinds, where they are several
     shard: bool = False  # one TP rank's shape (``shard_config``) alone on pp GPUs; ranks are one per stage
     max_batch: int = 0  # sequences that the engine was started for, where its memory follows from that
 
@@ -129,6 +131,12 @@ class TimingPoint:
     repeat: int = 1  # times that every step's forward was run: the depth is num_layers * repeat
     loads: tuple[int, ...] = ()  # which load of the profile each run was of; empty: not recorded
     shard: bool = False  # one TP rank's shape alone on pp GPUs: no all-reduce is in its times
+    layer_kinds: tuple[int, ...] = ()  # layers of each of the model's kinds, where they are several
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Layers of each of the model's kinds."""
+        return self.layer_kinds or (self.num_layers,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

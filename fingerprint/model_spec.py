@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 
-from fingerprint.codec import to_json
+from fingerprint.codec import to_builtins, to_json
 from fingerprint.config import KvFormat
 
-__all__ = ["KV_ELEMENT_BYTES", "ModelSpec"]
+__all__ = ["KV_ELEMENT_BYTES", "LayerKind", "ModelSpec"]
 
 KV_ELEMENT_BYTES = {KvFormat.BITS16: 2.0, KvFormat.INT8: 1.0, KvFormat.FP8: 1.0}
 
 
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers that look equally far back."""
+
+    window: int | None  # tokens, the query's own included; None: to the beginning
+    count: int
+
+    def attended(self, context: float) -> float:
+        """Of ``context`` tokens, those that the last one looks at."""
+        return context if self.window is None else min(context, self.window)
+
+    def attended_pairs(self, length: int) -> float:
+        """(query, key) pairs of one causal prompt of ``length`` tokens, in one head."""
+        window = min(self.window or length, length)
+        return window * (window + 1) / 2 + (length - window) * window
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Architecture facts of a decoder-only model with one stack of equal hidden layers.
+    """Architecture facts of a decoder-only model with one stack of hidden layers, equal but for their windows.
 
     Parameter counts are numbers of elements, not bytes. ``linear`` parameters are the matrices of the layer's
     linear modules (the ones that quantization and pruning change); norms, biases and MoE routers are the rest.
@@ -34,7 +52,8 @@ class ModelSpec:
     tied_embeddings: bool
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # of all layers
+    layer_windows: tuple[int | None, ...] = ()  # of each layer, where they differ
     gated_mlp: bool = True
     layer_params: int  # every parameter of one hidden layer, all experts
     layer_linear_params: int  # of these, the linear matrices
@@ -58,6 +77,22 @@ class ModelSpec:
         return 2 * self.num_kv_heads * self.head_dim * KV_ELEMENT_BYTES[kv]
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How far back each layer looks."""
+        return self.layer_windows or (self.sliding_window,) * self.num_layers
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers, the first layer's kind first."""
+        return tuple(LayerKind(window, count) for window, count in Counter(self.windows).items())
+
+    @property
     def shape_hash(self) -> str:
-        """Equal for models of one shape: a profile of one serves the other."""
-        return hashlib.sha256(to_json(self)).hexdigest()[:16]
+        """Equal for models of one shape: a profile of one serves the other.
+
+        What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
+        """
+        facts = to_builtins(self)
+        if not self.layer_windows:
+            del facts["layer_windows"]
+        return hashlib.sha256(to_json(facts)).hexdigest()[:16]

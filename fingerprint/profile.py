@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +31,7 @@ from fingerprint.measurements import (
 )
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_budget import Action, Budget, OutOfTimeError
-from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_layers
+from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_cuts, fingerprint_layers
 from fingerprint.robust import locate
 
 __all__ = ["ProfilePlan", "ProfileProgress", "default_plan", "fingerprint_layers", "profile"]
@@ -51,9 +52,20 @@ class ProfileProgress:
 class _Visit:
     """A fingerprint loaded in one pair of formats."""
 
-    num_layers: int
+    layers: tuple[int, ...]  # of the model
     weights: WeightFormat
     kv: KvFormat
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def kinds(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Layers of each kind; empty where all of the model are alike."""
+        if not spec.layer_windows:
+            return ()
+        counts = Counter(spec.layer_windows[layer] for layer in self.layers)
+        return tuple(counts[kind.window] for kind in spec.kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,7 @@ def profile(
     source_name: str,
     spec: ModelSpec,
     target: ProfileTarget,
-    fingerprints: Callable[[int], Path],
+    fingerprints: Callable[[Sequence[int]], Path],
     plan: ProfilePlan,
     *,
     clock: Callable[[], float] = time.monotonic,
@@ -92,7 +104,7 @@ def profile(
 
     Args:
         source_name: the model's name, recorded as it is.
-        fingerprints: the checkpoint directory that holds the first k layers.
+        fingerprints: the checkpoint directory that holds these layers of the model.
         clock: seconds that only grow.
         progress: told before every load and run.
         launch_s: what a launch is known to take, where the target has launched its first worker already.
@@ -127,7 +139,7 @@ class _Driver:
         self,
         spec: ModelSpec,
         target: ProfileTarget,
-        fingerprints: Callable[[int], Path],
+        fingerprints: Callable[[Sequence[int]], Path],
         plan: ProfilePlan,
         num_devices: int,
         budget: Budget,
@@ -173,19 +185,20 @@ class _Driver:
         plan, num_layers = self.plan, self.spec.num_layers
         sessions: dict[tuple[int, int], list[_Visit]] = {}
         for tp, pp in plan.degrees:
-            layers = fingerprint_layers(num_layers, pp)
+            cuts = fingerprint_cuts(self.spec, pp)
             if tp * pp > num_devices:
                 self.notes.append(f"tp={tp} pp={pp} left out: needs {tp * pp} devices, there are {num_devices}")
                 continue
-            if not layers:
+            if not cuts:
                 self.notes.append(f"tp={tp} pp={pp} left out: the model has {num_layers} layers, {pp} are needed")
                 continue
-            if len(layers) < 2:
+            if len(cuts) < 1 + len(self.spec.kinds):
                 self.notes.append(
-                    f"tp={tp} pp={pp}: no fingerprint of {2 * pp} layers, the model has {num_layers}; the cost of "
-                    "a layer is not measured there"
+                    f"tp={tp} pp={pp}: no fingerprint of {2 * pp} layers"
+                    + (" for each kind of layers" if self.spec.layer_windows else "")
+                    + f", the model has {num_layers}; the cost of a layer is not measured there"
                 )
-            sessions[tp, pp] = [_Visit(k, w, kv) for w in plan.weights for kv in plan.kv for k in layers]
+            sessions[tp, pp] = [_Visit(cut, w, kv) for w in plan.weights for kv in plan.kv for cut in cuts]
         return dict(sorted(sessions.items(), key=lambda item: item[0] != (1, 1)))
 
     def run_all(self) -> None:
@@ -296,6 +309,7 @@ class _Driver:
                 output_tokens=shape.output_tokens,
                 runs=tuple(runs),
                 loads=tuple(self.loads[tp, pp, visit, shape]),
+                layer_kinds=visit.kinds(self.spec),
             )
             for (tp, pp, visit, shape), runs in self.runs.items()
         )
@@ -310,7 +324,7 @@ class _Launch:
 
     def __init__(self, driver: _Driver, session: ProfileSession, tp: int, pp: int) -> None:
         self.driver, self.session, self.tp, self.pp = driver, session, tp, pp
-        self._kv_tokens = 0
+        self._kv_tokens = self._kv_sequences = 0
 
     def pass_over(self, visits: list[_Visit], deadline: float, soft: float) -> bool:
         """Run every point that needs it, once after ``soft`` and maybe more before; False when none does."""
@@ -356,7 +370,7 @@ class _Launch:
     def _load(self, visit: _Visit, deadline: float) -> None:
         driver, budget = self.driver, self.driver.budget
         driver._tell(f"tp={self.tp} pp={self.pp}: loading {visit.num_layers} layers, {visit.weights}")
-        checkpoint = driver.fingerprints(visit.num_layers)
+        checkpoint = driver.fingerprints(visit.layers)
         action = _load_action(self.tp, self.pp, visit)
         first = action not in budget.seen_s
         max_batch = max(s.batch for s in driver.shapes)
@@ -370,7 +384,7 @@ class _Launch:
                 max_batch=max_batch,
                 max_context_tokens=max_context_tokens,
             )
-        self._kv_tokens = max_batch * max_context_tokens
+        self._kv_tokens, self._kv_sequences = max_batch * max_context_tokens, max_batch
         driver.num_loads += 1
         if first:
             self._first_runs(visit, deadline)
@@ -435,6 +449,8 @@ class _Launch:
             max_batched_tokens=tokens,
             ranks=self.session.memory(),
             kv_tokens=self._kv_tokens,
+            kv_sequences=self._kv_sequences,
+            layer_kinds=visit.kinds(self.driver.spec),
         )
         self.driver.memory.append(point)
 

@@ -10,7 +10,7 @@ from fingerprint.config import KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["ProfilePlan", "Shards", "default_plan", "fingerprint_layers"]
+__all__ = ["ProfilePlan", "Shards", "default_plan", "fingerprint_cuts", "fingerprint_layers"]
 
 
 class Shards(StrEnum):
@@ -101,3 +101,21 @@ def default_plan(
 def fingerprint_layers(num_layers: int, pp: int) -> tuple[int, ...]:
     """Layer counts profiled at ``pp``: one and two layers on every stage, as far as the model has them."""
     return tuple(k for k in (pp, 2 * pp) if k <= num_layers)
+
+
+def fingerprint_cuts(spec: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
+    """Layers of the model in each fingerprint at ``pp``: ``pp`` of the commonest kind, alone and with ``pp`` more
+    of each kind in turn, as far as the model has them. Of layers all alike they are ``fingerprint_layers``.
+
+    With K kinds these K + 1 tell one layer of each kind, and what is beside the layers: which stage holds which of
+    them does not matter, since a burst passes all stages one after the other.
+    """
+    places = [
+        [layer for layer, window in enumerate(spec.windows) if window == kind.window]
+        for kind in sorted(spec.kinds, key=lambda kind: -kind.count)
+    ]
+    if len(places[0]) < pp:
+        return ()
+    base = places[0][:pp]
+    deeper = [places[0][: 2 * pp], *(sorted(base + others[:pp]) for others in places[1:])]
+    return (tuple(base), *(tuple(cut) for cut in deeper if len(cut) == 2 * pp))

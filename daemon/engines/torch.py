@@ -28,7 +28,6 @@ __all__ = ["TorchEngine"]
 
 _NO_INTERFACE = "its transformers class has no attention interface, which the embedded engine's cache goes through"
 _ADDS_POSITIONS = "its transformers class adds position embeddings to whatever a later pipeline stage is handed"
-_SEVERAL_KINDS = "its layers look back differently, and attention with caps or sinks is not done there yet"
 
 _CAPABILITIES = EngineCapabilities(
     engine="torch",
@@ -43,11 +42,10 @@ _CAPABILITIES = EngineCapabilities(
     lora_reason="adapters are not served yet",
     cpu=True,
     verified=True,
-    family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE, "opt": _ADDS_POSITIONS}
-    | dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss"), _SEVERAL_KINDS),
+    family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE, "opt": _ADDS_POSITIONS},
     exclusions=(
         Exclusion(
-            families=frozenset({"mixtral", "qwen2_moe", "qwen3_moe"}),
+            families=frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"}),
             weights=frozenset({WeightFormat.INT8}),
             reason="transformers fuses a layer's experts into one tensor, which the int8 format does not cover",
         ),

@@ -1,7 +1,8 @@
 """Attention of a mixed batch over the slot cache, as a function in transformers' attention interface.
 
 transformers' model classes call it in place of their own; what it needs beyond q, k and v reaches it through the
-keyword that their forward passes along. The work itself is torch's SDPA, once per sequence.
+keyword that their forward passes along. The work itself is torch's SDPA, once per sequence. It can neither cap
+logits (Gemma 2) nor put a sink beside them (GPT-OSS): these are computed as they are written.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from daemon.torch_engine.batch import FlatBatch, Span
-from daemon.torch_engine.kv_cache import KvCache
+from daemon.torch_engine.kv_cache import KeysValues, KvCache
 
 __all__ = ["IMPLEMENTATION", "AttentionStep", "register"]
 
@@ -46,33 +47,59 @@ def _attend(
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,  # [heads]
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
     assert attention_mask is None
-    assert softcap is None
-    batch, layer = iserve_step.batch, module.layer_idx
-    iserve_step.cache.write(layer, batch, key, value)
+    batch = iserve_step.batch
+    found = iserve_step.cache.add(module.layer_idx, batch, key, value)
     out = torch.empty_like(query.transpose(1, 2))  # [1, T, heads, head_dim], what the caller expects
-    for span in batch.spans:
-        # A query sees the keys of its own position and of the window - 1 before it.
-        low = 0 if sliding_window is None else max(0, span.start - sliding_window + 1)
-        keys, values = iserve_step.cache.read(layer, span.slot, low, span.end)
+    for span, (keys, values) in zip(batch.spans, found, strict=True):
         piece = query[:, :, span.first : span.first + span.count]
-        attend = _attend_one if span.count == 1 else _attend_piece
-        result = attend(batch, span, piece, keys, values, scaling, sliding_window)
+        seen = _seen(span, keys, values, sliding_window)
+        if softcap is not None or s_aux is not None:
+            mask = None if span.count == 1 else _mask_of(batch, span, seen[0], sliding_window)
+            result = _attend_written_out(piece, *seen, mask, scaling, softcap, s_aux)
+        elif span.count == 1:
+            result = _attend_one(piece, *seen, scaling)
+        else:
+            result = _attend_piece(batch, span, piece, *seen, scaling, sliding_window)
         out[0, span.first : span.first + span.count] = result.transpose(1, 2)[0]
     return out, None
 
 
-def _attend_one(
-    batch: FlatBatch,
-    span: Span,
+def _seen(span: Span, keys: torch.Tensor, values: torch.Tensor, sliding_window: int | None) -> KeysValues:
+    """What some query of the span may look at: its own position and the window - 1 before the first's."""
+    most = span.end if sliding_window is None else span.count + sliding_window - 1
+    first = max(0, keys.shape[2] - most)
+    return keys[:, :, first:], values[:, :, first:]
+
+
+def _attend_written_out(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    mask: torch.Tensor | None,
     scaling: float,
-    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    """``softmax([cap(q k / sqrt d), sink])`` without the sink's share, times v. The heads that share a key go
+    in as rows of one query block."""
+    heads, count, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
+    grouped = query.reshape(kv_heads, heads // kv_heads * count, -1)
+    logits = torch.matmul(grouped, keys[0].transpose(1, 2)).reshape(heads, count, -1) * scaling
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.reshape(-1, 1, 1).expand(-1, count, 1)], dim=-1)
+    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype)[..., : keys.shape[2]]
+    return torch.matmul(weights.reshape(kv_heads, heads // kv_heads * count, -1), values[0]).reshape(query.shape)
+
+
+def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
     """One token sees all keys it is given: the heads that share a key go in as rows of one query block, which
     is 5 to 10 times faster on the CPU than ``enable_gqa`` (docs/decisions/0004)."""
     heads, kv_heads = query.shape[1], keys.shape[1]
@@ -94,11 +121,16 @@ def _attend_piece(
     whole_prompt = span.start == 0 and (sliding_window is None or span.count <= sliding_window)
     if whole_prompt:
         return scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=gqa)
+    mask = _mask_of(batch, span, keys, sliding_window)
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+
+
+def _mask_of(batch: FlatBatch, span: Span, keys: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
     mask = batch.masks.get((span.slot, sliding_window))
     if mask is None:  # every layer of one window shares it
-        mask = _causal_mask(span, keys.shape[2], sliding_window, query.device)
+        mask = _causal_mask(span, keys.shape[2], sliding_window, keys.device)
         batch.masks[span.slot, sliding_window] = mask
-    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+    return mask
 
 
 def _causal_mask(span: Span, num_keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,13 @@ class RankTiming:
     forward_s: float  # its own part; waiting for the stage before is not in it
     input_ready_at: float  # hidden states have arrived (first stage: the step began)
     output_begun_at: float  # began to send hidden states on (last stage: the forward ended)
+
+
+class _CacheSizes(TypedDict):
+    layer_tokens: list[int]
+    slots: int
+    kv_heads: int
+    head_dim: int
 
 
 class Stage:
@@ -70,12 +78,13 @@ class Stage:
         self._inbox = self._make_inbox()
         device.reset_peak()
 
-    def _cache_sizes(self) -> dict[str, int]:
+    def _cache_sizes(self) -> _CacheSizes:
+        first, context = self._shape.first_layer, self._limits.max_context_tokens
+        windows = self._spec.windows[first : first + self._shape.num_layers]
         return {
-            "num_layers": self._shape.num_layers,
+            "layer_tokens": [min(window or context, context) for window in windows],
             "slots": self._limits.max_batch,
             "kv_heads": self._spec.num_kv_heads // self.model.parallel.tp,
-            "context_tokens": self._limits.max_context_tokens,
             "head_dim": self._spec.head_dim,
         }
 

@@ -68,16 +68,22 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"transformers cannot read {checkpoint}/config.json: {error}") from error
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in STATIC_ROPE_TYPES:
+    if changing := _rope_types(config) - STATIC_ROPE_TYPES:
         raise UnsupportedModelError(
-            f"rope type {rope!r} changes with the longest sequence of a batch, which mixed batches cannot follow; "
-            f"supported are {', '.join(sorted(STATIC_ROPE_TYPES))}"
+            f"rope type {min(changing)!r} changes with the longest sequence of a batch, which mixed batches "
+            f"cannot follow; supported are {', '.join(sorted(STATIC_ROPE_TYPES))}"
         )
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     slow = stored is torch.float16 and device.type == "cpu"
     native = stored if stored in (torch.float16, torch.bfloat16) and not slow else torch.bfloat16
     return ModelSource(checkpoint, spec, config, module_layout(spec.family), dtype or native)
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of the model, or of each of its kinds of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return {str(value.get("rope_type", "default")) for value in each}
 
 
 def _why_not(spec: ModelSpec) -> str:
@@ -265,7 +271,11 @@ def _materialize_buffers(model: nn.Module, config: Any, device: torch.device) ->
     """Buffers are not in checkpoints (rotary frequencies): the modules that own some are built anew, for real."""
     for name, module in list(model.named_modules()):
         buffers = dict(module.named_buffers(recurse=False))
-        if buffers and not isinstance(module, nn.Linear) and not _is_linear(module):
+        if isinstance(module, nn.Embedding):  # Gemma's is scaled
+            for buffer in buffers:
+                scale = torch.tensor(getattr(module, f"scalar_{buffer}"), device=device)
+                module.register_buffer(buffer, scale, persistent=False)
+        elif buffers and not isinstance(module, nn.Linear) and not _is_linear(module):
             with torch.device(device):
                 made = type(module)(config=config)
             parent, _, leaf = name.rpartition(".")

@@ -11,10 +11,24 @@ __all__ = ["FAMILIES", "KV", "MAX_PP", "MAX_TP", "PRUNING", "STATIC_ROPE_TYPES",
 
 # Families whose transformers classes go through the attention interface, and that are tested here.
 FAMILIES = frozenset(
-    {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "gpt_neox"}
+    {
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "phi3",
+        "gpt_neox",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+    }
 )
-# transformers' plan for Phi-3 gathers its joined matrices again before they are used: nothing would be halved.
-TP_FAMILIES = FAMILIES - {"phi3"}
+# transformers' plan for Phi-3 gathers its joined matrices again before they are used: nothing would be halved. For
+# GPT-OSS it has none.
+TP_FAMILIES = FAMILIES - {"phi3", "gpt_oss"}
 
 # Rotary embeddings whose frequencies depend on the model alone, not on how long a batch's sequences are.
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})

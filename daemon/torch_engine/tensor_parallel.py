@@ -92,20 +92,22 @@ class TensorParallel:
             if self.adds_up(name):
                 module.register_forward_hook(self._all_reduce)
             elif isinstance(module, nn.Embedding) and module.weight.shape[0] < module.num_embeddings:
-                module.forward = partial(self._look_up, module.weight)
+                module.forward = partial(self._look_up, module)
 
     @property
     def keeps_bias(self) -> bool:
         """A bias added before the sum must be added once."""
         return self.index == 0
 
-    def _look_up(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embedding of which this rank has ``rows``: it adds zeros for the tokens of the others."""
+    def _look_up(self, module: nn.Embedding, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embedding of which this rank has some rows: it adds zeros for the tokens of the others."""
+        rows = module.weight
         local = token_ids - self.index * rows.shape[0]
         mine = (local >= 0) & (local < rows.shape[0])
         found = embedding(torch.where(mine, local, 0), rows).masked_fill_(~mine[..., None], 0)
         dist.all_reduce(found, group=self.group)
-        return found
+        scale = getattr(module, "embed_scale", None)  # Gemma's
+        return found if scale is None else found * scale.to(found.dtype)
 
     def _all_reduce(self, module: nn.Module, args: tuple[object, ...], output: torch.Tensor) -> torch.Tensor:
         total = output.contiguous()

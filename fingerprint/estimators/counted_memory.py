@@ -20,7 +20,12 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.estimators.roofline import CALIBRATED
-from fingerprint.formats import embedding_bytes, layer_weight_bytes_per_gpu, linear_element_bytes
+from fingerprint.formats import (
+    embedding_bytes,
+    kv_tokens_per_layer,
+    layer_weight_bytes_per_gpu,
+    linear_element_bytes,
+)
 from fingerprint.measurements import MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
 
@@ -72,7 +77,7 @@ class CountedMemory:
             pp=config.pp,
             num_layers=self._spec.num_layers,
             layer_weight_bytes=math.ceil(layer),
-            layer_kv_bytes=math.ceil(self._kv_bytes_per_token(points) * workload.kv_tokens),
+            layer_kv_bytes=math.ceil(self._kv_bytes_per_token(points) * self._kv_tokens(config, points, workload)),
             first_stage_bytes=math.ceil(first),
             last_stage_bytes=math.ceil(last),
             activation_bytes=max(rank.activation_peak_bytes for rank in ranks),
@@ -180,6 +185,10 @@ class CountedMemory:
         if not seen:
             raise NotMeasuredError("the engine counted no KV cache")
         return statistics.median(seen)
+
+    def _kv_tokens(self, config: DeploymentConfig, points: list[MemoryPoint], workload: Workload) -> float:
+        step_tokens = max(point.max_batched_tokens for point in points)
+        return kv_tokens_per_layer(self._spec, config.pp, workload, step_tokens)
 
     def _graph_bytes(self, points: list[MemoryPoint], layers: int) -> int:
         shallow = min(points, key=lambda point: point.num_layers)

@@ -7,6 +7,7 @@ of batch, prompt and context, and all points of one (tp, pp, formats) are fitted
 * h_first: 1, batch * prompt, batch * prompt^2 (attention)       * o_first: 1, batch, batch * prompt
 * h_next:  1, batch, batch * context (KV read)                    * o_next:  1, batch
 
+Layers that look back differently are of kinds with an h each, in which prompt^2 and context end at the window.
 Device and host time are fitted apart. The host's part does not depend on depth unless the runs say so (on an
 engine that overlaps the two, what is left of the host's time shrinks as layers are added; it stops at zero), so
 that the host's noise is not multiplied by N. It knows nothing of memory, and predicts for no configuration whose
@@ -29,6 +30,7 @@ from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
 from fingerprint.estimators.loads import LoadSpread, Spread, load_spread, share_of_loads
 from fingerprint.measurements import Profile, TimingPoint
+from fingerprint.model_spec import LayerKind, ModelSpec
 
 __all__ = ["L2", "Latency", "LayerEffect", "MeasuredKey", "TimingFit", "key_of"]
 
@@ -71,14 +73,25 @@ class LayerEffect:
 
 
 # One run is one row: the prefill's columns as they are, the decode step's times the number of steps.
-_LAYER_COLUMNS = (0, 1, 2, 6, 7, 8)  # of the device's row: what is multiplied by the number of layers
 _HOST_LAYER_COLUMNS = (5, 6)
 
 
-def _device_row(layers: float, batch: int, prompt: int, steps: float, context: float, *, prefill: float) -> Array:
-    tokens, k = batch * prompt, layers
-    first = [k, k * tokens, k * tokens * prompt, 1, batch, tokens]
-    step = [k, k * batch, k * batch * context, 1, batch]
+def _device_row(
+    kinds: Sequence[LayerKind],
+    counts: Sequence[float],
+    batch: int,
+    prompt: int,
+    steps: float,
+    context: float,
+    *,
+    prefill: float,
+) -> Array:
+    """Args: counts: layers of each kind."""
+    tokens, first, step = batch * prompt, [1.0, batch, batch * prompt], [1.0, batch]
+    for kind, k in zip(kinds, counts, strict=True):
+        looked_at = 2 * kind.attended_pairs(prompt) / prompt - 1  # the prompt's length, where no window cuts it
+        first += [k, k * tokens, k * tokens * looked_at]
+        step += [k, k * batch, k * batch * kind.attended(context)]
     return np.array([prefill * f for f in first] + [steps * f for f in step], dtype=np.float64)
 
 
@@ -96,6 +109,7 @@ class TimingFit:
     """All points of one :class:`MeasuredKey`, fitted.
 
     Args:
+        spec: of the whole model.
         spread: between loads; None: as these points show it.
 
     Raises:
@@ -103,22 +117,23 @@ class TimingFit:
     """
 
     def __init__(
-        self, key: MeasuredKey, num_layers: int, points: Sequence[TimingPoint], spread: LoadSpread | None = None
+        self, key: MeasuredKey, spec: ModelSpec, points: Sequence[TimingPoint], spread: LoadSpread | None = None
     ) -> None:
-        self.key, self.num_layers = key, num_layers
+        self.key, self.num_layers, self._kinds = key, spec.num_layers, spec.kinds
         self._spread = spread or load_spread(points)
         self.points = tuple(point for point in points if point.runs)
         if not self.points:
             raise NotMeasuredError(f"no fingerprint was run at {key}; profile the model first")
         self._device_runs = [np.array([run.device_s for run in point.runs]) for point in self.points]
         self._host_runs = [np.array([run.host_s for run in point.runs]) for point in self.points]
-        rows = [
-            _device_row(p.num_layers, p.batch, p.input_tokens, p.output_tokens - 1, _mean_context(p), prefill=1)
-            for p in self.points
-        ]
+        rows = [self._device_row_of(point) for point in self.points]
         self._device = LinearModel(np.array(rows), self._device_runs, _scale(self._device_runs), non_negative=True)
         self._host_columns, self._host = self._fit_host()
         self.handover = self._fit_handover() if key.pp > 1 else None
+
+    def _device_row_of(self, p: TimingPoint) -> Array:
+        steps, context = p.output_tokens - 1, _mean_context(p)
+        return _device_row(self._kinds, p.layer_counts, p.batch, p.input_tokens, steps, context, prefill=1)
 
     def _fit_host(self) -> tuple[list[int], LinearModel]:
         """Without the depth, unless its effect is beyond the noise."""
@@ -183,8 +198,18 @@ class TimingFit:
         largest = max(self.points, key=lambda p: (p.batch * p.input_tokens, p.output_tokens))
         batch, prompt = batch or largest.batch, input_tokens or largest.input_tokens
         context = prompt + self._longest_output() / 2
-        whole = [_device_row(1, batch, prompt, steps, context, prefill=1 - steps) for steps in (0, 1)]
-        return batch, prompt, [np.where(np.isin(np.arange(row.size), _LAYER_COLUMNS), row, 0.0) for row in whole]
+        rows = [
+            [self._mixed_row(layers, batch, prompt, steps, context, prefill=1 - steps) for layers in (0, 1)]
+            for steps in (0, 1)
+        ]
+        return batch, prompt, [one - none for none, one in rows]
+
+    def _mixed_row(
+        self, layers: float, batch: int, prompt: int, steps: float, context: float, *, prefill: float
+    ) -> Array:
+        """Of so many layers, of each kind as large a part as in the whole model."""
+        counts = [layers * kind.count / self.num_layers for kind in self._kinds]
+        return _device_row(self._kinds, counts, batch, prompt, steps, context, prefill=prefill)
 
     def reaches(self, workload: Workload) -> bool:
         """Whether the points determine this workload, at most a factor of two outside them."""
@@ -239,7 +264,8 @@ class TimingFit:
         return Latency(self._extrapolated(workload, True), self._extrapolated(workload, False))
 
     def parts(self, workload: Workload, layers: float, first: bool) -> list[tuple[Prediction, Sequence[Array]]]:
-        """What a prefill (``first``) or a decode step consists of, for :func:`combine`."""
+        """What a prefill (``first``) or a decode step of ``layers`` layers consists of, for :func:`combine`. The
+        layers are of each kind as in the whole model."""
         device = self._device.predict(self._device_at(workload, layers, first))
         host = self._host.predict(self._host_at(workload, layers, first))
         parts: list[tuple[Prediction, Sequence[Array]]] = [(device, self._device_runs)]
@@ -267,8 +293,8 @@ class TimingFit:
         for prediction, runs in parts:
             each += prediction.shares / prediction.misfit * np.array([values.mean() for values in runs])
         shared = 0.0
-        for depth in self.depths:
-            own = [i for i, point in enumerate(self.points) if point.num_layers == depth]
+        for counts in sorted({point.layer_counts for point in self.points}):
+            own = [i for i, point in enumerate(self.points) if point.layer_counts == counts]
             shared += float(each[own].sum()) ** 2 * share_of_loads([self.points[i] for i in own])
         value, variance = sum(prediction.value for prediction, _ in parts), spread.relative**2
         return (variance * shared, spread.dof), (variance * value**2, spread.dof)
@@ -292,7 +318,7 @@ class TimingFit:
 
     def _device_at(self, workload: Workload, layers: float, first: bool) -> Array:
         steps, context = (0, 0.0) if first else (1, _mean_context(workload))
-        return _device_row(layers, workload.batch, workload.input_tokens, steps, context, prefill=1 - steps)
+        return self._mixed_row(layers, workload.batch, workload.input_tokens, steps, context, prefill=1 - steps)
 
     def _host_at(self, workload: Workload, layers: float, first: bool) -> Array:
         steps = 0 if first else 1
@@ -344,8 +370,7 @@ class L2:
                 grouped.setdefault(key, []).append(point)
         spreads = _spreads(profile.timing)
         self.fits = {
-            key: TimingFit(key, profile.spec.num_layers, points, spreads[key.tp, key.pp])
-            for key, points in grouped.items()
+            key: TimingFit(key, profile.spec, points, spreads[key.tp, key.pp]) for key, points in grouped.items()
         }
 
     @property

@@ -59,7 +59,8 @@ def load_spread(points: Iterable[TimingPoint]) -> LoadSpread:
     fingerprints: dict[tuple[object, ...], list[TimingPoint]] = defaultdict(list)
     for point in points:
         if point.runs and len(point.loads) == len(point.runs):
-            fingerprints[point.tp, point.pp, point.weights, point.kv, point.num_layers].append(point)
+            key = point.tp, point.pp, point.weights, point.kv, point.layer_counts
+            fingerprints[key].append(point)
     if not fingerprints:
         nothing = Spread(0.0, math.inf)
         return LoadSpread(nothing, nothing)

@@ -22,7 +22,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.memory_points import BytesOf, Degree, Peak, Steps, along_tokens, in_format
-from fingerprint.formats import WEIGHT_16BIT_BYTES, layer_weight_bytes
+from fingerprint.formats import WEIGHT_16BIT_BYTES, kv_tokens_per_layer, layer_weight_bytes
 from fingerprint.measurements import MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
 
@@ -302,7 +302,8 @@ class M2:
         spec = self.spec
         disagreeing = [check.ratio for check in self.kv_checks if check.kv == config.kv and check.disagrees]
         per_token = spec.kv_bytes_per_token_per_layer(config.kv) / min(config.tp, spec.num_kv_heads)
-        return per_token * max(disagreeing, default=1.0) * workload.kv_tokens
+        tokens = kv_tokens_per_layer(spec, config.pp, workload)
+        return per_token * max(disagreeing, default=1.0) * tokens
 
 
 class _WeightsModel:
@@ -405,13 +406,23 @@ def _borrowed(degrees: _Degrees) -> _Degrees:
 def _kv_checks(spec: ModelSpec, points: Iterable[MemoryPoint]) -> tuple[KvCheck, ...]:
     checks = {}
     for point in points:
-        if point.kv_tokens and point.ranks:
+        # Which kinds of layers a stage of a fingerprint holds is nowhere recorded.
+        if point.kv_tokens and point.ranks and (point.pp == 1 or not point.layer_kinds):
             heads_split = min(point.tp, spec.num_kv_heads)
-            layers = point.num_layers // point.pp
-            expected = spec.kv_bytes_per_token_per_layer(point.kv) * layers * point.kv_tokens / heads_split
+            per_token = spec.kv_bytes_per_token_per_layer(point.kv) / heads_split
+            expected = per_token * _tokens_over_layers(spec, point) / point.pp
             held = max(rank.kv_bytes for rank in point.ranks)
             checks[point.kv, point.tp, point.pp] = KvCheck(point.kv, point.tp, point.pp, held, expected)
     return tuple(checks[key] for key in sorted(checks))
+
+
+def _tokens_over_layers(spec: ModelSpec, point: MemoryPoint) -> float:
+    """Tokens that the cache has room for, summed over the layers of a fingerprint."""
+    kinds = zip(spec.kinds, point.layer_kinds or (point.num_layers,), strict=True)
+    if not point.kv_sequences:
+        return point.num_layers * point.kv_tokens
+    room = point.kv_tokens / point.kv_sequences
+    return sum(layers * point.kv_sequences * kind.attended(room) for kind, layers in kinds)
 
 
 def _whole(value: float) -> int:

@@ -9,6 +9,7 @@ the calibrated ones is inside the interval, and a measurement always takes prece
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,11 +22,12 @@ from fingerprint.formats import (
     head_bytes,
     kept_fraction,
     kv_heads_per_gpu,
+    kv_tokens_per_layer,
     layer_weight_bytes_per_gpu,
     linear_element_bytes,
 )
 from fingerprint.gpu_spec import GpuSpec
-from fingerprint.model_spec import KV_ELEMENT_BYTES, ModelSpec
+from fingerprint.model_spec import KV_ELEMENT_BYTES, LayerKind, ModelSpec
 
 __all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator", "all_reduce_s"]
 
@@ -138,6 +140,7 @@ class RooflineEstimator:
         self._gpu = gpu
         self._constants = constants
         self._max_batched_tokens = max_batched_tokens
+        self._kinds = spec.kinds
         self._shards: dict[DeploymentConfig, _Shard] = {}
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
@@ -166,7 +169,7 @@ class RooflineEstimator:
         """Seconds until the whole batch, handed over at once, has its first tokens; no interval."""
         tokens = workload.batch * workload.input_tokens
         steps = math.ceil(tokens / self._max_batched_tokens)
-        attended = workload.batch * self._attended_pairs(workload.input_tokens)
+        attended = workload.batch * self._mean(lambda kind: kind.attended_pairs(workload.input_tokens))
         return steps * self._step_s(
             config,
             tokens=tokens / steps,
@@ -178,9 +181,7 @@ class RooflineEstimator:
     def tpot_s(self, config: DeploymentConfig, workload: Workload) -> float:
         """Seconds of one decode step of the batch at the mean context (input + output / 2); no interval."""
         context = workload.input_tokens + workload.output_tokens / 2
-        if self._spec.sliding_window is not None:
-            context = min(context, self._spec.sliding_window)
-        cached = workload.batch * context
+        cached = workload.batch * self._mean(lambda kind: kind.attended(context))
         return self._step_s(
             config, tokens=workload.batch, sequences=workload.batch, kv_tokens=cached, attended_pairs=cached
         )
@@ -198,7 +199,7 @@ class RooflineEstimator:
 
         Args:
             tokens: new tokens of all sequences; sequences: rows of logits wanted.
-            kv_tokens: cached tokens read; attended_pairs: (query, key) pairs of the attention.
+            kv_tokens: cached tokens read; attended_pairs: (query, key) pairs of the attention; of the mean layer.
         """
         spec, gpu, constants = self._spec, self._gpu, self._constants
         shard = self._shard(config)
@@ -231,10 +232,12 @@ class RooflineEstimator:
     def _boundary_bytes(self, tokens: float) -> float:
         return 2 * tokens * self._spec.hidden_size * _ACTIVATION_BYTES
 
-    def _attended_pairs(self, length: int) -> float:
-        """(query, key) pairs of one causal prompt of ``length`` tokens, within the sliding window if any."""
-        window = min(self._spec.sliding_window or length, length)
-        return window * (window + 1) / 2 + (length - window) * window
+    def _mean(self, of_kind: Callable[[LayerKind], float]) -> float:
+        """Over the layers."""
+        kinds = self._kinds
+        if len(kinds) == 1:
+            return of_kind(kinds[0])
+        return sum(kind.count * of_kind(kind) for kind in kinds) / self._spec.num_layers
 
     def _experts_read_fraction(self, tokens: float) -> float:
         """Expected share of distinct experts that ``tokens`` tokens choose, routed uniformly and independently."""
@@ -290,7 +293,9 @@ class RooflineEstimator:
             pp=config.pp,
             num_layers=spec.num_layers,
             layer_weight_bytes=math.ceil(shard.layer_bytes),
-            layer_kv_bytes=math.ceil(shard.kv_token_bytes * workload.kv_tokens),
+            layer_kv_bytes=math.ceil(
+                shard.kv_token_bytes * kv_tokens_per_layer(spec, config.pp, workload, step_tokens)
+            ),
             first_stage_bytes=math.ceil(embedding_bytes(spec) / tp),
             last_stage_bytes=math.ceil(last_bytes),
             activation_bytes=math.ceil(self._activation_bytes(tp, step_tokens, workload.batch)),

@@ -31,7 +31,6 @@ class Blueprint:
     spec: ModelSpec
     layer: tuple[TensorShape, ...]  # of each hidden layer; names follow "<layers>.<index>."
     rest: tuple[TensorShape, ...]  # all other tensors, full names; no head weight when tied
-    layer_windows: Windows  # of each hidden layer
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,10 @@ def blueprint_of(
     """Sizes as read, counts from the tensors.
 
     Args:
-        layer_windows: how far back each layer looks; None: all to the beginning. The spec has a window if all
-            layers have that one. Of several kinds all count as full there, so that KV is never too small.
+        layer_windows: how far back each layer looks; None: all to the beginning.
     """
     windows = layer_windows or (None,) * num_layers
+    several = len(set(windows)) > 1
     vocab_size, hidden_size = ends.embedding[0].shape
     spec = ModelSpec(
         family=fields.family,
@@ -105,7 +104,8 @@ def blueprint_of(
         tied_embeddings=tied,
         num_experts=num_experts,
         experts_per_token=experts_per_token,
-        sliding_window=windows[0] if len(set(windows)) == 1 else None,
+        sliding_window=None if several else windows[0],
+        layer_windows=windows if several else (),
         gated_mlp=gated_mlp,
         layer_params=elements(layer),
         layer_linear_params=elements(layer, Role.LINEAR, Role.EXPERT),
@@ -114,4 +114,4 @@ def blueprint_of(
         head_params=elements(ends.head),
         final_norm_params=elements(ends.final_norm),
     )
-    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head), windows)
+    return Blueprint(spec, tuple(layer), (*ends.embedding, *ends.final_norm, *ends.head))

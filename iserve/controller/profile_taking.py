@@ -4,8 +4,7 @@ still change the decision that it is taken for."""
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_plan, depth_tied_profile
 from fingerprint.errors import ConfigError, InfeasibleError, IserveError, UnsupportedModelError
-from fingerprint.families import read_blueprint, read_config
 from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
@@ -69,26 +67,28 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
             f"shards={order.shards} profiles one tensor-parallel rank alone, which takes an engine with our step "
             f"timer, and {order.table.engine} has none; take --engine vllm, or leave --shards out"
         )
+    if order.table.step_timed:
+        _refuse_several_kinds(order.source)
     if order.known is not None and order.wish is not None:
         return _added(order.known, order.wish, order, target, fingerprints)
     return (_take_depth_tied if order.table.step_timed else _take_plain)(order, target, fingerprints)
 
 
 def _refuse_several_kinds(source: ModelSource) -> None:
-    """The first layers say what the others cost only where all are alike.
+    """A forward repeated to the model's depth has the whole model's mix of layers only where all are alike.
 
     Raises:
         UnsupportedModelError: they are not.
     """
-    counts = Counter(read_blueprint(read_config(source.directory)).layer_windows)
-    if len(counts) > 1:
+    if source.spec.layer_windows:
         kinds = ", ".join(
-            f"{count} look back " + (f"{window:,} tokens" if window else "to the beginning")
-            for window, count in counts.items()
+            f"{kind.count} look back " + (f"{kind.window:,} tokens" if kind.window else "to the beginning")
+            for kind in source.spec.kinds
         )
         raise UnsupportedModelError(
-            f"the {source.spec.num_layers} layers of {source.name} are of {len(counts)} kinds ({kinds}), and "
-            "fingerprints of several kinds are not measured yet; `iserve plan` estimates the model from datasheets"
+            f"the {source.spec.num_layers} layers of {source.name} are of {len(source.spec.kinds)} kinds "
+            f"({kinds}), and on an engine with our step timer that is not measured yet; --engine torch measures "
+            "each kind, `iserve plan` with --gpus estimates the model from datasheets"
         )
 
 
@@ -254,25 +254,22 @@ def _runs(order: Order, config: DeploymentConfig, gpu: GpuSpec, *, num_gpus: int
 
 
 class Fingerprints:
-    """Cuts each fingerprint when it is first asked for.
-
-    Raises:
-        UnsupportedModelError: the layers are of several kinds.
-    """
+    """Cuts each fingerprint when it is first asked for."""
 
     def __init__(self, source: ModelSource, folder: Path, *, weights: bool) -> None:
-        _refuse_several_kinds(source)
         self._source, self._folder, self._weights = source, folder, weights
 
-    def __call__(self, num_layers: int, tp: int = 1) -> Path:
-        """The first layers; of one rank of ``tp``, which is a shape without weights, where that is above 1."""
-        target = self._folder / (f"{num_layers}-layers" if tp == 1 else f"{num_layers}-layers-of-{tp}")
+    def __call__(self, layers: int | Sequence[int], tp: int = 1) -> Path:
+        """These layers, or the first so many; above ``tp`` 1 the shape of one rank of so many, without weights."""
+        chosen = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
+        name = "layers-" + "-".join(map(str, chosen))
+        target = self._folder / (name if tp == 1 else f"{name}-of-{tp}")
         if not target.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
             if tp > 1 or not self._weights:  # the engine makes random ones
-                generate_shape(self._source.directory, target, num_layers, tp=tp)
+                generate_shape(self._source.directory, target, chosen, tp=tp)
             elif self._source.has_weights:
-                generate(self._source.directory, target, range(num_layers))
+                generate(self._source.directory, target, chosen)
             else:
-                generate_dummy(self._source.directory, target, num_layers, seed=0)
+                generate_dummy(self._source.directory, target, chosen, seed=0)
         return target

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -181,13 +181,13 @@ def take_profile(case: Case, target: WorkerProfileTarget, folder: Path, options:
     workload = Workload(max(options.batches), case.input_tokens, case.output_tokens)
     plan = default_plan(spec, workload, weights=FORMATS, degrees=options.degrees, budget_s=options.profile_s)
 
-    def fingerprint(num_layers: int) -> Path:
-        path = folder / f"fingerprint-{num_layers}"
+    def fingerprint(layers: Sequence[int]) -> Path:
+        path = folder / f"fingerprint-{'-'.join(map(str, layers))}"
         if not path.exists():
             if case.has_weights:
-                generate(case.directory, path, range(num_layers))
+                generate(case.directory, path, layers)
             else:
-                generate_dummy(case.directory, path, num_layers)
+                generate_dummy(case.directory, path, layers)
         return path
 
     def show(progress: ProfileProgress) -> None:

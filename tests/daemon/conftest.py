@@ -248,6 +248,22 @@ _FAMILIES = {
     ),
     "phi3": ("Phi3Config", {"num_hidden_layers": 2, "sliding_window": 8, "pad_token_id": None}),
     "gpt_neox": ("GPTNeoXConfig", {"num_hidden_layers": 2}),
+    # Three layers, of which one looks all the way back; the caps, low, are felt by random weights too.
+    "gemma2": (
+        "Gemma2Config",
+        {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+        | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 8, "num_local_experts": 4}
+        | {"num_experts_per_tok": 2, "pad_token_id": None, "initializer_range": 0.5},
+    ),
     "falcon": ("FalconConfig", {"num_hidden_layers": 2}),
 }
 

@@ -23,7 +23,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral"]
-FAMILIES += ["qwen2_moe", "qwen3_moe", "phi3", "gpt_neox"]
+FAMILIES += ["qwen2_moe", "qwen3_moe", "phi3", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss"]
 PROMPT = [3, 80, 0, 41, 17, 5, 66, 9, 90, 12, 7, 58, 33, 2, 71, 44, 20, 8, 95, 61]
 OTHER = [50, 1, 88, 23, 14, 77, 6]
 NEW_TOKENS = 20

@@ -6,7 +6,11 @@ than there are, a split that does not add up), so a driver that only works again
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +70,13 @@ class FakeClock:
         return self.now
 
 
+Layers = int | Sequence[int | None]  # so many that look all the way back, or the window of each
+
+
+def _counted(layers: Layers) -> list[tuple[int | None, int]]:
+    return [(None, layers)] if isinstance(layers, int) else list(Counter(layers).items())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Truth:
     """What the machine's costs really are. Times are for tp=1 at 16bit; ``int8_time`` multiplies a layer's."""
@@ -79,6 +90,7 @@ class Truth:
     handover_s: tuple[float, float] = (1e-4, 1e-7)  # per step and boundary, and per token of the step
     tp_time: float = 0.6  # a layer's time at tp=2 over that at tp=1; at t it is this to the log2(t)
     int8_time: float = 0.8
+    sliding_time: float = 1.3  # of a layer that looks back a window, over that of one that looks back as far
     # bytes
     layer_split_bytes: int = 1_000_000  # of one layer, divided by tp
     layer_whole_bytes: int = 2_000  # of one layer, on every rank
@@ -93,26 +105,37 @@ class Truth:
     runtime_bytes: int = 50_000_000
     kv_factor: float = 1.0  # what the engine allocates over what the spec says
 
-    def first_s(self, layers: int, batch: int, n: int, *, tp: int = 1, pp: int = 1, int8: bool = False) -> float:
+    def first_s(
+        self, layers: Layers, batch: int, n: int, *, tp: int = 1, pp: int = 1, int8: bool = False
+    ) -> float:
         b0, b1, b2 = self.layer_first_s
         o0, o1, o2 = self.other_first_s
-        layer = (b0 + b1 * batch * n + b2 * batch * n * n) * self._speed(tp, int8)
-        return layers * layer + o0 + o1 * batch + o2 * batch * n + (pp - 1) * self.hop_s(batch * n)
+        own = 0.0
+        for window, count in _counted(layers):
+            w = min(window or n, n)
+            looked_at = (2 * n * w - w * w + w) / n - 1  # n where the window is no shorter
+            layer = b0 + b1 * batch * n + b2 * batch * n * looked_at
+            own += count * layer * (1.0 if window is None else self.sliding_time)
+        return own * self._speed(tp, int8) + o0 + o1 * batch + o2 * batch * n + (pp - 1) * self.hop_s(batch * n)
 
     def next_s(
-        self, layers: int, batch: int, context: float, *, tp: int = 1, pp: int = 1, int8: bool = False
+        self, layers: Layers, batch: int, context: float, *, tp: int = 1, pp: int = 1, int8: bool = False
     ) -> float:
         b0, b1, b2 = self.layer_next_s
-        layer = (b0 + b1 * batch + b2 * batch * context) * self._speed(tp, int8)
-        return layers * layer + self.other_next_s[0] + self.other_next_s[1] * batch + (pp - 1) * self.hop_s(batch)
+        own = 0.0
+        for window, count in _counted(layers):
+            layer = b0 + b1 * batch + b2 * batch * min(context, window or context)
+            own += count * layer * (1.0 if window is None else self.sliding_time)
+        others = self.other_next_s[0] + self.other_next_s[1] * batch + (pp - 1) * self.hop_s(batch)
+        return own * self._speed(tp, int8) + others
 
     def hop_s(self, tokens: int) -> float:
         return self.handover_s[0] + self.handover_s[1] * tokens
 
-    def ttft_s(self, layers: int, batch: int, n: int, **where: object) -> float:
+    def ttft_s(self, layers: Layers, batch: int, n: int, **where: object) -> float:
         return self.first_s(layers, batch, n, **where) + self.host_s[0]  # type: ignore[arg-type]
 
-    def tpot_s(self, layers: int, batch: int, n: int, m: int, **where: object) -> float:
+    def tpot_s(self, layers: Layers, batch: int, n: int, m: int, **where: object) -> float:
         return self.next_s(layers, batch, n + m / 2, **where) + self.host_s[1]  # type: ignore[arg-type]
 
     def _speed(self, tp: int, int8: bool) -> float:
@@ -179,9 +202,12 @@ class SyntheticMachine:
         self.sessions.append(session)
         return session
 
-    def fingerprint(self, layers: int) -> Path:
-        assert 1 <= layers <= self.spec.num_layers
-        return Path("/fingerprints") / str(layers)
+    def fingerprint(self, layers: Sequence[int]) -> Path:
+        """The name says how many layers of each kind."""
+        assert list(layers) == sorted(set(layers))
+        assert set(layers) <= set(range(self.spec.num_layers))
+        windows = [self.spec.windows[layer] for layer in layers]
+        return Path("/fingerprints") / "-".join(str(windows.count(kind.window)) for kind in self.spec.kinds)
 
     def level(self) -> float:
         """How fast the next load runs."""
@@ -212,7 +238,10 @@ class SyntheticSession:
         max_context_tokens: int,
     ) -> None:
         assert not self.closed, "load after close"
-        assert layers_per_stage == even_split(int(checkpoint.name), self.pp), layers_per_stage
+        counts = [int(count) for count in checkpoint.name.split("-")]
+        assert layers_per_stage == even_split(sum(counts), self.pp), layers_per_stage
+        kinds = zip(self.machine.spec.kinds, counts, strict=True)
+        self.windows = tuple(kind.window for kind, count in kinds for _ in range(count))
         assert len(set(layers_per_stage)) == 1, "fingerprints are extrapolated between equal splits only"
         assert 2 <= max_context_tokens <= self.machine.spec.max_context_tokens
         self.machine.clock.now += self.machine.load_s
@@ -231,8 +260,9 @@ class SyntheticSession:
         truth, machine, steps = self.machine.truth, self.machine, output_tokens - 1
         where = {"tp": self.tp, "pp": self.pp, "int8": self.weights is WeightFormat.INT8}
         layers, context = sum(self.layers), input_tokens + output_tokens / 2
-        device = truth.first_s(layers, batch, input_tokens, **where)
-        device = (device + steps * truth.next_s(layers, batch, context, **where)) * machine.jitter() * self.level
+        device = truth.first_s(self.windows, batch, input_tokens, **where)
+        later = truth.next_s(self.windows, batch, context, **where)
+        device = (device + steps * later) * machine.jitter() * self.level
         host = (truth.host_s[0] + steps * truth.host_s[1]) * machine.jitter() * self.level
         hops = (self.pp - 1) * (truth.hop_s(batch * input_tokens) + steps * truth.hop_s(batch))
         machine.clock.now += (device + host) * machine.run_cost
@@ -245,7 +275,8 @@ class SyntheticSession:
         assert self.layers is not None, "memory before load"
         truth, spec, last = self.machine.truth, self.machine.spec, self.pp - 1
         kv_token = spec.kv_bytes_per_token_per_layer(self.kv) / min(self.tp, spec.num_kv_heads) * truth.kv_factor
-        room = self.max_batch * self.max_context_tokens
+        room = [self.max_batch * min(self.max_context_tokens, w or sys.maxsize) for w in self.windows]
+        ends = list(accumulate(self.layers))
         int8 = self.weights is WeightFormat.INT8
         buffer = truth.pp_buffer_bytes[0] + truth.pp_buffer_bytes[1] * self.peak_tokens if self.pp > 1 else 0
         return tuple(
@@ -253,7 +284,7 @@ class SyntheticSession:
                 rank=stage * self.tp + rank,
                 stage=stage,
                 weights_bytes=truth.weights_bytes(n, tp=self.tp, first=stage == 0, last=stage == last, int8=int8),
-                kv_bytes=round(n * kv_token * room),
+                kv_bytes=round(kv_token * sum(room[ends[stage] - n : ends[stage]])),
                 activation_peak_bytes=truth.activation_bytes(self.peak_tokens, tp=self.tp),
                 pp_buffer_bytes=buffer,
                 runtime_bytes=truth.runtime_bytes,

@@ -80,7 +80,7 @@ def test_published_models_count_as_recorded_and_as_transformers_builds_them(
     assert spec.max_context_tokens == recorded["max_position_embeddings"]
     assert spec.tied_embeddings == recorded["tie_word_embeddings"]
     assert spec.gated_mlp == recorded["gated_mlp"]
-    windows = read_blueprint(config).layer_windows
+    windows = spec.windows
     sliding = recorded.get("sliding_layers", spec.num_layers if recorded["sliding_window"] else 0)
     assert sum(window is not None for window in windows) == sliding
     assert {window for window in windows if window is not None} == {recorded["sliding_window"]} - {None}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fingerprint.errors import BadInputError, ConfigError, UnsupportedModelError
-from fingerprint.families import FAMILIES, family_of, read_blueprint, read_spec
+from fingerprint.families import FAMILIES, family_of, read_spec
 from fingerprint.generate import generate, generate_dummy
 from tests.fingerprint.test_families import on_meta
 from tests.fingerprint.test_generate import load, logits
@@ -94,8 +94,8 @@ def test_code_that_a_config_brings_is_not_run() -> None:
 
 def test_layers_that_look_back_differently_are_told_apart() -> None:
     config = SMALL["olmo2"] | {"model_type": "cohere2", "sliding_window": 8, "head_dim": 8}
-    assert read_blueprint(config).layer_windows == (8, 8, 8, None)
-    assert read_spec(config).sliding_window is None
+    spec = read_spec(config)
+    assert (spec.layer_windows, spec.sliding_window) == ((8, 8, 8, None), None)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def whole_model(
         for batch in PLAN.batches:
             for n in PLAN.input_tokens:
                 session.load(
-                    machine.fingerprint(layers),
+                    machine.fingerprint(range(layers)),
                     weights=BITS16,
                     kv=KvFormat.BITS16,
                     layers_per_stage=even_split(layers, pp),

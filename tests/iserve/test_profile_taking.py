@@ -366,8 +366,19 @@ def test_layers_of_several_kinds_are_refused_before_anything_is_launched(tmp_pat
     config |= {"intermediate_size": 96, "vocab_size": 128, "sliding_window": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = ModelSource("gemma", tmp_path, False, load_spec(tmp_path))
+    machine = StepTimedMachine()
     with pytest.raises(UnsupportedModelError) as refused:
-        Fingerprints(source, tmp_path / "cuts", weights=True)
+        profiled(machine, source=source)
     assert "are of 2 kinds (10 look back 512 tokens, 2 look back to the beginning)" in str(refused.value)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
-    Fingerprints(source, tmp_path / "cuts", weights=True)
+    assert machine.log == []
+
+
+def test_fingerprints_of_layers_of_several_kinds_hold_those_that_were_asked_for(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4}
+    config |= {"intermediate_size": 96, "vocab_size": 128, "sliding_window": 512, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = ModelSource("gemma", tmp_path, False, load_spec(tmp_path))
+    fingerprints = Fingerprints(source, tmp_path / "cuts", weights=True)
+    assert load_spec(fingerprints((0, 1, 5))).windows == (512, 512, None)
+    assert load_spec(fingerprints((0, 1))).windows == (512, 512)
+    assert fingerprints((0, 1)) == fingerprints(2)

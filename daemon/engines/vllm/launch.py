@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import WorkerSpec
+from daemon.engines.base import WorkerLimits, WorkerSpec
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.config_json import read_config, show
@@ -24,6 +25,7 @@ from fingerprint.model_spec import ModelSpec
 __all__ = ["BLOCK_TOKENS", "DRAIN_S", "Model", "arguments", "environment", "kv_cache_bytes", "read_model"]
 
 BLOCK_TOKENS = 16  # the size that every attention backend of these models on NVIDIA GPUs takes
+_ALIKE = 1.5  # as vLLM's get_kv_cache_groups
 DRAIN_S = 30  # between SIGTERM and the end of what is being answered; the daemon kills after 35
 
 _KV_DTYPE = {KvFormat.BITS16: "auto", KvFormat.INT8: "int8_per_token_head", KvFormat.FP8: "fp8"}
@@ -88,14 +90,30 @@ def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
 
     vLLM makes ``bytes // page // layers`` blocks of it, of all stages the fewest, and keeps one for itself. A
     sequence's last block is partly empty, so each of ``max_batch`` sequences costs one more than its tokens do;
-    one more still where a sliding window may begin inside a block.
+    one more still where a sliding window may begin inside a block. Layers of several kinds share the blocks, in
+    groups as large as the rarest kind (the commonest, where they are about as many), the last one filled up; each
+    group has tables of its own.
     """
     limits, kv = spec.limits, spec.config.kv
     heads = max(1, model.num_kv_heads // spec.config.tp)
     token_bytes = 2 * heads * (model.head_dim * _KV_ELEMENT_BYTES[kv] + _SCALE_BYTES.get(kv, 0))
-    partly_empty = limits.max_batch * (2 if model.sliding_window is not None else 1)
-    blocks = 1 + math.ceil(limits.kv_tokens / BLOCK_TOKENS) + partly_empty
-    return blocks * BLOCK_TOKENS * token_bytes * max(stage.num_layers for stage in spec.stages)
+    largest, first = 0, 0
+    for stage in spec.stages:
+        counts = Counter(model.windows[first : first + stage.num_layers])
+        rarest, commonest = min(counts.values()), max(counts.values())
+        group = commonest if commonest < _ALIKE * rarest else rarest
+        blocks = 1 + sum(math.ceil(counts[window] / group) * _blocks_held(limits, window) for window in counts)
+        largest = max(largest, blocks * group)
+        first += stage.num_layers
+    return largest * BLOCK_TOKENS * token_bytes
+
+
+def _blocks_held(limits: WorkerLimits, window: int | None) -> int:
+    """Of one group's layers: a window's tokens and, until a step has run, all that it computes."""
+    if window is None:
+        return math.ceil(limits.kv_tokens / BLOCK_TOKENS) + limits.max_batch
+    tokens = min(limits.kv_tokens, limits.max_batch * window + limits.max_batched_tokens)
+    return math.ceil(tokens / BLOCK_TOKENS) + 2 * limits.max_batch
 
 
 def _memory_fraction(spec: WorkerSpec, devices: Mapping[str, Device]) -> str:

@@ -139,6 +139,25 @@ def test_a_sliding_window_may_begin_inside_a_block(checkpoint):
     assert options(spec)["--kv-cache-memory-bytes"] == str((329 + 8) * 32 * 65536)
 
 
+@pytest.mark.parametrize(
+    ("types", "layers_of_blocks"),
+    [
+        # 329 blocks hold all tokens; of 8 windows and a step of 8192, as much; of 16 tokens' windows 9 a sequence
+        pytest.param(
+            ["sliding_attention", "full_attention"] * 16, 16 * (1 + 328 + 328 + 8), id="two-groups-of-16"
+        ),
+        pytest.param(
+            (["sliding_attention"] * 7 + ["full_attention"]) * 4, 4 * (1 + 328 + 7 * 336), id="eight-of-4"
+        ),
+        pytest.param(["sliding_attention"] * 18 + ["full_attention"] * 14, 18 * (1 + 328 + 336), id="filled-up"),
+    ],
+)
+def test_kinds_of_layers_share_the_blocks(checkpoint, types, layers_of_blocks):
+    changes = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 256}
+    spec = worker(checkpoint(**changes, layer_types=types, head_dim=128))
+    assert options(spec)["--kv-cache-memory-bytes"] == str(layers_of_blocks * 65536)
+
+
 @given(
     batch=st.integers(1, 300),
     context=st.integers(1, 5000),
