@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -36,10 +37,12 @@ class PostgresServer:
         self._programs = programs
         self._process: subprocess.Popen[bytes] | None = None
         self._as: dict[str, Any] = {}
-        self.folder = Path(tempfile.mkdtemp(prefix="iserve-pg-"))  # short: a socket's path has 107 characters
+        # A socket's path has 107 characters at most, and nobody must get there.
+        self.folder = Path(tempfile.mkdtemp(prefix="iserve-pg-", dir="/tmp"))
         if os.geteuid() == 0:
-            self._as = {"user": "nobody", "group": "nogroup", "extra_groups": []}
-            shutil.chown(self.folder, "nobody", "nogroup")
+            nobody = pwd.getpwnam("nobody")
+            self._as = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+            os.chown(self.folder, nobody.pw_uid, nobody.pw_gid)
 
     def __enter__(self) -> PostgresServer:
         make = [self._programs / "initdb", "-D", self.folder / "data", "-U", "iserve", "-A", "trust", "--no-sync"]
