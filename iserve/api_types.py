@@ -154,7 +154,7 @@ class ProfileBody(_Body):
 class VerifyBody(_Wish):
     """``POST /api/v1/verifications``: check a deployment that runs, or ``model`` in one that is launched for it.
 
-    A deployment is checked under what it was planned for; then nothing else of the wish may be given.
+    A deployment is checked under what it was planned for; nothing that differs from that may be given.
     """
 
     model: _Text | None = None

@@ -88,15 +88,17 @@ class Targets:
         """
         assert body.deployment is not None
         name = body.deployment
+        row = self._store.deployment(name)
+        wish = recorded_wish(row)
         own = body.model_fields_set - {"deployment", "max_seconds", "model"}
-        given = sorted(field for field in own if getattr(body, field) != type(body).model_fields[field].default)
+        planned = {field: (getattr(wish, field), type(body).model_fields[field].default) for field in own}
+        given = sorted(field for field, told in planned.items() if getattr(body, field) not in told)
         if body.model is not None or given:
-            what = ", ".join(given) or "a model"
+            what = ", ".join(given) or "model"
             raise ConfigError(
-                f"the deployment {name!r} is checked under what it was planned for, and {what} was given as well; "
+                f"the deployment {name!r} is checked under what it was planned for, and another {what} was given; "
                 "leave that out, or verify the model under another name"
             )
-        row = self._store.deployment(name)
         if row.desired != "running" or row.phase != "ready":
             state = row.phase if row.desired == "running" else "being removed"
             raise ConflictError(f"the deployment {name!r} is {state}; verify it when it is ready (`iserve ps`)")

@@ -90,13 +90,13 @@ def test_a_running_deployment_is_checked_as_it_is(shared_home: Any, one_line: Ca
     home.json("deploy", DEMO, "--name", "chat", *WORK)
     try:
         worker = home.worker_pids()
-        document = home.json("verify", "chat", *SHORT)
+        document = home.json("verify", "chat", *WORK, *SHORT)  # what it was deployed with may be said again
         assert (document["model"], document["deployment"]) == (DEMO, "chat")
         assert document["workload"] == {"batch": 2, "input_tokens": 24, "output_tokens": 12}
         assert metrics(document)["kv_tokens"]["measured"] == ROOM
         assert home.worker_pids() == worker
         refused = home.run("verify", "chat", "--batch", "7", "--slo", "tpot=1", check=False)
-        assert "batch, slo was given as well" in one_line(refused)
+        assert "another batch, slo was given" in one_line(refused)
         home.run("verify", "chat", "--forget")
         assert kept(home) == []
     finally:
