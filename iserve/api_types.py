@@ -13,7 +13,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.profile_plan import Shards
 from iserve.planning import PlanOptions
-from placement.policies import make_policy
+from placement.placers import check_placement
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic
 
 __all__ = [
@@ -100,7 +100,7 @@ class _Wish(_Body):
             ConfigError: a value out of its range.
         """
         slo = self.slo
-        make_policy(self.policy or default_policy)  # an order: nobody tells a controller's look-ahead the load
+        check_placement(self.policy or default_policy, sees_load=False)  # the controller does not tell the load
         return PlanOptions(
             intent=Intent(
                 kind=self.intent,

@@ -1,7 +1,8 @@
-"""How long a placement on 1,000 GPUs takes. Run: ``python -m tests.bench.place [--json FILE]``.
+"""How long a placement on 1,000 GPUs takes. Run: ``python -m tests.bench.place [--json FILE]``; of the exact
+placer, which is for small clusters: ``--policy ilp --gpus 8``.
 
-``fit`` is a whole decision from a snapshot: check, sort, place. ``again`` is one more demand on one ``Placer``.
-Each case is timed over several random clusters of 125 nodes with 8 GPUs; the first is warm-up. Times are CPU time
+``fit`` is a whole decision from a snapshot: check, sort, place. ``again`` is one more demand on the same placer.
+Each case is timed over several random clusters of nodes with 8 GPUs; the first is warm-up. Times are CPU time
 of the process, which has one thread: on a shared machine wall-clock time says more about the neighbours.
 """
 
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fingerprint.codec import to_json
-from placement.fit import Placer, fit
-from placement.policies import POLICIES, make_policy
+from placement.placers import ILP, make_placer
+from placement.policies import POLICIES
 from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement
 from tests.bench.rank import machine
 
 GIB = 2**30
-NUM_GPUS, GPUS_PER_NODE, CLUSTERS = 1000, 8, 21
+NUM_GPUS, GPUS_PER_NODE, CLUSTERS, LINK = 1000, 8, 21, 2
 DEGREES = ((1, 1), (2, 4), (8, 1), (1, 8), (4, 2), (8, 8))
 
 
@@ -38,10 +39,10 @@ class BenchResult:
     machine: str
 
 
-def cluster(rng: random.Random, kind: str) -> ClusterSnapshot:
+def cluster(rng: random.Random, kind: str, num_gpus: int = NUM_GPUS) -> ClusterSnapshot:
     """``idle``: all free. ``mixed``: free memory and load differ on every GPU."""
     gpus = []
-    for index in range(NUM_GPUS):
+    for index in range(num_gpus):
         mixed = kind == "mixed"
         gpus.append(
             GpuState(
@@ -70,16 +71,16 @@ def model(tp: int, pp: int) -> BlockDemand:
     )
 
 
-def measure(kind: str, tp: int, pp: int, policy: str) -> BenchResult:
+def measure(kind: str, tp: int, pp: int, policy: str, num_gpus: int) -> BenchResult:
     rng = random.Random(20261121)
-    demand, chosen = model(tp, pp), make_policy(policy)
+    demand = model(tp, pp)
     fit_s, again_s, placed = [], [], 0
     for _ in range(CLUSTERS + 1):
-        snapshot = cluster(rng, kind)
+        snapshot = cluster(rng, kind, num_gpus)
         start = time.process_time()
-        answer = fit(demand, snapshot, chosen, link_group_size=2)
+        placer = make_placer(policy, snapshot, threshold=0.5, link_group_size=LINK)
+        answer = placer.fit(demand)
         fit_s.append(time.process_time() - start)
-        placer = Placer(snapshot, chosen, link_group_size=2)
         start = time.process_time()
         again = placer.fit(demand)
         again_s.append(time.process_time() - start)
@@ -103,9 +104,14 @@ def measure(kind: str, tp: int, pp: int, policy: str) -> BenchResult:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--policy", choices=(*POLICIES, ILP), action="append", help="else all but ilp")
+    parser.add_argument("--gpus", type=int, default=NUM_GPUS)
     options = parser.parse_args(arguments)
     results = [
-        measure(kind, tp, pp, policy) for kind in ("idle", "mixed") for tp, pp in DEGREES for policy in POLICIES
+        measure(kind, tp, pp, policy, options.gpus)
+        for kind in ("idle", "mixed")
+        for tp, pp in DEGREES
+        for policy in options.policy or POLICIES
     ]
     print(results[0].machine)
     for r in results:
