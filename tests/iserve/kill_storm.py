@@ -285,14 +285,14 @@ class Storm:
             started=len(self.starts.read_text().splitlines()),
         )
 
-    def kill(self) -> None:
-        """A blow: a controller is started, and killed at a moment of its start or of the first seconds after."""
+    def kill(self, within_s: float = 1.5) -> None:
+        """A blow: a controller is started, and killed at a moment of its start or of so many seconds after."""
         self.controllers.start()
         if self.random.random() < 0.2:
-            time.sleep(self.random.uniform(0.0, 1.0))
+            time.sleep(self.random.uniform(0.0, min(1.0, within_s)))
         else:
             wait(self.controllers.answers, "the controller answers")
-            time.sleep(self.random.uniform(0.0, 1.5))
+            time.sleep(self.random.uniform(0.0, within_s))
         self.controllers.end()
 
     def _check(self) -> None:
