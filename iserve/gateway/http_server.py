@@ -85,9 +85,10 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unset_keepalive_if_required()
         self._unused_bytes += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._go_on_without_upgrade(bytes(data[upgrade.args[0] :]))
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._go_on_without_upgrade(bytes(data[upgrade.args[0] :]))
         except httptools.HttpParserError:
             self._refuse(400, "this is not valid HTTP/1.1")
             return

@@ -231,6 +231,22 @@ class TestHeaders:
             assert said.startswith(b"HTTP/1.1 200 ")
             assert worker.bodies.pop() == body
 
+    def test_nor_does_it_hide_a_malformed_body(self, gateway, worker) -> None:
+        wish = b"Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n"
+        assert talk(gateway, JSON_HEAD + wish, b"no size\r\n").startswith(b"HTTP/1.1 400 ")
+        said = talk(
+            gateway, b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        )
+        assert said.startswith(b"HTTP/1.1 200 ")
+
+    def test_a_request_is_the_same_however_it_is_cut(self, gateway, worker) -> None:
+        body = b'{"model": "m", "prompt": "x"}'
+        chunks = b"3\r\n%b\r\n1a;a=b\r\n%b\r\n0\r\nX-Trailer: y\r\n\r\n" % (body[:3], body[3:])
+        whole = JSON_HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+        for place in range(1, len(whole)):
+            assert talk(gateway, whole[:place], whole[place:]).startswith(b"HTTP/1.1 200 "), whole[:place]
+        assert set(worker.bodies) == {body}
+
     def test_requests_sent_ahead_are_answered_in_turn(self, gateway, worker) -> None:
         asked = [b'{"model": "m", "prompt": "%d"}' % number for number in range(5)]
         sent = b"".join(JSON_HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body) for body in asked)
