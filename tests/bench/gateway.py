@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -358,11 +359,14 @@ def start_rig(home: Path) -> tuple[Rig, list[subprocess.Popen]]:
 
 
 def ask_for_priority() -> str:
-    """For this process and those it starts; only root may."""
-    try:
-        return f"{os.nice(-5)}"
-    except PermissionError:
-        return f"{os.nice(0)}"
+    """For this process and those it starts, as far as the system allows: only root may.
+
+    Linux shares the processor between sessions first, where it groups by them, and by nice only within one.
+    """
+    with suppress(OSError):
+        os.nice(-5)
+        Path("/proc/self/autogroup").write_text("-5")
+    return f"{os.nice(0)}"
 
 
 def machine() -> dict[str, str]:
