@@ -19,7 +19,7 @@ from daemon.process import own_record, write_record
 from daemon.status import WorkerState
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
-from fingerprint.errors import NotMeasuredError
+from fingerprint.errors import NotMeasuredError, StateUnavailableError
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from iserve.api_types import DeployBody, DeploymentDocument, PlanBody
@@ -36,6 +36,7 @@ from planner.plan import Ranked
 from tests.daemon.conftest import Node
 from tests.daemon.engines.standin import make_vllm
 from tests.fingerprint.synthetic_machine import SyntheticMachine, Truth, take_profile
+from tests.iserve.postgres_server import PostgresServer
 
 Until = Callable[..., Any]
 
@@ -43,11 +44,13 @@ Until = Callable[..., Any]
 class World:
     """A controller in this process, its daemon beside it; this process poses as its gateway."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, database_url: str | None = None) -> None:
         self.node = Node(folder / "home")
-        self.settings = Settings(home=self.node.home, start_timeout_s=30.0, profile_seconds=1.0)
+        self.settings = Settings(
+            home=self.node.home, database_url=database_url, start_timeout_s=30.0, profile_seconds=1.0
+        )
         write_record(self.node.home / "run" / "gateway.json", own_record(url="http://127.0.0.1:1", token=""))
-        self.store = Store.open(self.node.home / "state.db")
+        self.store = Store.open(self.settings.state)
         self.controller = Controller(self.settings, self.store)
 
     def start(self, **settings: object) -> None:
@@ -107,6 +110,17 @@ def ended(world: World, until: Until) -> Callable[..., str]:
     return wait
 
 
+@pytest.fixture
+def postgres_world(tmp_path: Path, postgres: PostgresServer) -> Iterator[World]:
+    world = World(tmp_path, postgres.make_database())
+    try:
+        yield world
+    finally:
+        world.controller.close()
+        world.node.clear()
+        world.store.close()
+
+
 def limits(memory_bytes: int) -> WorkerLimits:
     return WorkerLimits(
         max_batch=1,
@@ -115,6 +129,52 @@ def limits(memory_bytes: int) -> WorkerLimits:
         kv_tokens=64,
         memory_bytes_per_device=memory_bytes,
     )
+
+
+def test_a_deploy_is_not_failed_by_a_database_that_is_away(
+    postgres_world: World, postgres: PostgresServer, until: Until
+) -> None:
+    """It is taken up where it was, and its worker with it."""
+    world = postgres_world
+    world.start()
+    slow = world.node.spec("a-1")
+    world.node.behave(slow_start_s=1.0)
+    world.record(slow)
+    world.work()
+    until(lambda: world.states(), "its worker is starting")
+    postgres.stop()
+    try:
+        until(lambda: set(world.states().values()) == {WorkerState.READY}, "its worker serves")
+        until(lambda: not world.controller._active, "nothing is under way: it cannot be recorded")
+    finally:
+        postgres.start()
+    assert world.phase() == "launching"
+    pid = world.node.client.worker("a-1").pid
+    world.work()
+    until(lambda: world.phase() == "ready", "it is taken up again")
+    assert world.node.client.worker("a-1").pid == pid
+
+
+def test_a_step_that_could_not_be_recorded_fails_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    """The database is away for an instant: back when the failure would be recorded."""
+    world.start()
+    world.record(world.node.spec("a-1"))
+    update, refused = world.store.update_deployment, []
+
+    def once_away(deployment_id: int, **changes: Any) -> None:
+        if changes.get("phase") == "ready" and not refused:
+            refused.append(changes)
+            raise StateUnavailableError("away")
+        update(deployment_id, **changes)
+
+    monkeypatch.setattr(world.store, "update_deployment", once_away)
+    world.work()
+    until(lambda: refused and not world.controller._active, "its end cannot be recorded")
+    assert world.phase() == "launching"
+    world.work()
+    until(lambda: world.phase() == "ready", "it is taken up again")
 
 
 def test_two_who_ask_for_one_worker_at_once_get_the_same(world: World) -> None:
