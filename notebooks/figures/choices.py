@@ -217,9 +217,9 @@ def _findings(plans: _Plans) -> tuple[Finding, ...]:
             f"{_short(chosen.config)}; {_short(large.config)}",
         ),
         Finding(
-            "GPU throughput; queries served while others wait", "4.72 times on average", "needs load: simulator"
+            "GPU throughput; queries served while others wait", "4.72 times on average", "figure 11, under load"
         ),
-        Finding("against Accelerate and AlpaServe", "in the averages above", "needs load: simulator"),
+        Finding("against Accelerate and AlpaServe", "in the averages above", "figure 11, under load"),
         Finding("share of int4 in min-memory's choices", f"heavily ({NOT_GIVEN})", _share_of_int4(plans)),
     )
 

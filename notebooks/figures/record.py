@@ -12,6 +12,7 @@ import io
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,16 +20,21 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fingerprint.codec import from_json, to_json
+from notebooks.figures.attainment import figure_14
 from notebooks.figures.charts import svg
 from notebooks.figures.choices import figure_11_to_13
 from notebooks.figures.effects import figure_3, figure_4, figure_5
 from notebooks.figures.figure import Figure
 from notebooks.figures.fleet import figure_16
+from notebooks.figures.h200 import figure_h200
+from notebooks.figures.harvest import figure_20
 from notebooks.figures.launches import figure_15
 from notebooks.figures.layers import figure_7, figure_8
+from notebooks.figures.policies import figure_10
 from notebooks.figures.strategies import figure_9
+from notebooks.figures.under_load import figure_11, figure_12, figure_13
 
-__all__ = ["FIGURES", "NOTEBOOKS", "ORDERS", "RESULTS", "Record", "main", "read", "renew"]
+__all__ = ["FIGURES", "NOTEBOOKS", "ORDERS", "RESULTS", "Record", "main", "read", "renew", "write"]
 
 NOTEBOOKS = Path(__file__).parents[1]
 RESULTS = NOTEBOOKS / "results"
@@ -41,9 +47,16 @@ FIGURES: Mapping[str, Callable[[], Figure]] = {
     "7": figure_7,
     "8": figure_8,
     "9": figure_9,
+    "10": figure_10,
     "11-13": figure_11_to_13,
+    "11": figure_11,
+    "12": figure_12,
+    "13": figure_13,
+    "14": figure_14,
     "15": figure_15,
     "16": lambda: figure_16(ORDERS),
+    "20": figure_20,
+    "h200": figure_h200,
 }
 
 
@@ -60,6 +73,16 @@ def read(number: str) -> Record:
     """What is committed of a figure."""
     path = RESULTS / f"figure_{number}.json"
     return from_json(path.read_bytes(), Record, what=str(path))
+
+
+def write(record: Record) -> None:
+    """Its JSON, a row of a table on a line, and its SVG."""
+    number = record.figure.number
+    text = to_json(record, indent=1).decode()
+    # Lists without lists or objects in them; a newline is never inside a string.
+    rows = re.sub(r"\[\n *[^][{}]*\n *]", lambda found: re.sub(r"\n *", " ", found[0]), text)
+    (RESULTS / f"figure_{number}.json").write_text(rows + "\n")
+    (RESULTS / f"figure_{number}.svg").write_text(svg(record.figure))
 
 
 def _machine() -> str:
@@ -95,8 +118,7 @@ def main() -> None:
         record = Record(
             created_at=datetime.now(UTC).isoformat(timespec="seconds"), machine=_machine(), figure=figure
         )
-        (RESULTS / f"figure_{number}.json").write_bytes(to_json(record, indent=1) + b"\n")
-        (RESULTS / f"figure_{number}.svg").write_text(svg(figure))
+        write(record)
         print(f"figure {number}: {figure.title}")
     for path in sorted(NOTEBOOKS.glob("evaluation_*.ipynb")):
         renew(path)

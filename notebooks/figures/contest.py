@@ -1,0 +1,211 @@
+"""Who is compared under load, and what is measured of each: every contestant serves the same ``load.World``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean
+
+import numpy as np
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import InfeasibleError
+from iserve.baselines import Baseline, Prepared, alpaserve, knowledge_of, static_deployer
+from iserve.baselines import World as BaselineWorld
+from iserve.simulation import PlannedDeployer
+from notebooks.figures.load import World
+from placement.routing import LeastOutstanding
+from placement.types import Placement
+from planner.intent import Intent, IntentKind, Quality, Slo
+from traces.baselines.knowledge import Places, sixteen_bit
+from traces.simulator.result import ChangeKind, SimulationResult
+from traces.simulator.scenario import Policies
+from traces.simulator.simulation import simulate
+from traces.summary import kept
+
+__all__ = [
+    "BASELINES",
+    "SLO_FACTOR",
+    "Contestant",
+    "Served",
+    "averaged",
+    "fewest_gpus",
+    "iserve",
+    "serve",
+    "slos_of",
+]
+
+GIB = 2**30
+SLO_FACTOR = 5.0  # the middle of the paper's 2.5 to 7.5; AlpaServe needs one to place by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contestant:
+    """iServe under an intent, or a baseline.
+
+    Args:
+        kind: what iServe is asked for, and what the rule of thumb is told; no other baseline knows it.
+            ``latency-slo``: each model's own SLO, for the longest request, which models are planned for.
+        policy: placement, of iServe; the default is its own.
+        sees_others: of iServe's planner, which has it off by default.
+    """
+
+    name: str
+    baseline: Baseline = Baseline.ISERVE
+    kind: IntentKind = IntentKind.MIN_COST
+    quality: Quality = Quality.ANY
+    policy: str = "hybrid"
+    sees_others: bool = False
+
+    def intent(self, slo: Slo) -> Intent:
+        """What is wished of a model with this SLO."""
+        return Intent(
+            kind=self.kind, quality=self.quality, slo=slo if self.kind is IntentKind.LATENCY_SLO else None
+        )
+
+
+def iserve(kind: IntentKind, quality: Quality = Quality.ANY) -> Contestant:
+    """iServe under an intent; 16 bits where ``quality`` is exact, as every baseline but the rule."""
+    words = f"{kind}, 16 bits" if quality is Quality.EXACT else str(kind)
+    return Contestant(name=words, kind=kind, quality=quality)
+
+
+BASELINES = (
+    Contestant(name="max TP", baseline=Baseline.MAX_TP),
+    Contestant(name="max PP", baseline=Baseline.MAX_PP),
+    Contestant(name="FSDP, offload", baseline=Baseline.FSDP),
+    Contestant(name="AlpaServe", baseline=Baseline.ALPASERVE),
+    Contestant(name="AlpaServe, all", baseline=Baseline.ALPASERVE_ALL),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """How a world fared. Latencies are from arrival to last token, waiting included, of answered requests; but
+    ``p50_all_s`` is of all, one that is not answered taking forever.
+
+    Cost and GPU-seconds are means over answered requests: what the deployment that served it holds, times its E2E.
+    With replicas, the mean replica's.
+    """
+
+    answered: float  # of all requests
+    p50_all_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+    missed: float  # of all requests; unanswered ones are missed
+    cost_gib_s: float
+    gpu_s: float
+    memory_gib: float  # of all deployments together
+    gpu_hours: float  # in which a GPU was held, until the last answer
+    gpus: float  # that ever held a worker
+    busy: float  # mean fraction of the time of those
+    throughput: float  # answered requests per second and GPU that ever held a worker
+    what: str  # the configurations of every deployment, in the order in which they came; -: none
+
+
+def averaged(several: Sequence[Served]) -> Served:
+    """Means over worlds that differ in the seed; ``what`` is the first's."""
+    return Served(
+        what=several[0].what,
+        **{f.name: fmean(getattr(one, f.name) for one in several) for f in fields(Served) if f.name != "what"},
+    )
+
+
+def fewest_gpus(world: World) -> dict[str, DeploymentConfig]:
+    """Of each model the 16-bit configuration on the fewest GPUs that the idle cluster holds; of equal ones the
+    most TP. The paper's minimum parallelism, which its SLOs are multiples of."""
+    places, cluster, found = Places(world.site.gpu.link_group_size), world.scenario.cluster, {}
+    for name, model in world.models(lambda model: Intent()).items():
+        known = knowledge_of(model, world.site.gpu, cluster)
+        by_size = sorted(sixteen_bit(known.configs), key=lambda c: (c.num_gpus, -c.tp))
+        found[name] = next(c for c in by_size if isinstance(places.find(known, c, 1, cluster), Placement))
+    return found
+
+
+def slos_of(world: World, factor: float, request: Workload) -> dict[str, Slo]:
+    """Of each model: ``factor`` times the request's time alone at minimum parallelism."""
+    models, fewest = world.models(lambda model: Intent()), fewest_gpus(world)
+    return {
+        name: Slo(e2e_s=factor * model.estimator.estimate(fewest[name], request).e2e_s.value)
+        for name, model in models.items()
+    }
+
+
+def serve(world: World, who: Contestant, slo_factor: float = SLO_FACTOR) -> Served | None:
+    """``world`` as ``who`` serves it, judged by SLOs of the mean request; None: AlpaServe found no placement of
+    all."""
+    by_model = slos_of(world, slo_factor, world.mean_request)
+    slos = {name: by_model[model] for name, model in world.deployments.items()}
+    prepared = _prepared(world, who, slo_factor, slos)
+    if prepared is None:
+        return None
+    policies = Policies(deployer=prepared.deployer, router=LeastOutstanding())
+    return _measured(simulate(world.requests, prepared.scenario, policies), slos)
+
+
+def _prepared(world: World, who: Contestant, slo_factor: float, slos: Mapping[str, Slo]) -> Prepared | None:
+    longest = slos_of(world, slo_factor, world.site.workload)
+    models = world.models(lambda model: who.intent(longest[model]), who.policy)
+    seen = BaselineWorld(gpu=world.site.gpu, models=models, scenario=world.scenario)
+    match who.baseline:
+        case Baseline.ISERVE:
+            deployer = PlannedDeployer(world.site.gpu, models.values(), sees_others=who.sees_others)
+            return Prepared(world.scenario, deployer)
+        case Baseline.ALPASERVE | Baseline.ALPASERVE_ALL:
+            keep_all = who.baseline is Baseline.ALPASERVE_ALL
+            try:
+                return alpaserve(seen, world.requests, slos, router=LeastOutstanding(), keep_all=keep_all)
+            except InfeasibleError:
+                return None
+        case _:
+            return Prepared(world.scenario, static_deployer(who.baseline, seen))
+
+
+def _measured(result: SimulationResult, slos: Mapping[str, Slo]) -> Served:
+    outcomes, done = result.outcomes, result.outcomes.completed
+    e2e_s = outcomes.e2e_s[done]
+    held: dict[str, list[tuple[float, int]]] = defaultdict(list)  # GiB and GPUs of each replica
+    what: dict[str, list[str]] = defaultdict(list)
+    for change in result.changes:
+        if change.kind is ChangeKind.DEPLOYED:
+            held[change.name].append((change.memory_bytes / GIB, len(set(change.device_ids))))
+            what[change.name].append(_short(change.text))
+    gib, gpus = (
+        np.array([fmean(r[i] for r in held[name]) if held[name] else 0.0 for name in outcomes.deployments])[
+            outcomes.deployment[done]
+        ]
+        for i in (0, 1)
+    )
+    met = sum(int(kept(own, slos[name]).sum()) for name, own in outcomes.by_deployment())
+    used = [gpu for gpu in result.gpus if gpu.peak_bytes > 0]
+    p50, p95, p99 = np.percentile(e2e_s, (50, 95, 99)) if e2e_s.size else (np.nan,) * 3
+    return Served(
+        answered=float(done.mean()),
+        p50_all_s=float(np.percentile(np.where(done, outcomes.e2e_s, np.inf), 50, method="higher")),
+        p50_s=float(p50),
+        p95_s=float(p95),
+        p99_s=float(p99),
+        missed=1 - met / len(outcomes),
+        cost_gib_s=float(np.mean(gib * e2e_s)) if e2e_s.size else float("nan"),
+        gpu_s=float(np.mean(gpus * e2e_s)) if e2e_s.size else float("nan"),
+        memory_gib=sum(r[0] for replicas in held.values() for r in replicas),
+        gpu_hours=sum(gpu.held_fraction for gpu in result.gpus) * result.end_s / 3600,
+        gpus=len(used),
+        busy=fmean(gpu.busy_fraction for gpu in used) if used else 0.0,
+        throughput=float(done.sum()) / result.end_s / len(used) if used else 0.0,
+        what=_together([" + ".join(what[figures.name]) or "-" for figures in result.deployments]),
+    )
+
+
+def _together(each: Sequence[str]) -> str:
+    return f"all {each[0]}" if len(set(each)) == 1 else "; ".join(each)
+
+
+def _short(what: str) -> str:
+    """``tp=4,pp=1,weights=int4,...`` as ``(4,1) int4``; anything else as it is."""
+    parts = dict(part.partition("=")[::2] for part in what.split(" ")[0].split(","))
+    if not {"tp", "pp", "weights"} <= set(parts):
+        return what
+    return f"({parts['tp']},{parts['pp']}) {parts['weights']}"

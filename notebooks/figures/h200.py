@@ -1,0 +1,139 @@
+"""The same comparison on four H200s: today's models, profiles measured on one with vLLM, continuous batching.
+
+Measured is one GPU in 16 bits; other degrees and formats are scaled from that by the roofline, as for any user
+of such a profile. Decided before the results: two deployments each of the two current models that were recorded,
+one every half minute; requests are the Azure traces with eight intervals of a second added up, which offers
+about a quarter to all of what four H200s serve (batch 32: 3,500 output and 40,000 prompt tokens a second each)
+at rate factors of 0.25 to 1; until one minute after the last deployment; quality ``near``, iServe's default; SLO
+as in figure 11. (Three deployments each were tried in one cell: AlpaServe's search took too long.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Estimate, Estimator
+from fingerprint.gpus import gpu_spec
+from fingerprint.measurements import Profile
+from iserve.baselines import Baseline
+from iserve.planning import PlanOptions
+from iserve.simulation import SimulatedModel, measured_model
+from notebooks.figures.comparison import COST, LATENCY, OWN, against_each, cells_of, chart, lost, table
+from notebooks.figures.contest import BASELINES, Contestant, iserve
+from notebooks.figures.figure import Figure, Finding
+from notebooks.figures.load import INTERVAL_S, SEED, Site, World, azure, trace_source, world_of
+from planner.intent import IntentKind, Quality
+from tests.bench.accuracy import RESULTS, load
+from traces.compression import compress
+from traces.simulator.scenario import Service
+from traces.transforms import clip
+
+__all__ = ["H200_SITE", "H200Place", "figure_h200"]
+
+GPU = gpu_spec("h200-sxm")
+MODELS = ("Llama-3.1-8B", "Mistral-7B-v0.1") * 2
+FACTORS = (0.25, 0.75)
+TRACES = ("code", "conv")
+_AGGREGATE = 8
+_DEPLOY_EVERY_S = 30.0
+_END_S = _DEPLOY_EVERY_S * (len(MODELS) - 1) + 60.0
+
+
+@cache
+def _profiles() -> dict[str, Profile]:
+    return {one.model: one.profile for one in load(RESULTS / "h200")}
+
+
+class _Remembered:
+    """An estimator that is asked each question once: AlpaServe's search asks for each deployment anew."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self.name, self._estimator = estimator.name, estimator
+        self._answers: dict[tuple[DeploymentConfig, Workload], Estimate] = {}
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        key = (config, workload)
+        if key not in self._answers:
+            self._answers[key] = self._estimator.estimate(config, workload)
+        return self._answers[key]
+
+
+@cache
+def _remembered(name: str) -> SimulatedModel:
+    model = measured_model(name, _profiles()[name], GPU, PlanOptions())
+    return replace(model, estimator=_Remembered(model.estimator))
+
+
+def _measured(name: str, options: PlanOptions) -> SimulatedModel:
+    return replace(_remembered(name), options=options)
+
+
+H200_SITE = Site(
+    gpu=GPU,
+    num_gpus=4,
+    workload=Workload(batch=32, input_tokens=2048, output_tokens=512),
+    service=Service.CONTINUOUS,
+    quality=Quality.NEAR,
+    model=_measured,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class H200Place:
+    """Where all contestants meet."""
+
+    trace: str
+    factor: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.trace} {self.factor:g}"
+
+    def world(self, seed: int) -> World:
+        """The same for whoever is compared."""
+        requests = compress(
+            azure(self.trace), rate_factor=self.factor, interval_s=INTERVAL_S, aggregate=_AGGREGATE, seed=seed
+        )
+        return world_of(H200_SITE, MODELS, clip(requests, 0.0, _END_S), deploy_every_s=_DEPLOY_EVERY_S, seed=seed)
+
+
+_INTENTS = tuple(iserve(kind, Quality.NEAR) for kind in OWN)
+_LEAST_GPU_HOURS = _INTENTS[-1]
+_SPREAD = replace(_LEAST_GPU_HOURS, name="min-gpu-hours, least-loaded", policy="least-loaded")
+_RULES = tuple(
+    Contestant(name=f"rule: {degree} TP, 8 bits", baseline=Baseline.RULE, kind=kind, quality=Quality.NEAR)
+    for degree, kind in (("max", IntentKind.MIN_LATENCY), ("min", IntentKind.MIN_COST))
+)
+
+
+def figure_h200(places: Sequence[H200Place] | None = None) -> Figure:
+    """Every intent against every baseline."""
+    places = places or [H200Place(trace, factor) for trace in TRACES for factor in FACTORS]
+    cells = cells_of(places, (*_INTENTS, _SPREAD, *_RULES, *BASELINES), seeds=(SEED,))
+    findings = []
+    for kind, (unit, of) in OWN.items():
+        findings += [
+            Finding(f"{found.what}: {unit}", found.paper, found.ours)
+            for found in against_each(cells, str(kind), of, {})
+        ]
+    days = sorted({one.measured_at[:10] for one in load(RESULTS / "h200") if one.model in MODELS})
+    engine = dict(_profiles()[MODELS[0]].machine.versions)["engine"]
+    return Figure(
+        number="h200",
+        title="Today's models on four H200s: two Llama-3.1-8B, two Mistral-7B, batches of 32",
+        source=f"simulated; times measured on one H200 with {engine}, {' and '.join(days)}, 16 bits, other "
+        f"degrees and formats scaled; {trace_source()}, one seed",
+        tables=(
+            table("latency of answered requests, from arrival", cells, LATENCY),
+            table("what requests cost", cells, {name: of for name, of in COST.items() if name not in LATENCY}),
+            *(lost(cells, str(kind), of) for kind, (_, of) in OWN.items()),
+        ),
+        findings=tuple(findings),
+        charts=tuple(
+            chart(f"median latency, {trace}", "s", cells, (_INTENTS[0], *BASELINES), LATENCY["p50 s"], trace=trace)
+            for trace in dict.fromkeys(place.trace for place in places)
+        ),
+    )

@@ -1,0 +1,137 @@
+"""The comparison under load: one world for all, and what is measured of it."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+
+import pytest
+
+from iserve.baselines import Baseline
+from notebooks.figures.comparison import against_all, changes, lost, served
+from notebooks.figures.contest import BASELINES, Contestant, Served, averaged, fewest_gpus, iserve, serve, slos_of
+from notebooks.figures.harvest import attained
+from notebooks.figures.load import PAPER_SITE, SEED, World, world_of
+from notebooks.figures.record import read
+from notebooks.figures.under_load import LARGE, PaperPlace
+from planner.intent import IntentKind, Quality
+from traces.request import Request
+from traces.simulator.scenario import Deploy
+
+REFERENCE = os.environ.get("ISERVE_REFERENCE_DATA")
+SMALL = ("gpt-j-6b", "Llama-2-7b-hf", "gpt-j-6b")
+SITE = replace(PAPER_SITE, num_gpus=2)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    trace = [Request(0.5 * i, 300 + 7 * (i % 200), 1 + i % 150) for i in range(300)]
+    return world_of(SITE, SMALL, trace, deploy_every_s=40.0)
+
+
+def test_requests_go_to_all_models_alike_and_to_none_that_is_not_there(world: World) -> None:
+    since = {action.name: action.at_s for action in world.scenario.actions if isinstance(action, Deploy)}
+    assert list(since.values()) == [0.0, 40.0, 80.0]
+    assert all(request.arrival_s >= since[request.model] for request in world.requests)
+    late = [request.model for request in world.requests if request.arrival_s >= 80.0]
+    assert all(late.count(name) == pytest.approx(len(late) / 3, rel=0.4) for name in since)
+    assert max(request.output_tokens for request in world.requests) == PAPER_SITE.workload.output_tokens
+
+
+def test_a_world_is_the_same_for_whoever_asks() -> None:
+    place = PaperPlace("code", 0.1, LARGE)
+    assert place.world(SEED).requests == place.world(SEED).requests
+    assert place.world(SEED).requests != place.world(SEED + 1).requests
+
+
+def test_minimum_parallelism_is_the_fewest_gpus_that_hold_the_model() -> None:
+    world = world_of(PAPER_SITE, LARGE, [Request(0.0, 100, 10)], deploy_every_s=0.0)
+    found = {model: config.num_gpus for model, config in fewest_gpus(world).items()}
+    assert found["Llama-2-7b-hf"] == 1
+    assert found["falcon-40b"] == 2
+    assert found["Llama-2-70b-hf"] * PAPER_SITE.gpu.memory_bytes > 2 * 69e9
+
+
+def test_an_slo_is_its_multiple_of_the_time_alone(world: World) -> None:
+    once, thrice = (slos_of(world, factor, world.mean_request) for factor in (1.0, 3.0))
+    for model, slo in once.items():
+        assert slo.e2e_s is not None
+        assert thrice[model].e2e_s == pytest.approx(3 * slo.e2e_s)
+
+
+@pytest.mark.parametrize(
+    "who",
+    [
+        iserve(IntentKind.MIN_GPU_HOURS),
+        iserve(IntentKind.MIN_LATENCY, Quality.EXACT),
+        Contestant(name="rule", baseline=Baseline.RULE, kind=IntentKind.MIN_COST),
+        *(who for who in BASELINES if who.baseline is not Baseline.ALPASERVE_ALL),
+    ],
+    ids=lambda who: who.name,
+)
+def test_whoever_serves_is_measured_alike(world: World, who: Contestant) -> None:
+    found = serve(world, who)
+    assert found is not None
+    assert 0 < found.answered <= 1
+    assert 1 - found.answered <= found.missed + 1e-9
+    assert found.p50_s <= found.p95_s <= found.p99_s
+    assert found.p50_s <= found.p50_all_s
+    assert 1 <= found.gpus <= SITE.num_gpus
+    assert found.memory_gib <= SITE.num_gpus * SITE.gpu.memory_bytes / 2**30
+    assert found.throughput * found.gpus * found.gpu_hours * 3600 >= found.answered
+    if who.quality is Quality.EXACT:
+        assert "int" not in found.what
+
+
+def test_a_looser_slo_misses_no_more(world: World) -> None:
+    missed = [found.missed for f in (1.2, 2.5, 7.5) if (found := serve(world, iserve(IntentKind.MIN_COST), f))]
+    assert missed == sorted(missed, reverse=True)
+    assert len(missed) == 3
+
+
+_ONE = Served(
+    answered=1.0, p50_all_s=2.0, p50_s=2.0, p95_s=3.0, p99_s=4.0, missed=0.0, cost_gib_s=1.0, gpu_s=1.0,
+    memory_gib=1.0, gpu_hours=1.0, gpus=8, busy=0.5, throughput=1.0, what="(1,1) int4",
+)  # fmt: skip
+
+
+def test_means_over_seeds_are_of_every_number() -> None:
+    both = averaged([_ONE, replace(_ONE, p50_s=4.0, gpus=4, what="another")])
+    assert (both.p50_s, both.gpus, both.p95_s, both.what) == (3.0, 6.0, 3.0, "(1,1) int4")
+
+
+def test_who_answers_less_is_compared_apart_and_never_wins_a_cell() -> None:
+    place = PaperPlace("code", 0.1, LARGE)
+    half = replace(_ONE, answered=0.5, p50_s=1.0, p50_all_s=math.inf)
+    slower, faster = replace(_ONE, p50_s=4.0), replace(_ONE, p50_s=1.0)
+    cells = {(place, name): one for name, one in (("us", _ONE), ("max TP", slower), ("AlpaServe", half))}
+    assert changes(cells, "us", "AlpaServe", lambda s: s.p50_s) == []
+    assert changes(cells, "us", "AlpaServe", lambda s: s.p50_s, as_many=False) == [1.0]
+    assert against_all(cells, "us", lambda s: s.p50_s).startswith("-50.0%")
+    assert lost(cells, "us", lambda s: s.p50_s).rows == ()
+    cells[place, "max PP"] = faster
+    assert [row[1:3] for row in lost(cells, "us", lambda s: s.p50_s).rows] == [("max PP", "+100.0%")]
+    cells[place, "FSDP, offload"] = replace(_ONE, p50_s=1.5)
+    assert [row[1] for row in lost(cells, "us", lambda s: s.p50_s).rows] == ["max PP"]
+
+
+@pytest.mark.skipif(not REFERENCE, reason="ISERVE_REFERENCE_DATA does not name the reference data")
+@pytest.mark.parametrize("who", ["min-latency", "max TP"])
+def test_a_committed_cell_is_what_comes_out(who: str) -> None:
+    contestants = {one.name: one for one in (iserve(IntentKind.MIN_LATENCY), *BASELINES)}
+    found = served(PaperPlace("code", 0.1, LARGE), contestants[who])
+    assert found is not None
+    table = read("11").figure.tables[0]
+    (kept,) = (dict(zip(table.columns, row, strict=True)) for row in table.rows if row[:2] == ("code 0.1", who))
+    live = {"p50 s": found.p50_s, "p99 s": found.p99_s, "SLO missed": found.missed, "busy": found.busy}
+    assert {name: float(f"{value:.4g}") for name, value in live.items()} == {name: kept[name] for name in live}, (
+        "run `make evaluation` with the reference data"
+    )
+
+
+def test_a_profile_on_every_gpu_takes_from_the_requests_and_nothing_where_there_is_none() -> None:
+    (none, busy, taken), (all_eight, busier, eight) = (attained(0.1, gpus, SEED) for gpus in (0, 8))
+    assert (taken, eight) == (0, 8)
+    assert all_eight <= none
+    assert busier > busy
