@@ -25,6 +25,7 @@ from placement.load_model import Key, Tenant, shares, slowdown, stretch
 from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement, PlacementPolicy, Refusal
 
 __all__ = [
+    "LOOKED_AT",
     "Choice",
     "LeftOut",
     "Placed",
@@ -41,6 +42,9 @@ __all__ = [
 _ACROSS_LINKS = 1.0  # of the stage's time, on top
 # An objective without time in it (bytes) looks at time only to break ties.
 _TIE = 1e-3
+
+# Places times GPUs that a choice by load may look at: a place on 1,000 GPUs takes as long as 100 on ten.
+LOOKED_AT = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,8 +179,8 @@ def one_by_one(
     """As deployments come: each in turn where ``policy`` puts it, beside those before it.
 
     Args:
-        weigh_load: take the choice that costs least where it would stand; else, as a plan does, the first that
-            fits in the order of their costs on idle GPUs.
+        weigh_load: take the choice that costs least where it would stand, of as many as ``LOOKED_AT`` allows;
+            else, as a plan does, the first that fits in the order of their costs on idle GPUs.
     """
     placed: list[Placed] = []
     left_out: list[LeftOut] = []
@@ -198,13 +202,15 @@ def _place(
 ) -> Placed | Refusal:
     best: Placed | None = None
     refusals: list[Refusal] = []
+    looks = max(1, LOOKED_AT // max(len(gpus), 1)) if weigh_load else 1
     for choice in sorted(one.choices, key=lambda c: (c.cost, c.demand.tp * c.demand.pp, c.label)):
-        if best is not None and (not weigh_load or choice.cost >= best.cost):
+        if best is not None and (looks == 0 or choice.cost >= best.cost):
             break  # load makes nothing cheaper
         answer = placer.fit(choice.demand)
         if isinstance(answer, Refusal):
             refusals.append(answer)
             continue
+        looks -= 1
         cost = cost_of(choice, answer, gpus, link_group_size=link_group_size)
         if best is None or cost < best.cost:
             best = Placed(model=one.model, choice=choice, placement=answer, cost=cost)

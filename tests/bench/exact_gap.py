@@ -41,6 +41,7 @@ from placement.policies import POLICIES, make_policy
 from placement.types import ClusterSnapshot, GpuState
 from planner.intent import Intent, IntentKind
 from tests.bench.kept import read_kept, write_kept
+from tests.bench.place import cluster
 from tests.bench.placement_under_load import PAPERS, spec, workload
 from tests.bench.rank import machine
 
@@ -212,13 +213,44 @@ def _line(group: str, rule: tuple[str, str], members: Sequence[Case], index: int
     )
 
 
+def show_decisions() -> None:
+    """What choosing by load costs: one model on 1,000 GPUs of ``tests.bench.place``, CPU time."""
+    rng = random.Random(20261121)
+    clusters = [cluster(rng, "mixed") for _ in range(len(PAPERS))]
+    for policy in POLICIES:
+        for weigh_load in (False, True):
+            times_s = []
+            for model, snapshot in zip(PAPERS, clusters, strict=True):
+                for kind in INTENTS:
+                    asked = [wanted(model, kind, 64)]
+                    start = time.process_time()
+                    one_by_one(
+                        asked,
+                        snapshot,
+                        make_policy(policy),
+                        link_group_size=A6000.link_group_size,
+                        weigh_load=weigh_load,
+                    )
+                    times_s.append(time.process_time() - start)
+            times_s.sort()
+            way = WAYS[weigh_load]
+            print(
+                f"{policy:13s} {way:10s} median {statistics.median(times_s) * 1e3:6.1f} ms, "
+                f"p90 {times_s[int(0.9 * len(times_s))] * 1e3:6.1f} ms, worst {times_s[-1] * 1e3:6.1f} ms"
+            )
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the results there, gzipped if it ends in .gz")
     parser.add_argument("--clusters", type=int, default=CLUSTERS)
     parser.add_argument("--first", type=int, default=0, help="seed")
     parser.add_argument("--show", type=Path, help="only print what is kept there")
+    parser.add_argument("--decisions", action="store_true", help="only time decisions on 1,000 GPUs")
     options = parser.parse_args(arguments)
+    if options.decisions:
+        show_decisions()
+        return
     if options.show:
         kept = json.loads(read_kept(options.show))
         show([_case(one) for one in kept["cases"]], kept["machine"])

@@ -252,7 +252,7 @@ def test_at_the_time_limit_the_best_found_is_told_with_its_bound() -> None:
             f"m{m:02d}",
             *(
                 (blocks(40, tp=tp, pp=pp, layer=(9 + m % 5) // tp, fixed=20), 1.0 + 0.1 * m + 0.3 / (tp * pp))
-                for tp in (1, 2, 4)
+                for tp in (1, 2)
                 for pp in (1, 2, 3)
             ),
         )
