@@ -14,7 +14,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.profile_plan import Shards
 from iserve.planning import PlanOptions
 from placement.placers import check_placement
-from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic
+from planner.intent import CostModel, Intent, IntentKind, Level, Quality, Slo, Traffic
 
 __all__ = [
     "IDEMPOTENCY_KEY",
@@ -85,6 +85,7 @@ class _Wish(_Body):
     burstiness: float = Traffic().burstiness
     input_cv: float = Traffic().input_cv
     output_cv: float = Traffic().output_cv
+    rate_levels: list[Level] = Field(default_factory=list)  # shares of requests, and the rate over its mean then
     quality: Quality = Quality.NEAR
     budget: float | None = None
     input_tokens: int = Workload().input_tokens
@@ -108,7 +109,12 @@ class _Wish(_Body):
                 slo=None if slo is None else Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s),
                 percentile=self.percentile,
                 rate_per_s=self.rate_per_s,
-                traffic=Traffic(burstiness=self.burstiness, input_cv=self.input_cv, output_cv=self.output_cv),
+                traffic=Traffic(
+                    burstiness=self.burstiness,
+                    input_cv=self.input_cv,
+                    output_cv=self.output_cv,
+                    levels=tuple(self.rate_levels),
+                ),
                 quality=self.quality,
                 budget=self.budget,
             ),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.estimates import Correction, Estimate, Quantity
 from planner.costs import total_bytes
-from planner.intent import Intent
+from planner.intent import Intent, Level
 from planner.plan import Plan, Ranked, Served, WhyNot
 
 __all__ = [
@@ -115,7 +116,7 @@ class WhyNotDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedDocument:
-    quantile_s: float  # that the percentile of the requests do not exceed
+    quantile_s: float | None  # that the percentile of the requests do not exceed; None: too many wait without end
     limit_s: float | None
     miss_probability: float | None  # None without a limit
 
@@ -135,6 +136,7 @@ class ServedDocument:
     ttft: ExpectedDocument
     tpot: ExpectedDocument
     e2e: ExpectedDocument
+    rate_levels: tuple[Level, ...] = ()  # between which the rate moves: shares of the requests, rate over its mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +221,11 @@ def plan_document(
 
 def _served(served: Served, intent: Intent) -> ServedDocument:
     told = {
-        time.metric: ExpectedDocument(quantile_s=time.quantile_s, limit_s=time.limit_s, miss_probability=time.risk)
+        time.metric: ExpectedDocument(
+            quantile_s=time.quantile_s if math.isfinite(time.quantile_s) else None,
+            limit_s=time.limit_s,
+            miss_probability=time.risk,
+        )
         for time in served.times
     }
     return ServedDocument(
@@ -228,6 +234,7 @@ def _served(served: Served, intent: Intent) -> ServedDocument:
         burstiness=intent.traffic.burstiness,
         input_cv=intent.traffic.input_cv,
         output_cv=intent.traffic.output_cv,
+        rate_levels=intent.traffic.levels,
         utilisation=served.utilisation,
         highest_rate_per_s=served.highest_rate_per_s,
         miss_probability=served.risk,

@@ -14,6 +14,10 @@ What is uncertain, and how it is put together:
 *   *The waits*: for a slot; and, where there are several, for prompts that are under way, a queue of one server
     whose service is a prompt's share of a batch's TTFT. Besides, a first token waits for half a step.
 
+*   *The rate*, where it moves between levels: the mean over them, each as if it lasted (Green and Kolesar's
+    pointwise stationary approximation). What a busy time leaves waiting for the next is left out; instead, at a
+    level that is not served every request misses.
+
 A time is a lognormal service (the second and third together) plus an independent exponential wait. Of several
 limits the one that is missed most often counts: all grow with the same load and the same error.
 """
@@ -32,7 +36,7 @@ import numpy.typing as npt
 from fingerprint.estimates import Estimate
 from planner.cells import Column, Rows
 from planner.costs import Figures
-from planner.intent import Traffic
+from planner.intent import Level, Traffic
 from planner.normal import Z_OF_INTERVAL, normal_cdf, normal_quantile
 from planner.queueing import peakedness, wait_probability, wait_tail
 
@@ -177,6 +181,7 @@ class Attainment:
         self._fixed_share = self._fixed / seen.e2e_s.value
         prompts = np.minimum(seen.prompt_s / self.service_s, 1.0)  # of the work
         self._work_cv = np.hypot(prompts * traffic.input_cv, (1 - prompts) * traffic.output_cv)
+        self._levels = traffic.levels or (Level(1.0, 1.0),)
         self._largest_cv = max(traffic.input_cv, traffic.output_cv)  # no mixture of the two is above it
 
     def __len__(self) -> int:
@@ -204,9 +209,13 @@ class Attainment:
     def misses(self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float) -> Column:
         """The share of requests whose ``metric`` is above ``limit_s``."""
         limit, rate = self._column(limit_s), self._column(rate_per_s)
-        sure, z, weights = self._truths(metric, limit, rate)
-        missed = self._misses_at(metric, limit, rate, z)
-        return np.asarray(np.clip(sure + (weights * missed).sum(axis=0), 0.0, 1.0))
+        found = np.zeros(len(self))
+        for level in self._levels:
+            here = rate * level.times
+            sure, z, weights = self._truths(metric, limit, here)
+            missed = self._misses_at(metric, limit, here, z)
+            found += level.share * np.clip(sure + (weights * missed).sum(axis=0), 0.0, 1.0)
+        return found
 
     def exceeds(
         self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float, share: float
@@ -214,16 +223,28 @@ class Attainment:
         """Whether ``misses`` is above ``share``, at less cost: a sum of what is not negative is above it once a
         part of it is, and one truth in the middle settles most rows."""
         limit, rate = self._column(limit_s), self._column(rate_per_s)
+        found = np.zeros(len(self))
+        for level in sorted(self._levels, key=lambda level: -level.times):
+            rows = np.flatnonzero(found <= share)
+            if not len(rows):
+                break
+            some = self if len(rows) == len(self) else self.take(rows)
+            enough = (share - found[rows]) / level.share
+            found[rows] += level.share * some._misses_upto(metric, limit[rows], level.times * rate[rows], enough)
+        return np.asarray(found > share)
+
+    def _misses_upto(self, metric: Metric, limit: Column, rate: Column, enough: Column) -> Column:
+        """``misses`` at a steady rate, or a part of it that is above ``enough``."""
         found, z, weights = self._truths(metric, limit, rate)
         rows = np.arange(len(self))
         for points in _MIDDLE, _OTHERS:
-            rows = rows[found[rows] <= share]
+            rows = rows[found[rows] <= enough[rows]]
             if not len(rows):
                 break
             some = self if len(rows) == len(self) else self.take(rows)
             missed = some._misses_at(metric, limit[rows], rate[rows], z[points][:, rows])
             found[rows] += (weights[points][:, rows] * missed).sum(axis=0)
-        return np.asarray(found > share)
+        return np.minimum(found, 1.0)
 
     def _column(self, value: Column | float) -> Column:
         return np.broadcast_to(np.asarray(value, np.float64), (len(self),))

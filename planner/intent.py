@@ -13,6 +13,7 @@ __all__ = [
     "CostModel",
     "Intent",
     "IntentKind",
+    "Level",
     "Quality",
     "Slo",
     "Traffic",
@@ -124,6 +125,17 @@ def parse_slo(text: str) -> Slo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
+@dataclass(frozen=True, slots=True)
+class Level:
+    """``share`` of the requests come while the rate is ``times`` its mean."""
+
+    share: float
+    times: float
+
+
+_MOST_LEVELS = 64
+
+
     """How requests come and how their lengths vary about the workload's, which are the means.
 
     Raises:
@@ -139,6 +151,7 @@ class Traffic:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if not 0 <= value <= _MOST_CV:
+    levels: tuple[Level, ...] = ()
                 raise ConfigError(f"{entry.name} must be from 0 to {_MOST_CV:g}, got {value}")
 
 

@@ -17,7 +17,6 @@ import typer
 
 from fingerprint.config import Workload
 from fingerprint.errors import BadInputError
-from placement.placers import check_placement
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic, parse_slo
 
 if TYPE_CHECKING:
@@ -105,6 +104,14 @@ def workload_of(batch: int, input_tokens: int, output_tokens: int) -> Workload:
         return Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
 
 
+@functools.cache
+def _traffic_of(trace: str) -> Traffic:
+    from traces.sources import requests_of
+    from traces.traffic import traffic_of
+
+    return traffic_of(requests_of(trace))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wish:
     """What ``plan`` and ``deploy`` can be asked for: a field is an option. As typed; ``checked`` judges it."""
@@ -129,6 +136,15 @@ class Wish:
     output_cv: Annotated[
         float, typer.Option("--output-cv", help="Deviation over mean of the answers' lengths.")
     ] = DEFAULT_INTENT.traffic.output_cv
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            "--arrivals",
+            metavar="TRACE",
+            help="How --rate moves and lengths vary: as in a trace file or synthetic:NAME. In place of "
+            "--burstiness, --input-cv and --output-cv.",
+        ),
+    ] = None
     quality: QualityOption = DEFAULT_INTENT.quality
     budget: Annotated[
         float | None, typer.Option("--budget", help="Most a request may cost, in the cost's unit.")
@@ -151,6 +167,20 @@ class Wish:
         with usage_errors("--slo"):
             return None if self.slo is None else parse_slo(self.slo)
 
+    @property
+    def traffic(self) -> Traffic:
+        """Of the trace, or of the three options."""
+        with usage_errors():
+            told = Traffic(burstiness=self.burstiness, input_cv=self.input_cv, output_cv=self.output_cv)
+        if self.arrivals is None:
+            return told
+        with usage_errors("--arrivals"):
+            if self.rate is None:
+                raise BadInputError("a trace says how a rate moves; give --rate, the mean, as well")
+            if told != Traffic():
+                raise BadInputError("give either a trace or --burstiness, --input-cv and --output-cv")
+        return _traffic_of(self.arrivals)
+
     def checked(self, settings: Settings, *, sees_load: bool = False) -> PlanOptions:
         """In the core's types.
 
@@ -161,9 +191,10 @@ class Wish:
             typer.BadParameter: a value that cannot be used.
         """
         from iserve.planning import PlanOptions
+        from placement.placers import check_placement
 
         workload = workload_of(self.batch, self.input_tokens, self.output_tokens)
-        limits = self.limits
+        limits, traffic = self.limits, self.traffic
         policy = settings.policy if self.policy is None else self.policy
         with usage_errors():
             check_placement(policy, sees_load=sees_load)
@@ -174,7 +205,7 @@ class Wish:
                     slo=limits,
                     percentile=self.percentile,
                     rate_per_s=self.rate,
-                    traffic=Traffic(burstiness=self.burstiness, input_cv=self.input_cv, output_cv=self.output_cv),
+                    traffic=traffic,
                     quality=self.quality,
                     budget=self.budget,
                 ),
@@ -185,16 +216,17 @@ class Wish:
 
     def body(self) -> dict[str, Any]:
         """As the REST API takes it: the fields that its plan and deployment bodies share."""
-        limits = self.limits
+        limits, traffic = self.limits, self.traffic
         return {
             "intent": self.intent,
             "cost": self.cost,
             "slo": limits and {"ttft_s": limits.ttft_s, "tpot_s": limits.tpot_s, "e2e_s": limits.e2e_s},
             "percentile": self.percentile,
             "rate_per_s": self.rate,
-            "burstiness": self.burstiness,
-            "input_cv": self.input_cv,
-            "output_cv": self.output_cv,
+            "burstiness": traffic.burstiness,
+            "input_cv": traffic.input_cv,
+            "output_cv": traffic.output_cv,
+            "rate_levels": [{"share": level.share, "times": level.times} for level in traffic.levels],
             "quality": self.quality,
             "budget": self.budget,
             "input_tokens": self.input_tokens,

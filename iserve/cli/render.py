@@ -120,8 +120,11 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
 def _served_words(served: ServedDocument) -> list[str]:
     """Under which load, what a request gets, and how often it misses a limit."""
     gaps = "Poisson" if served.burstiness == 1 else f"gaps' deviation {served.burstiness:g} times their mean"
+    if served.rate_levels:
+        moves = [level.times for level in served.rate_levels]
+        gaps += f", moving between {min(moves):.2g} and {max(moves):.2g} times that"
     times = [("TTFT", served.ttft), ("TPOT", served.tpot), ("E2E", served.e2e)]
-    told = ", ".join(f"{name} {seconds(time.quantile_s)}" for name, time in times)
+    told = ", ".join(f"{name} {_quantile(time.quantile_s)}" for name, time in times)
     missed = [
         f"{name} of {time.limit_s:g} s: {time.miss_probability:.2g}"
         for name, time in times
@@ -134,6 +137,10 @@ def _served_words(served: ServedDocument) -> list[str]:
         f"p{served.percentile:g}: {told}",
         *([f"probability of missing {', '.join(missed)}"] if missed else []),
     ]
+
+
+def _quantile(value_s: float | None) -> str:
+    return "without end" if value_s is None else seconds(value_s)
 
 
 def _candidate_table(

@@ -4,20 +4,21 @@ Llama-2-7B by the roofline of an A6000 (``[--grid NAME] [--json FILE] [--request
 was built while looking at the grid "built"; "independent" shares no load, length or seed with it. ``--table FILE``
 prints the table of docs/risk.md from what such a run wrote.
 
-The planner is told what it would be told: the estimates of one request and of the whole batch, rate, burstiness, and
-how the lengths vary; the simulator runs the engine's scheduler on step times tabulated from the same estimator.
-Estimates have no interval here, so that what differs is the queueing model alone.
+The planner is told what it would be told: the estimates of one request and of the whole batch, rate, burstiness,
+and how the lengths vary; the simulator runs the engine's scheduler on step times tabulated from the same
+estimator. Estimates have no interval here, so that what differs is the queueing model alone.
 
 Utilisation is of the planner's own capacity, ``slots / E2E(slots)``. Limits are settled beforehand: TTFT of 5
 times that of a request alone, E2E of 1.5 times that of the whole batch; "either" is judged by the simulator on
 both. With ISERVE_REFERENCE_DATA, Azure's conversation and code traces too, their times stretched to the
 utilisation; the planner is told the workload's mean lengths, their variation and the index of dispersion in
-bins of 10 s.
+bins of 10 s; or ("levels") what ``--arrivals`` tells it of the trace as it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,6 +52,7 @@ from traces.simulator.scenario import Deploy, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
 from traces.simulator.step_model import Limits, StepModel, tabulate
 from traces.statistics import statistics_of
+from traces.traffic import traffic_of
 
 
 class Grid(NamedTuple):
@@ -93,7 +95,7 @@ class Compared:
     output_cv: float
     busy_fraction: float  # simulated
     missed: dict[str, tuple[float, float]]  # of ttft, e2e, either: predicted, simulated share
-    seconds: dict[str, tuple[float, float]]  # of "ttft p95" and so on: predicted, simulated
+    seconds: dict[str, tuple[float | None, float]]  # of "ttft p95" and so on: predicted (None: endless), simulated
 
 
 def varied(grid: Grid, cv: float) -> LengthModel:
@@ -142,8 +144,7 @@ def simulated(case: Case, requests: Iterable[Request]) -> tuple[Outcomes, float]
     return result.outcomes, result.gpus[0].busy_fraction
 
 
-def compare(case: Case, requests: Iterable[Request], rate_per_s: float, foreseen: Attainment) -> Compared:
-    outcomes, busy = simulated(case, requests)
+def compare(case: Case, outcomes: Outcomes, busy: float, rate_per_s: float, foreseen: Attainment) -> Compared:
     times = {"ttft": np.asarray(outcomes.ttft_s), "e2e": np.asarray(outcomes.e2e_s)}
     alone = case._replace(slots=1)
     limits = {
@@ -158,7 +159,10 @@ def compare(case: Case, requests: Iterable[Request], rate_per_s: float, foreseen
         )
         for percentile in PERCENTILES:
             told = float(foreseen.quantile(metric, percentile, rate_per_s)[0])
-            seconds[f"{metric} p{percentile:g}"] = (told, float(np.percentile(times[metric], percentile)))
+            seconds[f"{metric} p{percentile:g}"] = (
+                told if math.isfinite(told) else None,
+                float(np.percentile(times[metric], percentile)),
+            )
     either = np.logical_or(*(times[metric] > limit for metric, limit in limits.items())).mean()
     missed["either"] = (max(missed[metric][0] for metric in limits), float(either))
     traffic = case.traffic
@@ -178,7 +182,7 @@ def generated(grid: Grid, count: int) -> Iterator[Compared]:
         stream = generate(
             Gamma(rate, cv), varied(grid, cv_lengths), seed=grid.seed, num_requests=count, models=["0"]
         )
-        yield compare(case, stream, rate, foreseen)
+        yield compare(case, *simulated(case, stream), rate, foreseen)
 
 
 def of_azure(grid: Grid, folder: Path) -> Iterator[Compared]:
@@ -186,6 +190,7 @@ def of_azure(grid: Grid, folder: Path) -> Iterator[Compared]:
         requests = list(open_trace(folder / f"azure_llm_2023_{name}.csv.gz", None))
         tokens = np.array([(r.input_tokens, r.output_tokens) for r in requests], np.float64)
         means, cvs = tokens.mean(0), tokens.std(0) / tokens.mean(0)
+        moving = traffic_of(requests)
         for slots in grid.slots:
             for utilisation in grid.utilisations:
                 work = Workload(slots, round(float(means[0])), round(float(means[1])))
@@ -197,12 +202,15 @@ def of_azure(grid: Grid, folder: Path) -> Iterator[Compared]:
                 iod = statistics_of(slowed).bins[1].iod or 1.0
                 traffic = Traffic(burstiness=float(np.sqrt(iod)), input_cv=float(cvs[0]), output_cv=float(cvs[1]))
                 case = case._replace(traffic=traffic)
-                yield compare(case, slowed, rate, prediction(case))
+                outcomes = simulated(case, slowed)
+                yield compare(case, *outcomes, rate, prediction(case))
+                case = case._replace(name=f"azure {name}, levels", traffic=moving)
+                yield compare(case, *outcomes, rate, prediction(case))
 
 
 def told(c: Compared) -> str:
     pairs = "  ".join(f"{name} {100 * a:5.1f}|{100 * b:5.1f}%" for name, (a, b) in c.missed.items())
-    times = "  ".join(f"{name} {a:6.2f}|{b:6.2f}" for name, (a, b) in c.seconds.items())
+    times = "  ".join(f"{name} {math.inf if a is None else a:6.2f}|{b:6.2f}" for name, (a, b) in c.seconds.items())
     load = f"slots {c.slots:2d} cv {c.burstiness:3.1f} u {c.utilisation:.2f} (busy {c.busy_fraction:.2f})"
     return f"{c.case:21s} {load}  {pairs}  {times}"
 
@@ -217,12 +225,15 @@ def table(found: Sequence[Compared]) -> Iterator[str]:
         every = [c for c in found if (c.case, c.slots) == (case, slots)]
         for what, rows in (("all", every), (f"to {STEADY:g}", [c for c in every if c.utilisation <= STEADY])):
             points = [[abs(a - b) * 100 for c in rows for a, b in [c.missed[m]]] for m in shares]
-            ratios = [[abs(float(np.log(a / b))) for c in rows for a, b in [c.seconds[t]]] for t in times]
+            ratios = [
+                [math.inf if a is None else abs(math.log(a / b)) for c in rows for a, b in [c.seconds[t]]]
+                for t in times
+            ]
             yield _row(
                 [
                     *(case, str(slots), what),
                     *(f"{np.median(p):.1f} ({max(p):.0f})" for p in points),
-                    *(f"{np.exp(np.median(r)):.2f} ({np.exp(max(r)):.1f})" for r in ratios),
+                    *(f"{_factor(float(np.median(r)), 2)} ({_factor(max(r), 1)})" for r in ratios),
                 ]
             )
 
@@ -233,6 +244,10 @@ SHORT = {"ttft": "TTFT", "e2e": "E2E", "either": "either"}
 def _short(time: str) -> str:
     metric, percentile = time.split()
     return f"{SHORT[metric]} {percentile}"
+
+
+def _factor(logarithm: float, digits: int) -> str:
+    return f"{math.exp(logarithm):.{digits}f}" if math.isfinite(logarithm) else "none"
 
 
 def _row(cells: Iterable[str]) -> str:
@@ -246,8 +261,10 @@ def kept(path: Path) -> list[Compared]:
 def _digits(found: Sequence[Compared]) -> list[Compared]:
     """Four, which is more than the runs settle."""
 
-    def few(pairs: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-        return {name: (float(f"{a:.4g}"), float(f"{b:.4g}")) for name, (a, b) in pairs.items()}
+    def few(pairs: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: tuple(None if x is None else float(f"{x:.4g}") for x in pair) for name, pair in pairs.items()
+        }
 
     return [
         replace(
@@ -266,6 +283,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--grid", choices=GRIDS, default="built")
     parser.add_argument("--json", type=Path, help="also write the results there, gzipped where it ends in .gz")
     parser.add_argument("--requests", type=int, default=15_000)
+    parser.add_argument("--azure", action="store_true", help="the Azure traces alone")
     parser.add_argument("--table", type=Path, help="run nothing: print the table of these results")
     options = parser.parse_args(arguments)
     if options.table:
@@ -274,7 +292,9 @@ def main(arguments: list[str]) -> None:
     print(machine())
     found = []
     data, grid = os.environ.get("ISERVE_REFERENCE_DATA"), GRIDS[options.grid]
-    sources = [generated(grid, options.requests)] + ([of_azure(grid, Path(data) / "traces")] if data else [])
+    sources = ([] if options.azure else [generated(grid, options.requests)]) + (
+        [of_azure(grid, Path(data) / "traces")] if data else []
+    )
     for source in sources:
         for compared in source:
             found.append(compared)

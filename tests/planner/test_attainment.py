@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fingerprint.config import DeploymentConfig, Workload
 from planner.attainment import Attainment, Metric, paces
 from planner.costs import figures
-from planner.intent import Traffic
+from planner.intent import Level, Traffic
 from tests.planner.candidates import estimate
 
 POISSON = Traffic()
@@ -147,6 +147,33 @@ def test_a_request_alone_in_a_large_batch_is_as_fast_as_alone() -> None:
     found = attainment(batch=16)
     for metric, value in (("ttft", 0.4), ("tpot", 0.02), ("e2e", 2.4)):
         assert float(found.quantile(metric, 95.0, 1e-9)[0]) == pytest.approx(value, rel=1e-3)  # type: ignore[arg-type]
+
+
+LEVELS = (Level(0.75, 1.5), Level(0.25, 0.5))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_rate_that_moves_is_the_mean_over_its_levels(metric: Metric) -> None:
+    """By the share of requests: three quarters of them meet one and a half times the rate."""
+    steady, moving = (
+        attainment(batch=4, spread=0.1),
+        attainment(batch=4, spread=0.1, traffic=Traffic(levels=LEVELS)),
+    )
+    rate, limit = 0.6 * capacity(steady), 1.4 * {"ttft": 0.4, "tpot": 0.02, "e2e": 2.4}[metric]
+    by_hand = 0.75 * misses(steady, metric, limit, 1.5 * rate) + 0.25 * misses(steady, metric, limit, 0.5 * rate)
+    assert misses(moving, metric, limit, rate) == pytest.approx(by_hand, abs=1e-12)
+    for share in (0.5 * by_hand, 2 * by_hand):
+        assert moving.exceeds(metric, limit, rate, share)[0] == (by_hand > share)
+
+
+def test_a_level_beyond_capacity_is_missed_by_all_of_its_requests() -> None:
+    moving = attainment(traffic=Traffic(levels=LEVELS))
+    assert misses(moving, "e2e", 1e9, 0.8 * capacity(moving)) == pytest.approx(0.75)
+
+
+def test_one_level_is_a_steady_rate() -> None:
+    one, none = attainment(batch=4, traffic=Traffic(levels=(Level(1.0, 1.0),))), attainment(batch=4)
+    assert misses(one, "e2e", 3.0, 0.5) == misses(none, "e2e", 3.0, 0.5)
 
 
 def test_nothing_to_judge() -> None:

@@ -1,0 +1,68 @@
+"""What a queue is told of a trace."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from fingerprint.errors import BadInputError
+from planner.intent import Traffic
+from traces.request import Request
+from traces.traffic import traffic_of
+
+
+def at_rates(rates: list[float], window_s: float, seed: int = 1) -> list[Request]:
+    """Poisson, at each of ``rates`` for one window."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for window, rate in enumerate(rates):
+        times = np.sort(rng.random(rng.poisson(rate * window_s))) * window_s + window * window_s
+        found += [Request(float(t), 100 if t % 2 < 1 else 300, 50, "m") for t in times]
+    return found
+
+
+def test_a_steady_rate_has_no_levels_to_speak_of() -> None:
+    """Counts of 400 windows: what they vary beyond Poisson's is noise of a few percent."""
+    told = traffic_of(at_rates([5.0] * 400, 10.0))
+    assert told.burstiness == pytest.approx(1.0, abs=0.05)
+    assert all(abs(level.times - 1) < 0.15 for level in told.levels)
+    assert told.output_cv == 0
+    assert told.input_cv == pytest.approx(0.5, abs=0.03), "100 and 300 equally often"
+
+
+def test_a_rate_that_moves_between_two_is_found_at_both() -> None:
+    """Nine of ten requests come while the rate is 9/5 of its mean, one while it is 1/5."""
+    told = traffic_of(at_rates([9.0, 9.0, 1.0, 1.0] * 100, 10.0))
+    assert told.burstiness == pytest.approx(1.0, abs=0.05)
+    high = sum(level.share for level in told.levels if level.times > 1)
+    assert high == pytest.approx(0.9, abs=0.05)
+    assert sum(level.share * level.times for level in told.levels if level.times > 1) / high == pytest.approx(
+        1.8, rel=0.05
+    )
+
+
+def test_it_is_the_same_at_another_rate() -> None:
+    """A trace with twice the requests has the same levels, for the noise of the counts is taken out."""
+    pattern = [6.0, 1.0, 3.0, 2.0] * 150
+    one, two = (traffic_of(at_rates([rate * times for rate in pattern], 10.0)) for times in (1, 10))
+
+    def spread(told: Traffic) -> float:
+        return sum(level.share * level.times for level in told.levels)
+
+    assert spread(one) == pytest.approx(spread(two), rel=0.05)
+    assert spread(two) == pytest.approx(float(np.mean(np.square(pattern)) / np.mean(pattern) ** 2), rel=0.05)
+
+
+def test_bursts_within_a_window_are_burstiness() -> None:
+    """Requests in pairs: the variance of counts is twice their mean."""
+    single = at_rates([4.0] * 300, 10.0)
+    pairs = list(itertools.chain.from_iterable(zip(single, single, strict=True)))
+    assert traffic_of(pairs).burstiness == pytest.approx(2**0.5, rel=0.06)
+
+
+@pytest.mark.parametrize("requests", [[], at_rates([2.0] * 7, 10.0)], ids=["empty", "short"])
+def test_too_short_a_trace_is_refused(requests: list[Request]) -> None:
+    with pytest.raises(BadInputError, match="at least 8 windows of 10 s"):
+        traffic_of(requests)
