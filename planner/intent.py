@@ -76,6 +76,7 @@ def allows(quality: Quality, config: DeploymentConfig) -> bool:
 
 
 _MOST_CV = 100.0
+_SUMS = 1e-6
 
 
 def _positive(name: str, value: float | None) -> None:
@@ -123,8 +124,6 @@ def parse_slo(text: str) -> Slo:
     return Slo(ttft_s=values.get("ttft"), tpot_s=values.get("tpot"), e2e_s=values.get("e2e"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
 @dataclass(frozen=True, slots=True)
 class Level:
     """``share`` of the requests come while the rate is ``times`` its mean."""
@@ -136,23 +135,45 @@ class Level:
 _MOST_LEVELS = 64
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
     """How requests come and how their lengths vary about the workload's, which are the means.
 
+    ``levels``: between which the rate moves, slowly against what a request takes, as shares of the requests; none:
+    it is always the same. The burstiness is that of a steady rate.
+
     Raises:
-        ConfigError: a coefficient of variation below 0 or above 100, or no burstiness at all.
+        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, or levels whose shares
+            are not 1 together or whose mean over time is not the rate's mean.
     """
 
     burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
     input_cv: float = 0.0
     output_cv: float = 0.0
+    levels: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
         _positive("the burstiness", self.burstiness)
-        for entry in fields(self):
-            value = getattr(self, entry.name)
+        for name in ("burstiness", "input_cv", "output_cv"):
+            value = getattr(self, name)
             if not 0 <= value <= _MOST_CV:
-    levels: tuple[Level, ...] = ()
-                raise ConfigError(f"{entry.name} must be from 0 to {_MOST_CV:g}, got {value}")
+                raise ConfigError(f"{name} must be from 0 to {_MOST_CV:g}, got {value}")
+        if self.levels:
+            self._check_levels()
+
+    def _check_levels(self) -> None:
+        if len(self.levels) > _MOST_LEVELS:
+            raise ConfigError(f"at most {_MOST_LEVELS} levels of the rate can be told, got {len(self.levels)}")
+        for level in self.levels:
+            _positive("the share of a level of the rate", level.share)
+            _positive("a level of the rate", level.times)
+        shares = sum(level.share for level in self.levels)
+        over_time = sum(level.share / level.times for level in self.levels)
+        if abs(shares - 1) > _SUMS or abs(over_time - 1) > _SUMS:
+            raise ConfigError(
+                f"the levels' shares must add up to 1 and so must share / times, such that the mean is the rate; "
+                f"got {shares:g} and {over_time:g}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
