@@ -142,6 +142,7 @@ class DeployBody(_Wish):
 
     model: _Text | None = None
     name: _Text | None = None  # what clients put in ``model``; None: the model's own name
+    scale_to_zero_s: float | None = Field(default=None, gt=0, le=31_536_000)  # without a request; None: it stays
 
 
 class ProfileBody(_Body):
@@ -197,8 +198,9 @@ class DeploymentDocument:
     """One deployment as it is now.
 
     ``status``: ``accepted``, ``resolving``, ``profiling``, ``planning``, ``launching`` (the steps of a deploy);
-    ``ready``, ``restarting``, ``unreachable`` (observed of its worker); ``refused`` (nothing is feasible),
-    ``failed`` (``error`` says why), ``removing``.
+    ``ready``, ``restarting``, ``unreachable`` (observed of its worker); ``asleep`` (nobody called for
+    ``scale_to_zero_s`` and its worker has ended; ``error``: why the last try to start it again came to nothing),
+    ``waking`` (somebody did); ``refused`` (nothing is feasible), ``failed`` (``error`` says why), ``removing``.
     """
 
     name: str
@@ -214,6 +216,7 @@ class DeploymentDocument:
     restarts: int
     created_at: float
     progress: ProgressDocument | None = None
+    scale_to_zero_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

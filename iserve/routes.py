@@ -1,10 +1,21 @@
-"""The route table that the controller publishes and the gateway serves from."""
+"""What controller and gateway tell one another: the route table to serve from, and how much of it is asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ApiKeyRecord", "GatewayLimits", "Route", "RouteTable", "WorkerTarget"]
+__all__ = [
+    "DEMAND_PATH",
+    "ApiKeyRecord",
+    "Demand",
+    "DeploymentDemand",
+    "GatewayLimits",
+    "Route",
+    "RouteTable",
+    "WorkerTarget",
+]
+
+DEMAND_PATH = "/internal/demand"  # of the gateway, for who has the token of its record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +37,9 @@ class Route:
     created: int  # seconds since the epoch, for /v1/models
     max_context_tokens: int
     workers: tuple[WorkerTarget, ...]
+    ready_wait_s: float | None = None  # for a worker to be started; None: the gateway's own
+    refusal: str | None = None  # why no worker can be started now: requests are told so at once
+    retry_after_s: int = 1  # with ``refusal``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,3 +63,21 @@ class RouteTable:
     routes: tuple[Route, ...]
     keys: tuple[ApiKeyRecord, ...]
     limits: GatewayLimits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentDemand:
+    """Who asks for one deployment now."""
+
+    name: str
+    waiting: int  # requests in the gateway
+    outstanding: int  # at workers
+    idle_s: float  # since a request was last there; 0 while one is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What the gateway sees, by the table in force there."""
+
+    routes_version: int
+    deployments: tuple[DeploymentDemand, ...]

@@ -28,7 +28,10 @@ class Scaling:
     target: float = 0.7  # busy fraction that a replica is sized for; at more, there are too few
     low: float = 0.45  # there are too many when one fewer would still be at most this busy
     drain_s: float = 60.0  # in which a backlog is to be worked off
-    hold_s: float = 120.0  # without a change, before there are fewer: the window that the load is seen over
+    hold_s: float = (
+        120.0  # without a change, before there are fewer: the window that the load is seen over. Before
+    )
+    # there is none, ``idle_s`` where that is shorter
     idle_s: float | None = 300.0  # without a request, before there is none; None: one always stays
     min_replicas: int = 1  # of a deployment that is awake
     max_replicas: int = 8
@@ -55,7 +58,7 @@ def replicas_for(state: DeploymentState, rule: Scaling) -> int:
     now = state.wanted
     if now == 0:
         return rule.min_replicas if state.waiting > 0 else 0
-    if rule.idle_s is not None and state.idle_s >= rule.idle_s and state.steady_s >= rule.hold_s:
+    if rule.idle_s is not None and state.idle_s >= rule.idle_s and state.steady_s >= min(rule.hold_s, rule.idle_s):
         return 0
     work = (state.requests_per_s + state.waiting / rule.drain_s) * state.service_s
     at_least = rule.within(_above(work / rule.target))

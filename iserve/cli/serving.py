@@ -10,6 +10,7 @@ import typer
 
 from iserve.cli import exporting as e
 from iserve.cli import options as o
+from placement.scaling import Scaling
 
 if TYPE_CHECKING:
     from iserve.api_types import DeploymentDocument
@@ -37,6 +38,14 @@ def deploy(
     *,
     wish: o.Wish,
     name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None,
+    scale_to_zero: Annotated[
+        float | None,
+        typer.Option(
+            "--scale-to-zero",
+            metavar="SECONDS",
+            help="End the worker after so long without a request; the next one starts it again.",
+        ),
+    ] = None,
     export: e.ExportOption = None,
     output: e.ExportOutput = None,
     gpus: e.ExportGpus = None,
@@ -71,12 +80,16 @@ def deploy(
     if name is not None:
         with o.usage_errors("--name"):
             check_name(name)
+    with o.usage_errors("--scale-to-zero"):
+        Scaling(idle_s=scale_to_zero)
     if idempotency_key is not None:
         with o.usage_errors("--idempotency-key"):
             check_idempotency_key(idempotency_key)
     if export is not None:
         if as_json:
             raise typer.BadParameter("--export writes a file; leave --json out")
+        if scale_to_zero is not None:
+            raise typer.BadParameter("nobody watches what is exported; leave --scale-to-zero out")
         e.export(e.Export(kind=export, output=output, gpus=gpus, image=image, volume=volume), model, name, wish)
         return
     given = {"--output": output, "--gpus": gpus, "--image": image, "--volume": volume}
@@ -86,7 +99,7 @@ def deploy(
     controller, accepted = post_once(
         lambda: client(settings),
         "/api/v1/deployments",
-        wish.body() | {"model": model, "name": name},
+        wish.body() | {"model": model, "name": name, "scale_to_zero_s": scale_to_zero},
         DeploymentDocument,
         secrets.token_hex(16) if idempotency_key is None else idempotency_key,
     )
@@ -110,14 +123,14 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
     path = f"/api/v1/deployments/{accepted.name}"
     with StepDisplay(quiet=as_json) as display:
         document = accepted
-        while document.status not in {"ready", "refused", "failed"}:
+        while document.status not in {"ready", "asleep", "refused", "failed"}:
             display.show(document.status, document.progress)
             time.sleep(_PROFILING_POLL_S if document.status == "profiling" else _POLL_S)
             try:
                 document = controller.get(path, DeploymentDocument)
             except NotFoundError as error:  # of one that was accepted long ago, under the same key
                 raise NotFoundError(f"{accepted.name} was accepted, and has been removed since") from error
-    if document.status != "ready":
+    if document.status in {"refused", "failed"}:
         _remove(controller, accepted.name)  # a deploy that was refused leaves nothing behind, its name included
         kind = InfeasibleError if document.status == "refused" else EngineError
         raise kind(document.error or f"the deployment {document.name} {document.status}")

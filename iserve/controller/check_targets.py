@@ -108,6 +108,8 @@ class Targets:
             tell("waiting", 0, 0, 0.0)
             with self._profiler.paused(lambda: None):
                 row = self._store.deployment(name)
+                if row.phase != "ready":  # it was put to sleep meanwhile, say
+                    raise ConflictError(f"the deployment {name!r} is {row.phase}; verify it when it is ready")
                 spec, room = recorded_worker(row), self._deployer.options(recorded_wish(row)).workload
                 if spec is None:
                     raise ConflictError(f"the deployment {name!r} has no worker; `iserve ps` tells")

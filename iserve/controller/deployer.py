@@ -100,10 +100,10 @@ class Deployer:
             log.warning("%s: the reconciler takes it up again when the state is back: %s", row.name, error)
         except IserveError as error:
             phase = "refused" if isinstance(error, InfeasibleError) else "failed"
-            self._record(row, phase, error=str(error))
+            self._record(row, _given_up(row, phase), error=str(error))
         except Exception as error:
             log.exception("deploying %s", row.name)
-            self._record(row, "failed", error=f"internal error: {type(error).__name__}: {error}")
+            self._record(row, _given_up(row, "failed"), error=f"internal error: {type(error).__name__}: {error}")
         finally:
             self._report_progress(row.name, None)
 
@@ -213,9 +213,11 @@ class Deployer:
         self._move(row, "ready")
 
     def _move(self, row: DeploymentRow, phase: str) -> None:
-        """The next step, if it is still to be taken."""
+        """The next step, if it is still to be taken. One that wakes is waking until it serves, so that whoever
+        takes it up after a crash knows what becomes of it should it fail."""
         self._check_wanted(row)
-        self._record(row, phase, error=None)
+        if row.phase != "waking" or phase == "ready":
+            self._record(row, phase, error=None)
 
     def _check_wanted(self, row: DeploymentRow) -> None:
         now = self._store.deployment_by_id(row.id)
@@ -230,6 +232,11 @@ class Deployer:
     def _record(self, row: DeploymentRow, phase: str, *, error: str | None) -> None:
         self._store.update_deployment(row.id, phase=phase, error=error)
         self._store.add_event(row.id, phase, error or f"{row.name}: {phase}")
+
+
+def _given_up(row: DeploymentRow, phase: str) -> str:
+    """Of one that could not be started: one that slept goes on sleeping, and is tried again when it is called."""
+    return "asleep" if row.phase == "waking" else phase
 
 
 class _NoLongerWantedError(Exception):

@@ -185,6 +185,16 @@ class Profiler:
             self._one_at_a_time.release()
 
     @contextlib.contextmanager
+    def paused_now(self) -> Iterator[bool]:
+        """As :meth:`paused`; False, and no such promise, where somebody else is inside."""
+        got = self._one_at_a_time.acquire(blocking=False)
+        try:
+            yield got
+        finally:
+            if got:
+                self._one_at_a_time.release()
+
+    @contextlib.contextmanager
     def owning(self, worker_id: str) -> Iterator[None]:
         """Inside (and inside ``paused``), this worker is nobody's orphan."""
         self._workers = frozenset({worker_id})

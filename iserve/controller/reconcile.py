@@ -14,6 +14,7 @@ from daemon.process import write_file_atomically
 from daemon.status import NodeStatus, WorkerState
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
+from iserve.controller.autoscaling import Autoscaler
 from iserve.controller.records import recorded_worker
 from iserve.controller.service import Controller
 from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
@@ -23,9 +24,10 @@ __all__ = ["Reconciler"]
 
 log = logging.getLogger(__name__)
 
-_UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching"})
+_UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching", "waking"})
 _GIVEN_UP = frozenset({"refused", "failed"})
-_ROUTED = frozenset({"launching", "ready"})  # a worker is there, or about to be: its clients wait a little
+_SERVED = frozenset({"launching", "ready", "waking"})  # a worker is there, or about to be
+_STARTED_ON_CALL = frozenset({"asleep", "waking"})  # its clients wait for as long as a start may take
 _SAY_AGAIN_S = 60.0
 _ORPHAN_GRACE_S = 5.0  # a worker may be launched a moment before its record is read
 
@@ -36,7 +38,9 @@ class Reconciler:
     def __init__(self, controller: Controller, *, tick_s: float = 0.3) -> None:
         self._controller = controller
         self._tick_s = tick_s
+        self._autoscaler = Autoscaler(controller)
         self._published: tuple[object, ...] | None = None
+        self._version = 0
         self._orphans: dict[str, float] = {}
         self._said_s: dict[str, float] = {}
         self._stopping = threading.Event()
@@ -82,6 +86,7 @@ class Reconciler:
         self.publish(rows, node)  # first, so that no request is sent to a worker that is about to be stopped
         for row in rows:
             self._settle(row, node)
+        self._autoscaler.look(rows, node, self._version)
         if node is not None:
             self._end_orphans(rows, node)
 
@@ -116,7 +121,7 @@ class Reconciler:
             route
             for row in rows
             if row.desired == "running"
-            for route in (_route(row, node),)
+            for route in (self._route(row, node),)
             if route is not None
         )
         keys = tuple(
@@ -142,7 +147,32 @@ class Reconciler:
             raise UnavailableError(
                 f"cannot write {path}: {error.strerror}; free space or mend the folder"
             ) from error
-        self._published = content
+        self._published, self._version = content, table.version
+
+    def _route(self, row: DeploymentRow, node: NodeStatus | None) -> Route | None:
+        spec = recorded_worker(row)
+        if spec is None or row.phase not in _SERVED | _STARTED_ON_CALL:
+            return None
+        seen = next((w for w in node.workers if w.spec.worker_id == spec.worker_id), None) if node else None
+        refusal = self._autoscaler.refusal(row)
+        patience_s = self._controller.settings.start_timeout_s if row.phase in _STARTED_ON_CALL else None
+        target = WorkerTarget(
+            worker_id=spec.worker_id,
+            url=f"http://{spec.host}:{spec.port}" if seen is None else seen.url,
+            ready=seen is not None and seen.state is WorkerState.READY and row.phase in _SERVED,
+            # As many again wait at the worker as run there, so that a slot that frees is filled at once.
+            max_outstanding=2 * spec.limits.max_batch,
+        )
+        return Route(
+            name=row.name,
+            model=spec.served_model,
+            created=int(row.created_at),
+            max_context_tokens=spec.limits.max_context_tokens,
+            workers=(target,),
+            ready_wait_s=patience_s,
+            refusal=None if refusal is None else refusal.reason,
+            retry_after_s=1 if refusal is None else refusal.retry_after_s,
+        )
 
 
 def _is_lost(row: DeploymentRow, node: NodeStatus) -> bool:
@@ -152,25 +182,3 @@ def _is_lost(row: DeploymentRow, node: NodeStatus) -> bool:
         return True
     states = [w.state for w in node.workers if w.spec.worker_id == worker.worker_id]
     return not states or states[0] is WorkerState.STOPPED
-
-
-def _route(row: DeploymentRow, node: NodeStatus | None) -> Route | None:
-    spec = recorded_worker(row)
-    if spec is None or row.phase not in _ROUTED:
-        return None
-    seen = next((w for w in node.workers if w.spec.worker_id == spec.worker_id), None) if node else None
-    return Route(
-        name=row.name,
-        model=spec.served_model,
-        created=int(row.created_at),
-        max_context_tokens=spec.limits.max_context_tokens,
-        workers=(
-            WorkerTarget(
-                worker_id=spec.worker_id,
-                url=f"http://{spec.host}:{spec.port}" if seen is None else seen.url,
-                ready=seen is not None and seen.state is WorkerState.READY,
-                # As many again wait at the worker as run there, so that a slot that frees is filled at once.
-                max_outstanding=2 * spec.limits.max_batch,
-            ),
-        ),
-    )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from daemon.client import DaemonClient
 from daemon.engines.registry import ENGINES
+from daemon.json_http import JsonHttp
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json
@@ -57,6 +58,7 @@ from iserve.model_source import ModelSource, resolve
 from iserve.plan_document import PlanDocument
 from iserve.plan_service import launch_for_gpus, plan_for_gpus
 from iserve.planning import PlanOptions
+from iserve.routes import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
 
@@ -67,6 +69,7 @@ log = logging.getLogger(__name__)
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_DEPLOYMENTS = 200
 _MAX_ENDINGS = 16
+_GATEWAY_TIMEOUT_S = 2.0
 
 
 class Controller:
@@ -102,6 +105,18 @@ class Controller:
         try:
             return self.daemon().node()
         except UnavailableError:
+            return None
+
+    def demand(self) -> Demand | None:
+        """Who asks for what, as the gateway sees it; None while it is away."""
+        record = self.gateway_process.record()
+        if record is None:
+            return None
+        gateway = JsonHttp(record.url, record.token, who="the gateway")
+        try:
+            return gateway.ask("GET", DEMAND_PATH, Demand, timeout_s=_GATEWAY_TIMEOUT_S)
+        except IserveError as error:
+            log.debug("%s", error)
             return None
 
     def nodes(self) -> tuple[NodeDocument, ...]:
@@ -311,15 +326,20 @@ class Controller:
         self.store.delete_deployment(row.id)
         self.store.add_event(None, "removed", f"{row.name}: removed")
 
-    def end_worker(self, worker_id: str) -> None:
-        """Stop, in the background, a worker that no deployment owns."""
+    def is_ending(self, worker_id: str) -> bool:
+        """Whether it is being stopped by :meth:`end_worker`."""
+        with self._lock:
+            return worker_id in self._ending
+
+    def end_worker(self, worker_id: str, why: str = "no deployment owns it") -> None:
+        """Stop, in the background, a worker that has to go."""
         with self._lock:
             if worker_id in self._ending:
                 return
             self._ending.add(worker_id)
 
         def work() -> None:
-            log.warning("ending worker %s: no deployment owns it", worker_id)
+            log.info("ending worker %s: %s", worker_id, why)
             try:
                 self.daemon().stop(worker_id)
             except IserveError as error:
@@ -384,6 +404,7 @@ class Controller:
             worker_url=None,
             restarts=0,
             created_at=time.time(),
+            scale_to_zero_s=body.scale_to_zero_s,
         )
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
@@ -410,6 +431,7 @@ class Controller:
             restarts=0 if seen is None else seen.restarts,
             created_at=row.created_at,
             progress=None if progress is None else _progress_document(progress),
+            scale_to_zero_s=wish.scale_to_zero_s,
         )
 
     # keys

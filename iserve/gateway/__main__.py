@@ -10,6 +10,7 @@ import errno
 import gc
 import logging
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -24,7 +25,6 @@ from daemon.process import own_record, read_record, write_record
 from fingerprint.errors import IserveError
 from iserve.gateway.app import Gateway
 from iserve.gateway.http_server import GatewayProtocol
-from iserve.gateway.limits import MAX_HEADER_BYTES
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(_bind_failure(args.host, args.port, error), file=sys.stderr)
         return _EXIT_PORT_IN_USE if error.errno == errno.EADDRINUSE else 1
-    record = own_record(url=_url(args.host, listener.getsockname()[1]), token="")
+    record = own_record(url=_url(args.host, listener.getsockname()[1]), token=secrets.token_urlsafe(32))
     try:
         write_record(record_path, record)
     except IserveError as error:
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(f"iserve gateway on {record.url}, routes from {run / 'routes.json'}", file=sys.stderr, flush=True)
     try:
-        _serve(Gateway(run / "routes.json"), listener, args.grace)
+        _serve(Gateway(run / "routes.json", record.token), listener, args.grace)
     except KeyboardInterrupt:
         pass
     finally:
@@ -68,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(gateway: Gateway, listener: socket.socket, grace_s: int) -> None:
     config = uvicorn.Config(
         gateway,
-        http=GatewayProtocol,  # h11 underneath: httptools takes in a header of any size
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        http=GatewayProtocol,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from iserve.gateway.auth import check_access
+from fingerprint.codec import to_json
+from iserve.gateway.auth import check_access, check_token
 from iserve.gateway.dispatch import Deployment, Dispatcher
 from iserve.gateway.errors import ApiError
 from iserve.gateway.limits import BodyBudget, ClientGoneError, check_headers, parse_head, read_body
@@ -22,7 +23,7 @@ from iserve.gateway.proxy import InferenceRequest, forward
 from iserve.gateway.reply import ClientWatch, Incoming, Receive, Reply, Send
 from iserve.gateway.routes_file import RoutesFile
 from iserve.gateway.worker_client import WorkerClient
-from iserve.routes import Route, RouteTable
+from iserve.routes import DEMAND_PATH, Demand, Route, RouteTable
 
 __all__ = ["POLL_S", "Gateway"]
 
@@ -37,9 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """ASGI 3 application over one routes file."""
+    """ASGI 3 application over one routes file.
 
-    def __init__(self, routes_path: Path) -> None:
+    Args:
+        token: of who may ask for the demand, the controller; empty: nobody may.
+    """
+
+    def __init__(self, routes_path: Path, token: str = "") -> None:
+        self._token = token.encode()
         self.routes = RoutesFile(routes_path)
         self.dispatcher = Dispatcher()
         self.metrics = GatewayMetrics(self.dispatcher, self.routes)
@@ -124,6 +130,11 @@ class Gateway:
         if path == "/readyz":
             _need_method(method, "GET", "HEAD")
             await reply.whole(200, msgspec.json.encode({"status": "ready", "routes_version": table.version}))
+            return
+        if path == DEMAND_PATH:
+            check_token(headers, self._token)
+            demand = Demand(routes_version=table.version, deployments=self.dispatcher.demand())
+            await reply.whole(200, to_json(demand))
             return
         check_access(path, headers, table, local_address=(scope.get("server") or ("", 0))[0])
         if path in _INFERENCE:

@@ -7,6 +7,7 @@ browser says the page's name there.
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from iserve.gateway.errors import ApiError
 from iserve.keys import find_key
 from iserve.routes import RouteTable
 
-__all__ = ["OPEN_PATHS", "check_access"]
+__all__ = ["OPEN_PATHS", "check_access", "check_token"]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # everything else is closed by default, paths not known included
 
@@ -53,6 +54,17 @@ def check_access(
     kind, _, key = presented[0].decode("latin-1").partition(" ")
     if len(presented) != 1 or kind.lower() != "bearer" or find_key(key.strip(), table.keys) is None:
         raise ApiError(401, "the API key is not valid; make one with the deployment's operator", "invalid_api_key")
+
+
+def check_token(headers: Iterable[tuple[bytes, bytes]], token: bytes) -> None:
+    """Return if ``token``, which is in this process's record, is presented.
+
+    Raises:
+        ApiError: 401.
+    """
+    presented = [value for name, value in headers if name == b"authorization"]
+    if not token or len(presented) != 1 or not hmac.compare_digest(presented[0], b"Bearer " + token):
+        raise ApiError(401, "only this installation's controller may ask that", "invalid_api_key")
 
 
 def _is_loopback(address: str) -> bool:

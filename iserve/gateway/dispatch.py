@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from bisect import insort
 from dataclasses import dataclass, field
 
 from iserve.gateway.errors import ApiError
-from iserve.routes import Route, RouteTable, WorkerTarget
+from iserve.routes import DeploymentDemand, Route, RouteTable, WorkerTarget
 
 __all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "Dispatcher"]
 
 READY_WAIT_S = 5.0  # how long a request waits for a worker that is being (re)started, before 503
 DOWN_S = 0.25  # how long a worker that refused a connection is left alone
+_TIMER_SLACK_S = 0.05  # by which a timer may be early
 
 
 @dataclass(order=True, slots=True)
@@ -38,6 +40,7 @@ class Deployment:
         self._last_ticket: dict[str, int] = {}
         self._down_until_s: dict[str, float] = {}
         self._waiting: list[_Waiting] = []
+        self._last_s = time.monotonic()  # a request came or went
 
     @property
     def num_waiting(self) -> int:
@@ -51,9 +54,16 @@ class Deployment:
     def num_ready(self) -> int:
         return sum(1 for worker in self.route.workers if self._is_ready(worker))
 
+    @property
+    def idle_s(self) -> float:
+        """Since a request was last here; 0 while one is."""
+        return 0.0 if self._waiting or self._outstanding else time.monotonic() - self._last_s
+
     def update(self, route: Route, max_queue: int, max_wait_s: float) -> None:
         """Take the route of a new table. Requests already sent stay where they are."""
         self.route, self.max_queue, self.max_wait_s = route, max_queue, max_wait_s
+        if route.refusal is not None:
+            self._refuse_all(ApiError.cannot_start(route.name, route.refusal, route.retry_after_s))
         urls = {worker.url for worker in route.workers}
         for url in [u for u in self._last_ticket if u not in urls and u not in self._outstanding]:
             del self._last_ticket[url]
@@ -63,8 +73,11 @@ class Deployment:
 
     def close(self) -> None:
         """The deployment has left the table: whoever waits is told so."""
+        self._refuse_all(ApiError.model_not_found(self.route.name))
+
+    def _refuse_all(self, error: ApiError) -> None:
         for waiting in self._waiting:
-            waiting.turn.set_exception(ApiError.model_not_found(self.route.name))
+            waiting.turn.set_exception(error)
         self._waiting.clear()
 
     async def acquire(self, ticket: int, avoid: str = "") -> WorkerTarget:
@@ -74,13 +87,16 @@ class Deployment:
             avoid: URL of a worker that should not be taken while another has room.
 
         Raises:
-            ApiError: 429 the queue is full; 503 no worker became ready within ``READY_WAIT_S``, or none had
-                room within ``max_wait_s``; 404 the deployment was removed meanwhile.
+            ApiError: 429 the queue is full; 503 no worker became ready within the route's ``ready_wait_s``, none
+                can be started, or none had room within ``max_wait_s``; 404 the deployment was removed meanwhile.
         """
+        self._last_s = time.monotonic()
         if not self._waiting:
             target = self._take(ticket, avoid)
             if target is not None:
                 return target
+        if self.route.refusal is not None and not self.num_ready:
+            raise ApiError.cannot_start(self.route.name, self.route.refusal, self.route.retry_after_s)
         if not self.route.workers:
             raise ApiError.no_ready_worker(self.route.name, math.ceil(READY_WAIT_S))
         if len(self._waiting) >= self.max_queue:
@@ -94,12 +110,14 @@ class Deployment:
         except BaseException:
             if not waiting.turn.done():
                 self._waiting.remove(waiting)
+                self._last_s = time.monotonic()
             elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
                 self.release(waiting.turn.result())  # given a worker in the very moment it left
             raise
 
     def release(self, target: WorkerTarget) -> None:
         """A request has left ``target``."""
+        self._last_s = time.monotonic()
         left = self._outstanding[target.url] - 1
         if left:
             self._outstanding[target.url] = left
@@ -115,13 +133,17 @@ class Deployment:
 
     async def _wait(self, turn: asyncio.Future[WorkerTarget], deadline_s: float) -> WorkerTarget:
         loop = asyncio.get_running_loop()
+        began_s = loop.time()
         while True:
-            await asyncio.wait((turn,), timeout=min(READY_WAIT_S, max(0.0, deadline_s - loop.time())))
+            patience_s = READY_WAIT_S if self.route.ready_wait_s is None else self.route.ready_wait_s
+            look_s = min(READY_WAIT_S, patience_s, deadline_s - loop.time())
+            await asyncio.wait((turn,), timeout=max(0.0, look_s))
             if turn.done():
                 return turn.result()
-            if not self.num_ready:
+            is_late = loop.time() >= deadline_s
+            if not self.num_ready and (is_late or loop.time() - began_s >= patience_s - _TIMER_SLACK_S):
                 raise ApiError.no_ready_worker(self.route.name, math.ceil(READY_WAIT_S))
-            if loop.time() >= deadline_s:
+            if is_late:
                 raise ApiError.no_turn(self.route.name, self.max_wait_s)
 
     def _is_ready(self, worker: WorkerTarget) -> bool:
@@ -160,6 +182,13 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self.deployments: dict[str, Deployment] = {}
+
+    def demand(self) -> tuple[DeploymentDemand, ...]:
+        """Who asks for what now."""
+        return tuple(
+            DeploymentDemand(name=name, waiting=d.num_waiting, outstanding=d.num_outstanding, idle_s=d.idle_s)
+            for name, d in self.deployments.items()
+        )
 
     def update(self, table: RouteTable) -> None:
         """Follow a new table."""

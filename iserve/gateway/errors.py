@@ -89,6 +89,15 @@ class ApiError(IserveError):
             retry_after_s=retry_after_s,
         )
 
+    @classmethod
+    def cannot_start(cls, deployment: str, why: str, retry_after_s: int) -> ApiError:
+        return cls(
+            503,
+            f"no worker of {deployment!r} could be started: {why}",
+            "cannot_start",
+            retry_after_s=retry_after_s,
+        )
+
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> bytes:
     """``{"error": {...}}`` as OpenAI clients parse it."""

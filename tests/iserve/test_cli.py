@@ -444,6 +444,9 @@ _ESTIMATE = ("estimate", "{}", "--gpu", "h200", "--config")
         ("deploy", "--batch", "0"),
         ("deploy", "--engine", "no-such"),
         ("deploy", "--policy", "best"),
+        ("deploy", "--policy", "look-ahead"),  # nobody tells it the load
+        ("deploy", "--scale-to-zero", "0"),
+        ("deploy", "--scale-to-zero", "nan"),
         ("profile", "--max-seconds", "0"),
         ("profile", "--max-seconds", "nan"),
         ("profile", "--engine", "no-such"),

@@ -40,6 +40,7 @@ def some(number: int, work: float, **more: object) -> DeploymentState:
         pytest.param(some(1, 0.0, idle_s=299.0), 1, id="not idle for long enough"),
         pytest.param(some(1, 0.0, idle_s=300.0), 0, id="nobody calls"),
         pytest.param(some(3, 0.0, idle_s=300.0), 0, id="all at once"),
+        pytest.param(some(1, 0.0, idle_s=300.0, steady_s=119.0), 1, id="idle, but only just changed"),
         pytest.param(some(0, 0.0, waiting=1), 1, id="somebody calls what sleeps"),
         pytest.param(some(0, 5.0), 0, id="nobody waits"),
     ],
@@ -52,6 +53,12 @@ def test_by_hand(state: DeploymentState, expected: int) -> None:
 
 def test_without_scaling_to_nothing_one_stays() -> None:
     assert replicas_for(some(3, 0.0, idle_s=1e9), replace(RULE, idle_s=None)) == 1
+
+
+def test_a_short_idle_time_is_not_held_up_by_a_longer_hold() -> None:
+    rule = replace(RULE, idle_s=30.0)
+    assert replicas_for(some(1, 0.0, idle_s=30.0, steady_s=30.0), rule) == 0
+    assert replicas_for(some(1, 0.0, idle_s=30.0, steady_s=29.0), rule) == 1
 
 
 def test_a_least_number_is_woken_and_kept() -> None:

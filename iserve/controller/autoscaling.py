@@ -1,0 +1,154 @@
+"""Deployments that end when nobody calls and come back when somebody does (``deploy --scale-to-zero``).
+
+Whether to is decided by ``placement.scaling``, as in the simulator. Here are its carrying out and its record, each
+step of which is written down before it is taken:
+
+``ready`` -> ``asleep``: recorded first. The gateway then sends nothing to the worker any more. Only when it says
+so, and that it has nothing left there, the worker is ended: no request is cut short by it.
+
+``asleep`` -> ``waking``: when requests wait in the gateway. The deployer takes it to ``ready``, or back to
+``asleep`` with the reason, which those who wait are told.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from fingerprint.errors import ConfigError
+from iserve.controller.records import recorded_wish, recorded_worker
+from iserve.controller.service import Controller
+from iserve.routes import Demand, DeploymentDemand
+from iserve.state.store import DeploymentRow
+from placement.scaling import Scaling, replicas_for
+from placement.types import DeploymentState
+
+__all__ = ["Autoscaler", "Refusal"]
+
+log = logging.getLogger(__name__)
+
+_TRY_AGAIN_S = 10.0  # after a start that came to nothing: meanwhile requests are refused
+_DRAIN_PATIENCE_S = 60.0  # for a gateway that does not answer; a worker that is ended then drains by itself
+
+
+class Refusal(NamedTuple):
+    """What those are told who ask for what cannot be started."""
+
+    reason: str
+    retry_after_s: int
+
+
+class Autoscaler:
+    """Of one controller. Remembers only since when a deployment has been as it is; a new one begins to count anew.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, controller: Controller, clock: Callable[[], float] = time.monotonic) -> None:
+        self._controller, self._clock = controller, clock
+        self._since: dict[int, tuple[str, float]] = {}  # deployment -> its phase, and since when
+
+    def look(self, rows: tuple[DeploymentRow, ...], node: NodeStatus | None, routes_version: int) -> None:
+        """One pass over ``rows``, of which routes of at least ``routes_version`` tell the gateway."""
+        now_s = self._clock()
+        self._since = {row.id: (row.phase, self._since_s(row, now_s)) for row in rows}
+        watched = [(row, _idle_limit_s(row)) for row in rows if row.desired == "running"]
+        watched = [(row, limit_s) for row, limit_s in watched if limit_s is not None or row.phase == "asleep"]
+        if not watched or node is None:
+            return
+        demand = self._controller.demand()
+        if demand is not None and demand.routes_version < routes_version:
+            demand = None  # it has not read the last ones yet
+        for row, limit_s in watched:
+            asked = _of(demand, row.name)
+            steady_s = now_s - self._since[row.id][1]
+            if row.phase == "asleep":
+                self._keep_asleep(row, node, asked, steady_s)
+            elif row.phase == "ready" and limit_s is not None and asked is not None:
+                worker = _living_worker(row, node)
+                is_ready = worker is not None and worker.state is WorkerState.READY
+                if is_ready and replicas_for(_state(row, asked, steady_s), _rule(limit_s)) == 0:
+                    self._put_to_sleep(row, limit_s)
+
+    def refusal(self, row: DeploymentRow) -> Refusal | None:
+        """Of ``row``, which sleeps and could not be started a moment ago; None: it is started when called."""
+        if row.phase != "asleep" or row.error is None:
+            return None
+        now_s = self._clock()
+        if now_s - self._since_s(row, now_s) >= _TRY_AGAIN_S:
+            return None
+        return Refusal(row.error, math.ceil(_TRY_AGAIN_S))
+
+    def _since_s(self, row: DeploymentRow, now_s: float) -> float:
+        phase, since_s = self._since.get(row.id, (None, now_s))
+        return since_s if phase == row.phase else now_s
+
+    def _put_to_sleep(self, row: DeploymentRow, limit_s: float) -> None:
+        with self._controller.profiler.paused_now() as alone:  # not while it is being checked
+            if alone:
+                self._record(row, "asleep", f"{row.name}: asleep, nobody called for {limit_s:g} s")
+
+    def _keep_asleep(
+        self, row: DeploymentRow, node: NodeStatus, asked: DeploymentDemand | None, steady_s: float
+    ) -> None:
+        worker = _living_worker(row, node)
+        is_ending = worker is not None and (
+            worker.state is WorkerState.STOPPING or self._controller.is_ending(worker.spec.worker_id)
+        )
+        if is_ending:
+            return
+        wanted = asked is not None and replicas_for(_state(row, asked, steady_s), _rule(None)) > 0
+        if wanted and self.refusal(row) is None:
+            self._record(row, "waking", f"{row.name}: waking, it is called")
+            return
+        drained = asked is not None and not asked.outstanding
+        if worker is not None and (drained or steady_s > _DRAIN_PATIENCE_S):
+            self._controller.end_worker(worker.spec.worker_id, f"{row.name} is asleep")
+
+    def _record(self, row: DeploymentRow, phase: str, message: str) -> None:
+        self._controller.store.update_deployment(row.id, phase=phase)
+        self._controller.store.add_event(row.id, phase, message)
+
+
+def _idle_limit_s(row: DeploymentRow) -> float | None:
+    try:
+        return recorded_wish(row).scale_to_zero_s
+    except ConfigError:  # its trouble is told where it is asked for
+        return None
+
+
+def _of(demand: Demand | None, name: str) -> DeploymentDemand | None:
+    return None if demand is None else next((d for d in demand.deployments if d.name == name), None)
+
+
+def _rule(idle_s: float | None) -> Scaling:
+    return Scaling(min_replicas=1, max_replicas=1, idle_s=idle_s)
+
+
+def _state(row: DeploymentRow, asked: DeploymentDemand, steady_s: float) -> DeploymentState:
+    """As the decision sees it. With one replica at most its rate decides nothing, and is not told."""
+    return DeploymentState(
+        name=row.name,
+        model=row.name,
+        wanted=int(row.phase == "ready"),
+        replicas=(),
+        moving=False,
+        waiting=asked.waiting,
+        requests_per_s=0.0,
+        service_s=0.0,
+        idle_s=asked.idle_s,
+        steady_s=steady_s,
+    )
+
+
+def _living_worker(row: DeploymentRow, node: NodeStatus) -> WorkerStatus | None:
+    spec = recorded_worker(row)
+    if spec is None:
+        return None
+    found = (w for w in node.workers if w.spec.worker_id == spec.worker_id)
+    return next((w for w in found if w.state is not WorkerState.STOPPED), None)

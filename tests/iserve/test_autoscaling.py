@@ -1,0 +1,191 @@
+"""Sleeping and waking step by step: a real daemon with stand-in workers; gateway and clock are told what to say.
+With real processes throughout: test_e2e_asleep.py."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.status import WorkerState
+from fingerprint.codec import from_json, to_json
+from iserve.api_types import DeployBody
+from iserve.controller.autoscaling import Autoscaler
+from iserve.controller.reconcile import Reconciler
+from iserve.routes import Demand, DeploymentDemand, Route, RouteTable
+from tests.iserve.test_deployer import World
+
+Until = Callable[..., Any]
+LIMIT_S = 300.0
+
+
+class Napping(World):
+    """One deployment that may sleep, ready, and what its gateway would say."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.now_s = 1000.0
+        self.waiting, self.outstanding, self.idle_s = 0, 0, 0.0
+        self.reads_routes = self.answers = True
+        self.asked = 0
+        self.controller.demand = self.demand  # type: ignore[method-assign]
+        self.reconciler = Reconciler(self.controller)
+        self.autoscaler = Autoscaler(self.controller, lambda: self.now_s)
+        self.reconciler._autoscaler = self.autoscaler
+
+    def demand(self) -> Demand | None:
+        self.asked += 1
+        if not self.answers:
+            return None
+        one = DeploymentDemand(name="a", waiting=self.waiting, outstanding=self.outstanding, idle_s=self.idle_s)
+        return Demand(routes_version=self.table().version if self.reads_routes else 0, deployments=(one,))
+
+    def table(self) -> RouteTable:
+        return from_json((self.node.home / "run" / "routes.json").read_bytes(), RouteTable)
+
+    def route(self) -> Route:
+        (route,) = self.table().routes
+        return route
+
+    def deploy_one(self, until: Until, *, scale_to_zero_s: float | None = LIMIT_S) -> None:
+        body = DeployBody(name="a", scale_to_zero_s=scale_to_zero_s)
+        row = self.store.add_deployment("a", body.model_dump_json().encode())
+        self.store.update_deployment(row.id, phase="launching", worker=to_json(self.node.spec("a-1")))
+        self.tick_until(until, "ready")
+
+    def tick_until(self, until: Until, phase: str) -> None:
+        def reached() -> bool:
+            self.reconciler.tick()
+            return self.phase() == phase
+
+        until(reached, f"it is {phase}")
+        self.reconciler.tick()  # and its routes are written
+
+    def later(self, seconds: float, *, idle_s: float = 0.0) -> None:
+        """So many seconds later a tick, nobody having called for ``idle_s``."""
+        self.now_s += seconds
+        self.idle_s = idle_s
+        self.reconciler.tick()
+
+    def ended(self) -> bool:
+        self.reconciler.tick()
+        return self.states() == {}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Napping]:
+    world = Napping(tmp_path)
+    try:
+        world.start()
+        yield world
+    finally:
+        world.controller.close()
+        world.node.clear()
+        world.store.close()
+
+
+def test_a_worker_is_ended_only_when_the_gateway_has_nothing_there(world: Napping, until: Until) -> None:
+    world.deploy_one(until)
+    world.later(LIMIT_S - 1, idle_s=LIMIT_S - 1)
+    assert world.phase() == "ready"
+    world.reads_routes = False
+    world.later(1, idle_s=LIMIT_S)
+    assert world.phase() == "ready", "the gateway speaks of routes that are no longer the last"
+    world.reads_routes = True
+    world.later(0, idle_s=LIMIT_S)
+    assert world.phase() == "asleep"
+    world.outstanding = 1  # sent there just before the gateway read that it sleeps
+    world.later(1)
+    (target,) = world.route().workers
+    assert not target.ready
+    world.later(1)
+    assert world.states() == {"a-1": WorkerState.READY}
+    world.outstanding = 0
+    until(world.ended, "its worker has ended")
+    assert world.phase() == "asleep"
+
+
+def test_who_calls_before_the_worker_has_ended_gets_that_one(world: Napping, until: Until) -> None:
+    world.deploy_one(until)
+    pid = world.node.client.worker("a-1").pid
+    world.outstanding = 1
+    world.later(LIMIT_S, idle_s=LIMIT_S)
+    assert world.phase() == "asleep"
+    world.waiting = 1
+    world.tick_until(until, "ready")
+    assert world.node.client.worker("a-1").pid == pid
+    (target,) = world.route().workers
+    assert target.ready
+
+
+def test_who_calls_what_has_ended_waits_for_a_start(world: Napping, until: Until) -> None:
+    world.deploy_one(until)
+    world.later(LIMIT_S, idle_s=LIMIT_S)
+    until(world.ended, "its worker has ended")
+    assert world.route().ready_wait_s == world.settings.start_timeout_s
+    world.waiting = 1
+    world.tick_until(until, "ready")
+    assert world.states() == {"a-1": WorkerState.READY}
+    assert world.route().ready_wait_s is None
+    kinds = [event.kind for event in world.store.events()]
+    assert kinds[kinds.index("asleep") :] == ["asleep", "waking", "ready"]
+
+
+def test_what_cannot_be_started_sleeps_on_is_refused_for_a_while_and_tried_again(
+    world: Napping, until: Until
+) -> None:
+    world.deploy_one(until)
+    world.later(LIMIT_S, idle_s=LIMIT_S)
+    until(world.ended, "its worker has ended")
+    world.node.signal_daemon(signal.SIGKILL)
+    world.start(max_workers=1)
+    world.node.ready("other")
+    world.waiting = 1
+    world.tick_until(until, "waking")
+    world.tick_until(until, "asleep")
+    error = world.store.deployment("a").error
+    assert error == "1 workers are there already, the most allowed; stop one"
+    assert (world.route().refusal, world.route().retry_after_s) == (error, 10)
+    world.later(9)
+    assert world.phase() == "asleep", "who waited has been told, and the pause is not over"
+    world.node.client.stop("other")
+    world.later(1)
+    world.tick_until(until, "ready")
+    assert world.store.deployment("a").error is None
+    assert world.route().refusal is None
+
+
+def test_without_a_gateway_nothing_falls_asleep_and_what_sleeps_ends(world: Napping, until: Until) -> None:
+    world.deploy_one(until)
+    world.answers = False
+    world.later(10 * LIMIT_S, idle_s=10 * LIMIT_S)
+    assert world.phase() == "ready"
+    world.answers = True
+    world.outstanding = 1
+    world.later(0, idle_s=10 * LIMIT_S)
+    world.answers = False
+    world.later(30)
+    assert world.states() == {"a-1": WorkerState.READY}
+    world.later(61)
+    until(world.ended, "its worker, which finishes what it runs, is ended")
+
+
+def test_nothing_falls_asleep_while_it_is_checked_or_after_a_change(world: Napping, until: Until) -> None:
+    world.deploy_one(until)
+    world.later(100, idle_s=LIMIT_S)
+    assert world.phase() == "ready", "it has been so for less than 120 s"
+    with world.controller.profiler.paused(lambda: None):
+        world.later(LIMIT_S, idle_s=LIMIT_S)
+        assert world.phase() == "ready"
+    world.later(0, idle_s=LIMIT_S)
+    assert world.phase() == "asleep"
+
+
+def test_a_deployment_that_may_not_sleep_is_not_watched(world: Napping, until: Until) -> None:
+    world.deploy_one(until, scale_to_zero_s=None)
+    world.later(1e6, idle_s=1e6)
+    assert (world.phase(), world.asked) == ("ready", 0)
+    assert world.route().ready_wait_s is None
