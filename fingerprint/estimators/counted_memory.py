@@ -218,7 +218,8 @@ def allocated_layer_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
         inner * (2 if spec.gated_mlp else 1),
         inner,
     )
-    element_bytes = linear_element_bytes(spec, config.weights)
+    # Elements take whole or half bytes; scales and zero points are small tensors of their own.
+    element_bytes = math.floor(2 * linear_element_bytes(spec, config.weights)) / 2
     sizes = (spec.hidden_size * count * element_bytes for count in rows)
     added = sum(-size % _ROUND_BYTES for size in sizes if size > _LARGE_BYTES)
     return layer_weight_bytes_per_gpu(spec, config) + added

@@ -13,7 +13,6 @@ paper's method taken literally; the roofline; AIConfigurator where it has an ans
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import statistics
@@ -74,10 +73,7 @@ class _Answers:
 
 def load(folder: Path) -> list[Recorded]:
     """Every recording in ``folder``, by name."""
-    return [
-        from_json(gzip.decompress(path.read_bytes()), Recorded, what=str(path))
-        for path in sorted(folder.glob("*.json.gz"))
-    ]
+    return [from_json(read_kept(path), Recorded, what=str(path)) for path in sorted(folder.glob("*.json.xz"))]
 
 
 def truths(recorded: Recorded) -> list[Truth]:
@@ -334,7 +330,8 @@ def main() -> None:
             to_json({"rows": rows, "others": others, "memory": memory, "costs": costs}, indent=1)
         )
     if options.write_errors:
-        ERRORS.write_text(json.dumps(json.loads(to_json(errors)), indent=0) + "\n")
+        rows = (json.dumps(row) for row in json.loads(to_json(errors)))
+        ERRORS.write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
 
 if __name__ == "__main__":

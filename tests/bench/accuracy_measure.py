@@ -14,14 +14,13 @@ half within seconds where cores are shared, so those are called for half a secon
 later halves are kept. The whole model's calls are timed with the step timer off, but for two points that show
 what it costs.
 
-Writes OUT/NAME-FORMAT.json.gz, a :class:`Recorded` each; nothing is predicted here.
+Writes OUT/NAME-FORMAT.json.xz, a :class:`Recorded` each; nothing is predicted here.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
 import os
 import subprocess
 import sys
@@ -46,6 +45,7 @@ from fingerprint.gpus import match_device
 from fingerprint.measurements import MachineInfo, Profile, RankMemory, RunReading, TimingPoint
 from fingerprint.model_spec import ModelSpec
 from fingerprint.sharded_profile import profile_with_shards
+from tests.bench.kept import write_kept
 
 ROOT = Path(__file__).parents[2]
 BATCHES, INPUTS = (1, 8, 32, 128), (128, 512, 1024, 2048)
@@ -248,8 +248,8 @@ class _Bench:
                 )
             finally:
                 shared.end()
-        path = self.out / f"{directory.name}-{weights}-tp{self.tp}-pp{self.pp}.json.gz"
-        path.write_bytes(gzip.compress(to_json(recorded), mtime=0))
+        path = self.out / f"{directory.name}-{weights}-tp{self.tp}-pp{self.pp}.json.xz"
+        write_kept(path, to_json(recorded).decode())
         print(f"{path.name}: whole model {recorded.whole_s:.0f} s, starts {recorded.start_s}", flush=True)
 
     def _whole(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import os
 import platform
 import re
@@ -49,6 +48,7 @@ from iserve.verify.timing import Burst, time_bursts
 from tests.bench.fidelity_compare import Comparison, Metric, Served, compare, paced, saturated_rate, simulated
 from tests.bench.fidelity_page import render_fidelity
 from tests.bench.fidelity_steps import Lone, lone_request, whole_profile
+from tests.bench.kept import read_kept
 from traces.outcomes import Outcomes
 from traces.replay.endpoint import resolve_endpoint
 from traces.replay.runner import Replay, ReplayOptions
@@ -369,11 +369,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _read_profile(path: Path) -> Profile:
-    if path.suffix != ".gz":
+    if path.suffix != ".xz":
         return from_json(path.read_bytes(), Profile, what=str(path))
     from tests.bench.accuracy_measure import Recorded
 
-    return from_json(gzip.decompress(path.read_bytes()), Recorded, what=str(path)).profile
+    return from_json(read_kept(path), Recorded, what=str(path)).profile
 
 
 def _target(options: argparse.Namespace, profile: Profile, workload: Workload) -> Target:
@@ -399,7 +399,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile",
         type=Path,
-        help="what `iserve profile --json` printed, or a record of tests.bench.accuracy_measure (.json.gz)",
+        help="what `iserve profile --json` printed, or a record of tests.bench.accuracy_measure (.json.xz)",
     )
     parser.add_argument("--profile-seconds", type=float, default=60, help="of the demo's profile")
     parser.add_argument("--behind-gateway", action="store_true", help="the URL is that of iServe's gateway")

@@ -4,7 +4,8 @@ Run: ``python -m tests.bench.full_model_accuracy [--json FILE] [--seconds S] [--
 [--gpu]``.
 
 Two models: the bundled demo, and a random-weight Llama of 16 layers of 25 MB, where the effect of a layer is far
-above the noise; ``wide``, for GPUs, is of Llama-2-7B's width and 16 layers. Each is profiled by its fingerprints
+above the noise; ``wide``, for GPUs, is of Llama-2-7B's width and 16 layers; ``kinds`` are a Gemma 3 and a
+GPT-OSS of random weights, whose layers look back differently. Each is profiled by its fingerprints
 through the real worker, as a deployment would do it; then the whole model is loaded into the same worker and timed
 at every (tp, pp, format, batch). TTFT is the time of one token, TPOT the difference of two output lengths over the
 tokens between. The prediction is for a longer output than the fingerprints were run with. Fingerprint and
@@ -93,6 +94,27 @@ WIDE = LLAMA | {  # 16 of the layers of Llama-2-7B: 405 MB each
 }
 
 
+GEMMA = LLAMA | {  # 12 layers of 25 MB, of which the 6th and the 12th look all the way back
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+}
+GPT_OSS = LLAMA | {  # 8 layers of 8 experts, 53 MB, a token of which reads 2; every second looks all the way back
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 1024,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    "pad_token_id": 0,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One model, and the requests it is judged on."""
@@ -102,6 +124,8 @@ class Case:
     has_weights: bool
     input_tokens: int
     output_tokens: int  # of the predicted workload; the fingerprints ran at most 17
+    weights: tuple[WeightFormat, ...] = FORMATS
+    degrees: tuple[tuple[int, int], ...] = DEGREES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +135,8 @@ class Options:
     devices: tuple[Device, ...]
     batches: tuple[int, ...] = BATCHES
 
-    @property
-    def degrees(self) -> tuple[tuple[int, int], ...]:
-        return tuple((tp, pp) for tp, pp in DEGREES if tp * pp <= len(self.devices))
+    def degrees_of(self, case: Case) -> tuple[tuple[int, int], ...]:
+        return tuple((tp, pp) for tp, pp in case.degrees if tp * pp <= len(self.devices))
 
 
 class WorkerProcess:
@@ -179,7 +202,8 @@ def take_profile(case: Case, target: WorkerProfileTarget, folder: Path, options:
     """The default plan of a deployment, for the larger batch."""
     spec = load_spec(case.directory)
     workload = Workload(max(options.batches), case.input_tokens, case.output_tokens)
-    plan = default_plan(spec, workload, weights=FORMATS, degrees=options.degrees, budget_s=options.profile_s)
+    degrees = options.degrees_of(case)
+    plan = default_plan(spec, workload, weights=case.weights, degrees=degrees, budget_s=options.profile_s)
 
     def fingerprint(layers: Sequence[int]) -> Path:
         path = folder / f"fingerprint-{'-'.join(map(str, layers))}"
@@ -210,10 +234,10 @@ def measure_full(
 ) -> Iterator[AccuracyRow]:
     """Every configuration of the full model, each beside its prediction."""
     checkpoint = full_checkpoint(case, folder)
-    for tp, pp in options.degrees:
+    for tp, pp in options.degrees_of(case):
         session = target.open(tp=tp, pp=pp)
         try:
-            for weights in FORMATS:
+            for weights in case.weights:
                 for batch in options.batches:
                     config = DeploymentConfig(tp=tp, pp=pp, weights=weights)
                     workload = Workload(batch, case.input_tokens, case.output_tokens)
@@ -310,6 +334,23 @@ def cases(folder: Path, which: str) -> Iterable[Case]:
         config.mkdir()
         (config / "config.json").write_text(json.dumps(LLAMA))
         yield Case(name=config.name, directory=config, has_weights=False, input_tokens=64, output_tokens=33)
+    if which == "kinds":
+        for name, shape, weights in (
+            ("gemma3-12x25MB", GEMMA, FORMATS),
+            ("gpt-oss-8x53MB", GPT_OSS, (WeightFormat.BITS16,)),
+        ):
+            config = folder / name
+            config.mkdir()
+            (config / "config.json").write_text(json.dumps(shape))
+            yield Case(
+                name=name,
+                directory=config,
+                has_weights=False,
+                input_tokens=256,
+                output_tokens=33,
+                weights=weights,
+                degrees=((1, 1),),
+            )
     if which == "wide":
         config = folder / "llama-16x405MB"
         config.mkdir()
@@ -404,7 +445,7 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     parser.add_argument("--json", type=Path, help="also write the record here")
     parser.add_argument("--seconds", type=float, default=120.0, help="budget of each model's profile")
     parser.add_argument("--repeats", type=int, default=7, help="of every point of the full models, at least 2")
-    parser.add_argument("--model", choices=("demo", "llama", "both", "wide"), default="both")
+    parser.add_argument("--model", choices=("demo", "llama", "both", "wide", "kinds"), default="both")
     parser.add_argument("--gpu", action="store_true", help="on this machine's GPUs, not its CPU")
     given = sys.argv[1:] if argv is None else argv
     chosen = parser.parse_args(given)

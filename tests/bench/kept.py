@@ -1,16 +1,28 @@
-"""Results of benchmarks that are committed: text, gzipped where the name ends in .gz, alike from day to day."""
+"""Results of benchmarks that are committed: text, compressed where a name ends in .gz or .xz, alike every day."""
 
 from __future__ import annotations
 
 import gzip
+import lzma
 from pathlib import Path
 
 __all__ = ["read_kept", "write_kept"]
 
 
 def read_kept(path: Path) -> bytes:
-    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    match path.suffix:
+        case ".gz":
+            return gzip.decompress(path.read_bytes())
+        case ".xz":
+            return lzma.decompress(path.read_bytes())
+    return path.read_bytes()
 
 
 def write_kept(path: Path, text: str) -> None:
-    path.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
+    content = text.encode()
+    match path.suffix:
+        case ".gz":
+            content = gzip.compress(content, mtime=0)
+        case ".xz":
+            content = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
+    path.write_bytes(content)

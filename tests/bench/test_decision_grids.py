@@ -31,7 +31,7 @@ def as_if_fp8(one: Recorded) -> Recorded:
     return replace(one, weights=WeightFormat.FP8, profile=profile, whole=whole)
 
 
-@pytest.mark.skipif(not list(RECORDINGS.glob("*.json.gz")), reason="nothing was recorded")
+@pytest.mark.skipif(not list(RECORDINGS.glob("*.json.xz")), reason="nothing was recorded")
 def test_own_recordings_are_cells_where_there_is_something_to_decide() -> None:
     """A single recording of a model is no decision; a second one, under another configuration, is."""
     one = load(RECORDINGS)[0]

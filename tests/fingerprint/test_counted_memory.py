@@ -13,7 +13,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Source
 from fingerprint.estimators.counted_memory import CountedMemory, allocated_layer_bytes
-from fingerprint.families import read_blueprint
+from fingerprint.families import read_blueprint, read_spec
 from fingerprint.measurements import MemoryPoint, Profile, RankMemory
 from fingerprint.model_spec import ModelSpec
 from tests.fingerprint.step_timed_machine import (
@@ -328,6 +328,23 @@ class TestWhatALayerTakes:
         found, stored = self.layer_bytes(profile, WeightFormat.FP8, at_16_bits)
         assert found == pytest.approx(at_16_bits, abs=2)
         assert found > 1.9 * stored
+
+    def test_scales_do_not_make_a_matrix_larger(self) -> None:
+        """Recorded: vLLM 0.24 on an H200 counted 192,961,024 bytes a layer of Qwen3-8B in fp8, of 2 and 36."""
+        spec = read_spec(
+            {
+                "model_type": "qwen3",
+                "hidden_size": 4096,
+                "intermediate_size": 12_288,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "vocab_size": 151_936,
+            }
+        )
+        stored = allocated_layer_bytes(spec, replace(VLLM, weights=WeightFormat.FP8))
+        assert stored == pytest.approx(192_961_024, rel=1e-4)
 
     def test_of_one_depth_alone_the_sizes(self, profile) -> None:
         (one,) = (point for point in profile.memory if point.num_layers == 1)

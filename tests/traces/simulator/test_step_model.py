@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.controller.estimating import estimator_for
 from tests.bench.accuracy_measure import Recorded
+from tests.bench.kept import read_kept
 from tests.fingerprint.step_timed_machine import llama_7b
 from tests.traces.simulator.worlds import limits
 from traces.simulator.step_model import Limits, StepModel, linear_steps, tabulate
@@ -133,8 +133,8 @@ def test_tables_of_other_sizes_are_refused() -> None:
 
 def test_decode_steps_are_those_of_long_answers_where_an_estimator_tells_them_apart() -> None:
     """A profile recorded on an H200: the step after the prompts is shorter than one in a row of steps."""
-    record = Path("tests/bench/results/h200/Llama-3.1-8B-16bit-tp1-pp1.json.gz")
-    profile = from_json(gzip.decompress((Path(__file__).parents[3] / record).read_bytes()), Recorded).profile
+    record = Path("tests/bench/results/h200/Llama-3.1-8B-16bit-tp1-pp1.json.xz")
+    profile = from_json(read_kept(Path(__file__).parents[3] / record), Recorded).profile
     estimator, config = estimator_for(profile), DeploymentConfig(engine=profile.engine)
     steps = tabulate(
         estimator, config, Limits(max_batch=64, max_context_tokens=4096, max_batched_tokens=8192, kv_tokens=None)
