@@ -76,13 +76,12 @@ def _bars(chart: Chart, index: int, y: Scale, group: float) -> Markup:
     for i, value in enumerate(values):
         if value is not None:
             x = LEFT + i * group + group * 0.1 + index * width
-            label = chart.labels[i].replace("\n", " ")
-            title = el("title", f"{label}, {name}: {value:.4g} {chart.unit}")
-            top = y(value)
+            title = el("title", f"{name}: {value:.4g}")
+            x, top = round(x, 1), round(y(value), 1)
             bars.append(
-                el("rect", title, x=x, y=top, width=width * 0.92, height=y.start - top, fill=_COLOURS[index % 6])
+                el("rect", title, x=x, y=top, width=round(width * 0.92, 1), height=round(y.start - top, 1))
             )
-    return el("g", bars)
+    return el("g", bars, fill=_COLOURS[index % 6])
 
 
 def _legend(names: Sequence[str]) -> Markup:

@@ -90,12 +90,10 @@ LATENCY: Columns = {
     "req/s/GPU": lambda s: s.throughput,
 }
 COST: Columns = {
-    "answered": lambda s: s.answered,
     "GiB*s": lambda s: s.cost_gib_s,
     "GiB": lambda s: s.memory_gib,
     "GPU*s": lambda s: s.gpu_s,
     "GPU-h held": lambda s: s.gpu_hours,
-    "p50 s": lambda s: s.p50_s,
     "SLO missed": lambda s: s.missed,
 }
 OWN: dict[IntentKind, tuple[str, Of]] = {

@@ -87,12 +87,11 @@ def figure_20(factors: Sequence[float] = FACTORS, seeds: Sequence[int] = SEEDS) 
         ),
         findings=tuple(
             Finding(
-                f"attainment with {gpus} profiling, at {loads[factor]:.0%} load",
+                f"attainment with {gpus} profiling, at {', '.join(f'{load:.0%}' for load in loads.values())} load",
                 "-4.00% up to 30% load; below 90% beyond",
-                f"{share - some[0]:+.1%}, to {share:.1%}",
+                ", ".join(f"{some[column] - some[0]:+.1%}" for some in shares.values()),
             )
-            for factor, some in shares.items()
-            for gpus, share in zip(PROFILED_GPUS, some, strict=True)
+            for column, gpus in enumerate(PROFILED_GPUS)
             if gpus
         ),
         charts=(

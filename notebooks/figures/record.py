@@ -12,7 +12,6 @@ import io
 import json
 import os
 import platform
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -76,13 +75,20 @@ def read(number: str) -> Record:
 
 
 def write(record: Record) -> None:
-    """Its JSON, a row of a table on a line, and its SVG."""
+    """Its JSON and its SVG."""
     number = record.figure.number
-    text = to_json(record, indent=1).decode()
-    # Lists without lists or objects in them; a newline is never inside a string.
-    rows = re.sub(r"\[\n *[^][{}]*\n *]", lambda found: re.sub(r"\n *", " ", found[0]), text)
-    (RESULTS / f"figure_{number}.json").write_text(rows + "\n")
+    (RESULTS / f"figure_{number}.json").write_text(_lines(json.loads(to_json(record))) + "\n")
     (RESULTS / f"figure_{number}.svg").write_text(svg(record.figure))
+
+
+def _lines(value: object) -> str:
+    """JSON in which each list or object that holds no others is a line: a row, a finding."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if not any(isinstance(one, dict | list) for one in inner):
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    if isinstance(value, dict):
+        return "{\n" + ",\n".join(f"{json.dumps(name)}:{_lines(one)}" for name, one in value.items()) + "\n}"
+    return "[\n" + ",\n".join(map(_lines, inner)) + "\n]"
 
 
 def _machine() -> str:

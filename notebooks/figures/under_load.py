@@ -109,11 +109,7 @@ def figure_11(places: Sequence[PaperPlace] | None = None) -> Figure:
                 spread(changes(cells, EXACT.name, "AlpaServe, all", p50)),
             ),
         ),
-        charts=tuple(
-            chart(f"median latency, {trace}", "s", cells, (FASTEST, *BASELINES), p50, trace=trace)
-            for trace in TRACES
-            if any(place.trace == trace for place, _ in cells)
-        ),
+        charts=(chart("median latency", "s", cells, (FASTEST, *BASELINES), p50),),
     )
 
 
@@ -186,7 +182,7 @@ def figure_12(place: PaperPlace | None = None) -> Figure:
 def figure_13(places: Sequence[PaperPlace] | None = None) -> Figure:
     """min-cost, min-memory, min-gpu-hours on the larger models (the paper's figures 13 and 21 to 23)."""
     intents = [iserve(kind, quality) for kind in SAVING for quality in (Quality.ANY, Quality.EXACT)]
-    cells = cells_of(places or _large(), (*intents, *SPREAD, RULE_CHEAP, *BASELINES))
+    cells = cells_of(places or _large(), (*intents, SPREAD[-1], RULE_CHEAP, *BASELINES))
     findings = []
     for kind in SAVING:
         (unit, of), own = OWN[kind], str(kind)
