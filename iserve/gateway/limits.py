@@ -98,7 +98,7 @@ async def read_body(receive: Receive, headers: Headers, *, max_body_bytes: int, 
     """
     check_content_type(headers)
     for name, value in headers:
-        if name == b"content-length" and int(value) > max_body_bytes:  # digits only: h11 has checked
+        if name == b"content-length" and int(value) > max_body_bytes:  # digits only: llhttp has checked
             raise _too_large(int(value), max_body_bytes)
     parts: list[bytes] = []
     size = 0
