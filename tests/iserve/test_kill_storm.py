@@ -74,7 +74,7 @@ def test_a_database_that_goes_away_and_comes_back(
             postgres.start()
         wait(storm.controllers.answers, "the controller answers again")
 
-    survived(storm, restart, 3)
+    survived(storm, restart, 2)
     assert storm.controllers.pid == first
 
 
