@@ -63,6 +63,10 @@ class Note(Selection):
     text: str
     beforehand: bool = False  # the checkpoint itself must have been prepared; iServe prepares none
 
+    def is_met_by(self, config: DeploymentConfig) -> bool:
+        """A checkpoint that is served as it is stored was prepared."""
+        return self.beforehand and self.weights is not None and config.weights is WeightFormat.STORED
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
@@ -80,6 +84,8 @@ class EngineCapabilities:
         exclusions: what it does not run of the combinations that the axes above allow.
         notes: what running some of them takes; :meth:`conditions` tells them per configuration.
         family_reasons: why a family that others run is not among ``families``.
+        stored: reason per way of quantizing that checkpoints come in (``fingerprint.quantized.METHODS``); one that
+            is not listed is a no.
         unavailable: why no worker of it can be started here, and what to change; None where one can.
         unprofiled: why iServe cannot measure models on it; None where it can.
         verified: False where the table was read in documentation and never run.
@@ -106,6 +112,7 @@ class EngineCapabilities:
     lora_reason: str = ""
     exclusions: tuple[Exclusion, ...] = ()
     family_reasons: Mapping[str, str] = field(default_factory=dict)
+    stored: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def deployable(self) -> bool:
@@ -118,6 +125,8 @@ class EngineCapabilities:
             return reason
         if gpu.compute_capability is None and not self.cpu:
             return f"{name} needs an NVIDIA GPU"
+        if (reason := self._stored_refusal(spec, config)) is not None:
+            return reason
         for axis, value, reason in (
             ("weights", config.weights, self.weights.get(config.weights, _NOT_LISTED)),
             ("kv", config.kv, self.kv.get(config.kv, _NOT_LISTED)),
@@ -133,6 +142,18 @@ class EngineCapabilities:
             return self._degree_refusal("pp", self.max_pp)
         applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))
         return next((f"{name}: {exclusion.reason}" for exclusion in applying), None)
+
+    def _stored_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
+        """Quantized checkpoints are served as they are, all others in another format than that."""
+        if spec.stored is None:
+            return "the checkpoint is in 16 bits" if config.weights is WeightFormat.STORED else None
+        held = f"{spec.stored.method} ({spec.stored.form})"
+        if config.weights is not WeightFormat.STORED:
+            return f"the checkpoint holds {held}, which nothing here converts to {config.weights}"
+        if config.pruning is not Pruning.NONE:
+            return f"the checkpoint holds {held}, which nothing here prunes"
+        reason = self.stored.get(spec.stored.method, "not one of those it reads")
+        return None if reason is None else f"{self.engine} does not run checkpoints in {held}: {reason}"
 
     def family_refusal(self, spec: ModelSpec) -> str | None:
         """Why this engine runs no model of ``spec``'s family, on whatever device; None when it does."""
@@ -152,14 +173,21 @@ class EngineCapabilities:
     def conditions(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> tuple[str, ...]:
         """What running ``config``, which :meth:`refusal` does not refuse, takes beside the GPUs."""
         there = () if self.deployable else (f"{self.engine} can be planned for, not deployed: {self.unavailable}",)
-        noted = (note.text for note in self.notes if note.applies(spec, config, gpu))
+        noted = (
+            note.text for note in self.notes if note.applies(spec, config, gpu) and not note.is_met_by(config)
+        )
         return tuple(dict.fromkeys((*there, *noted)))
 
     def unprepared(self) -> EngineCapabilities:
         """The table for a checkpoint that is in 16 bits and whole: what needs a prepared one is refused."""
         taken = [field.name for field in fields(Selection)]
         needing = (note for note in self.notes if note.beforehand)
-        added = (Exclusion(reason=note.text, **{name: getattr(note, name) for name in taken}) for note in needing)
+        added = []
+        for note in needing:
+            selected = {name: getattr(note, name) for name in taken}
+            if note.weights is not None:
+                selected["weights"] = note.weights - {WeightFormat.STORED}
+            added.append(Exclusion(reason=note.text, **selected))
         return replace(self, exclusions=(*self.exclusions, *added))
 
     def _degree_refusal(self, axis: str, largest: int) -> str:

@@ -26,13 +26,15 @@ MAX_GPUS = 1024  # of one plan or deployment; placement answers in milliseconds 
 
 
 class WeightFormat(StrEnum):
-    """How linear weights are stored. ``int8`` is W8A16; ``int4`` and ``gptq4`` are W4A16 with group 128."""
+    """How linear weights are stored. ``int8`` is W8A16; ``int4`` and ``gptq4`` are W4A16 with group 128;
+    ``stored`` is whatever an already quantized checkpoint has (``ModelSpec.stored``)."""
 
     BITS16 = "16bit"
     INT8 = "int8"
     INT4 = "int4"
     GPTQ4 = "gptq4"
     FP8 = "fp8"
+    STORED = "stored"
 
 
 class KvFormat(StrEnum):

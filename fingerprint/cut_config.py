@@ -7,6 +7,7 @@ and nothing else, so that an engine builds for each kept layer what it built for
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 
 from fingerprint.config_json import show
@@ -21,6 +22,7 @@ _INDEX_LISTS = (
     "moe_layers",
 )  # values are layer indexes
 _THRESHOLDS = ("max_window_layers", "first_k_dense_replace")  # "layers from here on", or "the first so many"
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h)\.([0-9]{1,5})(?=\.|$)")
 # Lists as long as there are layers only by accident; every other top-level list of that length is per layer.
 _NOT_PER_LAYER = ("architectures",)
 _NOT_PER_LAYER_ENDINGS = ("_token_id", "_token_ids", "_tokens")
@@ -53,9 +55,24 @@ def cut_config(
         elif key in _THRESHOLDS and isinstance(value, int):
             cut[key] = sum(old < value for old in layers)
     _cut_sparse_step(cut, config, layers)
+    if isinstance(quantization := cut.get("quantization_config"), dict):
+        _cut_module_names(quantization, layers)
     # Code that a checkpoint brings is never run; without this key no engine can be led to try.
     cut.pop("auto_map", None)
     return cut
+
+
+def _cut_module_names(quantization: dict[str, object], layers: Sequence[int]) -> None:
+    """Lists of modules that stay in 16 bits name some by their layer's number."""
+    new_of = {old: new for new, old in enumerate(layers)}
+    for key, value in quantization.items():
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            found = [(item, None if item.startswith("re:") else _LAYER_NUMBER.search(item)) for item in value]
+            quantization[key] = [
+                item if at is None else f"{item[: at.start(1)]}{new_of[int(at[1])]}{item[at.end(1) :]}"
+                for item, at in found
+                if at is None or int(at[1]) in new_of
+            ]
 
 
 def _is_per_layer(key: str) -> bool:

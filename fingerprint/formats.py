@@ -17,6 +17,7 @@ __all__ = [
     "GROUP_SIZE",
     "WEIGHT_16BIT_BYTES",
     "embedding_bytes",
+    "expert_element_bytes",
     "head_bytes",
     "kept_fraction",
     "kv_heads_per_gpu",
@@ -66,7 +67,7 @@ def _matrix_bytes(matrix: _Matrix, weights: WeightFormat) -> float:
     elements = inputs * outputs
     groups = -(-inputs // GROUP_SIZE) * outputs
     match weights:
-        case WeightFormat.BITS16:
+        case WeightFormat.BITS16 | WeightFormat.STORED:  # one that is not quantized holds 16 bits
             stored = elements * WEIGHT_16BIT_BYTES
         case WeightFormat.INT8:
             stored = elements + outputs * _SCALE_BYTES
@@ -84,11 +85,21 @@ def linear_element_bytes(spec: ModelSpec, weights: WeightFormat) -> float:
 
     ``16bit`` 2; ``int8`` 1 and a 16-bit scale per output channel; ``int4`` symmetric, half a byte and a 16-bit
     scale per group of 128 inputs (4.125 bits); ``gptq4`` the same with 4-bit zeros and an int32 group index per
-    input (4.156 bits and a little; the GPTQ checkpoint layout); ``fp8`` 1 and one scale per matrix.
+    input (4.156 bits and a little; the GPTQ checkpoint layout); ``fp8`` 1 and one scale per matrix; ``stored``
+    what the checkpoint has, matrices that it leaves in 16 bits with the others.
     """
+    if weights is WeightFormat.STORED and spec.stored is not None:
+        return spec.stored.layer_linear_bytes / spec.layer_linear_params
     matrices = _matrices(spec)
     elements = sum(matrix.inputs * matrix.outputs * matrix.copies for matrix in matrices)
     return sum(_matrix_bytes(matrix, weights) for matrix in matrices) / elements
+
+
+def expert_element_bytes(spec: ModelSpec, weights: WeightFormat) -> float:
+    """Likewise of the experts' alone, which a checkpoint may store otherwise than the rest."""
+    if weights is WeightFormat.STORED and spec.stored is not None and spec.layer_expert_params:
+        return spec.stored.layer_expert_bytes / spec.layer_expert_params
+    return linear_element_bytes(spec, weights)
 
 
 def kept_fraction(pruning: Pruning) -> float:
@@ -150,7 +161,12 @@ def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> flo
     kv_params = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
     rest = (spec.layer_params - spec.layer_linear_params) * WEIGHT_16BIT_BYTES
     split = (spec.layer_linear_params - kv_params) / config.tp + kv_params / min(config.tp, spec.num_kv_heads)
-    return split * element_bytes + rest
+    if spec.stored is None or config.weights is not WeightFormat.STORED or not spec.layer_expert_params:
+        return split * element_bytes + rest
+    experts = spec.stored.layer_expert_bytes
+    dense_params = spec.layer_linear_params - spec.layer_expert_params
+    dense_bytes = (spec.stored.layer_linear_bytes - experts) / max(dense_params, 1)
+    return (split - spec.layer_expert_params / config.tp) * dense_bytes + experts / config.tp + rest
 
 
 def embedding_bytes(spec: ModelSpec) -> float:

@@ -8,8 +8,9 @@ It knows nothing of engines, and it neither interprets nor changes a weight.
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,7 +22,7 @@ import numpy as np
 from fingerprint.checkpoint import CHUNK_BYTES, DTYPE_BITS, SINGLE_FILE, Checkpoint
 from fingerprint.config_json import show
 from fingerprint.cut_config import cut_config
-from fingerprint.errors import BadInputError, CheckpointError, ConfigError
+from fingerprint.errors import BadInputError, CheckpointError, ConfigError, UnsupportedModelError
 from fingerprint.families import Blueprint, family_of, read_blueprint, read_config
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 from fingerprint.shard_config import shard_config
@@ -127,6 +128,11 @@ def generate_dummy(
     """
     config = read_config(config_dir)
     blueprint = read_blueprint(config)
+    if blueprint.spec.stored is not None:
+        raise UnsupportedModelError(
+            f"random weights are made in 16 bits only, and {config_dir} says {blueprint.spec.stored.method}: give "
+            "a folder with the checkpoint's own weights, or leave quantization_config out of config.json"
+        )
     chosen = _chosen(layers, blueprint.spec.num_layers)
     stack = family_of(config).layout.layers
     dtype = _dummy_dtype(config)
@@ -228,8 +234,10 @@ def _select(checkpoint: Checkpoint, layers: str, blueprint: Blueprint, chosen: t
     every = sorted(set().union(*of_layer.values()))
     for layer, tensors in of_layer.items():
         absent = [suffix for suffix in every if suffix not in tensors]
+        if blueprint.spec.stored is not None:  # matrices that are left in 16 bits may differ from layer to layer
+            absent = _modules_without(tensors, blueprint)
         found = sum(prod(checkpoint.tensors[name].shape) for name in tensors.values())
-        if absent or found < blueprint.spec.layer_params:
+        if absent or (blueprint.spec.stored is None and found < blueprint.spec.layer_params):
             lack = (
                 f"no {absent[0]}"
                 if absent
@@ -240,6 +248,13 @@ def _select(checkpoint: Checkpoint, layers: str, blueprint: Blueprint, chosen: t
     for new, layer in enumerate(chosen):
         renamed |= {f"{prefix}{new}.{suffix}": name for suffix, name in of_layer[layer].items()}
     return renamed
+
+
+def _modules_without(suffixes: Iterable[str], blueprint: Blueprint) -> list[str]:
+    """Matrices of a layer of which a quantized checkpoint stores nothing, whatever it calls the parts."""
+    starts = {suffix[: at.start()] for suffix in suffixes for at in re.finditer(r"[._](?=[^._]*$)|\.", suffix)}
+    starts |= set(suffixes)
+    return [t.name for t in blueprint.layer if t.name.removesuffix(".weight") not in starts]
 
 
 def _write(

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fingerprint.codec import to_builtins, to_json
-from fingerprint.config import KvFormat
+from fingerprint.config import KvFormat, WeightFormat
 
 __all__ = ["KV_ELEMENT_BYTES", "LayerKind", "ModelSpec"]
 
@@ -29,6 +29,17 @@ class LayerKind:
         """(query, key) pairs of one causal prompt of ``length`` tokens, in one head."""
         window = min(self.window or length, length)
         return window * (window + 1) / 2 + (length - window) * window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """How an already quantized checkpoint holds the linear matrices of its layers (``fingerprint.quantized``)."""
+
+    method: str  # quant_method of config.json, e.g. "gptq"
+    form: str  # of that method, e.g. "4-bit, groups of 128"
+    bits: int  # of an element
+    layer_linear_bytes: float  # of the mean layer, scales and zeros with them, all experts
+    layer_expert_bytes: float  # of these, the experts'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +72,7 @@ class ModelSpec:
     embedding_params: int  # input embedding, position embedding included
     head_params: int  # output head with its bias; 0 when tied (the input embedding is then read twice)
     final_norm_params: int
+    stored: Stored | None = None  # None: in 16 bits
 
     @property
     def num_params(self) -> int:
@@ -75,6 +87,11 @@ class ModelSpec:
         Scales of quantized formats are not included (at most 4 / head_dim of an element).
         """
         return 2 * self.num_kv_heads * self.head_dim * KV_ELEMENT_BYTES[kv]
+
+    @property
+    def as_given(self) -> WeightFormat:
+        """The format of the checkpoint's own weights."""
+        return WeightFormat.BITS16 if self.stored is None else WeightFormat.STORED
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -93,6 +110,7 @@ class ModelSpec:
         What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
         """
         facts = to_builtins(self)
-        if not self.layer_windows:
-            del facts["layer_windows"]
+        for name in ("layer_windows", "stored"):
+            if not facts[name]:
+                del facts[name]
         return hashlib.sha256(to_json(facts)).hexdigest()[:16]

@@ -48,8 +48,8 @@ class CostModel(StrEnum):
 class Quality(StrEnum):
     """How far the model's answers may change, strictest first.
 
-    ``exact``: 16bit weights and KV, nothing pruned. ``near``: also int8 and fp8 weights, with any KV format.
-    ``any``: everything.
+    ``exact``: 16bit weights, or those of the checkpoint as it is, and 16bit KV, nothing pruned. ``near``: also
+    int8 and fp8 weights, with any KV format. ``any``: everything.
     """
 
     EXACT = "exact"
@@ -57,14 +57,15 @@ class Quality(StrEnum):
     ANY = "any"
 
 
-_NEAR_WEIGHTS = (WeightFormat.BITS16, WeightFormat.INT8, WeightFormat.FP8)
+_AS_GIVEN = (WeightFormat.BITS16, WeightFormat.STORED)
+_NEAR_WEIGHTS = (*_AS_GIVEN, WeightFormat.INT8, WeightFormat.FP8)
 
 
 def quality_needed(config: DeploymentConfig) -> Quality:
     """The strictest quality that still allows ``config``."""
     if config.pruning is not Pruning.NONE or config.weights not in _NEAR_WEIGHTS:
         return Quality.ANY
-    if config.weights is WeightFormat.BITS16 and config.kv is KvFormat.BITS16:
+    if config.weights in _AS_GIVEN and config.kv is KvFormat.BITS16:
         return Quality.EXACT
     return Quality.NEAR
 

@@ -30,9 +30,12 @@ _PRUNING = (Pruning.SPARSEGPT, Pruning.WANDA, Pruning.WANDA_2_4, Pruning.WANDA_4
 def formats(spec: ModelSpec, gpu: GpuSpec) -> tuple[tuple[WeightFormat, KvFormat, Pruning], ...]:
     """Every (weights, KV, pruning) of the space: quantized but not pruned, or pruned but at 16 bits.
 
+    An already quantized checkpoint stays as it is: its KV cache alone may be of several formats.
     fp8 is there where the GPU multiplies it; ``llm-pruner-25`` where every query head has its own KV head.
     """
     fp8 = gpu.has_fp8 and gpu.compute_capability is not None
+    if spec.stored is not None:
+        return tuple((WeightFormat.STORED, k, Pruning.NONE) for k in ((*_KV, KvFormat.FP8) if fp8 else _KV))
     weights = (*_WEIGHTS, WeightFormat.FP8) if fp8 else _WEIGHTS
     kv = (*_KV, KvFormat.FP8) if fp8 else _KV
     pruning = (*_PRUNING, Pruning.LLM_PRUNER_25) if spec.num_kv_heads == spec.num_heads else _PRUNING

@@ -36,6 +36,7 @@ _CAPABILITIES = EngineCapabilities(
     weights=support.WEIGHTS,
     kv=support.KV,
     pruning=support.PRUNING,
+    stored=support.STORED,
     max_tp=support.MAX_TP,
     max_pp=support.MAX_PP,
     degree_reason="more ranks were not run there yet",

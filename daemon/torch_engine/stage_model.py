@@ -19,7 +19,7 @@ from daemon.torch_engine import attention
 from daemon.torch_engine.batch import FlatBatch
 from daemon.torch_engine.formats import FORMATS
 from daemon.torch_engine.kv_cache import KvCache
-from daemon.torch_engine.support import FAMILIES, STATIC_ROPE_TYPES
+from daemon.torch_engine.support import FAMILIES, STATIC_ROPE_TYPES, STORED
 from daemon.torch_engine.tensor_parallel import TensorParallel
 from daemon.torch_engine.weights import WeightReader
 from fingerprint.config import WeightFormat
@@ -62,6 +62,10 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
     spec = load_spec(checkpoint)
     if spec.family not in FAMILIES:
         raise UnsupportedModelError(f"the embedded engine does not run {spec.family}: {_why_not(spec)}")
+    if spec.stored is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint} is quantized by {spec.stored.method} ({spec.stored.form}): {STORED[spec.stored.method]}"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=False

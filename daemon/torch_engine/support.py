@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 
-__all__ = ["FAMILIES", "KV", "MAX_PP", "MAX_TP", "PRUNING", "STATIC_ROPE_TYPES", "TP_FAMILIES", "WEIGHTS"]
+__all__ = [
+    "FAMILIES",
+    "KV",
+    "MAX_PP",
+    "MAX_TP",
+    "PRUNING",
+    "STATIC_ROPE_TYPES",
+    "STORED",
+    "TP_FAMILIES",
+    "WEIGHTS",
+]
 
 # Families whose transformers classes go through the attention interface, and that are tested here.
 FAMILIES = frozenset(
@@ -41,7 +51,12 @@ WEIGHTS: dict[WeightFormat, str | None] = {
     WeightFormat.INT4: _LATER,
     WeightFormat.GPTQ4: _LATER,
     WeightFormat.FP8: _LATER,
+    WeightFormat.STORED: None,  # of those, which: STORED
 }
+STORED: dict[str, str | None] = dict.fromkeys(
+    ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4"),
+    "the embedded engine computes with 16-bit and its own int8 weights; give the 16-bit model, or take vLLM",
+)
 KV: dict[KvFormat, str | None] = {KvFormat.BITS16: None, KvFormat.INT8: _LATER, KvFormat.FP8: _LATER}
 PRUNING: dict[Pruning, str | None] = {pruning: None if pruning is Pruning.NONE else _LATER for pruning in Pruning}
 

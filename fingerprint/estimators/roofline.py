@@ -19,12 +19,12 @@ from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
 from fingerprint.formats import (
     WEIGHT_16BIT_BYTES,
     embedding_bytes,
+    expert_element_bytes,
     head_bytes,
     kept_fraction,
     kv_heads_per_gpu,
     kv_tokens_per_layer,
     layer_weight_bytes_per_gpu,
-    linear_element_bytes,
 )
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import KV_ELEMENT_BYTES, LayerKind, ModelSpec
@@ -246,6 +246,15 @@ class RooflineEstimator:
             return 1.0
         return 1 - math.pow(1 - spec.experts_per_token / spec.num_experts, max(tokens, 1.0))
 
+    def _is_fp8(self, config: DeploymentConfig) -> bool:
+        stored = self._spec.stored
+        return config.weights is WeightFormat.FP8 or (
+            config.weights is WeightFormat.STORED
+            and stored is not None
+            and stored.bits == 8
+            and stored.form.startswith("float")
+        )
+
     def _shard(self, config: DeploymentConfig) -> _Shard:
         found = self._shards.get(config)
         if found is None:
@@ -256,12 +265,12 @@ class RooflineEstimator:
         spec, gpu, tp = self._spec, self._gpu, config.tp
         fraction = kept_fraction(config.pruning)
         layer_bytes = layer_weight_bytes_per_gpu(spec, config)
-        expert_bytes = spec.layer_expert_params * linear_element_bytes(spec, config.weights) * fraction / tp
+        expert_bytes = spec.layer_expert_params * expert_element_bytes(spec, config.weights) * fraction / tp
         active = spec.layer_linear_params - spec.layer_expert_params
         if spec.num_experts:
             active += spec.layer_expert_params * spec.experts_per_token // spec.num_experts
         peak = gpu.flops_16bit_per_s
-        if config.weights is WeightFormat.FP8 and gpu.flops_fp8_per_s is not None:
+        if self._is_fp8(config) and gpu.flops_fp8_per_s is not None:
             peak = gpu.flops_fp8_per_s
         attained = 1.0 if config.weights is WeightFormat.BITS16 else self._constants.quantized_efficiency
         kv_elements = 2 * kv_heads_per_gpu(spec, tp) * spec.head_dim
@@ -338,7 +347,7 @@ class RooflineEstimator:
         if gpu.compute_capability is None:
             both_sides += constants.unlisted_log_error
         slower = 0.0
-        if not gpu.has_fp8 and (config.weights is WeightFormat.FP8 or config.kv is KvFormat.FP8):
+        if not gpu.has_fp8 and (self._is_fp8(config) or config.kv is KvFormat.FP8):
             slower = constants.emulated_fp8_log_error
         low = value * math.exp(min(log_error[0], 0.0) - both_sides)
         high = value * math.exp(max(log_error[1], 0.0) + both_sides + slower)

@@ -10,6 +10,7 @@ function. The tests compare names, shapes and counts with what the transformers 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,6 +21,7 @@ from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout
 from fingerprint.families.general import general_family
 from fingerprint.families.refusals import family_name, refuse_other_tasks, supported
 from fingerprint.model_spec import ModelSpec
+from fingerprint.quantized import read_stored
 
 __all__ = [
     "FAMILIES",
@@ -57,8 +59,8 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
 
     Raises:
         ConfigError: a size is missing, of the wrong type, out of bounds, or contradicts another.
-        UnsupportedModelError: another family, an encoder-decoder, multimodal, non-generating or already quantized
-            model.
+        UnsupportedModelError: another family, an encoder-decoder, multimodal or non-generating model, or one that
+            is quantized in a way that ``fingerprint.quantized`` does not know.
     """
     return read_blueprint(config).spec
 
@@ -66,7 +68,11 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
 def read_blueprint(config: Mapping[str, object]) -> Blueprint:
     """:func:`read_spec` with the tensors that the counts come from; same errors."""
     family = family_of(config)
-    return family.read(Fields(config, str(config["model_type"])))
+    found = family.read(Fields(config, str(config["model_type"])))
+    stored = read_stored(
+        config.get("quantization_config"), found.layer, family.layout.layers, found.spec.num_layers
+    )
+    return found if stored is None else replace(found, spec=replace(found.spec, stored=stored))
 
 
 def family_of(config: Mapping[str, object]) -> Family:

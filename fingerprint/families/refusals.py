@@ -58,7 +58,7 @@ def family_name(config: Mapping[str, object], families: Iterable[str]) -> str:
 
 
 def refuse_other_tasks(config: Mapping[str, object], name: str, of_family: tuple[str, ...]) -> None:
-    """Refuse a model of the family ``name`` whose class is none of ``of_family``, or that is already quantized.
+    """Refuse a model of the family ``name`` whose class is none of ``of_family``.
 
     Raises:
         ConfigError: architectures is not a list of names.
@@ -73,10 +73,3 @@ def refuse_other_tasks(config: Mapping[str, object], name: str, of_family: tuple
                 f"architecture {show(architectures[0])} does not generate text; of {name}, "
                 f"{of_family[0]} is supported"
             )
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(
-            f"the checkpoint is already quantized ({show(method)}); iServe plans and makes the formats itself: "
-            "give the 16-bit model"
-        )

@@ -221,13 +221,14 @@ def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int
     """Of the degrees there are no GPUs for, those to take as one rank alone."""
     if order.shards is Shards.NEVER:
         return ()
+    given, name = order.source.spec.as_given, order.table.engine
     full = [degree for degree, _ in room.too_full]
     missing = [degree for degree in _DEGREES if degree[0] * degree[1] > len(order.node.devices)]
     wanted = full + (missing if order.shards is Shards.ALWAYS else [])
     return tuple(
         (tp, pp)
         for tp, pp in wanted
-        if pp == 1 and _runs(order, DeploymentConfig(tp=tp, engine=order.table.engine), gpu, num_gpus=tp)
+        if pp == 1 and _runs(order, DeploymentConfig(tp=tp, weights=given, engine=name), gpu, num_gpus=tp)
     )
 
 
@@ -241,9 +242,10 @@ def _formats_and_degrees(
         return _runs(order, config, gpu, num_gpus=len(order.node.devices))
 
     weights = tuple(w for w in WeightFormat if runs(DeploymentConfig(weights=w, engine=name)))
-    degrees = tuple((tp, pp) for tp, pp in _DEGREES if runs(DeploymentConfig(tp=tp, pp=pp, engine=name)))
+    given = DeploymentConfig(weights=spec.as_given, engine=name)
+    degrees = tuple((tp, pp) for tp, pp in _DEGREES if runs(replace(given, tp=tp, pp=pp)))
     if not weights or not degrees:
-        reason = table.refusal(spec, DeploymentConfig(engine=name), gpu)
+        reason = table.refusal(spec, given, gpu)
         raise UnsupportedModelError(f"{name} cannot run this model here: {reason}")
     return weights, degrees
 

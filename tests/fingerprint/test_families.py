@@ -284,7 +284,7 @@ def test_a_contradiction_of_a_family_is_named(config: dict[str, Any], message: s
         ({"model_type": "bert"}, "generates no text"),
         ({"model_type": "mamba"}, "not supported"),
         (LLAMA_7B | {"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
-        (LLAMA_7B | {"quantization_config": {"quant_method": "gptq"}}, "already quantized ('gptq')"),
+        (LLAMA_7B | {"quantization_config": {"quant_method": "hqq"}}, "quantized by 'hqq'"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "embeds"),
         (LLAMA_7B | {"model_type": "opt", "architectures": None, "word_embed_proj_dim": 512}, "opt-350m"),
         (LLAMA_7B | {"model_type": "opt", "architectures": None, "do_layer_norm_before": False}, "most OPT"),

@@ -132,7 +132,8 @@ def _compressed_kinds(quantization: Mapping[str, object]) -> set[tuple[object, o
 
 def check_formats(stored: StoredFormats, config: DeploymentConfig, directory: Path) -> None:
     """Raises CheckpointError: the checkpoint is not in the formats that ``config`` was planned with."""
-    if stored.weights is not config.weights:
+    as_stored = config.weights is WeightFormat.STORED and stored.weights is not WeightFormat.BITS16
+    if stored.weights is not config.weights and not as_stored:
         raise CheckpointError(
             f"the plan has weights={config.weights}, the checkpoint {directory} is stored as {stored.weights} "
             f"({stored.algorithm}), and TensorRT-LLM quantizes nothing while loading; plan with "

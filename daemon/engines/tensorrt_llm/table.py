@@ -31,6 +31,14 @@ TABLE = EngineCapabilities(
         WeightFormat.INT4: None,
         WeightFormat.GPTQ4: f"its PyTorch backend refuses GPTQ checkpoints; {_OLDER_FLOW}",
         WeightFormat.FP8: None,
+        WeightFormat.STORED: None,
+    },
+    stored={
+        "fp8": None,
+        "compressed-tensors": None,
+        "gptq": f"its PyTorch backend refuses GPTQ checkpoints; {_OLDER_FLOW}",
+        "awq": "its PyTorch backend reads 4-bit weights as ModelOpt writes them only",
+        "mxfp4": "that its adapter's reading of a checkpoint covers it was not done",
     },
     kv={
         KvFormat.BITS16: None,
@@ -57,7 +65,7 @@ TABLE = EngineCapabilities(
             reason="its documented GPUs begin with Ampere (compute capability 8.0)",
         ),
         Exclusion(
-            weights=frozenset({WeightFormat.FP8}),
+            weights=frozenset({WeightFormat.FP8, WeightFormat.STORED}),  # of what is stored it reads fp8 alone
             below_compute_capability=(8, 9),
             reason="fp8 weights need an Ada or Hopper GPU (compute capability 8.9)",
         ),

@@ -21,6 +21,7 @@ from fingerprint.config_json import read_config, show
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import read_spec
 from fingerprint.model_spec import ModelSpec
+from fingerprint.quantized import METHODS
 
 __all__ = ["BLOCK_TOKENS", "DRAIN_S", "Model", "arguments", "environment", "kv_cache_bytes", "read_model"]
 
@@ -35,6 +36,7 @@ _QUANTIZED_BY = {
     WeightFormat.GPTQ4: frozenset({"gptq", "gptq_marlin"}),
     WeightFormat.INT4: frozenset({"awq", "awq_marlin", "compressed-tensors"}),
     WeightFormat.FP8: frozenset({"fp8", "compressed-tensors"}),
+    WeightFormat.STORED: frozenset(METHODS) | {"gptq_marlin", "awq_marlin"},
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 

@@ -34,7 +34,9 @@ TABLE = EngineCapabilities(
         WeightFormat.INT4: None,  # from a compressed-tensors or AWQ checkpoint
         WeightFormat.GPTQ4: None,  # from a GPTQ checkpoint
         WeightFormat.FP8: None,  # while loading
+        WeightFormat.STORED: None,
     },
+    stored=dict.fromkeys(("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")),
     kv={KvFormat.BITS16: None, KvFormat.INT8: None, KvFormat.FP8: None},
     pruning={
         Pruning.NONE: None,
@@ -63,7 +65,7 @@ TABLE = EngineCapabilities(
         ),
         Exclusion(
             families=frozenset({"gpt_oss"}),
-            weights=frozenset(WeightFormat) - {WeightFormat.BITS16},
+            weights=frozenset(WeightFormat) - {WeightFormat.BITS16, WeightFormat.STORED},
             reason="that the class of GPT-OSS takes other weights than 16 bits and mxfp4 was not read",
         ),
         Exclusion(
