@@ -1,8 +1,8 @@
 """How far depth-tied predictions were off on whole models that were measured: what follows for another model.
 
 ``fingerprint/data/depth_tied_errors.json`` is written by ``tests/bench/accuracy.py`` on a GPU. What most models
-were off by is taken off, where they were measured with this engine on this GPU, and where nine in ten of them lie
-is the interval. A model's own errors never move its own numbers: they are left out by the model's shape.
+were off by is taken off, where they were measured with this engine, GPU and weight format, and where nine in ten
+of them lie is the interval. A model's own errors never move its own numbers: they are left out by its shape.
 """
 
 from __future__ import annotations
@@ -64,20 +64,22 @@ class Calibration:
     errors: tuple[MeasuredError, ...] = ()
 
     def of_others(
-        self, metric: str, *, prompt_tokens: int, exclude_shape: str, engine: str, gpu: str
+        self, metric: str, *, prompt_tokens: int, exclude_shape: str, engine: str, gpu: str, weights: str
     ) -> LogErrors:
         """What predictions of other models were off by at points with about as many prompt tokens in all.
 
         Each model counts alike, however many points of it were measured. Of models that were not measured with
-        this engine on this GPU the middle is not known here: it is 0, and the interval holds 0. With fewer than
-        two other models it is -0.15 to 0.15, which is an assumption.
+        this engine on this GPU in this weight format the middle is not known here: it is 0, and the interval
+        holds 0. With fewer than two other models it is -0.15 to 0.15, which is an assumption.
 
         Args:
             prompt_tokens: batch times input.
             engine: with its version, as in a profile's machine; its patch release does not count.
+            weights: format; another one runs other kernels (fp8 and 16 bits erred to opposite sides on an H200).
         """
         others = [e for e in self.errors if e.metric == metric and e.shape_hash != exclude_shape]
-        here = [e for e in others if (_release(e.engine), e.gpu) == (_release(engine), gpu)]
+        asked = (_release(engine), gpu, weights)
+        here = [e for e in others if (_release(e.engine), e.gpu, e.weights) == asked]
         if _num_models(here) >= _FEWEST_MODELS:
             return _quantiles(here, prompt_tokens)
         if _num_models(others) >= _FEWEST_MODELS:

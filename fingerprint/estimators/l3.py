@@ -31,7 +31,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from sklearn.linear_model import LinearRegression, QuantileRegressor
 
-from fingerprint.config import DeploymentConfig, Pruning, Workload
+from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, Quantity, Source
 from fingerprint.estimators.all_reduce import GroupSums
@@ -349,8 +349,8 @@ class L3:
         between = in_hull([_octaves(p) for p in points], _octaves(workload))
         source = Source.EXTRAPOLATED if between else Source.SCALED
         found = Latency(
-            self._between(points, ttft, workload, asked.ttft_s, "ttft", source),
-            self._between(points, tpot, workload, asked.tpot_s, "tpot", source),
+            self._between(points, ttft, workload, asked.ttft_s, "ttft", config.weights, source),
+            self._between(points, tpot, workload, asked.tpot_s, "tpot", config.weights, source),
         )
         return self._of_a_group(found, config.tp, points, workload) if key_of(config) in self.shards else found
 
@@ -371,6 +371,7 @@ class L3:
         workload: Workload,
         roofline: Quantity,
         metric: str,
+        weights: WeightFormat,
         source: Source,
     ) -> Quantity:
         where = np.log2([[p.batch, p.input_tokens] for p in points])
@@ -388,6 +389,7 @@ class L3:
             exclude_shape=self.profile.spec.shape_hash,
             engine=dict(self.profile.machine.versions).get("engine", self.profile.engine),
             gpu=self.profile.machine.device.name,
+            weights=weights,
         )
         value = roofline.value * math.exp(mean + float(shift) + others.middle)
         spread = _Z90 * float(deviation)

@@ -34,7 +34,7 @@ def of(*models: list[float], metric: str = "ttft") -> Calibration:
 
 def bounds(calibration: Calibration, metric: str = "ttft", **asked: object) -> tuple[float, float, float]:
     """Low, middle and high as asked on the machine of :func:`error`."""
-    where = {"prompt_tokens": 128, "exclude_shape": "", "engine": "vllm 0.24.1", "gpu": "h200"}
+    where = {"prompt_tokens": 128, "exclude_shape": "", "engine": "vllm 0.24.1", "gpu": "h200", "weights": "16bit"}
     found = calibration.of_others(metric, **(where | asked))
     assert found.low <= found.middle <= found.high
     return found.low, found.middle, found.high
@@ -101,9 +101,10 @@ def test_each_metric_has_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "elsewhere", [{"gpu": "l40s"}, {"engine": "vllm 0.23.0"}, {"engine": "tensorrt-llm 1.2.0"}]
+    "elsewhere",
+    [{"gpu": "l40s"}, {"engine": "vllm 0.23.0"}, {"engine": "tensorrt-llm 1.2.0"}, {"weights": "fp8"}],
 )
-def test_another_gpu_or_release_is_not_moved_by_what_is_typical_of_this_one(elsewhere) -> None:
+def test_another_gpu_release_or_format_is_not_moved_by_what_is_typical_of_this_one(elsewhere) -> None:
     assert bounds(of([0.1, 0.2], [0.1]), **elsewhere) == (0.0, 0.0, 0.2)
     assert bounds(of([-0.1, 0.2], [-0.1]), **elsewhere) == (-0.1, 0.0, 0.2)
 
