@@ -12,11 +12,19 @@ from iserve.cli import simulation_options as s
 from planner.intent import parse_slo
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fingerprint.gpu_spec import GpuSpec
     from fingerprint.measurements import Profile
+    from iserve.baselines import Prepared, World
+    from iserve.cli.progress import StepDisplay
     from iserve.planning import PlanOptions
     from iserve.simulation import SimulatedModel
     from iserve.simulation_document import SimulationDocument
+    from placement.orders import Steering
+    from placement.routing import Router
+    from traces.request import Request
+    from traces.simulator.result import SimulationResult
 
 __all__ = ["register"]
 
@@ -67,7 +75,6 @@ def simulate(
     from iserve.cli.progress import StepDisplay
     from iserve.cli.reporting import check_target
     from iserve.settings import load_settings
-    from iserve.simulation import simulate_cluster
     from iserve.simulation_document import simulation_document
     from placement.routing import make_router
 
@@ -89,22 +96,13 @@ def simulate(
         if report is not None:
             check_target(report)
     models, times = _models(named, gpu, options, wish.engine, [_read_profile(path) for path in profile or []])
+    world = World(gpu, models, scenario)
     with StepDisplay(quiet=as_json) as display:
         display.show(f"{baseline} decides", None)
-        world = World(gpu, models, scenario)
         decided, prepared = prepare(
             baseline, world, requests, slo=judged, router=router, answers=answers, labels=named
         )
-        result = simulate_cluster(
-            prepared,
-            decided.scenario,
-            gpu,
-            models,
-            router=router,
-            deployer=decided.deployer,
-            steering=steers,
-            progress=lambda arrived, at_s: display.show(f"{arrived:,} requests, {at_s:,.0f} s simulated", None),
-        )
+        result = _followed(prepared, decided, world, router, steers, display)
     document = simulation_document(
         result,
         trace=trace,
@@ -119,6 +117,28 @@ def simulate(
         notes=decided.notes,
     )
     _show(document, report, as_json=as_json)
+
+
+def _followed(
+    requests: Iterable[Request],
+    decided: Prepared,
+    world: World,
+    router: Router,
+    steering: Steering | None,
+    display: StepDisplay,
+) -> SimulationResult:
+    from iserve.simulation import simulate_cluster
+
+    return simulate_cluster(
+        requests,
+        decided.scenario,
+        world.gpu,
+        world.models,
+        router=router,
+        deployer=decided.deployer,
+        steering=steering,
+        progress=lambda arrived, at_s: display.show(f"{arrived:,} requests, {at_s:,.0f} s simulated", None),
+    )
 
 
 def _show(document: SimulationDocument, report: Path | None, *, as_json: bool) -> None:
