@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
 
-__all__ = ["Reading", "Verification"]
+__all__ = ["Alone", "Reading", "Verification"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +33,15 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Alone:
+    """What one request took on the same worker, with nobody beside it."""
+
+    workload: Workload
+    ttft_s: Reading
+    tpot_s: Reading | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
     """One configuration, launched with its whole model and checked under one workload.
 
@@ -49,3 +58,4 @@ class Verification:
     tpot_s: Reading | None  # None: the workload has one output token
     memory_bytes_per_gpu: int | None  # of the fullest GPU, with the cache for ``room``; None: nobody counts it
     kv_tokens: int | None  # room of the KV cache as the engine reports it; None: it does not
+    alone: Alone | None = None  # None: ``workload`` is one request, or there was no time for it

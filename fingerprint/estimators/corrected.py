@@ -3,7 +3,11 @@
 Times are multiplied by measured over predicted. Memory gets the missing bytes added beside weights and KV cache:
 those two are counted, and what an estimate gets wrong is what surrounds them, which does not grow with them.
 
-A check speaks for its own configuration and workload. To all others on the same engine the nearest check is
+A check is made with all slots full and with one request alone, for the error of a batch is not that of a request.
+Between the two batches the logarithm of the ratio goes evenly with that of the batch; a check without the second
+has one ratio for all.
+
+A check speaks for its own configuration and workloads. To all others on the same engine the nearest check is
 carried over, and the interval then holds the uncorrected one as well: whether the error is the same there, nobody
 measured. Other formats are not left out, though they run other kernels: one ranking never mixes raw sources, and a
 check that slowed down what was chosen, alone, would have the next plan choose whatever was not checked yet.
@@ -14,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.estimates import Correction, Estimate, Estimator, MemoryEstimate, Quantity
@@ -21,6 +26,24 @@ from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.verification import Reading, Verification
 
 __all__ = ["CorrectedEstimator"]
+
+
+class _Ratio(NamedTuple):
+    """Measured over predicted, and what the measurement's own interval makes of it, as logarithms."""
+
+    value: float
+    low: float
+    high: float
+
+
+class _Found(NamedTuple):
+    """What a check says of the uncorrected estimator; None: it timed no such thing."""
+
+    ttft: _Ratio | None
+    tpot: _Ratio | None
+    ttft_alone: _Ratio | None
+    tpot_alone: _Ratio | None
+    more_bytes: int  # on each GPU
 
 
 class CorrectedEstimator:
@@ -37,7 +60,7 @@ class CorrectedEstimator:
         self.base = base
         in_order = sorted(verifications, key=lambda verification: verification.measured_at)
         self._checks = {verification.config: verification for verification in in_order}
-        self._expected: dict[DeploymentConfig, tuple[Estimate, int]] = {}
+        self._found: dict[DeploymentConfig, _Found] = {}
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """As ``base``, corrected where a check reaches."""
@@ -46,22 +69,26 @@ class CorrectedEstimator:
         if not alike:
             return raw
         check = self._checks[nearest(config, alike)]
-        there, more_bytes = self._of(check)
-        exact = (check.config, check.workload) == (config, workload)
+        found = self._of(check)
+        along = _along(workload.batch, check.workload.batch)
+        ttft = _between(found.ttft_alone, found.ttft, along)
+        tpot = _between(found.tpot_alone, found.tpot, along)
+        timed = [check.workload] + ([] if check.alone is None else [check.alone.workload])
+        exact = check.config == config and workload in timed
         has_room = (check.config, check.room) == (config, workload)
         return replace(
             raw,
-            ttft_s=_corrected(raw.ttft_s, check.ttft_s, there.ttft_s, exact=exact),
-            tpot_s=_corrected(raw.tpot_s, check.tpot_s, there.tpot_s, exact=exact),
-            memory=_with_more(raw.memory, more_bytes, exact=has_room),
+            ttft_s=_corrected(raw.ttft_s, ttft, exact=exact),
+            tpot_s=_corrected(raw.tpot_s, tpot, exact=exact),
+            memory=_with_more(raw.memory, found.more_bytes, exact=has_room),
             correction=Correction(
                 measured_at=check.measured_at,
                 config=check.config,
                 workload=check.workload,
                 exact=exact,
-                ttft_log_ratio=_log_ratio(check.ttft_s, there.ttft_s),
-                tpot_log_ratio=_log_ratio(check.tpot_s, there.tpot_s),
-                memory_bytes=more_bytes,
+                ttft_log_ratio=0.0 if ttft is None else ttft.value,
+                tpot_log_ratio=0.0 if tpot is None else tpot.value,
+                memory_bytes=found.more_bytes,
             ),
         )
 
@@ -71,43 +98,71 @@ class CorrectedEstimator:
         return tuple(self._told(check) for check in self._checks.values())
 
     def _told(self, check: Verification) -> str:
-        there, more_bytes = self._of(check)
-        work = check.workload
+        found, work = self._of(check), check.workload
+        alone = ""
+        if check.alone is not None:
+            alone = f" (one request alone: {_times(found.ttft_alone)} and {_times(found.tpot_alone)})"
         return (
             f"corrected by the check of {check.config} at {check.measured_at} (batch {work.batch}, "
-            f"{work.input_tokens} in, {work.output_tokens} out): TTFT times "
-            f"{math.exp(_log_ratio(check.ttft_s, there.ttft_s)):.3g}, TPOT times "
-            f"{math.exp(_log_ratio(check.tpot_s, there.tpot_s)):.3g}, {more_bytes / 2**20:+.1f} MiB on each GPU"
+            f"{work.input_tokens} in, {work.output_tokens} out): TTFT times {_times(found.ttft)}, TPOT times "
+            f"{_times(found.tpot)}{alone}, {found.more_bytes / 2**20:+.1f} MiB on each GPU"
         )
 
-    def _of(self, check: Verification) -> tuple[Estimate, int]:
-        """What ``base`` says of the check, and the bytes per GPU that it misses."""
-        found = self._expected.get(check.config)
+    def _of(self, check: Verification) -> _Found:
+        found = self._found.get(check.config)
         if found is None:
             there = self.base.estimate(check.config, check.workload)
             room = self.base.estimate(check.config, check.room).memory
             held_bytes, more_bytes = check.memory_bytes_per_gpu, 0
             if held_bytes is not None:
                 more_bytes = held_bytes - room.per_gpu_bytes(check.layers_per_stage)
-            found = self._expected[check.config] = (there, more_bytes)
+            ttft_alone = tpot_alone = None
+            if check.alone is not None:
+                single = self.base.estimate(check.config, check.alone.workload)
+                ttft_alone = _ratio(check.alone.ttft_s, single.ttft_s)
+                tpot_alone = _ratio(check.alone.tpot_s, single.tpot_s)
+            found = self._found[check.config] = _Found(
+                _ratio(check.ttft_s, there.ttft_s),
+                _ratio(check.tpot_s, there.tpot_s),
+                ttft_alone,
+                tpot_alone,
+                more_bytes,
+            )
         return found
 
 
-def _log_ratio(measured: Reading | None, predicted: Quantity) -> float:
-    return 0.0 if measured is None else math.log(measured.value / predicted.value)
+def _ratio(measured: Reading | None, predicted: Quantity) -> _Ratio | None:
+    if measured is None:
+        return None
+    value, low, high = (math.log(end / predicted.value) for end in (measured.value, measured.low, measured.high))
+    return _Ratio(value, low, high)
 
 
-def _corrected(raw: Quantity, measured: Reading | None, predicted: Quantity, *, exact: bool) -> Quantity:
+def _along(batch: int, full: int) -> float:
+    """Of the way from one request to the ``full`` batch, by its logarithm."""
+    return 1.0 if full == 1 else min(math.log(batch) / math.log(full), 1.0)
+
+
+def _between(alone: _Ratio | None, full: _Ratio | None, along: float) -> _Ratio | None:
+    if alone is None or full is None:
+        return full
+    return _Ratio(*(one + along * (other - one) for one, other in zip(alone, full, strict=True)))
+
+
+def _times(ratio: _Ratio | None) -> str:
+    return f"{1.0 if ratio is None else math.exp(ratio.value):.3g}"
+
+
+def _corrected(raw: Quantity, ratio: _Ratio | None, *, exact: bool) -> Quantity:
     """``raw`` times measured over predicted. The interval is scaled with it, and holds the ratios that the
     measurement's own interval allows, and where it is not ``exact`` the uncorrected one."""
-    if measured is None:
+    if ratio is None:
         return raw
-    ratio = measured.value / predicted.value
-    low = min(raw.low * ratio, raw.value * (measured.low / predicted.value))
-    high = max(raw.high * ratio, raw.value * (measured.high / predicted.value))
+    times, low_times, high_times = (math.exp(part) for part in ratio)
+    low, high = min(raw.low * times, raw.value * low_times), max(raw.high * times, raw.value * high_times)
     if not exact:
         low, high = min(low, raw.low), max(high, raw.high)
-    return Quantity(raw.value * ratio, low, high, raw.source)
+    return Quantity(raw.value * times, low, high, raw.source)
 
 
 def _with_more(raw: MemoryEstimate, more_bytes: int, *, exact: bool) -> MemoryEstimate:

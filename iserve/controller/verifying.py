@@ -13,7 +13,7 @@ from daemon.client import DaemonClient
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
 from fingerprint.errors import NotFoundError
-from fingerprint.verification import Verification
+from fingerprint.verification import Alone, Verification
 from iserve.api_types import ProgressDocument, VerifyBody
 from iserve.controller.check_targets import CheckTarget, Targets, Tell, used_bytes
 from iserve.controller.jobs import Jobs
@@ -27,7 +27,7 @@ from iserve.verify.documents import (
     VerificationJobDocument,
     verification_document,
 )
-from iserve.verify.timing import Times, time_bursts
+from iserve.verify.timing import Times, time_batches
 from iserve.verify.worker import CheckedWorker
 
 __all__ = ["Verifier"]
@@ -127,7 +127,7 @@ class Verifier:
         """Measure, compare with what is predicted now, and keep what was measured."""
         worker = CheckedWorker(running.spec, running.engine, running.url, self._daemon, running.source.spec)
         with worker.watched():
-            times = time_bursts(
+            times, alone, unknown = time_batches(
                 worker.burst,
                 running.room,
                 max_seconds=max_seconds,
@@ -147,6 +147,7 @@ class Verifier:
             tpot_s=times.tpot_s,
             memory_bytes_per_gpu=held_bytes,
             kv_tokens=None if stats is None else stats.kv_tokens_total or None,
+            alone=alone and Alone(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),
         )
         estimator = self._profiler.estimator(running.profile, running.engine, node)
         predicted = estimator.estimate(running.spec.config, times.workload)
@@ -159,7 +160,7 @@ class Verifier:
             spec=running.spec,
             stats=stats,
             memory_how=memory_how,
-            notes=_notes(running, times),
+            notes=_notes(running, times, unknown),
         )
         self._keep(running, node, verification)
         return document
@@ -187,8 +188,12 @@ def _held(running: CheckTarget, node: NodeStatus, own_bytes: int | None) -> tupl
     return (most_bytes, _DRIVER_COUNTS) if most_bytes > 0 else (None, _NOT_COUNTED)
 
 
-def _notes(running: CheckTarget, times: Times) -> tuple[str, ...]:
+def _notes(running: CheckTarget, times: Times, unknown: str | None) -> tuple[str, ...]:
     notes = []
+    if unknown is not None:
+        notes.append(
+            f"one request alone was not timed ({unknown}); the correction of the full batch is used for all"
+        )
     if times.workload != running.room:
         notes.append(
             f"answers of {times.workload.output_tokens} tokens were run, not of {running.room.output_tokens}, to "

@@ -15,10 +15,11 @@ from fingerprint.errors import ConflictError, NotMeasuredError
 from fingerprint.robust import locate
 from fingerprint.verification import Reading
 
-__all__ = ["Burst", "Times", "time_bursts"]
+__all__ = ["Burst", "Times", "time_batches", "time_bursts"]
 
 _FEWEST_PAIRS, _WANTED_PAIRS, _MOST_PAIRS = 3, 5, 50
 _TIGHT = 0.01  # half-width of the interval over the mean, at which repeating ends
+_FULL_SHARE = 0.7  # of the time, for the whole batch; what it leaves is for one request
 _PROBE_TOKENS = 9  # output tokens of the burst that tells how long the others will take
 
 
@@ -37,6 +38,36 @@ class Times:
     disturbed: int  # pairs left out because others were served meanwhile
 
 
+def time_batches(
+    burst: Callable[[Workload], Burst],
+    workload: Workload,
+    *,
+    max_seconds: float,
+    clock: Callable[[], float],
+    progress: Callable[[int, int, float], None],
+) -> tuple[Times, Times | None, str | None]:
+    """The whole batch, then one request with nobody beside it, or why that was not timed. A batch of one is both.
+
+    Raises:
+        NotMeasuredError, ConflictError: as ``time_bursts`` of the whole batch.
+    """
+    if workload.batch == 1:
+        return (
+            time_bursts(burst, workload, max_seconds=max_seconds, clock=clock, progress=progress),
+            None,
+            None,
+        )
+    started_s = clock()
+    full = time_bursts(burst, workload, max_seconds=max_seconds, aim=_FULL_SHARE, clock=clock, progress=progress)
+    left_s = started_s + max_seconds - clock()
+    try:
+        lone = replace(full.workload, batch=1)
+        alone = time_bursts(burst, lone, max_seconds=left_s, clock=clock, progress=progress)
+    except (ConflictError, NotMeasuredError) as error:
+        return full, None, str(error)
+    return full, alone, None
+
+
 def time_bursts(
     burst: Callable[[Workload], Burst],
     workload: Workload,
@@ -44,19 +75,21 @@ def time_bursts(
     max_seconds: float,
     clock: Callable[[], float],
     progress: Callable[[int, int, float], None],
+    aim: float = 1.0,
 ) -> Times:
     """Pairs of bursts until both times are tight or the time is up; an answer that would be too long is cut.
 
     Args:
         clock: seconds.
         progress: pairs run, pairs planned, seconds since the start.
+        aim: the share of the time to do with, unless three pairs take more.
 
     Raises:
         NotMeasuredError: three pairs of the shortest answers take longer than that.
         ConflictError: others were served in nearly every burst.
     """
     started_s = clock()
-    end_s = started_s + max_seconds
+    end_s = started_s + aim * max_seconds
     one = replace(workload, output_tokens=1)
     progress(0, _WANTED_PAIRS, 0.0)
     burst(one)  # the first compiles, captures and fills caches
@@ -65,6 +98,8 @@ def time_bursts(
     step_s = 0.0
     if probe != one:
         step_s = max(0.0, burst(probe).elapsed_s - first_s) / (probe.output_tokens - 1)
+    if _least_s(workload, first_s, step_s) > end_s - clock():
+        end_s = started_s + max_seconds
     many = _affordable(workload, first_s, step_s, end_s - clock(), max_seconds)
     pair_s = first_s if many == one else 2 * first_s + (many.output_tokens - 1) * step_s
     planned = max(_FEWEST_PAIRS, min(_MOST_PAIRS, int((end_s - clock()) / pair_s) if pair_s > 0 else _MOST_PAIRS))
@@ -98,13 +133,9 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
     Raises:
         NotMeasuredError: not even the fewest of the shortest.
     """
-    if workload.output_tokens == 1:
-        least_s = _FEWEST_PAIRS * first_s
-        fits = workload.output_tokens
-    else:
-        least_s = _FEWEST_PAIRS * (2 * first_s + step_s)
-        room_s = left_s / _WANTED_PAIRS - 2 * first_s
-        fits = workload.output_tokens if step_s == 0 else max(2, 1 + int(room_s / step_s))
+    least_s, fits = _least_s(workload, first_s, step_s), workload.output_tokens
+    if fits > 1 and step_s > 0:
+        fits = max(2, 1 + int((left_s / _WANTED_PAIRS - 2 * first_s) / step_s))
     if least_s > left_s:
         raise NotMeasuredError(
             f"a burst of batch {workload.batch} and {workload.input_tokens} input tokens takes {first_s:.2f} s to "
@@ -112,6 +143,11 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
             "bursts; raise --max-seconds"
         )
     return replace(workload, output_tokens=min(workload.output_tokens, fits))
+
+
+def _least_s(workload: Workload, first_s: float, step_s: float) -> float:
+    """The fewest pairs of the shortest answers."""
+    return _FEWEST_PAIRS * (first_s if workload.output_tokens == 1 else 2 * first_s + step_s)
 
 
 def _tight(values: Sequence[float]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload, even_split
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, Estimator, Quantity
@@ -16,7 +18,7 @@ from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.profile import ProfilePlan
-from fingerprint.verification import Reading, Verification
+from fingerprint.verification import Alone, Reading, Verification
 from tests.fingerprint.estimator_conformance import EstimatorConformance
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, llama, take_profile
 
@@ -250,3 +252,56 @@ def test_a_reader_is_told_of_every_check() -> None:
         "corrected by the check of tp=1,pp=1,weights=int8,kv=16bit,pruning=none at 2026-11-22 "
         "(batch 2, 64 in, 16 out): TTFT times 1, TPOT times 1, +0.0 MiB on each GPU",
     )
+
+
+def with_alone(check: Verification, *, ttft: float, tpot: float) -> Verification:
+    """``check``, made with several slots, and one request alone that takes so many times as predicted."""
+    lone = replace(check.workload, batch=1)
+    predicted = RAW.estimate(check.config, lone)
+    found = Alone(
+        workload=lone,
+        ttft_s=reading(predicted.ttft_s.value * ttft, 0.01),
+        tpot_s=reading(predicted.tpot_s.value * tpot, 0.01),
+    )
+    return replace(check, alone=found)
+
+
+@given(
+    full=st.tuples(st.floats(0.3, 3.0), st.floats(0.3, 3.0)),
+    alone=st.tuples(st.floats(0.3, 3.0), st.floats(0.3, 3.0)),
+)
+def test_between_one_request_and_the_whole_batch_the_ratio_goes_evenly(
+    full: tuple[float, float], alone: tuple[float, float]
+) -> None:
+    work = replace(WORK, batch=16)
+    check = with_alone(check_of(RAW, workload=work, ttft=full[0], tpot=full[1]), ttft=alone[0], tpot=alone[1])
+    corrected = CorrectedEstimator(RAW, [check])
+    for batch, along in ((1, 0.0), (2, 0.25), (4, 0.5), (16, 1.0), (32, 1.0)):
+        here = replace(work, batch=batch)
+        found, raw = corrected.estimate(HERE, here), RAW.estimate(HERE, here)
+        for index, metric in enumerate(("ttft_s", "tpot_s")):
+            value, before = getattr(found, metric), getattr(raw, metric)
+            ratio = alone[index] ** (1 - along) * full[index] ** along
+            assert value.value == pytest.approx(before.value * ratio)
+            assert value.low <= value.value <= value.high
+            if batch in (2, 4, 32):
+                assert inside(before, value), "carried over, so that the uncorrected interval is held too"
+        assert found.correction is not None
+        assert found.correction.exact == (batch in (1, 16))
+
+
+def test_a_check_of_the_batch_alone_has_one_ratio_for_all() -> None:
+    work = replace(WORK, batch=16)
+    corrected = CorrectedEstimator(RAW, [check_of(RAW, workload=work, ttft=2.0, tpot=3.0)])
+    for batch in (1, 4, 16):
+        here = replace(work, batch=batch)
+        assert corrected.estimate(HERE, here).tpot_s.value == pytest.approx(
+            3 * RAW.estimate(HERE, here).tpot_s.value
+        )
+
+
+def test_a_check_from_before_has_nothing_alone() -> None:
+    """As it lies in the state of an older version."""
+    kept = json.loads(to_json(check_of(RAW)))
+    del kept["alone"]
+    assert from_json(json.dumps(kept), Verification) == check_of(RAW)

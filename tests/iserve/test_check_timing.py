@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fingerprint.config import Workload
 from fingerprint.errors import ConflictError, NotMeasuredError
-from iserve.verify.timing import Burst, Times, time_bursts
+from iserve.verify.timing import Burst, Times, time_batches, time_bursts
 
 WORK = Workload(batch=4, input_tokens=100, output_tokens=65)
 
@@ -132,3 +132,52 @@ def test_progress_rises_to_what_was_planned() -> None:
     done = [done for done, _, _ in worker.seen]
     assert done == sorted(done)
     assert all(elapsed_s >= 0 for _, _, elapsed_s in worker.seen)
+
+
+class Growing(Worker):
+    """Each request of a batch takes ``step_s`` of every step, and as much again of the first as its prompt."""
+
+    def burst(self, work: Workload) -> Burst:
+        self.asked.append(work)
+        elapsed_s = work.batch * (self.ttft_s + (work.output_tokens - 1) * self.step_s)
+        self.now_s += elapsed_s
+        return Burst(elapsed_s, True)
+
+    def both(self, work: Workload, max_seconds: float) -> tuple[Times, Times | None, str | None]:
+        return time_batches(
+            self.burst,
+            work,
+            max_seconds=max_seconds,
+            clock=lambda: self.now_s,
+            progress=lambda *told: self.seen.append(told),
+        )
+
+
+@given(batch=st.integers(2, 64), step_s=st.floats(1e-4, 0.01), max_seconds=st.floats(30.0, 120.0))
+def test_one_request_is_timed_as_well_within_the_same_time(batch: int, step_s: float, max_seconds: float) -> None:
+    worker = Growing(ttft_s=0.01, step_s=step_s)
+    work = Workload(batch=batch, input_tokens=7, output_tokens=400)
+    full, alone, unknown = worker.both(work, max_seconds)
+    assert unknown is None
+    assert alone is not None
+    assert full.tpot_s is not None
+    assert alone.tpot_s is not None
+    assert (full.workload.batch, alone.workload.batch) == (batch, 1)
+    assert full.tpot_s.value == pytest.approx(batch * step_s, rel=1e-6)
+    assert alone.tpot_s.value == pytest.approx(step_s, rel=1e-6)
+    assert worker.now_s - 1000.0 <= max_seconds * (1 + 1e-9)
+
+
+def test_a_batch_of_one_is_timed_once() -> None:
+    worker = Growing()
+    full, alone, unknown = worker.both(Workload(batch=1, input_tokens=7, output_tokens=33), 60.0)
+    assert (full.workload.batch, alone, unknown) == (1, None, None)
+
+
+def test_where_the_batch_takes_all_the_time_one_request_is_told_as_not_timed() -> None:
+    """A burst of 4 takes 8 s to its first tokens: five of the shortest, and nothing is left for others."""
+    worker = Growing(ttft_s=2.0, step_s=0.0)
+    full, alone, unknown = worker.both(Workload(batch=4, input_tokens=7, output_tokens=1), 45.0)
+    assert (full.workload.batch, alone) == (4, None)
+    assert unknown is not None
+    assert "not enough for three pairs" in unknown
