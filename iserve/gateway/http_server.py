@@ -23,6 +23,7 @@ STALLED_CLIENT_S = 60.0  # a client that reads nothing for so long while an answ
 
 _BUFFER = memoryview(bytearray(256 * 2**10))  # read into and used up within one call, so one is enough
 _FRAMING = (b"content-length", b"transfer-encoding")
+_MAX_PIPELINED = 8  # requests that wait for the answer before them; each is held at a hundred times its size
 
 
 class _HeadWithBody:
@@ -65,6 +66,9 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_HeadWithBody(transport))  # type: ignore[arg-type]
+        # What the client does not read is noticed from the first byte on: the last ones of an answer would else
+        # keep a connection for ever that we have closed.
+        transport.set_write_buffer_limits(high=0)
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_slow_header)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -113,8 +117,12 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) != 1 and (hosts or self.parser.get_http_version() != "1.0"):
             raise ValueError("HTTP/1.1 needs one Host")
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise ValueError("too many requests at once")
         super().on_headers_complete()
         self._in_head, self._unused_bytes = False, 0
+        if self.pipeline:  # uvicorn has stopped reading; then a client that leaves would not be noticed
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._unused_bytes = 0
@@ -153,7 +161,8 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.parser = httptools.HttpRequestParser(
             SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
         )
-        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n%b" % (framing, rest))
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # it passes over what follows the body
+        self.parser.feed_data(b"POST / HTTP/1.1\r\nConnection: close\r\n%b\r\n%b" % (framing, rest))
 
     def _on_slow_header(self) -> None:
         self._header_timer = None

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import uvicorn
@@ -19,17 +22,35 @@ class Endless:
 
     def __init__(self) -> None:
         self.client_gone = threading.Event()
+        self.asked = threading.Event()
+        self.answered = threading.Event()
+        self.bodies: list[bytes] = []
+        self.connections: Callable[[], set[object]] = set
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["path"] == "/body":
             try:
-                await limits.read_body(receive, scope["headers"], max_body_bytes=10_000, budget=BodyBudget(10_000))
+                body = await limits.read_body(
+                    receive, scope["headers"], max_body_bytes=10_000, budget=BodyBudget(10_000)
+                )
+                self.bodies.append(body)
+                status = 200
             except ApiError as error:
-                await send({"type": "http.response.start", "status": error.status, "headers": []})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                status = error.status
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         await receive()
+        if scope["path"] == "/never":
+            self.asked.set()
+            await receive()
+            self.client_gone.set()
+            return
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/end":
+            await send({"type": "http.response.body", "body": b"x" * 60_000, "more_body": False})
+            self.answered.set()
+            return
         if scope["path"] == "/short":
             await send({"type": "http.response.body", "body": b"short", "more_body": False})
             return
@@ -56,11 +77,18 @@ def served(monkeypatch):
     )
     server = uvicorn.Server(config)
     with socket.socket() as listener:
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+        )  # a client that does not read is soon noticed
         listener.bind(("127.0.0.1", 0))
         listener.listen()
+        app.connections = lambda: set(server.server_state.connections)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        with socket.create_connection(listener.getsockname(), timeout=20) as client:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(20)
+            client.connect(listener.getsockname())
             yield client, app
         server.should_exit = True
         thread.join(20)
@@ -141,3 +169,50 @@ def test_a_client_that_reads_is_kept(served) -> None:
     while read < 20 * 2**20:
         read += len(client.recv(2**20))
     assert not app.client_gone.is_set()
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        pytest.param((b"Content-Length: 2", b"ab"), id="length"),
+        pytest.param((b"Transfer-Encoding: chunked", b"2\r\nab\r\n0\r\n\r\n"), id="chunked"),
+    ],
+)
+def test_a_request_behind_a_refused_upgrade_is_no_part_of_its_body(served, framing) -> None:
+    """Else whoever stands before us sees two requests where we see one."""
+    client, app = served
+    header, body = framing
+    head = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%b\r\n"
+    upgrade = head % b"Connection: upgrade\r\nUpgrade: h2c\r\n%b\r\n" % header
+    client.sendall(upgrade + body + head % b"Content-Length: 4\r\n" + b"EVIL")
+    assert rest(client).count(b"HTTP/1.1 ") == 1
+    assert app.bodies == [b"ab"]
+
+
+def test_only_a_few_requests_may_wait_for_the_answer_before_them(served) -> None:
+    """Each costs a hundred times its bytes."""
+    client, _ = served
+    client.sendall(b"GET /never HTTP/1.1\r\nHost:\r\n\r\n" * 5000)
+    with suppress(ConnectionResetError):
+        assert rest(client) == b""
+
+
+def test_a_client_that_leaves_is_noticed_though_it_has_asked_again(served) -> None:
+    client, app = served
+    client.sendall(b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert app.asked.wait(20)
+    client.sendall(b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n")
+    time.sleep(0.05)
+    client.close()
+    assert app.client_gone.wait(20)
+
+
+def test_a_closed_connection_whose_client_does_not_read_is_let_go(served) -> None:
+    """The answer's end, too little to be called much, waits in us after the connection has been closed."""
+    client, app = served
+    client.sendall(b"GET /end HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert app.answered.wait(20)
+    deadline = time.monotonic() + 20
+    while app.connections():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
