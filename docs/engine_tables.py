@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from daemon.engines.registry import ENGINES
-from fingerprint.capability import EngineCapabilities, Selection
+from fingerprint.capability import EngineCapabilities, Selection, Verified
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.families import FAMILIES
 from fingerprint.gpu_spec import GpuSpec
@@ -85,8 +85,7 @@ def _section(table: EngineCapabilities) -> str:
     ]
     parts = [
         f"## {name}\n",
-        f"{'Verified by running it' if table.verified else 'Not verified'}; tp up to {table.max_tp}, "
-        f"pp up to {table.max_pp}.\n",
+        f"tp up to {table.max_tp}, pp up to {table.max_pp}. {_verified(table)}.\n",
         _table(["family", "runs", "tp", "pp", "uneven pp", "LoRA"], families),
         _table(["weights", *by_generation[1:]], formats(WeightFormat, lambda w: _config(name, weights=w))),
         _table(["KV", *by_generation[1:]], formats(KvFormat, lambda k: _config(name, kv=k))),
@@ -94,6 +93,20 @@ def _section(table: EngineCapabilities) -> str:
         *_rest(table),
     ]
     return "\n".join([*parts, *(("Reasons:\n", *reasons.lines(), "") if reasons.lines() else ())])
+
+
+def _verified(table: EngineCapabilities) -> str:
+    """What of it was run, in half a sentence or more."""
+    if not table.verified:
+        return "Not verified"
+    if any(run == Verified(max_tp=table.max_tp, max_pp=table.max_pp) for run in table.verified):
+        return "Verified by running it"
+    runs = []
+    for run in table.verified:
+        axes = (("", run.families), ("weights ", run.weights), ("KV ", run.kv))
+        taken = " with ".join(f"{name}{', '.join(sorted(axis))}" for name, axis in axes if axis is not None)
+        runs.append(f"{taken}, tp={run.max_tp} and pp={run.max_pp} at most, on {run.gpu or 'any device'}")
+    return f"Verified by running it: {'; '.join(runs)}. The rest is not"
 
 
 def _rest(table: EngineCapabilities) -> list[str]:

@@ -9,7 +9,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["EngineCapabilities", "Exclusion", "Note", "Selection"]
+__all__ = ["EngineCapabilities", "Exclusion", "Note", "Selection", "Verified"]
 
 _NOT_LISTED = ""
 
@@ -69,6 +69,23 @@ class Note(Selection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Verified(Selection):
+    """Configurations that somebody ran; of what was only read about, nothing is said to be."""
+
+    gpu: str | None = None  # its name in the GPU table; None: on any, CPUs included
+    max_tp: int = 1
+    max_pp: int = 1
+
+    def applies(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
+        return (
+            self.gpu in (None, gpu.name)
+            and config.tp <= self.max_tp
+            and config.pp <= self.max_pp
+            and super().applies(spec, config, gpu)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
     """One engine's table. A ``None`` reason means yes; a text is the reason for the no.
 
@@ -88,7 +105,7 @@ class EngineCapabilities:
             is not listed is a no.
         unavailable: why no worker of it can be started here, and what to change; None where one can.
         unprofiled: why iServe cannot measure models on it; None where it can.
-        verified: False where the table was read in documentation and never run.
+        verified: the part of the table that was run; the rest was read in sources and documentation.
         step_timed: whether its profiling worker carries our step timer (``fingerprint.depth_tied_profile``).
     """
 
@@ -103,7 +120,7 @@ class EngineCapabilities:
     cpu: bool = False
     unavailable: str | None = None
     unprofiled: str | None = None
-    verified: bool = False
+    verified: tuple[Verified, ...] = ()
     step_timed: bool = False
     notes: tuple[Note, ...] = ()
     degree_reason: str = ""
@@ -177,6 +194,14 @@ class EngineCapabilities:
             note.text for note in self.notes if note.applies(spec, config, gpu) and not note.is_met_by(config)
         )
         return tuple(dict.fromkeys((*there, *noted)))
+
+    def unseen(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
+        """That nobody ran ``config`` of ``spec`` on ``gpu`` with this engine; None where somebody did."""
+        if any(run.applies(spec, config, gpu) for run in self.verified):
+            return None
+        if not self.verified:
+            return f"{self.engine}: capability table not verified by running it"
+        return f"{self.engine}: not run yet with this family, these formats and degrees on this GPU"
 
     def unprepared(self) -> EngineCapabilities:
         """The table for a checkpoint that is in 16 bits and whole: what needs a prepared one is refused."""

@@ -16,12 +16,14 @@ from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from placement.fit import demand
-from placement.placers import check_placement, make_placer
+from placement.load_model import Tenant, shares, slowdown
+from placement.placers import FindsPlaces, check_placement, make_placer
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
+from planner.beside import Fits, Neighbours
 from planner.costs import Prices
 from planner.intent import Intent
-from planner.plan import Candidate, LimitKind, NoRoom, Plan, Relaxation
-from planner.rank import Fits, rank
+from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Relaxation
+from planner.rank import rank
 from planner.space import configuration_space, shape_refusal
 
 __all__ = [
@@ -32,7 +34,9 @@ __all__ = [
     "check_context",
     "hypothetical_hardware",
     "make_plan",
-    "ranked_space",
+    "prices_of",
+    "ranked_anywhere",
+    "space",
 ]
 
 
@@ -48,6 +52,7 @@ class PlanOptions:
     workload: Workload = field(default_factory=Workload)
     policy: str = "hybrid"
     load_threshold: float = 0.5
+    weigh_load: bool = True  # count what runs on the GPUs now; else plan as if they were idle
 
     def __post_init__(self) -> None:
         check_placement(self.policy)
@@ -118,21 +123,20 @@ def _plan_on(
     engines: Sequence[EngineCapabilities],
     options: PlanOptions,
 ) -> Plan:
-    num_gpus = len(hardware.snapshot.gpus)
-    return ranked_space(spec, hardware.gpu, num_gpus, estimator, engines, options, fits=FitsOn(hardware, options))
+    num_gpus, fits = len(hardware.snapshot.gpus), FitsOn(hardware, options)
+    candidates = space(spec, hardware.gpu, num_gpus, estimator, engines, options)
+    return rank(candidates, options.intent, fits=fits, prices=prices_of(hardware.gpu), neighbours=fits.neighbours)
 
 
-def ranked_space(
+def space(
     spec: ModelSpec,
     gpu: GpuSpec,
     num_gpus: int,
     estimator: Estimator,
     engines: Sequence[EngineCapabilities],
     options: PlanOptions,
-    *,
-    fits: Fits,
-) -> Plan:
-    """The configuration space of ``spec`` on ``num_gpus`` GPUs, estimated and ranked."""
+) -> list[Candidate]:
+    """The configuration space of ``spec`` on ``num_gpus`` GPUs, estimated."""
     chooser = EngineChooser(spec, gpu, engines)
     candidates = []
     for config in configuration_space(spec, gpu, num_gpus, chooser.name):
@@ -140,8 +144,21 @@ def ranked_space(
         estimate = estimator.estimate(config, options.workload) if refusal is None else None
         alone = _alone(estimator, config, options) if estimate is not None else None
         candidates.append(Candidate(config, estimate, refusal or chooser.refusal(config), alone))
-    prices = Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
-    return rank(candidates, options.intent, fits=fits, prices=prices)
+    return candidates
+
+
+def prices_of(gpu: GpuSpec) -> Prices:
+    return Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
+
+
+@dataclass(frozen=True, slots=True)
+class _Everywhere:
+    layers_per_stage: tuple[int, ...] = ()
+
+
+def ranked_anywhere(candidates: Sequence[Candidate], options: PlanOptions, gpu: GpuSpec) -> Plan:
+    """``candidates`` as if all had room, on idle GPUs."""
+    return rank(candidates, options.intent, fits=lambda _: _Everywhere(), prices=prices_of(gpu))
 
 
 def _alone(estimator: Estimator, config: DeploymentConfig, options: PlanOptions) -> Estimate | None:
@@ -183,29 +200,58 @@ class EngineChooser:
         return "; ".join(dict.fromkeys(str(reason) for reason in reasons))
 
     def conditions(self, config: DeploymentConfig) -> tuple[str, ...]:
-        """What running ``config`` takes on the engine it names, and whether anybody ran that engine's table."""
+        """What running ``config`` takes on the engine it names, and whether anybody ran it there."""
         table = next(engine for engine in self._engines if engine.engine == config.engine)
-        unseen = f"{table.engine}: capability table not verified by running it"
-        return (*table.conditions(self._spec, config, self._gpu), *(() if table.verified else (unseen,)))
+        unseen = table.unseen(self._spec, config, self._gpu)
+        return (*table.conditions(self._spec, config, self._gpu), *(() if unseen is None else (unseen,)))
 
 
 class FitsOn:
-    """The planner's question "does it fit?", answered by placement on one snapshot: at the upper end of the
-    memory's interval."""
+    """The planner's questions about one snapshot, answered by placement: does it fit, at the upper end of the
+    memory's interval, and how much longer do requests take there (``planner.beside.Neighbours``)?"""
 
     def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
-        self._placer = make_placer(
-            options.policy,
-            hardware.snapshot,
-            threshold=options.load_threshold,
-            link_group_size=hardware.gpu.link_group_size,
+        self._hardware = hardware
+        self._loads = {
+            (gpu.node_id, gpu.device_id): gpu.load_fraction
+            for gpu in hardware.snapshot.gpus
+            if gpu.load_fraction > 0
+        }
+        self._counts = options.weigh_load and bool(self._loads)
+        self._placer = self._placer_of(options.policy, options.load_threshold)
+        self._calm: FindsPlaces | None = None
+
+    def _placer_of(self, policy: str, threshold: float) -> FindsPlaces:
+        return make_placer(
+            policy,
+            self._hardware.snapshot,
+            threshold=threshold,
+            link_group_size=self._hardware.gpu.link_group_size,
         )
 
+    @property
+    def neighbours(self) -> Neighbours | None:
+        """None where nothing runs, or where it is not to count."""
+        return self if self._counts else None
+
     def __call__(self, estimate: Estimate) -> Placement | NoRoom:
-        answer = self._placer.fit(demand(estimate.memory))
-        if isinstance(answer, Refusal):
-            return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus)
-        return answer
+        return _answer(self._placer, estimate)
+
+    def slowdown(self, layout: Layout) -> float:
+        assert isinstance(layout, Placement), "every place is one of placement's"
+        return max(1.0, slowdown(Tenant(1.0, shares(layout)), self._loads))
+
+    def quietest(self, estimate: Estimate) -> Placement | NoRoom:
+        if self._calm is None:
+            self._calm = self._placer_of("least-loaded", 0.0)
+        return _answer(self._calm, estimate)
+
+
+def _answer(placer: FindsPlaces, estimate: Estimate) -> Placement | NoRoom:
+    answer = placer.fit(demand(estimate.memory))
+    if isinstance(answer, Refusal):
+        return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus)
+    return answer
 
 
 def _with_more(hardware: Hardware, count: int) -> Hardware:

@@ -13,7 +13,7 @@ from daemon.devices import Device
 from daemon.engines.base import Command, Container, Inside, WorkerSpec
 from daemon.torch_engine import exit_codes, support
 from daemon.worker_stats import WorkerStats, read_own_stats
-from fingerprint.capability import EngineCapabilities, Exclusion
+from fingerprint.capability import EngineCapabilities, Exclusion, Verified
 from fingerprint.codec import to_json
 from fingerprint.config import WeightFormat
 from fingerprint.errors import (
@@ -42,7 +42,7 @@ _CAPABILITIES = EngineCapabilities(
     degree_reason="more ranks were not run there yet",
     lora_reason="adapters are not served yet",
     cpu=True,
-    verified=True,
+    verified=(Verified(max_tp=support.MAX_TP, max_pp=support.MAX_PP),),
     family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE, "opt": _ADDS_POSITIONS},
     exclusions=(
         Exclusion(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from daemon.engines.registry import capabilities_for
-from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
@@ -167,6 +167,21 @@ def test_a_table_that_nobody_ran_is_said_to_be_one() -> None:
     told = {name for name, conditions in said.items() if unseen.format(name) in conditions}
     assert told == {e.engine for e in capabilities_for("auto") if not e.verified} >= {"tensorrt-llm"}
     assert "torch" not in told
+
+
+@pytest.mark.parametrize(
+    ("gpu", "config", "ran"),
+    [
+        ("h200:1", DeploymentConfig(engine="vllm"), True),
+        ("h200:2", DeploymentConfig(engine="vllm", tp=2), False),
+        ("h200:1", DeploymentConfig(engine="vllm", kv=KvFormat.INT8), False),
+        ("a6000:1", DeploymentConfig(engine="vllm"), False),
+    ],
+)
+def test_of_a_table_that_was_run_in_part_the_rest_is_said_to_be_unseen(gpu, config, ran) -> None:
+    chooser = EngineChooser(spec_of("Llama-2-7b"), parse_gpus(gpu)[0], capabilities_for("vllm"))
+    unseen = "vllm: not run yet with this family, these formats and degrees on this GPU"
+    assert (unseen not in chooser.conditions(config)) is ran
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ Read in the sources of the published wheels 0.20.2 to 0.24.0 (quantization, atte
 
 from __future__ import annotations
 
-from fingerprint.capability import EngineCapabilities, Exclusion, Note
+from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 
@@ -51,7 +51,22 @@ TABLE = EngineCapabilities(
     degree_reason="larger ones are several nodes, which iServe does not span",
     lora_families=_WITH_LORA,
     lora_reason="its model class takes no adapters",
-    verified=False,
+    verified=(  # vLLM 0.24.0, 2026-11-21: docs/accuracy.md
+        Verified(
+            gpu="h200-sxm",
+            families=frozenset({"llama", "mistral", "qwen3", "falcon", "gptj"}),
+            weights=frozenset({WeightFormat.BITS16}),
+            kv=frozenset({KvFormat.BITS16}),
+            pruning=frozenset({Pruning.NONE}),
+        ),
+        Verified(
+            gpu="h200-sxm",
+            families=frozenset({"qwen3"}),
+            weights=frozenset({WeightFormat.FP8}),
+            kv=frozenset({KvFormat.BITS16, KvFormat.FP8}),
+            pruning=frozenset({Pruning.NONE}),
+        ),
+    ),
     step_timed=True,
     exclusions=(
         Exclusion(
