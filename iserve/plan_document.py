@@ -53,6 +53,7 @@ class CandidateDocument:
     ] = ()  # what running it takes beside the GPUs: an engine flow, a prepared checkpoint
     miss_probability: float | None = None  # of the SLO's tightest limit, with a rate
     utilisation: float | None = None  # with a rate
+    slowdown: float = 1.0  # by what runs on its GPUs; in the cost, the objective and the limits, not in the times
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +191,7 @@ def _candidate(ranked: Ranked, conditions_of: Callable[[DeploymentConfig], tuple
         conditions=() if ranked.refusal is not None else conditions_of(ranked.config),
         miss_probability=ranked.risk,
         utilisation=ranked.utilisation,
+        slowdown=ranked.slowdown,
     )
 
 
@@ -214,7 +216,7 @@ def plan_document(
         candidates=tuple(_candidate(ranked, conditions_of) for ranked in plan.candidates),
         chosen=plan.chosen,
         why_not=_why_not(plan.why_not),
-        notes=notes,
+        notes=notes if plan.better_idle is None else (*notes, plan.better_idle.text),
         served=None if plan.served is None else _served(plan.served, plan.intent),
     )
 

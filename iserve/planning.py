@@ -19,7 +19,7 @@ from placement.fit import demand
 from placement.load_model import Tenant, shares, slowdown
 from placement.placers import FindsPlaces, check_placement, make_placer
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
-from planner.beside import Fits, Neighbours
+from planner.beside import Neighbours
 from planner.costs import Prices
 from planner.intent import Intent
 from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Relaxation

@@ -1,13 +1,13 @@
 """A model's configurations ranked once, for a cluster that decides often: only what fits depends on what is free.
 
 ``make_plan`` estimates and ranks hundreds of configurations to explain every one of them. Here the order is kept;
-a decision asks placement until the first configuration fits, and is the same (tests/iserve/test_ranked_model.py).
+a decision asks placement until no later configuration can be better, and is the same
+(tests/iserve/test_ranked_model.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -16,10 +16,13 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning import FitsOn, Hardware, PlanOptions, check_context, ranked_space
+from iserve.planning import FitsOn, Hardware, PlanOptions, check_context, prices_of, ranked_anywhere, space
 from placement.load_model import LoadedCluster, Tenant, shares
 from placement.types import ClusterSnapshot, Placement
+from planner.costs import objective_of
 from planner.intent import IntentKind
+from planner.plan import Candidate, Layout, NoRoom, Ranked
+from planner.rank import rank
 from planner.space import MAX_PP, TP_DEGREES
 
 __all__ = ["Chosen", "RankedModel"]
@@ -33,12 +36,45 @@ class Chosen(NamedTuple):
     placement: Placement
 
 
-@dataclass(frozen=True, slots=True)
-class _Everywhere:
-    layers_per_stage: tuple[int, ...] = ()
+_LOOKED_AT = 8  # configurations beside others: each costs a placement
+
+# Once a place is known, others are looked at while GPUs of the cluster times GPUs of the place add up to this: on
+# 1,000 GPUs places of sixteen together, on eight 2,000.
+_LOOKS = 16_000
+_MOST_AT_ONCE = 16  # ranked together, which takes hardly longer than one
 
 
-_LOOKED_AT = 8  # configurations: each costs a placement
+class _BestBeside:
+    """The best of the candidates that were looked at so far; each is asked for its place once."""
+
+    def __init__(self, options: PlanOptions, gpu: GpuSpec, fits: FitsOn) -> None:
+        self._options, self._gpu, self._fits = options, gpu, fits
+        self._maximize = objective_of(options.intent).maximize
+        self._places: dict[DeploymentConfig, Layout | NoRoom] = {}
+        self._leader: list[Candidate] = []  # at most one
+        self.best: Ranked | None = None
+
+    def is_ahead_of(self, objective: float) -> bool:
+        own = None if self.best is None else self.best.objective
+        assert own is not None, "asked once there is one"
+        return own > objective if self._maximize else own < objective
+
+    def look_at(self, candidates: list[Candidate]) -> None:
+        among = [*self._leader, *candidates]
+        plan = rank(
+            among,
+            self._options.intent,
+            fits=self._place,
+            prices=prices_of(self._gpu),
+            neighbours=self._fits.neighbours,
+        )
+        self.best = best = plan.best
+        self._leader = [one for one in among if best is not None and one.config == best.config]
+
+    def _place(self, estimate: Estimate) -> Layout | NoRoom:
+        if estimate.config not in self._places:
+            self._places[estimate.config] = self._fits(estimate)
+        return self._places[estimate.config]
 
 
 class RankedModel:
@@ -59,11 +95,38 @@ class RankedModel:
         check_context(spec, options.workload)
         self._spec, self._gpu, self._estimator, self._engines = spec, gpu, estimator, engines
         self.options = options
-        self._orders: dict[int, list[tuple[DeploymentConfig, Estimate]]] = {}
+        self._orders: dict[int, list[tuple[Candidate, float]]] = {}
 
     def choose(self, snapshot: ClusterSnapshot) -> Chosen | None:
-        """What ``make_plan`` would choose on ``snapshot``; None: nothing."""
-        return next(self._that_fit(snapshot), None)
+        """What ``make_plan`` would choose on ``snapshot``; None: nothing. On a large cluster where others run only
+        part of what may be better is looked at (``_LOOKS``)."""
+        if not snapshot.gpus:
+            return None
+        fits = FitsOn(Hardware(label="", gpu=self._gpu, snapshot=snapshot), self.options)
+        if fits.neighbours is None:
+            return next(self._that_fit(snapshot), None)
+        best = self._best_beside(snapshot, fits)
+        return None if best is None else _chosen(best)
+
+    def _best_beside(self, snapshot: ClusterSnapshot, fits: FitsOn) -> Ranked | None:
+        """The best where each would go. Others make nobody faster, so the search ends where the next one is behind
+        even on idle GPUs."""
+        num_gpus, looks, most = len(snapshot.gpus), _LOOKS, 1
+        found, chunk = _BestBeside(self.options, self._gpu, fits), list[Candidate]()
+        for candidate, on_idle in self._order(num_gpus):
+            if found.best is not None:
+                if found.is_ahead_of(on_idle):
+                    break
+                cost = num_gpus * candidate.config.num_gpus
+                if cost > looks:
+                    continue
+                looks -= cost
+            chunk.append(candidate)
+            if len(chunk) == most:
+                found.look_at(chunk)
+                chunk, most = [], min(2 * most, _MOST_AT_ONCE)
+        found.look_at(chunk)
+        return found.best
 
     def choose_beside(self, snapshot: ClusterSnapshot, requests_per_s: float) -> Chosen | None:
         """The configuration that adds least to the time that *all* requests take, where one that is best alone may
@@ -74,7 +137,7 @@ class RankedModel:
         (``placement.load_model``). Of every tp and pp the best configuration is looked at, the eight best.
         The own part alone never falls along the order, so the search ends early where it exceeds the best sum.
         """
-        if self.options.intent.kind is not IntentKind.MIN_LATENCY:
+        if self.options.intent.kind is not IntentKind.MIN_LATENCY or requests_per_s == 0:
             return self.choose(snapshot)
         cluster = LoadedCluster.of(snapshot)
         best: Chosen | None = None
@@ -89,33 +152,37 @@ class RankedModel:
         return best
 
     def _that_fit(self, snapshot: ClusterSnapshot, *, one_of_each_degree: bool = False) -> Iterator[Chosen]:
-        """Best first, each where the policy would put it; of each tp and pp all, or the first."""
+        """Best on idle GPUs first, each where the policy would put it; of each tp and pp all, or the first."""
         seen: set[tuple[int, int]] = set()
         if not snapshot.gpus:
             return
         fits = FitsOn(Hardware(label="", gpu=self._gpu, snapshot=snapshot), self.options)
-        for config, estimate in self._order(min(len(snapshot.gpus), max(TP_DEGREES) * MAX_PP)):
+        for (config, estimate, *_), _ in self._order(len(snapshot.gpus)):
             degrees = (config.tp, config.pp)
             if one_of_each_degree and degrees in seen:
                 continue
+            assert estimate is not None, "what is ranked has an estimate"
             answer = fits(estimate)
             if isinstance(answer, Placement):
                 seen.add(degrees)
                 yield Chosen(config, estimate, answer)
 
-    def _order(self, num_gpus: int) -> list[tuple[DeploymentConfig, Estimate]]:
-        """What nothing but memory refuses, best first."""
+    def _order(self, num_gpus: int) -> list[tuple[Candidate, float]]:
+        """What nothing but memory refuses on idle GPUs, best first, and the objective there."""
+        num_gpus = min(num_gpus, max(TP_DEGREES) * MAX_PP)
         if num_gpus not in self._orders:
-            plan = ranked_space(
-                self._spec,
-                self._gpu,
-                num_gpus,
-                self._estimator,
-                self._engines,
-                self.options,
-                fits=lambda estimate: _Everywhere(),
-            )
+            made = space(self._spec, self._gpu, num_gpus, self._estimator, self._engines, self.options)
+            by_config = {candidate.config: candidate for candidate in made}
+            plan = ranked_anywhere(made, self.options, self._gpu)
             self._orders[num_gpus] = [
-                (one.config, one.estimate) for one in plan.candidates if one.feasible and one.estimate is not None
+                (by_config[one.config], one.objective)
+                for one in plan.candidates
+                if one.feasible and one.objective is not None
             ]
         return self._orders[num_gpus]
+
+
+def _chosen(ranked: Ranked) -> Chosen:
+    assert ranked.estimate is not None, "what is feasible has an estimate"
+    assert isinstance(ranked.layout, Placement), "every place is one of placement's"
+    return Chosen(ranked.config, ranked.estimate, ranked.layout)

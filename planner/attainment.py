@@ -99,6 +99,19 @@ class Paces:
 
         return Paces(*(of(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
+    def slowed(self, times: Column) -> Paces:
+        """The same where everything takes ``times`` as long; the intervals are as wide in ratios."""
+
+        def of(name: str) -> Column | Uncertain:
+            column: Column | Uncertain = getattr(self, name)
+            if not name.endswith("_s"):
+                return column
+            if isinstance(column, Uncertain):
+                return column._replace(value=times * column.value)
+            return times * column
+
+        return Paces(*(of(field.name) for field in fields(self)))  # type: ignore[arg-type]
+
 
 def paces(full: Figures, alone: Sequence[Estimate] | None, traffic: Traffic) -> Paces:
     """Columns of the estimates of whole batches, and of the same configurations with one request (None: these

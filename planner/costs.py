@@ -81,6 +81,12 @@ class Figures:
         """The same with time and memory at the upper ends of their intervals, for limits on what both make."""
         return replace(self, e2e_s=self.e2e_high_s, total_bytes=self.total_high_bytes)
 
+    def slowed(self, times: Column) -> Figures:
+        """The same where everything takes ``times`` as long, because others run on the GPUs: what is drawn while
+        these run is theirs, so that a request's energy stays."""
+        late = {field.name: times * getattr(self, field.name) for field in fields(self) if field.name in _TIMES}
+        return replace(self, **late, power_w_per_gpu=self.power_w_per_gpu / times)
+
     def take(self, rows: npt.NDArray[np.intp]) -> Figures:
         """The same columns with ``rows`` only, in that order."""
         return Figures(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
@@ -137,6 +143,7 @@ def figures(estimates: Sequence[Estimate]) -> Figures:
 
 
 _ROW = 13
+_TIMES = frozenset(field.name for field in fields(Figures) if field.name.endswith("_s"))
 
 
 def _row(estimate: Estimate) -> tuple[float, ...]:

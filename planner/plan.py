@@ -13,6 +13,7 @@ from planner.queueing import MODEL_NAME
 
 __all__ = [
     "Better",
+    "BetterIdle",
     "Candidate",
     "Change",
     "Expected",
@@ -75,6 +76,10 @@ class LimitKind(StrEnum):
     QUALITY = "quality"
     MEMORY = "memory"
     GPUS = "gpus"
+
+
+# What may be missed only because others run on the same GPUs.
+TIMED = frozenset((LimitKind.TTFT, LimitKind.TPOT, LimitKind.E2E, LimitKind.BUDGET, LimitKind.RATE))
 
 
 class Limit(NamedTuple):
@@ -147,6 +152,7 @@ class Ranked(NamedTuple):
     no_room: NoRoom | None = None
     numbers: Numbers | None = None
     row: int = 0
+    slowdown: float = 1.0  # by what runs on the GPUs of ``layout``; the objective, the cost and the limits have it
 
     @property
     def actual(self) -> tuple[float, ...]:
@@ -177,7 +183,10 @@ class Ranked(NamedTuple):
         """Why it is refused, None when it is feasible."""
         if self.refusal is not None:
             return self.refusal
-        return "; ".join(violation.text for violation in self.violations) or None
+        told = [violation.text for violation in self.violations]
+        if self.slowdown > 1 and any(limit.kind in TIMED for limit in self.missed):
+            told.append(f"what runs on the quietest GPUs with room makes it {self.slowdown:.3g} times as slow")
+        return "; ".join(told) or None
 
 
 class Better(NamedTuple):
@@ -194,6 +203,15 @@ class Better(NamedTuple):
     def reason(self) -> str:
         """Why it was refused."""
         return self.ranked.reason or ""
+
+
+class BetterIdle(NamedTuple):
+    """What would have been chosen if nobody ran on the GPUs; ``text`` says why it is not."""
+
+    config: DeploymentConfig
+    objective: float  # on idle GPUs
+    slowdown: float  # where it would go
+    text: str
 
 
 class Relaxation(NamedTuple):
@@ -282,6 +300,7 @@ class Plan:
     queueing: str | None  # the queueing model that was used, None without a rate
     served: Served | None  # of the chosen one, None without a rate
     why_not: WhyNot
+    better_idle: BetterIdle | None = None  # None: the chosen one is that of idle GPUs, too
 
     @property
     def best(self) -> Ranked | None:

@@ -10,29 +10,31 @@ Rules.
     candidates are listed never matters. The configurations of ``candidates`` are distinct.
 *   ``fits`` is called at most once per candidate, best objective first, and only for candidates that nothing
     else refuses; when none of them fits, also for those that relaxing a limit could admit.
+*   Where others run on the GPUs (:mod:`planner.beside`), every candidate that can run is asked for its place, and
+    the objective, the cost and the limits are those of its times there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from planner.attainment import Attainment, paces
+from planner.beside import Fits, Neighbours, Sites, told_of_idle
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
 from planner.explain import better, what_it_takes
 from planner.intent import Intent
-from planner.limits import Check, Verdicts, checks_as_asked, limits_missed, told_of
-from planner.plan import Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
+from planner.limits import Check, Verdicts, checks_as_asked, limits_missed, num_missed, told_of
+from planner.plan import TIMED, BetterIdle, Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
 from planner.queueing import MODEL_NAME
 
-__all__ = ["Fits", "rank"]
-
-Fits = Callable[[Estimate], Layout | NoRoom]
+__all__ = ["rank"]
 
 _NO_PRICES = Prices()
 _NOT_USABLE = "its estimate is not a positive, finite number of seconds and bytes"
@@ -44,18 +46,25 @@ def rank(
     *,
     fits: Fits,
     prices: Prices = _NO_PRICES,
+    neighbours: Neighbours | None = None,
 ) -> Plan:
     """Order ``candidates`` by ``intent`` and choose the best that keeps every limit and fits.
 
     Args:
         fits: where a candidate would go, or :class:`NoRoom`. Pure: one answer per estimate.
         prices: needed by the cost model ``dollars`` only.
+        neighbours: what runs on the GPUs; None: nothing, or it is not to count.
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
-    table = _table([c for c in candidates if c.estimate is not None], intent, objective, cost, prices)
-    served = None if intent.rate_per_s is None else _served(table, intent)
-    configs = [c.config for c in table.rows]
-    checks = checks_as_asked(intent, configs, table.seen, table.costs_high, cost.unit, served)
+    predicted = [c for c in candidates if c.estimate is not None]
+    idle = figures([c.estimate for c in predicted if c.estimate is not None])
+    table = _table(predicted, idle, np.ones(len(predicted)), intent, objective, cost, prices)
+    served, checks = _checks(table, intent, cost)
+    first = None
+    if neighbours is not None:
+        sites = Sites(_askable(table, intent, objective, cost), fits, neighbours)
+        fits, first = sites.fits, _first_on_idle(table, checks, sites)
+        table, served, checks = _beside(table, sites, intent, objective, cost, prices)
     verdicts = Verdicts(checks, served, intent.rate_per_s)
     judged = _judge(table, checks, verdicts, intent, objective, cost, fits)
     feasible = [ranked for ranked in judged if ranked.feasible]
@@ -80,7 +89,53 @@ def rank(
         queueing=None if served is None else MODEL_NAME,
         served=told_of(served, feasible[0].row, intent) if feasible and served is not None else None,
         why_not=replace(why_not, better=better(ordered, objective.maximize)),
+        better_idle=None if first is None else _better_idle(*first, ordered, objective),
     )
+
+
+class _Table(NamedTuple):
+    """The candidates that have an estimate, best objective first, and their columns in the same order."""
+
+    rows: list[Candidate]
+    idle: Figures  # on idle GPUs
+    slowdowns: Column
+    seen: Figures  # with them
+    costs: Column  # NaN: unknown, as are the objectives
+    costs_high: Column
+    objectives: Column
+
+
+def _table(
+    predicted: Sequence[Candidate],
+    idle: Figures,
+    slowdowns: Column,
+    intent: Intent,
+    objective: Objective,
+    cost: Cost,
+    prices: Prices,
+) -> _Table:
+    seen = idle.slowed(slowdowns) if (slowdowns > 1).any() else idle
+    with np.errstate(all="ignore"):  # rows that cannot be used are refused by ``_judge``
+        costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
+        costs_high = np.where(seen.usable, cost.of(seen.at_high, prices), np.nan)
+        objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
+    order = _order(predicted, seen, -objectives if objective.maximize else objectives)
+    rows = [predicted[row] for row in order.tolist()]
+    return _Table(
+        rows,
+        idle.take(order),
+        slowdowns[order],
+        seen.take(order),
+        costs[order],
+        costs_high[order],
+        objectives[order],
+    )
+
+
+def _checks(table: _Table, intent: Intent, cost: Cost) -> tuple[Attainment | None, list[Check]]:
+    served = None if intent.rate_per_s is None else _served(table, intent)
+    configs = [c.config for c in table.rows]
+    return served, checks_as_asked(intent, configs, table.seen, table.costs_high, cost.unit, served)
 
 
 def _served(table: _Table, intent: Intent) -> Attainment:
@@ -88,30 +143,57 @@ def _served(table: _Table, intent: Intent) -> Attainment:
     if any(row.alone is not None for row in table.rows):
         found = (row.alone or row.estimate for row in table.rows)
         alone = [estimate for estimate in found if estimate is not None]
-    return Attainment(paces(table.seen, alone, intent.traffic), intent.traffic)
+    seen = paces(table.idle, alone, intent.traffic)
+    if (table.slowdowns > 1).any():
+        seen = seen.slowed(table.slowdowns)
+    return Attainment(seen, intent.traffic)
 
 
-class _Table(NamedTuple):
-    """The candidates that have an estimate, best objective first, and their columns in the same order."""
-
-    rows: list[Candidate]
-    seen: Figures
-    costs: Column  # NaN: unknown, as are the objectives
-    costs_high: Column
-    objectives: Column
+def _askable(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[Estimate | None]:
+    """The estimates of the rows that can run at all."""
+    refusals = _refusals(table, intent, objective, cost)
+    return [None if refusal else row.estimate for row, refusal in zip(table.rows, refusals, strict=True)]
 
 
-def _table(
-    predicted: Sequence[Candidate], intent: Intent, objective: Objective, cost: Cost, prices: Prices
-) -> _Table:
-    seen = figures([c.estimate for c in predicted if c.estimate is not None])
-    with np.errstate(all="ignore"):  # rows that cannot be used are refused by ``_judge``
-        costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
-        costs_high = np.where(seen.usable, cost.of(seen.at_high, prices), np.nan)
-        objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
-    order = _order(predicted, seen, -objectives if objective.maximize else objectives)
-    rows = [predicted[row] for row in order.tolist()]
-    return _Table(rows, seen.take(order), costs[order], costs_high[order], objectives[order])
+def _first_on_idle(table: _Table, checks: Sequence[Check], sites: Sites) -> tuple[DeploymentConfig, float] | None:
+    """What would be chosen if nobody ran on the GPUs, ``table`` and ``checks`` being those of idle ones."""
+    kept = num_missed(checks, len(table.rows)) == 0
+    row = next((row for row in np.flatnonzero(kept & sites.placed).tolist()), None)
+    return None if row is None else (table.rows[row].config, float(table.objectives[row]))
+
+
+def _beside(
+    table: _Table, sites: Sites, intent: Intent, objective: Objective, cost: Cost, prices: Prices
+) -> tuple[_Table, Attainment | None, list[Check]]:
+    """The idle ``table`` where each of its rows goes."""
+    there = _table(table.rows, table.idle, sites.slowdowns, intent, objective, cost, prices)
+    served, checks = _checks(there, intent, cost)
+    timed = [check.missed for check in checks if check.limit.kind in TIMED]
+    if timed:
+        row_of = {id(row.estimate): i for i, row in enumerate(there.rows)}
+        late = np.logical_or.reduce(timed)[[row_of[id(row.estimate)] for row in table.rows]]
+        if sites.quieten(late):
+            there = _table(table.rows, table.idle, sites.slowdowns, intent, objective, cost, prices)
+            served, checks = _checks(there, intent, cost)
+    return there, served, checks
+
+
+def _better_idle(
+    config: DeploymentConfig, value: float, ordered: Sequence[Ranked], objective: Objective
+) -> BetterIdle | None:
+    here = next(ranked for ranked in ordered if ranked.config == config)
+    return told_of_idle(config, value, objective.unit, here, ordered[0] if ordered[0].feasible else None)
+
+
+def _refusals(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[str | None]:
+    """Why each row cannot run at all, or cannot be judged."""
+    unknown = np.isnan(table.objectives) | (np.isnan(table.costs) & (intent.budget is not None))
+    refusals = [candidate.refusal for candidate in table.rows]
+    usable, known = table.seen.usable, ~np.isnan(table.objectives)
+    for row in np.flatnonzero(unknown).tolist():
+        why = (cost.unknown if known[row] else objective.unknown) if usable[row] else _NOT_USABLE
+        refusals[row] = refusals[row] or why
+    return refusals
 
 
 def _judge(
@@ -124,20 +206,15 @@ def _judge(
     fits: Fits,
 ) -> list[Ranked]:
     """The verdict on every candidate of ``table``."""
-    unknown = np.isnan(table.objectives) | (np.isnan(table.costs) & (intent.budget is not None))
-    refusals = [candidate.refusal for candidate in table.rows]
-    usable, known = table.seen.usable, ~np.isnan(table.objectives)
-    for row in np.flatnonzero(unknown).tolist():
-        why = (cost.unknown if known[row] else objective.unknown) if usable[row] else _NOT_USABLE
-        refusals[row] = refusals[row] or why
     judged: list[Ranked] = []
-    for row, ((config, estimate, *_), refusal, limits, value, spent) in enumerate(
+    for row, ((config, estimate, *_), refusal, limits, value, spent, slowdown) in enumerate(
         zip(
             table.rows,
-            refusals,
+            _refusals(table, intent, objective, cost),
             limits_missed(checks, len(table.rows)),
             _or_none(table.objectives),
             _or_none(table.costs),
+            table.slowdowns.tolist(),
             strict=True,
         )
     ):
@@ -151,10 +228,8 @@ def _judge(
                 no_room, limits = answer, (Limit(LimitKind.MEMORY, 0.0, answer.reason),)
             else:
                 layout = answer
-        feasible = layout is not None
-        judged.append(
-            Ranked(config, estimate, value, spent, feasible, refusal, limits, layout, no_room, verdicts, row)
-        )
+        known = (value, spent, layout is not None, refusal, limits, layout, no_room, verdicts, row, slowdown)
+        judged.append(Ranked(config, estimate, *known))
     return judged
 
 

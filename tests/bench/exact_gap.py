@@ -33,7 +33,7 @@ from fingerprint.codec import to_json
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.engine_choice import by_preference
-from iserve.planning import PlanOptions, ranked_space
+from iserve.planning import PlanOptions, ranked_anywhere, space
 from placement.exact import Layout, place_together
 from placement.fit import demand
 from placement.layout import Choice, Wanted, largest_first, one_by_one
@@ -81,20 +81,14 @@ class Case:
     by: tuple[Heuristic, ...]  # in the order of RULES
 
 
-@dataclass(frozen=True, slots=True)
-class _Everywhere:
-    layers_per_stage: tuple[int, ...] = ()
-
-
 @cache
 def wanted(model: str, kind: IntentKind, num_gpus: int) -> Wanted:
     """The ranking's configurations of ``model``, whatever is free; of a throughput the inverse is the cost."""
     options = PlanOptions(intent=Intent(kind=kind), workload=workload(1))
     engines = by_preference(capabilities_for("auto"), A6000)
     shape = spec(model)
-    plan = ranked_space(
-        shape, A6000, num_gpus, RooflineEstimator(shape, A6000), engines, options, fits=lambda _: _Everywhere()
-    )
+    made = space(shape, A6000, num_gpus, RooflineEstimator(shape, A6000), engines, options)
+    plan = ranked_anywhere(made, options, A6000)
     choices = tuple(
         Choice(
             label=str(one.config),
