@@ -19,7 +19,7 @@ __all__ = ["WorkerAnswer", "WorkerClient", "WorkerLostError", "WorkerNotReachedE
 
 _CONNECT_S = 2.0
 _KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, our workers' server, closes an idle connection
-_MAX_HEAD_BYTES = 64 * 2**10
+_MAX_UNUSED_BYTES = 64 * 2**10  # in a row: of a head, of trailers, of chunk sizes
 _MAX_HELD_BYTES = 256 * 2**10  # of an answer that the client takes more slowly than it comes
 _LARGE_BODY_BYTES = 64 * 2**10  # sent apart from its head rather than copied
 
@@ -78,7 +78,11 @@ class WorkerClient:
         oldest_s = self._loop.time() - _KEEPALIVE_S
         while idle and idle[0].idle_since_s < oldest_s:
             idle.popleft().abort()
-        return idle.pop() if idle else None
+        while idle:
+            connection = idle.pop()
+            if not connection.is_closing:  # the loop has yet to come round to taking it out
+                return connection
+        return None
 
     async def _connect(self, url: str) -> _Connection:
         host, port, _ = _address(url)
@@ -154,12 +158,16 @@ class _Connection(asyncio.BufferedProtocol):
         self._answer: WorkerAnswer | None = None
         self._content_type = b""
         self._is_framed = False  # the head says where the body ends; else the end of the connection does
-        self._head_bytes = 0
+        self._unused_bytes = 0  # since anything of use came: see _MAX_UNUSED_BYTES
         self._parts: list[bytes] = []
         self._held_bytes = 0
         self._paused = False
         self._reusable = False
         self._over = False
+
+    @property
+    def is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes, silence_s: float) -> WorkerAnswer:
         assert self._transport is not None
@@ -192,7 +200,9 @@ class _Connection(asyncio.BufferedProtocol):
         return data
 
     def release(self) -> None:
-        if self._over and self._reusable and self._failure is None:
+        # Behind what a worker that has answered has not read of a request, the next one might wait for ever.
+        is_all_sent = self._transport is not None and not self._transport.get_write_buffer_size()
+        if self._over and self._reusable and self._failure is None and is_all_sent:
             self._pool.keep(self)
         else:
             self.abort()
@@ -246,21 +256,24 @@ class _Connection(asyncio.BufferedProtocol):
         self._fail("the worker closed the connection" if exc is None else str(exc))
 
     def eof_received(self) -> None:
+        """The transport closes now, but not before the worker has read all of the request."""
         if self._answer is not None and not self._is_framed:
             self._over = True
+            self._wake()
+        else:
+            self._fail("the worker closed the connection")
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return _BUFFER
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._answer is None:
-            self._head_bytes += nbytes
+        self._unused_bytes += nbytes
         try:
             if self._over:  # of an idle connection, or after the end of an answer
                 raise WorkerLostError("it said what it was not asked")
             self._parser.feed_data(_BUFFER[:nbytes])
-            if self._answer is None and self._head_bytes > _MAX_HEAD_BYTES:
-                raise WorkerLostError(f"its headers have more than {_MAX_HEAD_BYTES} bytes")
+            if self._unused_bytes > _MAX_UNUSED_BYTES:
+                raise WorkerLostError(f"its headers have more than {_MAX_UNUSED_BYTES} bytes")
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, WorkerLostError) as error:
             self._fail(f"not a valid answer: {error}")
             assert self._transport is not None
@@ -270,7 +283,8 @@ class _Connection(asyncio.BufferedProtocol):
             self._paused = True
             assert self._transport is not None
             self._transport.pause_reading()
-        self._wake()
+        if not self._unused_bytes:  # else it is as silent as it was
+            self._wake()
 
     # the parser's callbacks
 
@@ -287,17 +301,24 @@ class _Connection(asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200:
-            self._reusable = self._parser.should_keep_alive()
-            self._answer = WorkerAnswer(self, status, self._content_type)
+        if status < 100:
+            raise WorkerLostError(f"it has the status {status}")
+        if status < 200:  # the headers of the answer itself are still to come
+            self._content_type, self._is_framed = b"", False
+            return
+        self._reusable = self._parser.should_keep_alive()
+        self._answer = WorkerAnswer(self, status, self._content_type)
+        self._unused_bytes = 0
 
     def on_body(self, data: bytes) -> None:
         self._parts.append(data)
         self._held_bytes += len(data)
+        self._unused_bytes = 0
 
     def on_message_complete(self) -> None:
         if self._answer is not None:  # else it was a 1xx
             self._over = True
+            self._unused_bytes = 0
 
 
 @lru_cache(maxsize=1024)

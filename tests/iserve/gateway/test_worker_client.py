@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -50,7 +51,10 @@ class Server:
             writer.close()
 
 
-def run(server: Server, test: Callable[[WorkerClient, str], Awaitable[None]]) -> None:
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def run(server: Handler, test: Callable[[WorkerClient, str], Awaitable[None]]) -> None:
     async def go() -> None:
         listener = await asyncio.start_server(server, "127.0.0.1", 0)
         client = WorkerClient()
@@ -145,6 +149,9 @@ def test_a_body_without_a_length_ends_with_the_connection() -> None:
     [
         pytest.param(None, id="no-word"),
         pytest.param(b"\x16\x03\x01", id="no-http"),
+        pytest.param(WHOLE.replace(b"200", b"099"), id="no-status"),
+        pytest.param(CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 4\r\n\r\n", 1), id="two-lengths"),
+        pytest.param(WHOLE.replace(b"4\r\n", b"4\r\nContent-Length: 3\r\n"), id="length-twice"),
         pytest.param(WHOLE[:30], id="cut-in-the-head"),
         pytest.param(WHOLE[:-2], id="cut-in-the-body"),
         pytest.param(CHUNKED[:-8], id="cut-in-a-chunk"),
@@ -224,3 +231,131 @@ def test_an_answer_that_nobody_reads_is_not_held() -> None:
 
     run(Server([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, b"x" * size]), test)
     assert held[0] < 2**20
+
+
+class Deaf:
+    """Answers at once and reads no body."""
+
+    def __init__(self, answer: bytes, *, ends: bool) -> None:
+        self.answer, self.ends = answer, ends
+        self.num_connections = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(self.answer)
+        if self.ends:
+            writer.write_eof()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+LARGE = b"x" * (32 * 2**20)  # more than fits into the sockets' buffers
+
+
+def test_a_connection_on_which_a_body_is_still_under_way_is_not_used_again() -> None:
+    """The next request would wait behind what the worker, which has answered, does not read."""
+
+    async def test(client: WorkerClient, url: str) -> None:
+        assert await ask(client, url, LARGE) == (200, b"body")
+        assert await ask(client, url) == (200, b"body")
+
+    server = Deaf(WHOLE, ends=False)
+    run(server, test)
+    assert server.num_connections == 2
+
+
+@pytest.mark.parametrize("answer", [WHOLE[:-2], b""])
+def test_a_worker_that_says_no_more_is_lost_though_it_reads_no_more_either(answer: bytes) -> None:
+    async def test(client: WorkerClient, url: str) -> None:
+        with pytest.raises(WorkerLostError):
+            await ask(client, url, LARGE)
+
+    run(Deaf(answer, ends=True), test)
+
+
+def test_a_body_ends_with_the_workers_side_though_it_reads_no_more() -> None:
+    async def test(client: WorkerClient, url: str) -> None:
+        assert await ask(client, url, LARGE) == (200, b"all of it")
+
+    run(Deaf(b"HTTP/1.1 200 OK\r\n\r\nall of it", ends=True), test)
+
+
+def endless(beginning: bytes, piece: bytes, pause_s: float = 0.0) -> Handler:
+    """Repeats ``piece`` for as long as somebody is there."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.CancelledError):
+            writer.write(beginning)
+            while not writer.is_closing():
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(pause_s)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("beginning", "piece"),
+    [
+        pytest.param(CHUNKED[:-2] + b"X: ", b"a" * 2**16, id="one-trailer"),
+        pytest.param(CHUNKED[:-2], b"X: a\r\n" * 2**13, id="trailers"),
+        pytest.param(CHUNKED[:-5] + b"1;", b"a" * 2**16, id="chunk-extension"),
+        pytest.param(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100, id="interim-answers"),
+    ],
+)
+def test_what_is_no_part_of_the_body_has_an_end(beginning: bytes, piece: bytes) -> None:
+    """Else it would be held, or listened to, for ever."""
+
+    async def test(client: WorkerClient, url: str) -> None:
+        with pytest.raises(WorkerLostError):
+            await ask(client, url)
+
+    run(endless(beginning, piece), test)
+
+
+@pytest.mark.parametrize("beginning", [b"HTTP/1.1 200 OK\r\nX: ", CHUNKED[:-5] + b"1;"])
+def test_what_a_worker_trickles_beside_its_answer_is_silence(beginning: bytes) -> None:
+    async def test(client: WorkerClient, url: str) -> None:
+        with pytest.raises(TimeoutError):
+            answer = await client.post(url, "/v1/completions", b"{}", b"req-1", 0.1)
+            while await answer.read(0.1):
+                pass
+
+    run(endless(beginning, b"a", 0.01), test)
+
+
+def test_headers_of_an_interim_answer_are_not_those_of_the_answer() -> None:
+    hints = b"HTTP/1.1 103 Early Hints\r\nContent-Type: text/event-stream\r\nContent-Length: 0\r\n\r\n"
+
+    async def test(client: WorkerClient, url: str) -> None:
+        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+        assert (answer.content_type, await answer.read(PATIENCE_S)) == (b"", b"all of it")
+        assert await answer.read(PATIENCE_S) == b""
+
+    run(Server(hints + b"HTTP/1.1 200 OK\r\n\r\nall of it"), test)
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_an_answer_that_has_no_body_by_its_status(status: int) -> None:
+    bare = b"HTTP/1.1 %d None\r\nContent-Length: 4\r\n\r\n" % status
+    server = Server(bare, WHOLE)
+
+    async def test(client: WorkerClient, url: str) -> None:
+        assert await ask(client, url) == (status, b"")
+        assert await ask(client, url) == (200, b"body")
+
+    run(server, test)
+    assert server.num_connections == 1
+
+
+def test_an_idle_connection_that_has_just_ended_is_not_taken() -> None:
+    """That would cost a request one of its two tries."""
+
+    async def test(client: WorkerClient, url: str) -> None:
+        assert await ask(client, url) == (200, b"body")
+        (connection,) = client._open
+        connection._transport.close()  # as at its end; the loop has not yet come round to telling
+        assert await ask(client, url) == (200, b"body")
+
+    run(Server(WHOLE, WHOLE), test)
