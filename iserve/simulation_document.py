@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fingerprint.config import Workload
 from placement.elastic import Elastic
 from placement.policies import DEFAULT_POLICY
 from planner.intent import Slo
+from traces.outcomes import Outcomes
 from traces.simulator.result import Change, ChangeKind, DeploymentFigures, GpuFigures, SimulationResult
 from traces.simulator.scenario import Service
 from traces.summary import Summary, summarize
+from traces.timeline import Bin, CurvePoint, curve, timeline
 
-__all__ = ["DeploymentOutcome", "SimulationDocument", "simulation_document", "steering_words"]
+__all__ = [
+    "DeploymentOutcome",
+    "LatencyCurves",
+    "SimulationDocument",
+    "devices_told",
+    "simulation_document",
+    "steering_words",
+]
 
 _GROWING = 10  # waiting at the last arrival, of one deployment: below, it is nothing to speak of
 
@@ -30,6 +40,15 @@ class DeploymentOutcome:
     asleep_s: float  # scaled to nothing
     moves: int  # replicas that went to other GPUs
     summary: Summary | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatencyCurves:
+    """Quantiles of one deployment's completed requests, from their arrival."""
+
+    name: str
+    ttft: tuple[CurvePoint, ...]
+    e2e: tuple[CurvePoint, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +70,8 @@ class SimulationDocument:
     deployments: tuple[DeploymentOutcome, ...]
     changes: tuple[Change, ...]
     gpus: tuple[GpuFigures, ...]
+    timeline: tuple[Bin, ...]
+    curves: tuple[LatencyCurves, ...]  # of each deployment that was asked anything
     notes: tuple[str, ...]  # what the planner says of its decision, where that is not iServe's
     warnings: tuple[str, ...]
 
@@ -100,9 +121,32 @@ def simulation_document(
         ),
         changes=result.changes,
         gpus=result.gpus,
+        timeline=timeline(result.outcomes),
+        curves=tuple(_curves(name, part) for name, part in parts.items()),
         notes=notes,
         warnings=_warnings(result, workload),
     )
+
+
+def _curves(name: str, outcomes: Outcomes) -> LatencyCurves:
+    done = outcomes.select(outcomes.completed)
+    return LatencyCurves(name=name, ttft=curve(done.ttft_s), e2e=curve(done.e2e_s))
+
+
+def devices_told(device_ids: Sequence[str]) -> str:
+    """``a6000:0-3, a6000:6`` for 0, 1, 2, 3 and 6: numbers in a row are told as one range."""
+    runs: list[tuple[str, int, int]] = []
+    said: list[str] = []
+    for device_id in device_ids:
+        name, _, number = device_id.rpartition(":")
+        if not (name and number.isdecimal()):
+            said.append(device_id)
+        elif runs and (name, int(number) - 1) == (runs[-1][0], runs[-1][2]):
+            runs[-1] = (name, runs[-1][1], int(number))
+        else:
+            runs.append((name, int(number), int(number)))
+    ranges = (f"{name}:{low}" if low == high else f"{name}:{low}-{high}" for name, low, high in runs)
+    return ", ".join((*ranges, *said))
 
 
 def steering_words(steering: Elastic) -> str:

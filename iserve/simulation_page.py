@@ -6,11 +6,13 @@ from fingerprint.report.markup import Markup, el, join
 from fingerprint.report.shell import html_page, sectioned
 from fingerprint.report.tables import bullets, facts, table
 from fingerprint.report.text import gib, number, seconds
-from iserve.simulation_document import DeploymentOutcome, SimulationDocument, steering_words
+from iserve.simulation_document import DeploymentOutcome, SimulationDocument, devices_told, steering_words
+from traces.panels import over_time, quantiles
 from traces.summary import Percentiles, Summary
 
 __all__ = ["render_simulation"]
 
+_MOST_LINES = 6  # of a chart: there are no more colours
 _READING = (
     "Nothing of this was served: step times are predicted, and everything that decides is what decides in "
     "production.",
@@ -23,6 +25,7 @@ def render_simulation(document: SimulationDocument) -> str:
     """Works from a file, offline. Names are escaped."""
     sections = (
         ("latency", "Latency", _latency(document)),
+        ("time", "The run over time", over_time(document.timeline, "Requests by their arrival")),
         ("steering", "Replicas, sleep and moves", _steering(document)),
         ("gpus", "GPUs", _gpus(document)),
         ("failures", "Requests that failed", _failures(document.summary)),
@@ -71,7 +74,18 @@ def _latency(document: SimulationDocument) -> Markup:
     if len(rows) > 1:
         rows.append(_summary_row("all", document.summary))
     head = ("deployment", "answered", "TTFT P50, P99", "TPOT P50, P99", "E2E P50, P99", "SLO attained")
-    return table(head, rows)
+    shown = document.curves[:_MOST_LINES]
+    figures = (
+        ("TTFT", [(each.name, f"s-{i}", each.ttft) for i, each in enumerate(shown)]),
+        ("E2E", [(each.name, f"s-{i}", each.e2e) for i, each in enumerate(shown)]),
+    )
+    drawn = [quantiles(name, lines) for name, lines in figures]
+    left_out = len(document.curves) - len(shown)
+    return join(
+        table(head, rows),
+        el("div", drawn, class_="panels"),
+        el("p", f"Drawn are the first {len(shown)} deployments of {len(document.curves)}.") if left_out else None,
+    )
 
 
 def _summary_row(name: str, summary: Summary) -> Markup:
@@ -119,10 +133,15 @@ def _failures(summary: Summary) -> Markup | None:
 
 def _changes(document: SimulationDocument) -> Markup:
     rows = [
-        _row(f"{c.at_s:,.1f} s", c.kind, c.name, c.text, ", ".join(c.device_ids), left=(1, 2, 3, 4))
+        el(
+            "tr",
+            el("td", f"{c.at_s:,.1f} s", class_="n"),
+            [el("td", text, class_="l short") for text in (c.kind, c.name)],
+            [el("td", text, class_="why") for text in (c.text, devices_told(c.device_ids))],
+        )
         for c in document.changes
     ]
-    return table(("at", "", "whose", "what", "GPUs"), rows, left=(1, 2, 3, 4))
+    return table(("at", "what", "whose", "how", "GPUs"), rows, left=(1, 2, 3, 4))
 
 
 def _settings(document: SimulationDocument) -> Markup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iserve.cli.render import console, gib, print_rows, seconds, workload_words
-from iserve.simulation_document import steering_words
+from iserve.simulation_document import devices_told, steering_words
 
 if TYPE_CHECKING:
     from iserve.simulation_document import DeploymentOutcome, SimulationDocument
@@ -62,7 +62,7 @@ def print_simulation(document: SimulationDocument) -> None:
         ],
     )
     for change in document.changes[:_CHANGES]:
-        where = f" [{', '.join(change.device_ids)}]" if change.device_ids else ""
+        where = f" [{devices_told(change.device_ids)}]" if change.device_ids else ""
         out.print(f"{change.at_s:>9.1f} s  {change.kind} {change.name}: {change.text}{where}")
     if len(document.changes) > _CHANGES:
         out.print(f"... and {len(document.changes) - _CHANGES} more (--json lists all)")

@@ -9,7 +9,7 @@ from fingerprint.report.shell import html_page
 from fingerprint.report.tables import bullets, facts, legend, table
 from fingerprint.report.text import number, seconds
 from tests.bench.fidelity_compare import Comparison, Metric
-from traces.replay.charts import Line, line_chart
+from traces.charts import Line, line_chart
 from traces.timeline import CurvePoint
 
 __all__ = ["render_fidelity"]

@@ -14,6 +14,7 @@ import pytest
 
 from fingerprint.codec import to_json
 from iserve.cli import main
+from iserve.simulation_document import devices_told
 from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
 from traces.request import Request
 from traces.writing import write_trace
@@ -168,6 +169,10 @@ def test_replicas_follow_the_load_to_none_and_back(
     html = page.read_text()
     for expected in ("Replicas, sleep and moves", "from 0 to 1 replicas", "1 to 3 replicas by the load"):
         assert expected in html
+    assert html.count("<svg") == 6  # TTFT and E2E by percentile, four over time
+    assert sum(b["scheduled"] for b in document["timeline"]) == 600
+    (curves,) = document["curves"]
+    assert curves["e2e"][-1]["value_s"] == pytest.approx(document["summary"]["e2e"]["max_s"])
 
 
 def test_consolidating_and_moving(simulate: Callable[..., Done], model: Path, tmp_path: Path) -> None:
@@ -329,3 +334,17 @@ def test_a_rate_beyond_capacity_stops_and_says_so(
     followed = simulate(path, "--gpus", "a6000:1", "--models", model, "--batch", 4, "--json").document
     assert followed["stopped"] is None
     assert any("still waited as the trace ended" in warning for warning in followed["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "told"),
+    [
+        ((), ""),
+        (("a6000:0", "a6000:1", "a6000:2", "a6000:4"), "a6000:0-2, a6000:4"),
+        (("a6000:7", "h200:8", "h200:9"), "a6000:7, h200:8-9"),
+        (("GPU-1b17", "cpu"), "GPU-1b17, cpu"),
+        (("a:2", "a:1"), "a:2, a:1"),
+    ],
+)
+def test_devices_in_a_row_are_told_as_a_range(device_ids, told) -> None:
+    assert devices_told(device_ids) == told

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fingerprint.report.markup import Markup, el, join
 from fingerprint.report.shell import html_page, sectioned
-from fingerprint.report.tables import bullets, facts, legend, table
+from fingerprint.report.tables import bullets, facts, table
 from fingerprint.report.text import number, seconds
-from traces.replay.charts import Line, line_chart
+from traces.panels import over_time, quantiles
 from traces.replay.document import ReplayDocument
 from traces.summary import Percentiles, SloResult, Summary
-from traces.timeline import CurvePoint
 
 __all__ = ["render_replay"]
 
@@ -29,7 +26,7 @@ def render_replay(document: ReplayDocument) -> str:
     """Works from a file, offline, in light and dark. Names and server's words are escaped."""
     sections = (
         ("latency", "Latency", _latency(document)),
-        ("time", "The run over time", _over_time(document)),
+        ("time", "The run over time", over_time(document.timeline, "Requests by their schedule")),
         ("slo", "SLO", _slo(document)),
         ("deployments", "Deployments", _deployments(document)),
         ("failures", "Failures", _failures(document)),
@@ -94,7 +91,7 @@ def _latency(document: ReplayDocument) -> Markup:
             [_percentile_row(name, found) for name, found in rows if found is not None],
             caption="ITL counts gaps, not requests.",
         ),
-        el("div", [_quantiles(name, lines) for name, lines in figures], class_="panels"),
+        el("div", [quantiles(name, lines) for name, lines in figures], class_="panels"),
     )
 
 
@@ -102,61 +99,6 @@ def _percentile_row(name: str, found: Percentiles) -> Markup:
     values = (found.mean_s, found.p50_s, found.p90_s, found.p95_s, found.p99_s, found.max_s)
     cells = [el("td", seconds(value), class_="n") for value in values]
     return el("tr", el("td", name, class_="l"), el("td", f"{found.count:,}", class_="n"), cells)
-
-
-def _quantiles(name: str, lines: Sequence[tuple[str, str, tuple[CurvePoint, ...]]]) -> Markup | None:
-    drawn = [
-        Line(said, color, tuple((point.percent, point.value_s) for point in points), dashed=number > 0)
-        for number, (said, color, points) in enumerate(lines)
-        if points
-    ]
-    if not drawn:
-        return None
-    chart = line_chart(
-        drawn, name=f"{name} by percentile", x_name="percentile", y_name="", in_seconds=True, logarithmic=True
-    )
-    return _figure(name, chart, drawn)
-
-
-def _figure(name: str, chart: Markup, lines: Sequence[Line]) -> Markup:
-    keys = legend([(each.color, "", each.name) for each in lines]) if len(lines) > 1 else None
-    return el("figure", chart, el("figcaption", name), keys)
-
-
-def _over_time(document: ReplayDocument) -> Markup | None:
-    bins = document.timeline
-    if len(bins) < 2:
-        return None
-    at = [b.start_s for b in bins]
-    rates = [
-        Line("scheduled", "s-0", tuple(zip(at, (b.scheduled / b.width_s for b in bins), strict=True))),
-        Line("failed", "s-1", tuple(zip(at, (b.failed / b.width_s for b in bins), strict=True))),
-    ]
-    ttfts = [
-        Line("P50", "s-0", tuple(zip(at, (b.ttft_p50_s for b in bins), strict=True))),
-        Line("P99", "s-1", tuple(zip(at, (b.ttft_p99_s for b in bins), strict=True))),
-    ]
-    flight = [Line("in flight", "s-2", tuple(zip(at, (float(b.in_flight) for b in bins), strict=True)))]
-    tokens = [Line("tokens", "s-3", tuple(zip(at, (b.output_tokens_per_s for b in bins), strict=True)))]
-    panels = [
-        ("Requests by their schedule", rates, "requests/s", False),
-        ("In flight, of those that completed", flight, "requests", False),
-        ("Output of requests that ended then", tokens, "tokens/s", False),
-    ]
-    if any(b.ttft_p50_s is not None for b in bins):
-        panels.append(("TTFT by schedule", ttfts, "", True))
-    return el(
-        "div",
-        [
-            _figure(
-                name,
-                line_chart(lines, name=name, x_name="seconds", y_name=unit, in_seconds=time, logarithmic=time),
-                lines,
-            )
-            for name, lines, unit, time in panels
-        ],
-        class_="panels",
-    )
 
 
 def _slo(document: ReplayDocument) -> Markup | None:
