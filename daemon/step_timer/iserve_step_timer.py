@@ -1,8 +1,9 @@
 """Times every engine step inside a worker process, and can make a cut model run as deep as the whole one.
 
-One file that needs torch and the standard library alone, because it runs in the interpreter of another engine.
+It needs torch and the standard library alone, because it runs in the interpreter of another engine.
 vLLM loads it as a ``vllm.general_plugins`` entry point (the folder of this file on ``PYTHONPATH``) in each of its
-processes; it does nothing unless ``ISERVE_STEP_TIMER`` is set:
+processes; TensorRT-LLM through ``iserve_step_timer_tensorrt_llm``, beside this file. It does nothing unless
+``ISERVE_STEP_TIMER`` is set; on vLLM to one of:
 
 * ``rpc``: records are asked for through ``LLM.collective_rpc("iserve_timer_start" / "iserve_timer_read")``;
 * a path: every process appends its records there as JSON lines, ``{pid}`` in the path filled in.
@@ -26,6 +27,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +106,12 @@ class StepTimer:
         event.record()
         return event
 
-    def begin_step(self, scheduler_output: Any) -> None:
-        self.in_step = scheduler_output.total_num_scheduled_tokens > 0
+    def begin_step(self, facts: Callable[[], tuple[float, ...]]) -> None:
+        """``facts``: the columns up to the times; asked for only when they are recorded."""
+        self.in_step = True
         self._current = None
-        if self.recording and self.in_step and len(self._steps) < _LIMIT:
-            self._current = _Step(_facts(scheduler_output))
+        if self.recording and len(self._steps) < _LIMIT:
+            self._current = _Step(facts())
             self._current.begin = self._event()
 
     def run_forward(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +221,9 @@ def _hook_vllm(worker_class: Any) -> None:
 
     @functools.wraps(execute)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
-        TIMER.begin_step(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return execute(self, scheduler_output)
+        TIMER.begin_step(functools.partial(_facts, scheduler_output))
         try:
             output = execute(self, scheduler_output)
         finally:
@@ -233,23 +238,28 @@ def _hook_vllm(worker_class: Any) -> None:
         TIMER.end_step()
         return output
 
+    hook_replay()
+    worker_class.load_model = load_model_then_hook
+    worker_class.initialize_from_config = initialize_from_config
+    worker_class.execute_model = execute_model
+    worker_class.sample_tokens = sample_tokens
+    worker_class.iserve_timer_start = _rpc_start
+    worker_class.iserve_timer_read = _rpc_read
+    worker_class.iserve_memory = _rpc_memory
+
+
+def hook_replay() -> None:
+    """The replay of a CUDA graph within a step is its forward, unless a forward around it is."""
     replay = torch.cuda.CUDAGraph.replay
 
     @functools.wraps(replay)
     def timed_replay(self: Any) -> None:
         TIMER.run_forward(replay, self)
 
-    worker_class.load_model = load_model_then_hook
-    worker_class.initialize_from_config = initialize_from_config
-    worker_class.execute_model = execute_model
-    worker_class.sample_tokens = sample_tokens
     torch.cuda.CUDAGraph.replay = timed_replay
-    worker_class.iserve_timer_start = _rpc_start
-    worker_class.iserve_timer_read = _rpc_read
-    worker_class.iserve_memory = _rpc_memory
 
 
-def _rpc_start(_worker: Any, repeat: int, record: bool) -> None:
+def start(repeat: int, record: bool) -> None:
     """Repeat every forward ``repeat`` times from now on, and record when asked."""
     if repeat < 1:
         raise ValueError(f"repeat must be at least 1, got {repeat}")
@@ -260,9 +270,18 @@ def _rpc_start(_worker: Any, repeat: int, record: bool) -> None:
         TIMER.stop()
 
 
-def _rpc_read(_worker: Any) -> list[list[float]]:
+def read() -> list[list[float]]:
+    """End the recording; its rows."""
     TIMER.stop()
     return TIMER.read()
+
+
+def _rpc_start(_worker: Any, repeat: int, record: bool) -> None:
+    start(repeat, record)
+
+
+def _rpc_read(_worker: Any) -> list[list[float]]:
+    return read()
 
 
 def _rpc_memory(worker: Any) -> dict[str, int]:

@@ -177,8 +177,8 @@ def test_where_the_log_knows_nothing_the_worker_s_own_word_stands() -> None:
 
 
 def test_the_worker_prints_the_mark_that_the_controller_looks_for() -> None:
-    """It cannot import it: it runs in vLLM's interpreter."""
-    hosted = (Path(__file__).parents[2] / "daemon" / "vllm_worker" / "hosted.py").read_text()
+    """It cannot import it: it runs in the engine's interpreter."""
+    hosted = (Path(__file__).parents[2] / "daemon" / "hosted_worker" / "iserve_hosted.py").read_text()
     assert f'LOAD_MARK = "{LOAD_MARK}"' in hosted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +25,9 @@ _OLDEST, _NEWEST = (0, 20), (0, 24)
 _IMAGE = "vllm/vllm-openai"
 _DAEMON = Path(__file__).parents[2]
 _PROFILING_WORKER = _DAEMON / "vllm_worker" / "__main__.py"
-_STEP_TIMER = _DAEMON / "step_timer"  # found by vLLM as a plugin when it is on its path
+_HOSTED_PATH = os.pathsep.join(  # vLLM finds the step timer as a plugin when it is on its path
+    str(_DAEMON / name) for name in ("step_timer", "hosted_worker")
+)
 
 
 class VllmEngine(ForeignEngine):
@@ -52,7 +55,7 @@ class VllmEngine(ForeignEngine):
             worker = (python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
             machine = to_json(gpu_machine(devices.values(), self.versions())).decode()
             return Command(
-                guarded(spec, worker, python_path=str(_STEP_TIMER)),
+                guarded(spec, worker, python_path=_HOSTED_PATH),
                 launch.environment(spec, devices),
                 (("machine.json", machine),),
             )
