@@ -67,12 +67,19 @@ def post_once(
         UnavailableError: still no answer; the message says how to ask again.
         IserveError: what the controller answered with.
     """
+    last: UnavailableError | None = None
     for pause_s in _POST_PAUSES_S:
-        client = connect()
         try:
-            return client, client.post(path, body, kind, idempotency_key=key)
+            client = connect()
         except UnavailableError as error:
+            if last is None:  # nothing was asked yet
+                raise
             last = error
+        else:
+            try:
+                return client, client.post(path, body, kind, idempotency_key=key)
+            except UnavailableError as error:
+                last = error
         time.sleep(pause_s)
     raise UnavailableError(
         f"{last}; whether it was accepted is not known: the same command with --idempotency-key {key} asks again "

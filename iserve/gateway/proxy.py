@@ -136,7 +136,7 @@ async def _relay_whole(
         raise _NotBegunError("is not serving", ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)))
     if status == 200:
         metrics.tokens(name, usage_of(body))
-    elif not _is_openai_error(body):
+    elif not (400 <= status < 600 and _is_openai_error(body)):
         status = status if 400 <= status < 600 else 502
         body = error_body(status, f"a worker of {name!r} answered {response.status}", code="upstream_error")
     await reply.whole(status, body)

@@ -82,3 +82,24 @@ def test_in_the_end_it_says_how_to_ask_again(peers: list[Peer]) -> None:
     peers.append(Peer([None] * 3))
     with pytest.raises(UnavailableError, match="not known: the same command with --idempotency-key k asks again"):
         post_once(lambda: ControllerClient(peers[0].url, "t"), "/x", {}, dict[str, str], "k")
+
+
+def test_it_says_so_too_when_there_is_no_controller_any_more(peers: list[Peer]) -> None:
+    peers.append(Peer([None]))
+    first = [ControllerClient(peers[0].url, "t")]
+
+    def connect() -> ControllerClient:
+        if first:
+            return first.pop()
+        raise UnavailableError("the controller did not start")
+
+    with pytest.raises(UnavailableError, match=r"did not start; whether it was accepted .* --idempotency-key k"):
+        post_once(connect, "/x", {}, dict[str, str], "k")
+
+
+def test_without_a_controller_from_the_beginning_nothing_was_asked() -> None:
+    def connect() -> ControllerClient:
+        raise UnavailableError("the controller did not start")
+
+    with pytest.raises(UnavailableError, match=r"^the controller did not start$"):
+        post_once(connect, "/x", {}, dict[str, str], "k")

@@ -109,6 +109,8 @@ class FakeWorker:
             return web.json_response({"error": {"message": "draining"}}, status=503)
         if mode == "html":
             return web.Response(status=500, text="<h1>oops</h1>", content_type="text/html")
+        if mode.startswith("status-"):
+            return web.json_response({"error": {"message": "as it says"}}, status=int(mode[7:]))
         if mode == "bad-request":
             error = {"message": "the prompt is too long", "type": "invalid_request_error", "param": "prompt"}
             return web.json_response({"error": {**error, "code": "context_length_exceeded"}}, status=400)

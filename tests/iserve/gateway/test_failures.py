@@ -117,6 +117,13 @@ class TestWorkerFails:
         assert (answer.status, answer.error["code"]) == (500, "upstream_error")
         assert "oops" not in answer.error["message"]
 
+    @pytest.mark.parametrize(("said", "answered"), [(422, 422), (204, 502), (302, 502), (700, 502)])
+    def test_a_status_that_is_no_error_and_no_answer_is_the_gateways_502(
+        self, gateway, worker, said, answered
+    ) -> None:
+        worker.mode = f"status-{said}"
+        assert gateway.complete().status == answered
+
     def test_silence_is_bounded(self, gateway, make_worker, make_route) -> None:
         worker = make_worker("wait")
         gateway.publish(make_route(worker.target()), limits=GatewayLimits(upstream_timeout_s=1.5))

@@ -68,10 +68,12 @@ def run(server: Handler, test: Callable[[WorkerClient, str], Awaitable[None]]) -
     asyncio.run(go())
 
 
-async def ask(client: WorkerClient, url: str, body: bytes = b"{}") -> tuple[int, bytes]:
-    answer = await client.post(url, "/v1/completions", body, b"req-1", PATIENCE_S)
+async def ask(
+    client: WorkerClient, url: str, body: bytes = b"{}", silence_s: float = PATIENCE_S
+) -> tuple[int, bytes]:
+    answer = await client.post(url, "/v1/completions", body, b"req-1", silence_s)
     parts = []
-    while part := await answer.read(PATIENCE_S):
+    while part := await answer.read(silence_s):
         parts.append(part)
     answer.release()
     return answer.status, b"".join(parts)
@@ -318,9 +320,7 @@ def test_what_is_no_part_of_the_body_has_an_end(beginning: bytes, piece: bytes) 
 def test_what_a_worker_trickles_beside_its_answer_is_silence(beginning: bytes) -> None:
     async def test(client: WorkerClient, url: str) -> None:
         with pytest.raises(TimeoutError):
-            answer = await client.post(url, "/v1/completions", b"{}", b"req-1", 0.1)
-            while await answer.read(0.1):
-                pass
+            await ask(client, url, silence_s=0.1)
 
     run(endless(beginning, b"a", 0.01), test)
 
