@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 from daemon.engines.registry import get_engine
-from daemon.own_log import bound_own_log
+from daemon.own_log import bound_own_log, log_to_stderr
 from daemon.server import serve
 from daemon.settings import DaemonSettings
 from fingerprint.errors import IserveError
@@ -29,9 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--node-id", default=None, help="default: the host name")
     arguments = parser.parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    log_to_stderr()
     given: dict[str, Any] = {"node_id": arguments.node_id, "start_timeout_s": arguments.start_timeout}
     try:
         settings = DaemonSettings(

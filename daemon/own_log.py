@@ -1,17 +1,38 @@
-"""Keeps the log of a long-lived process bounded: the file its output goes to, and one older file beside it."""
+"""The log of a long-lived process: a line for each record, kept to the file of its output and one older."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 
-__all__ = ["bound_own_log", "move_if_large"]
+from fingerprint.plain_text import printable
+
+__all__ = ["bound_own_log", "log_to_stderr", "move_if_large"]
 
 _LOG_BYTES = 8 * 2**20
 _LOOK_S = 1.0
+
+
+class _OneLine(logging.Formatter):
+    """What others chose (a path, a name, an error's words) begins no line of its own and no escape sequence."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).replace("\n", "\\n")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def log_to_stderr() -> None:
+    """From now on, whatever is logged from INFO on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def move_if_large(path: Path, *, max_bytes: int = _LOG_BYTES) -> bool:

@@ -86,6 +86,8 @@ class SupervisedWorker:
         self._history = RestartHistory(settings.restart)
         self._sight = _Sight(time.monotonic())
         self._launched_at = time.time()
+        # On the monotonic clock from here on, so that setting the wall clock neither ends it nor keeps it.
+        self._ends_at_s = None if spec.ends_at is None else time.monotonic() + spec.ends_at - time.time()
         self._restart_at_s: float | None = None
         self._ending_since_s: float | None = None
         self._port_tries = 0
@@ -186,7 +188,7 @@ class SupervisedWorker:
 
     async def _tick(self, prober: Prober) -> None:
         now_s = time.monotonic()
-        if self.spec.ends_at is not None and time.time() > self.spec.ends_at:
+        if self._ends_at_s is not None and now_s > self._ends_at_s:
             await self._end_overdue()
             return
         if self._restart_at_s is not None:

@@ -20,8 +20,9 @@ from fingerprint.errors import CheckpointError, NotFoundError
 __all__ = ["CHUNK_BYTES", "DTYPE_BITS", "Checkpoint", "TensorEntry", "read_header"]
 
 CHUNK_BYTES = 4 * 2**20
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-MAX_INDEX_BYTES = 100_000_000
+# JSON takes up to 25 times its size in memory. The safetensors library reads headers of 100 MB; with 110 bytes to
+# a tensor these 32 MiB are 300,000 tensors in a file, more than the largest models have in all their files.
+MAX_HEADER_BYTES = MAX_INDEX_BYTES = 32 * 2**20
 MAX_DIMENSIONS = 32
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -135,7 +136,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], int]:
     """The tensors that a safetensors file holds, and how many bytes were read to know.
 
     Raises:
-        CheckpointError: cannot be read, a header over 100 MB or not as the format has it, tensors that overlap,
+        CheckpointError: cannot be read, a header over 32 MiB or not as the format has it, tensors that overlap,
             leave gaps, or do not end where the file ends.
     """
     size = _size(file)
@@ -164,7 +165,9 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], int]:
 
 def _parse_header(raw: bytes, file: Path, data_start: int, size: int) -> dict[str, TensorEntry]:
     header = _parse_object(raw, f"the header of {file}")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointError(f"{file} has a __metadata__ that is not from text to text; fetch it again")
     tensors = {name: _parse_entry(name, value, file, data_start) for name, value in header.items()}
     end = data_start
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
@@ -229,6 +232,10 @@ def _read_index(file: Path) -> tuple[dict[str, str], int]:
 
 def _parse_object(raw: bytes, what: str) -> dict[str, object]:
     """A JSON object whose keys are unique at every level."""
+
+    # Small objects are what takes memory: a tensor of 45 bytes has three brackets, and no more are believed in.
+    if raw.count(b"{") + raw.count(b"[") > 16 + len(raw) // 12:
+        raise CheckpointError(f"{what} is not valid JSON of tensors: it has more brackets than these could have")
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         members = dict(pairs)

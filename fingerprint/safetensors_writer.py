@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fingerprint.errors import CheckpointError, ConflictError
+from fingerprint.full_disk import why_not_written
 
 __all__ = ["OutputTensor", "new_directory", "write_safetensors"]
 
@@ -58,7 +59,9 @@ def new_directory(target: Path, *, needed_bytes: int) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
         if isinstance(error, OSError):
-            raise CheckpointError(f"cannot write {target}: {error}; nothing was kept") from error
+            raise CheckpointError(
+                f"cannot write {target}: {why_not_written(error, target.parent)}; nothing was kept"
+            ) from error
         raise
 
 

@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
+from fingerprint.plain_text import UNPRINTABLE, is_plain
 from fingerprint.profile_plan import Shards
 from iserve.planning import PlanOptions
 from placement.placers import check_placement
@@ -34,6 +35,7 @@ __all__ = [
     "ProgressDocument",
     "VerifyBody",
     "check_idempotency_key",
+    "check_label",
     "check_name",
 ]
 
@@ -64,6 +66,23 @@ def check_idempotency_key(key: str) -> str:
     if not re.fullmatch(IDEMPOTENCY_KEY.strip("^$"), key):
         raise ConfigError(f"the key {key[:80]!r} must be 1 to 200 visible ASCII characters")
     return key
+
+
+MAX_LABEL = 200
+
+
+def check_label(label: str) -> str:
+    """``label`` if people can be shown it.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if not 1 <= len(label) <= MAX_LABEL or not is_plain(label):
+        raise ConfigError(
+            f"the label {label[:80]!r} must be one line of 1 to {MAX_LABEL} characters, none of them a control "
+            "character or mark of direction"
+        )
+    return label
 
 
 class _Body(BaseModel):
@@ -179,7 +198,11 @@ class ModelBody(_Body):
 class KeyBody(_Body):
     """``POST /api/v1/keys``."""
 
-    label: _Text = "unnamed"
+    label: Annotated[
+        str,
+        Field(json_schema_extra={"minLength": 1, "maxLength": MAX_LABEL, "pattern": f"^[^\\t\\n{UNPRINTABLE}]+$"}),
+        AfterValidator(check_label),
+    ] = "unnamed"
     scope: Annotated[str, StringConstraints(pattern="^(admin|inference)$")] = "inference"
 
 

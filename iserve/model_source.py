@@ -18,8 +18,9 @@ from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
 from fingerprint.families import load_spec
 from fingerprint.generate import COMPANION_FILES
 from fingerprint.model_spec import ModelSpec
+from fingerprint.plain_text import is_plain
 
-__all__ = ["ModelSource", "existing_path", "resolve", "utf8"]
+__all__ = ["ModelSource", "existing_path", "is_hub_id", "plain_path", "resolve"]
 
 HUB_TIMEOUT_S = 5.0  # for the first answer; downloads take as long as they take
 _CONFIG_PATTERNS = ["config.json", *COMPANION_FILES]
@@ -63,8 +64,9 @@ def resolve(
         if path.is_file() and path.name != "config.json":
             raise NotFoundError(f"{path} is a file; give the model's directory or its config.json")
         directory = directory.resolve()
-        return _local(utf8(directory.name) or "model", directory)
-    if not _HUB_ID.fullmatch(model) or ".." in model or "--" in model:
+        plain_path(str(directory))
+        return _local(directory.name or "model", directory)
+    if not is_hub_id(model):
         raise NotFoundError(
             f"there is no directory {model[:200]!r}, and it is not a Hugging Face id (owner/name) "
             "or the name of a registered model"
@@ -83,16 +85,22 @@ def existing_path(model: str) -> Path | None:
         return None
 
 
-def utf8(path: str) -> str:
+def is_hub_id(model: str) -> bool:
+    """Whether ``model`` can be a Hugging Face id."""
+    return bool(_HUB_ID.fullmatch(model)) and ".." not in model and "--" not in model
+
+
+def plain_path(path: str) -> str:
     """``path`` itself.
 
     Raises:
-        NotFoundError: it has bytes that are not UTF-8: it could neither be sent as JSON nor stored.
+        NotFoundError: it has bytes that are not UTF-8, which could neither be sent as JSON nor stored, or
+            characters that a terminal would obey.
     """
-    try:
-        path.encode()
-    except UnicodeEncodeError as error:
-        raise NotFoundError(f"the path {ascii(path)[:200]} is not UTF-8; rename the folder") from error
+    if not is_plain(path):
+        raise NotFoundError(
+            f"the path {ascii(path)[:200]} has control characters, or bytes that are not UTF-8; rename the folder"
+        )
     return path
 
 

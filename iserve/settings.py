@@ -20,6 +20,7 @@ __all__ = ["SettingRow", "Settings", "load_settings", "setting_rows"]
 _WHAT = {
     "bool": "one of 1, 0, true, false, yes, no",
     "Path": "a path",
+    "PathList": "absolute paths with `:` between them",
     "int": "a whole number",
     "float": "a number",
     "str": "a text",
@@ -31,6 +32,15 @@ _NOT_SETTINGS = frozenset({"ISERVE_REFERENCE_DATA", "ISERVE_DEVICE_CORES", "ISER
 def _default_home() -> Path:
     data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(data).absolute() / "iserve"
+
+
+class PathList(tuple[Path, ...]):
+    """Folders, written as PATH is."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return os.pathsep.join(map(str, self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +68,11 @@ class Settings:
     ] = 900.0
     require_keys: Annotated[
         bool | None, "whether the OpenAI API wants API keys; unset: when the host is not loopback"
+    ] = None
+    model_folders: Annotated[
+        PathList | None,
+        "folders in which API keys may name models; unset: none, only registered models and Hugging Face ids. "
+        "The command line of this home names any folder",
     ] = None
     vllm_python: Annotated[
         Path | None,
@@ -181,4 +196,9 @@ def _read(kind: str, text: str) -> object:
             return Path(text).expanduser().absolute()  # every process of a home means the same one
         except RuntimeError as error:  # no such user
             raise ValueError(text) from error
+    if kind == "PathList":
+        folders = PathList(Path(part) for part in text.split(os.pathsep) if part.strip())
+        if not folders or not all(folder.is_absolute() for folder in folders):
+            raise ValueError(text)
+        return folders
     return {"int": int, "float": float, "str": str}[kind](text)

@@ -184,17 +184,22 @@ async def _until_over(
 
 
 async def _lease_ended(lease: Path | None, ttl_s: float) -> None:
-    """Returns once nobody has touched the lease for its time to live; never without a lease."""
+    """Returns once nobody has touched the lease for its time to live; never without a lease.
+
+    Time without a touch, on the monotonic clock: setting the wall clock ends no worker and keeps none.
+    """
     if lease is None:
         await asyncio.Event().wait()
         return
-    renewed_s = started_s = time.time()
-    while time.time() - renewed_s <= ttl_s:
+    touched_ns, touched_at_s = None, time.monotonic()
+    while time.monotonic() - touched_at_s <= ttl_s:
         await asyncio.sleep(min(_LEASE_CHECK_S, ttl_s / 4))
         try:
-            renewed_s = max(started_s, lease.stat().st_mtime)
+            seen_ns = lease.stat().st_mtime_ns
         except OSError:
             continue  # being replaced, or gone: then it ages
+        if seen_ns != touched_ns:
+            touched_ns, touched_at_s = seen_ns, time.monotonic()
 
 
 def _exit_code(error: BaseException) -> int:

@@ -6,7 +6,6 @@ more than the parameter being read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,13 +18,10 @@ from safetensors import SafetensorError, safe_open
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
+from fingerprint.checkpoint import Checkpoint
 from fingerprint.errors import CheckpointError
 
 __all__ = ["Shard", "WeightReader"]
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_MAX_INDEX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,8 @@ class WeightReader:
         self._checkpoint = checkpoint
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
-        self._file_of = _tensor_files(checkpoint)
+        # The files that a plan was made of, checked as they were then: names, sizes and headers.
+        self._file_of = {name: entry.file.name for name, entry in Checkpoint.open(checkpoint).tensors.items()}
         self._converters = tuple(get_checkpoint_conversion_mapping(family) or ())
 
     def __enter__(self) -> WeightReader:
@@ -94,7 +91,7 @@ class WeightReader:
                 )
             return found[shard.slices(shape) if shard else (slice(None),) * len(shape)]
         except SafetensorError as error:
-            raise CheckpointError(f"cannot read {stored} in {self._checkpoint}: {error}") from error
+            raise CheckpointError(f"cannot read {stored} in {self._checkpoint}: {str(error)[:200]}") from error
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
@@ -104,7 +101,7 @@ class WeightReader:
             except FileNotFoundError as error:
                 raise CheckpointError(f"the index names {path}, which is not there") from error
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read (cut short?): {error}") from error
+                raise CheckpointError(f"{path} cannot be read (cut short?): {str(error)[:200]}") from error
         return self._files[name]
 
     def _renamed(self, name: str) -> Iterator[str]:
@@ -155,30 +152,3 @@ class WeightReader:
                     raise CheckpointError(f"{self._checkpoint} has no tensor {names[place]}")
                 target.copy_(self._slice(names[place], each, part))
         return result
-
-
-def _tensor_files(checkpoint: Path) -> dict[str, str]:
-    """Stored tensor name -> file name, from the index or from the one file's own header."""
-    index = checkpoint / _INDEX
-    if index.is_file():
-        if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise CheckpointError(f"{index} is over {_MAX_INDEX_BYTES} bytes")
-        try:
-            table = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-        if not isinstance(table, dict) or not all(_is_plain_name(value) for value in table.values()):
-            raise CheckpointError(f"{index} names files that are not plain .safetensors names")
-        return table
-    single = checkpoint / _SINGLE
-    if not single.is_file():
-        raise CheckpointError(f"{checkpoint} has neither {_SINGLE} nor {_INDEX}; other formats are not loaded")
-    try:
-        with safe_open(single, framework="pt", device="cpu") as opened:
-            return dict.fromkeys(opened.keys(), _SINGLE)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{single} cannot be read (cut short?): {error}") from error
-
-
-def _is_plain_name(value: object) -> bool:
-    return isinstance(value, str) and value.endswith(".safetensors") and Path(value).name == value

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import TypeAlias
 
+from fingerprint.plain_text import printable
+
 __all__ = ["Child", "Markup", "el", "join"]
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -35,7 +37,7 @@ def join(*children: Child) -> Markup:
         if isinstance(child, Markup):
             parts.append(str(child))
         elif isinstance(child, str):
-            parts.append(escape(_NOT_XML.sub("\ufffd", child)))
+            parts.append(_escaped(child))
         else:
             parts.append(join(*child))
     return Markup("".join(parts))
@@ -57,4 +59,9 @@ def el(tag: str, *children: Child, **attributes: str | float | None) -> Markup:
 def _attribute(value: str | float) -> str:
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
-    return escape(_NOT_XML.sub("\ufffd", str(value)))
+    return _escaped(str(value))
+
+
+def _escaped(text: str) -> str:
+    """What XML cannot hold is lost; marks of direction, which would turn what follows them, are shown."""
+    return escape(printable(_NOT_XML.sub("\ufffd", text).replace("\r\n", "\n").replace("\r", "\n")))

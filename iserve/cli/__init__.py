@@ -14,7 +14,9 @@ def main() -> None:
     """
     from fingerprint.errors import IserveError
     from iserve.cli.app import app
+    from iserve.cli.harmless import harmless_output
 
+    harmless_output()
     try:
         app()
     except IserveError as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.errors import ConfigError, ConflictError, NotFoundError
+from fingerprint.full_disk import why_not_written
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -169,8 +170,11 @@ def _write_new(target: Path, text: str) -> None:
         os.link(temporary, target)
     except FileExistsError as error:
         raise ConflictError(f"{target} is there already; give another file with --output") from error
-    except (OSError, UnicodeEncodeError) as error:
-        raise NotFoundError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        why = why_not_written(error, target.absolute().parent)
+        raise NotFoundError(f"cannot write {target}: {why}") from error
+    except UnicodeEncodeError as error:
+        raise NotFoundError(f"cannot write {target}: {error}") from error
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError):

@@ -26,12 +26,12 @@ def folder_argument(folder: str) -> str:
     """A folder that is there, made absolute: the controller has another working directory.
 
     Raises:
-        NotFoundError: a path that is not UTF-8, which JSON cannot carry.
+        NotFoundError: a path with control characters or bytes that are not UTF-8.
     """
-    from iserve.model_source import existing_path, utf8
+    from iserve.model_source import existing_path, plain_path
 
     path = existing_path(folder)
-    return utf8(folder if path is None else str(path.resolve()))
+    return plain_path(folder if path is None else str(path.resolve()))
 
 
 def model_argument(model: str, settings: Settings) -> str:

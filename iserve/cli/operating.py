@@ -194,11 +194,11 @@ def keys_create(
     scope: Annotated[str, typer.Option("--scope", help="inference or admin.")] = "inference",
 ) -> None:
     """Make an API key. It is shown once."""
-    from iserve.api_types import NewKeyDocument
+    from iserve.api_types import NewKeyDocument, check_label
     from iserve.cli.live import client
 
-    if not 1 <= len(label) <= 4096:
-        raise typer.BadParameter("must have 1 to 4096 characters", param_hint="'--label'")
+    with o.usage_errors("--label"):
+        check_label(label)
     if scope not in {"inference", "admin"}:
         raise typer.BadParameter("must be inference or admin", param_hint="'--scope'")
     made = client().post("/api/v1/keys", {"label": label, "scope": scope}, NewKeyDocument)

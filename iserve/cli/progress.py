@@ -6,8 +6,9 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from iserve.cli.terminal import HarmlessConsole
 
 if TYPE_CHECKING:
     from iserve.api_types import ProgressDocument
@@ -33,7 +34,7 @@ class StepDisplay:
                 BarColumn(bar_width=30),
                 TextColumn("{task.fields[detail]}"),
                 TimeElapsedColumn(),
-                console=Console(stderr=True),
+                console=HarmlessConsole(stderr=True),
                 transient=True,
             )
             self._task = self._bar.add_task("accepted", total=None, detail="")

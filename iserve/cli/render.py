@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from iserve.cli.terminal import HarmlessConsole
+
 if TYPE_CHECKING:
-    from rich.console import JustifyMethod
+    from rich.console import Console, JustifyMethod
 
     from fingerprint.config import DeploymentConfig, Workload
     from fingerprint.estimates import Correction, Quantity
@@ -46,7 +47,7 @@ def console(*, at_least: int = 0) -> Console:
     Lines of up to ``at_least`` characters are a narrower terminal's to wrap. What is printed is plain text: names
     of models, folders and errors may hold what rich takes for markup.
     """
-    out = Console(highlight=False, markup=False, emoji=False)
+    out = HarmlessConsole(highlight=False, markup=False, emoji=False)
     out.width = max(out.width if out.is_terminal else 120, at_least)
     return out
 

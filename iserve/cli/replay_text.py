@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from iserve.cli.harmless import beneath
 from iserve.cli.render import console, print_rows, seconds
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class ProgressLine:
     """On a terminal one line, written again; else one for each tenth. Cheap: it shares the sender's thread."""
 
     def __init__(self, out: TextIO, *, quiet: bool) -> None:
-        self._out, self._quiet = out, quiet
+        self._out, self._quiet = beneath(out), quiet
         self._live = out.isatty() and not quiet
         self._tenth = -1
 

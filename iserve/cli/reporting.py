@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.errors import ConfigError, NotFoundError, UnavailableError
+from fingerprint.full_disk import why_not_written
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def write_page(target: Path, page: str) -> None:
     Raises:
         NotFoundError: the directory cannot be written to.
     """
+    temporary = None
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=target.absolute().parent, prefix=".report-", delete=False
@@ -190,4 +192,8 @@ def write_page(target: Path, page: str) -> None:
         temporary.chmod(0o644)
         temporary.replace(target)
     except OSError as error:
-        raise NotFoundError(f"cannot write {target}: {error.strerror}") from error
+        if temporary is not None:  # a full disk, which a part of a page need not fill further
+            temporary.unlink(missing_ok=True)
+        raise NotFoundError(
+            f"cannot write {target}: {why_not_written(error, target.absolute().parent)}"
+        ) from error

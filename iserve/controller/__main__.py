@@ -20,7 +20,7 @@ from types import FrameType
 
 import uvicorn
 
-from daemon.own_log import bound_own_log
+from daemon.own_log import bound_own_log, log_to_stderr
 from daemon.process import ProcessRecord, is_alive, own_record, read_record, write_record
 from fingerprint.errors import ConflictError, IserveError, UnavailableError
 from iserve.controller.app import create_app
@@ -159,9 +159,7 @@ def _terminate(_signum: int, _frame: FrameType | None) -> None:
 
 def main() -> int:
     """0 after a signal, 1 refused with one line on stderr."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    log_to_stderr()
     logging.getLogger("alembic").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _terminate)  # until uvicorn takes over
     try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -32,6 +33,7 @@ from iserve.api_types import (
 )
 from iserve.controller.door import Door, problem
 from iserve.controller.metrics import Metrics
+from iserve.controller.reach import Reach
 from iserve.controller.service import Controller
 from iserve.launching import LaunchDocument
 from iserve.plan_document import PlanDocument
@@ -53,6 +55,49 @@ STATUS: dict[type[errors.IserveError], int] = {
 IdempotencyKey = Annotated[str | None, Header(pattern=IDEMPOTENCY_KEY)]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Every error: its class, and one line that says what was asked, what is true and what to change."""
+
+    error: str
+    message: str
+
+
+def _reach(request: Request) -> Reach:
+    """Of the caller, as the door found it."""
+    reach: Reach = request.state.reach
+    return reach
+
+
+Caller = Annotated[Reach, Depends(_reach)]
+
+
+def _known_query(request: Request) -> None:
+    """A query parameter that the route does not have is a slip of who asks, as in a body."""
+    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
+    if unknown := sorted(set(request.query_params) - known):
+        raise errors.BadInputError(
+            f"query.{unknown[0][:80]}: not a parameter of this route ({', '.join(sorted(known)) or 'it has none'})"
+        )
+
+
+# What a route may answer beside its own: FastAPI's own 422 for a bad body is never sent, ours is InfeasibleError.
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem, "description": words}
+    for status, words in {
+        400: "BadInputError: change the request",
+        401: "no key, or none that may",
+        404: "NotFoundError",
+        409: "ConflictError or NotMeasuredError",
+        411: "a body needs a Content-Length",
+        413: "the body is too large",
+        422: "InfeasibleError: relax a limit or add GPUs",
+        502: "EngineError",
+        503: "UnavailableError: try again",
+    }.items()
+}
+
+
 def create_app(controller: Controller, token: str) -> FastAPI:
     """The application of one controller.
 
@@ -62,7 +107,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     app = FastAPI(title="iServe", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics(controller)
 
-    api = APIRouter(prefix="/api/v1")
+    api = APIRouter(prefix="/api/v1", responses=_PROBLEMS, dependencies=[Depends(_known_query)])
     _model_routes(api, controller)
     _plan_routes(api, controller)
     _deployment_routes(api, controller)
@@ -74,7 +119,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     def healthz() -> str:
         return "ok"
 
-    @app.get("/readyz", response_class=PlainTextResponse)
+    @app.get("/readyz", response_class=PlainTextResponse, responses={503: {"description": "starting"}})
     def readyz(response: Response) -> str:
         """200 once the daemon answers and the gateway lives."""
         if controller.observe() is None or controller.gateway_process.record() is None:
@@ -82,12 +127,13 @@ def create_app(controller: Controller, token: str) -> FastAPI:
             return "starting"
         return "ready"
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_PROBLEMS)
     def read_metrics() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     _error_handlers(app)
-    app.add_middleware(Door, store=controller.store, token=token, count=metrics.count)
+    reach = Reach(controller.settings.model_folders or ())
+    app.add_middleware(Door, store=controller.store, token=token, reach=reach, count=metrics.count)
     return app
 
 
@@ -97,7 +143,8 @@ def _model_routes(api: APIRouter, controller: Controller) -> None:
         return controller.models()
 
     @api.post("/models", status_code=201)
-    def register(body: ModelBody) -> ModelDocument:
+    def register(body: ModelBody, caller: Caller) -> ModelDocument:
+        caller.check(body.directory)
         return controller.register(body.name, body.directory)
 
     @api.delete("/models/{name}", status_code=204)
@@ -109,7 +156,8 @@ def _model_routes(api: APIRouter, controller: Controller) -> None:
         return controller.profiles()
 
     @api.post("/profiles", status_code=202)
-    def start_profile(body: ProfileBody) -> ProfileJobDocument:
+    def start_profile(body: ProfileBody, caller: Caller) -> ProfileJobDocument:
+        caller.check(body.model, controller.registered())
         return controller.start_profile(body)
 
     @api.get("/profiles/jobs/{job_id}")
@@ -119,13 +167,15 @@ def _model_routes(api: APIRouter, controller: Controller) -> None:
 
 def _plan_routes(api: APIRouter, controller: Controller) -> None:
     @api.post("/plans", status_code=201)
-    def create_plan(body: PlanBody) -> PlanDocument:
+    def create_plan(body: PlanBody, caller: Caller) -> PlanDocument:
         """Choose a configuration; start nothing."""
+        caller.check(body.model, controller.registered())
         return controller.plan(body)
 
     @api.post("/plans/launch", status_code=201)
-    def plan_launch(body: LaunchBody) -> LaunchDocument:
+    def plan_launch(body: LaunchBody, caller: Caller) -> LaunchDocument:
         """The worker that a deploy of this wish would start now, with its limits and devices; start nothing."""
+        caller.check(body.model, controller.registered())
         return controller.launch(body)
 
 
@@ -135,13 +185,14 @@ def _deployment_routes(api: APIRouter, controller: Controller) -> None:
         return controller.deployments()
 
     @api.post("/deployments", status_code=202)
-    def deploy(body: DeployBody, idempotency_key: IdempotencyKey = None) -> DeploymentDocument:
+    def deploy(body: DeployBody, caller: Caller, idempotency_key: IdempotencyKey = None) -> DeploymentDocument:
         """Accept an intent; it is carried out in the background and survives a restart.
 
         With the header `Idempotency-Key` (1 to 200 visible ASCII characters) it can be asked again when its answer
         was lost: for 24 hours the same key and body get the same answer and start nothing, the same key and
         another body 409, with what was asked before. A request that was refused may come again with its key.
         """
+        caller.check(body.model, controller.registered())
         return controller.deploy(body, idempotency_key)
 
     @api.get("/deployments/{name}")
@@ -170,8 +221,9 @@ def _verification_routes(api: APIRouter, controller: Controller) -> None:
         return verifier.stored()
 
     @api.post("/verifications", status_code=202)
-    def start_verification(body: VerifyBody) -> VerificationJobDocument:
+    def start_verification(body: VerifyBody, caller: Caller) -> VerificationJobDocument:
         """Check a running configuration in the background, and correct the estimates of its model by it."""
+        caller.check(body.model, controller.registered())
         return verifier.start(body)
 
     @api.get("/verifications/jobs/{job_id}")
@@ -179,8 +231,9 @@ def _verification_routes(api: APIRouter, controller: Controller) -> None:
         return verifier.job(job_id)
 
     @api.delete("/verifications", status_code=204)
-    def forget_verifications(model: Annotated[str, Query(min_length=1, max_length=4096)]) -> None:
+    def forget_verifications(model: Annotated[str, Query(min_length=1, max_length=4096)], caller: Caller) -> None:
         """Estimates of this model, and of those of its shape, are no longer corrected."""
+        caller.check(model, controller.registered())
         verifier.forget(model)
 
 

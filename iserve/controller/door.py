@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fingerprint.errors import UnavailableError
+from iserve.controller.reach import ANYWHERE, Reach
 from iserve.keys import find_key
 from iserve.routes import ApiKeyRecord
 from iserve.state.store import Store
@@ -34,11 +35,15 @@ class Door:
 
     Args:
         token: of run/controller.json; the command line reads it there.
+        reach: which folders API keys may name. The state of a request has its caller's, as ``reach``.
         count: told method and status of every answer.
     """
 
-    def __init__(self, app: ASGIApp, *, store: Store, token: str, count: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, store: Store, token: str, reach: Reach, count: Callable[[str, int], None]
+    ) -> None:
         self._app, self._store, self._token, self._count = app, store, token.encode(), count
+        self._key_reach = reach
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,12 +59,14 @@ class Door:
         headers = Headers(scope=scope)
         answer: ASGIApp = self._app
         if scope["path"] not in _OPEN_PATHS:
-            answer = await run_in_threadpool(self._refusal, headers) or answer
+            state = scope.setdefault("state", {})
+            answer = await run_in_threadpool(self._refusal, headers, state) or answer
         await answer(scope, receive, counted)
 
-    def _refusal(self, headers: Headers) -> JSONResponse | None:
+    def _refusal(self, headers: Headers, state: MutableMapping[str, object]) -> JSONResponse | None:
         try:
-            if not self._is_known(headers.get("authorization", "")):
+            state["reach"] = self._reach_of(headers.getlist("authorization"))
+            if state["reach"] is None:
                 refusal = problem(
                     "Unauthorized", "give `Authorization: Bearer KEY` with an API key of scope admin", 401
                 )
@@ -74,15 +81,18 @@ class Door:
             return problem("BadInputError", f"the body is over {MAX_BODY_BYTES} bytes", 413)
         return None
 
-    def _is_known(self, authorization: str) -> bool:
-        scheme, _, presented = authorization.partition(" ")
+    def _reach_of(self, authorizations: list[str]) -> Reach | None:
+        """Which folders may be named by who says that; None: nobody who may ask anything."""
+        if len(authorizations) != 1:
+            return None
+        scheme, _, presented = authorizations[0].partition(" ")
         if scheme.lower() != "bearer" or not presented:
-            return False
+            return None
         if hmac.compare_digest(presented.encode(), self._token):
-            return True
+            return ANYWHERE
         records = [
             ApiKeyRecord(key_id=k.key_id, sha256=k.sha256, scope=k.scope)
             for k in self._store.api_keys()
             if not k.revoked and k.scope == "admin"
         ]
-        return find_key(presented, records) is not None
+        return None if find_key(presented, records) is None else self._key_reach

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import errno
 import gc
-import logging
 import resource
 import secrets
 import signal
@@ -20,7 +19,7 @@ from types import FrameType
 
 import uvicorn
 
-from daemon.own_log import bound_own_log
+from daemon.own_log import bound_own_log, log_to_stderr
 from daemon.process import own_record, read_record, write_record
 from fingerprint.errors import IserveError
 from iserve.gateway.app import Gateway
@@ -37,7 +36,7 @@ _GC_THRESHOLDS = (50_000, 50, 50)  # docs/decisions/0006-gateway.md
 def main(argv: list[str] | None = None) -> int:
     """Bind, leave a record of this process in ``run/gateway.json``, serve."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     signal.signal(signal.SIGTERM, _end)  # uvicorn re-raises the signal after its clean shutdown; then exit with 0
     bound_own_log((args.home / "logs" / "gateway.log").absolute())
     run = args.home / "run"

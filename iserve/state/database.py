@@ -135,7 +135,10 @@ class Database(ABC):
         except DataError as error:
             raise BadInputError(f"the state database cannot keep that: {_cause(error)}") from error
         except SQLAlchemyError as error:
-            raise StateUnavailableError(f"the state database cannot be {what}: {_cause(error)}") from error
+            raise StateUnavailableError(f"the state database cannot be {what}: {self._why(error)}") from error
+
+    def _why(self, error: SQLAlchemyError) -> str:
+        return _cause(error)
 
 
 class _File(Database):
@@ -149,6 +152,13 @@ class _File(Database):
         if not read_only:
             sa.event.listen(self._engine, "connect", _on_sqlite_connect)
             sa.event.listen(self._engine, "begin", _on_sqlite_begin)
+
+    def _why(self, error: SQLAlchemyError) -> str:
+        """A disk without room is "full", or an "I/O error" where the log beside the file cannot grow."""
+        cause = _cause(error)
+        if "full" in cause or "disk I/O error" in cause:
+            return f"{cause}; free space in {self._path.parent}, which needs no restart"
+        return cause
 
     def is_new(self) -> bool:
         return not self._path.exists()

@@ -27,6 +27,15 @@ def test_keys_are_required_beyond_loopback(host: str) -> None:
     assert not load_settings({"ISERVE_HOST": host, "ISERVE_REQUIRE_KEYS": "no"}).keys_required
 
 
+def test_folders_of_models_are_several_absolute_paths_and_a_child_reads_the_same() -> None:
+    settings = load_settings({"ISERVE_MODEL_FOLDERS": "/srv/models:/data/more models"})
+    assert settings.model_folders == (Path("/srv/models"), Path("/data/more models"))
+    assert load_settings(settings.environment()) == settings
+    for wrong in ("models", "/srv/models:models", ":", "~/models"):
+        with pytest.raises(ConfigError, match=r"ISERVE_MODEL_FOLDERS=.* is not absolute paths"):
+            load_settings({"ISERVE_MODEL_FOLDERS": wrong})
+
+
 def test_all_faults_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_settings({"ISERVE_PROT": "1", "ISERVE_PORT": "many", "ISERVE_REQUIRE_KEYS": "perhaps"})
@@ -91,6 +100,7 @@ def test_the_reference_names_every_setting_with_what_it_takes_and_means() -> Non
         "ISERVE_DATABASE_URL",
         "ISERVE_CPU_DEVICES",
         "ISERVE_REQUIRE_KEYS",
+        "ISERVE_MODEL_FOLDERS",
         "ISERVE_VLLM_PYTHON",
         "ISERVE_TENSORRT_LLM_PYTHON",
     }

@@ -1,0 +1,27 @@
+"""Rich's console, whose texts are made harmless and whose own escape sequences come through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
+
+from fingerprint.plain_text import printable
+from iserve.cli.harmless import beneath
+
+__all__ = ["HarmlessConsole"]
+
+
+class HarmlessConsole(Console):
+    """Rich itself drops some control characters of a text, but not the one that begins an escape sequence."""
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:  # type: ignore[override]
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def _stream(self) -> TextIO:
+        return beneath(Console.file.fget(self))  # type: ignore[attr-defined,no-any-return]
+
+    file = property(_stream, Console.file.fset)  # type: ignore[attr-defined,assignment]

@@ -1,0 +1,206 @@
+"""Safetensors headers that are cut, overlap, are too large or lie: read rightly or refused, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from fingerprint.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, Checkpoint
+from fingerprint.errors import CheckpointError
+
+HUGE = (2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 10**30, -1, -(2**63))
+ODD: tuple[Any, ...] = (None, True, 1.5, 1e308, "", "8", [], [[]], {}, {"": 0}, "\ud800", "\x1b[31m", "a" * 5000)
+DTYPES = ("F32", "BF16", "U8", "F4", "F64", "F8_E4M3", "C64", "BOOL", "f32", "I128")
+
+
+def good(rng: random.Random) -> tuple[dict[str, Any], int]:
+    """A header as it should be, and how many bytes it describes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if rng.random() < 0.5 else {}
+    end = 0
+    for number in range(rng.randint(1, 4)):
+        shape = [rng.randint(0, 5) for _ in range(rng.randint(0, 3))]
+        size = 4
+        for length in shape:
+            size *= length
+        header[f"layers.{number}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    return header, end
+
+
+def lie(rng: random.Random, header: dict[str, Any]) -> None:
+    """One field of one tensor says what is not so: overlaps, gaps, vast and negative sizes, other types."""
+    whole = {"dtype", "shape", "data_offsets"}
+    names = [name for name, entry in header.items() if isinstance(entry, dict) and entry.keys() >= whole]
+    if not names:
+        return  # the lies before this one left nothing to lie about
+    name = rng.choice(names)
+    entry = header[name]
+    match rng.randrange(8):
+        case 0:
+            begin_end = [rng.choice((0, 4, 8, *HUGE)), rng.choice((0, 4, 8, *HUGE))]
+            shift = rng.choice((-8, -4, -1, 1, 4, 8))
+            old = entry["data_offsets"]
+            shifted = [shift + o for o in old if isinstance(o, int)] if isinstance(old, list) else old
+            entry["data_offsets"] = rng.choice((begin_end, shifted))
+        case 1:
+            entry["shape"] = [rng.choice((0, 1, 2, *HUGE)) for _ in range(rng.choice((0, 1, 3, 32, 33, 200)))]
+        case 2:
+            entry["dtype"] = rng.choice(DTYPES)
+        case 3:
+            entry[rng.choice(("dtype", "shape", "data_offsets", "more"))] = rng.choice(ODD)
+        case 4:
+            entry.pop(rng.choice(("dtype", "shape", "data_offsets")))
+        case 5:
+            header[rng.choice(("", "twin", "a/../../b", "\x00", "\u202e", "x" * 3000))] = dict(entry)
+        case 6:
+            header[name] = rng.choice(ODD)
+        case 7:
+            header["__metadata__"] = rng.choice(ODD)
+
+
+def bad_file(rng: random.Random) -> bytes:
+    """A safetensors file with up to three things wrong."""
+    header, size = good(rng)
+    for _ in range(rng.choice((0, 0, 1, 1, 2))):
+        lie(rng, header)
+    raw = json.dumps(header).encode()
+    if rng.random() < 0.2:
+        raw = raw[:-1] + b"," + raw[1:]  # every key twice
+    length = len(raw) if rng.random() < 0.8 else rng.choice((0, 1, len(raw) - 1, len(raw) + 1, *HUGE)) % 2**64
+    content = bytearray(length.to_bytes(8, "little") + raw + rng.randbytes(size))
+    match rng.randrange(8):
+        case 0:
+            del content[rng.randrange(len(content)) :]
+        case 1:
+            content += rng.randbytes(rng.randint(1, 9))
+        case 2:
+            for _ in range(rng.randint(1, 8)):
+                content[rng.randrange(len(content))] = rng.randrange(256)
+        case 3:
+            start = rng.randrange(len(content))
+            content[start:start] = rng.choice((b"[" * 3000, b"9" * 5000, b'{"a":', b"\xff", b"NaN", b"\\ud800"))
+    return bytes(content)
+
+
+def bad_index(rng: random.Random) -> bytes:
+    """An index that names files beside it, elsewhere, or none, or is none."""
+    named = (SINGLE_FILE, "one.safetensors", "../one.safetensors", "/etc/passwd", "a/one.safetensors", *ODD)
+    index: Any = {"weight_map": {f"layers.{n}.weight": rng.choice(named[: rng.choice((2, 19))]) for n in range(2)}}
+    if rng.random() < 0.2:
+        index = rng.choice(({}, [], {"weight_map": rng.choice(ODD)}, {"weight_map": {"a": ["b"]}}))
+    raw = bytearray(json.dumps(index).encode())
+    if rng.random() < 0.3:
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+    return bytes(raw)
+
+
+def read_whole(folder: Path) -> None:
+    """What is accepted lies in the folder's own files, every byte of it once."""
+    checkpoint = Checkpoint.open(folder)
+    for name, entry in checkpoint.tensors.items():
+        assert entry.file.parent == folder
+        content = entry.file.read_bytes()
+        assert checkpoint.read(name) == content[entry.offset : entry.offset + entry.num_bytes]
+        assert len(checkpoint.read(name)) == entry.num_bytes
+
+
+def fuzz(folder: Path, cases: int, seed: int, read: Callable[[Path], None] = read_whole) -> dict[str, int]:
+    """How many were read and refused. Anything else that is raised is a failure."""
+    rng, counts = random.Random(seed), {"read": 0, "refused": 0, "at length": 0}
+    for case in range(cases):
+        single = rng.random() < 0.8
+        (folder / SINGLE_FILE).unlink(missing_ok=True)
+        (folder / (SINGLE_FILE if single else "one.safetensors")).write_bytes(bad_file(rng))
+        if not single:
+            (folder / INDEX_FILE).write_bytes(bad_index(rng))
+        try:
+            read(folder)
+            counts["read"] += 1
+        except CheckpointError as error:
+            counts["refused" if len(str(error)) < 2000 else "at length"] += 1
+    assert counts.pop("at length") == 0
+    return counts
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where that can be: a file is made for each case."""
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as made:
+        yield Path(made)
+
+
+def test_a_lying_header_is_read_rightly_or_refused(folder: Path) -> None:
+    counts = fuzz(folder, 2_000, seed=1)
+    assert min(counts.values()) > 100  # the cases tell something: some are accepted
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_lying_headers(folder: Path) -> None:
+    assert sum(fuzz(folder, 100_000, seed=2).values()) == 100_000
+
+
+def test_the_embedded_engine_reads_no_other_files_than_the_plan_did(folder: Path) -> None:
+    import torch
+
+    from daemon.torch_engine.weights import WeightReader
+
+    def read(folder: Path) -> None:
+        expected = Checkpoint.open(folder)
+        with WeightReader(folder, "llama") as reader:
+            for name, entry in expected.tensors.items():
+                if entry.dtype != "F32":
+                    continue
+                found = reader.read(name, entry.shape, None, torch.float32, torch.device("cpu"))
+                assert found.numpy().tobytes() == expected.read(name)
+
+    counts = fuzz(folder, 600, seed=3, read=read)
+    assert min(counts.values()) > 20
+
+
+@pytest.mark.parametrize(
+    "unit", [b"[],", b"{},", b"0,", b'"ab",', b"1e9,", b'{"":0},', b"[[[[]]]],"], ids=lambda unit: unit.decode()
+)
+def test_memory_is_bounded_by_the_header_whatever_is_in_it(tmp_path: Path, unit: bytes) -> None:
+    """32 MiB, which is the largest that is read, at 25 times its size is 800 MiB."""
+    raw = b"[" + unit * (2**18 // len(unit)) + b"0]"
+    (tmp_path / SINGLE_FILE).write_bytes(len(raw).to_bytes(8, "little") + raw)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 25 * len(raw) + 2**20
+    assert 25 * MAX_HEADER_BYTES <= 800 * 2**20
+
+
+@pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 2**40, 2**64 - 1])
+def test_a_length_that_lies_allocates_nothing(tmp_path: Path, length: int) -> None:
+    file = tmp_path / SINGLE_FILE
+    file.write_bytes(length.to_bytes(8, "little"))
+    os.truncate(file, 2**41)  # sparse: the length is within the file
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="at most 33554432 are allowed"):
+            Checkpoint.open(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_an_index_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).touch()
+    os.truncate(tmp_path / INDEX_FILE, 2**40)
+    with pytest.raises(CheckpointError, match="an index has at most 33554432"):
+        Checkpoint.open(tmp_path)
