@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -126,10 +127,12 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
         while document.status not in {"ready", "asleep", "refused", "failed"}:
             display.show(document.status, document.progress)
             time.sleep(_PROFILING_POLL_S if document.status == "profiling" else _POLL_S)
-            try:
+            with contextlib.suppress(NotFoundError):
                 document = controller.get(path, DeploymentDocument)
-            except NotFoundError as error:  # of one that was accepted long ago, under the same key
-                raise NotFoundError(f"{accepted.name} was accepted, and has been removed since") from error
+                if document.created_at == accepted.created_at:
+                    continue
+            # Accepted long ago, under the same key; what has its name now is of another.
+            raise NotFoundError(f"{accepted.name} was accepted, and has been removed since")
     if document.status in {"refused", "failed"}:
         _remove(controller, accepted.name)  # a deploy that was refused leaves nothing behind, its name included
         kind = InfeasibleError if document.status == "refused" else EngineError

@@ -6,11 +6,15 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from fingerprint.errors import ConflictError, UnavailableError
+from fingerprint.codec import to_json
+from fingerprint.errors import ConflictError, NotFoundError, UnavailableError
 from iserve import client
+from iserve.api_types import DeploymentDocument
+from iserve.cli.serving import _follow
 from iserve.client import ControllerClient, post_once
 
 Answer = tuple[int, object] | None  # None: the connection ends without one
@@ -36,8 +40,8 @@ class Peer:
                 while line := lines.readline().strip():
                     name, _, value = line.decode().partition(": ")
                     headers[name.lower()] = value
-                self.bodies.append(lines.read(int(headers["content-length"])))
-                self.keys.append(headers["idempotency-key"])
+                self.bodies.append(lines.read(int(headers.get("content-length", 0))))
+                self.keys.append(headers.get("idempotency-key", ""))
                 if answer is not None:
                     body = json.dumps(answer[1]).encode()
                     head = f"HTTP/1.1 {answer[0]} x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -103,3 +107,25 @@ def test_without_a_controller_from_the_beginning_nothing_was_asked() -> None:
 
     with pytest.raises(UnavailableError, match=r"^the controller did not start$"):
         post_once(connect, "/x", {}, dict[str, str], "k")
+
+
+def test_a_later_deployment_of_the_same_name_is_not_the_one_that_was_asked_for(peers: list[Peer]) -> None:
+    """Its failure is not ours to clear away."""
+    accepted = DeploymentDocument(
+        name="a",
+        model="m",
+        intent="min-cost",
+        status="accepted",
+        error=None,
+        base_url=None,
+        config=None,
+        layers_per_stage=(),
+        device_ids=(),
+        worker_url=None,
+        restarts=0,
+        created_at=1000.25,
+    )
+    another = replace(accepted, created_at=2000.5, status="failed", error="out of memory")
+    peers.append(Peer([(200, json.loads(to_json(another)))]))
+    with pytest.raises(NotFoundError, match="a was accepted, and has been removed since"):
+        _follow(ControllerClient(peers[0].url, "t"), accepted, as_json=True)
