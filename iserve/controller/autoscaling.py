@@ -106,8 +106,8 @@ class Autoscaler:
         if wanted and self.refusal(row) is None:
             self._record(row, "waking", f"{row.name}: waking, it is called")
             return
-        drained = asked is not None and not asked.outstanding
-        if worker is not None and (drained or steady_s > _DRAIN_PATIENCE_S):
+        drained = steady_s > _DRAIN_PATIENCE_S if asked is None else not asked.outstanding
+        if worker is not None and drained:
             self._controller.end_worker(worker.spec.worker_id, f"{row.name} is asleep")
 
     def _record(self, row: DeploymentRow, phase: str, message: str) -> None:
