@@ -1,9 +1,9 @@
 """Profiles an engine that carries our step timer: fingerprints, every forward repeated to the model's depth.
 
 A fingerprint of k layers per stage with every forward run r = N / (p * k) times takes the whole model's time in a
-fingerprint's memory (``daemon/step_timer``). What a repeat costs beside its layers shows between the depths k = 2
-and k = 1. An engine start takes longer than all that is measured after it, so each fingerprint is started once
-and run through all its points; the budget counts the GPU's seconds after the starts.
+fingerprint's memory (``daemon/step_timer``). What a repeat costs beside its layers shows between two depths
+(``depth_tied_cuts``). An engine start takes longer than all that is measured after it, so each fingerprint is
+started once and run through all its points; the budget counts the GPU's seconds after the starts.
 
 Bursts run back to back until the GPU's clock and power have settled, since a GPU that works for 200 ms under its
 power cap is slower than one that works for 7; the earlier half of them is not kept. A host that shares its cores
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
+from fingerprint.depth_tied_cuts import kind_counts, repeats_the_mix, tied_depths, why_no_cuts
 from fingerprint.errors import ConfigError, IserveError, NotMeasuredError
 from fingerprint.measurements import (
     MachineInfo,
@@ -49,7 +50,7 @@ class DepthTiedPlan:
     weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,)
     kv: tuple[KvFormat, ...] = (KvFormat.BITS16,)
     points: tuple[Point, ...]
-    shallow_points: tuple[Point, ...]  # of these, what the one-layer fingerprint runs: for the cost of a repeat
+    shallow_points: tuple[Point, ...]  # of these, what the shallower fingerprint runs: for the cost of a repeat
     plain_points: tuple[Point, ...] = ()  # run unrepeated at both depths too, for the strategies that want that
     long_output: int = 33
     max_batch: int  # sequences that the engine is started for
@@ -61,7 +62,7 @@ class DepthTiedPlan:
     long_bursts: int = 4
     plain_bursts: int = 3
     once_tokens: int | None = None  # points with more prompt tokens are run once, generating
-    visits: int = 3  # of two layers to points of at most ``short_tokens``, for bursts of one output token
+    visits: int = 3  # of the deeper one to points of at most ``short_tokens``, for bursts of one output token
     short_tokens: int = 2048
     budget_s: float = 90.0  # of the GPU, after engine starts
 
@@ -88,7 +89,7 @@ class DepthTiedPlan:
         return (1, self.most_bursts, self.settle_s), long
 
     def is_visited_again(self, point: Point) -> bool:
-        """By two layers: a short prompt that is run with one output token at all."""
+        """By the deeper fingerprint: a short prompt that is run with one output token at all."""
         return _tokens(point) <= self.short_tokens and len(self.bursts(point)) > 1
 
     def num_bursts(self, depths: Sequence[int]) -> int:
@@ -97,7 +98,7 @@ class DepthTiedPlan:
             return 0
         shallow = self.shallow_points or (min(self.points, key=_tokens),)
         asked = [self.points, *(shallow for _ in depths[1:])]
-        again = sum(map(self.is_visited_again, self.points)) if depths[0] > 1 else 0
+        again = sum(map(self.is_visited_again, self.points)) if len(depths) > 1 else 0
         once = sum(len(self.bursts(point)) for points in asked for point in points)
         return once + 2 * len(self.plain_points) * len(depths) + (self.visits - 1) * again
 
@@ -130,12 +131,13 @@ def depth_tied_plan(
     inputs = {longest, max(1, longest // 4)}
     points = tuple(sorted((b, n) for b in batches for n in inputs))
     cheap = sorted(points, key=lambda point: point[0] * point[1])
+    alike = all(repeats_the_mix(spec, pp) for _, pp in degrees)  # else each point has its own cost of a repeat
     return DepthTiedPlan(
         degrees=degrees,
         weights=weights,
         kv=kv,
         points=points,
-        shallow_points=tuple(cheap[: max(1, (len(cheap) + 1) // 2)]),
+        shallow_points=tuple(cheap[: max(1, (len(cheap) + 1) // 2)] if alike else cheap),
         long_output=long_output,
         max_batch=max(max_batch, *batches),
         max_context_tokens=min(spec.max_context_tokens, max(longest + long_output, workload.context_tokens)),
@@ -243,9 +245,9 @@ class _Driver:
 
     def run_all(self) -> None:
         for tp, pp in self.plan.degrees:
-            depths = _depths(self.spec, pp)
+            depths = tied_depths(self.spec, pp)
             if not depths:
-                self.notes.append(f"tp={tp} pp={pp} left out: the model has {self.spec.num_layers} layers")
+                self.notes.append(f"tp={tp} pp={pp} left out: {why_no_cuts(self.spec, pp)}")
                 continue
             try:
                 self._degree(tp, pp, depths)
@@ -256,7 +258,7 @@ class _Driver:
         if not self.timing and self._first_error is not None:
             raise self._first_error
 
-    def _degree(self, tp: int, pp: int, depths: list[int]) -> None:
+    def _degree(self, tp: int, pp: int, depths: tuple[int, ...]) -> None:
         """Raises IserveError: no worker comes up."""
         for weights in self.plan.weights:
             for kv in self.plan.kv:
@@ -293,7 +295,7 @@ class _Driver:
         self.complete = False
         self.notes.append(f"{what} failed: {error}")
 
-    def _case(self, case: _Case, depths: list[int]) -> None:
+    def _case(self, case: _Case, depths: tuple[int, ...]) -> None:
         for attempt in (1, 2):
             timing: list[TimingPoint] = []
             memory: list[MemoryPoint] = []
@@ -339,14 +341,16 @@ class _Driver:
         session: StepTimedSession | None = self._load(case, depth)
         memory.append(self._memory(case, num_layers))  # counted while the engine starts
         repeat = max(1, self.spec.num_layers // num_layers)
-        jobs = [(point, repeat) for point in points] + [
-            (point, 1) for point in sorted(plan.plain_points, key=_tokens)
-        ]
+        is_deepest, end_s = depth > min(tied_depths(self.spec, case.pp)), plan.budget_s
+        if is_deepest and not repeats_the_mix(self.spec, case.pp):  # each point is wanted of both
+            end_s = (end_s + self.spent_s) / 2
+        jobs = [(point, repeat) for point in points]
+        jobs += [(point, 1) for point in sorted(plan.plain_points, key=_tokens)]
         died = False
         for number, (point, times) in enumerate(jobs):
             plain = number >= len(points)
             foreseen_s = self._foreseen_s(case, num_layers * times, point, plain=plain)
-            if number and foreseen_s > plan.budget_s - self.spent_s:
+            if number and foreseen_s > end_s - self.spent_s:
                 self._left_out(f"{case}, {num_layers} layers: batch {point[0]} with {point[1]} in")
                 continue  # not of the cheapest, without which the other depth's points would tell nothing
             try:
@@ -360,7 +364,7 @@ class _Driver:
                     self.notes.append(f"{case}, {num_layers} layers: its engine died twice, the rest is left out")
                     return
                 died = True
-        if session is not None and not died and depth > 1:  # one layer tells what a repeat costs, no whole
+        if session is not None and not died and is_deepest:  # the other tells what a repeat costs, no whole
             self._revisit(session, case, num_layers, repeat, timing)
 
     def _revisit(
@@ -397,6 +401,7 @@ class _Driver:
             pp=case.pp,
             weights=case.weights,
             kv=case.kv,
+            layer_kinds=kind_counts(self.spec, num_layers),
             max_batched_tokens=self.plan.max_batched_tokens,  # the engine's own peak is over a step of as many
             ranks=ranks,
             kv_tokens=self.plan.kv_tokens,
@@ -471,6 +476,7 @@ class _Driver:
             pp=case.pp,
             weights=case.weights,
             kv=case.kv,
+            layer_kinds=kind_counts(self.spec, num_layers),
             batch=batch,
             input_tokens=input_tokens,
             output_tokens=output,
@@ -480,14 +486,9 @@ class _Driver:
 
     def _tell(self, running: str) -> None:
         plan = self.plan
-        of_degrees = sum(plan.num_bursts(_depths(self.spec, pp)) for _, pp in plan.degrees)
+        of_degrees = sum(plan.num_bursts(tied_depths(self.spec, pp)) for _, pp in plan.degrees)
         total = of_degrees * len(plan.weights) * len(plan.kv)
         self.progress(ProfileProgress(self._done, max(total, self._done), self.spent_s, plan.budget_s, running))
-
-
-def _depths(spec: ModelSpec, pp: int) -> list[int]:
-    """Layers per stage of the fingerprints, the deepest first."""
-    return [k for k in (2, 1) if k * pp <= spec.num_layers]
 
 
 def _tokens(point: Point) -> int:

@@ -2,8 +2,9 @@
 
 With N layers, p stages and fingerprints of k layers per stage run r = N // (p k) times, a step takes
 ``r (o + p k h) + c``: h one layer, o what a repeat costs beside its layers (embedding, last norm, a graph's start,
-the host's call), c what happens once. Two depths tell o, since both run (nearly) N layers:
-``T(k, r) - T(k', r') = (r - r') o``. The whole model is ``T(k, r) - (r - 1) o + (N - r p k) h``.
+the host's call), c what happens once. Two depths tell o (``repeats``), since both run (nearly) N layers:
+``T(k, r) - T(k', r') = (r - r') o``. The whole model is ``T(k, r) - (r - 1) o + (N - r p k) h``. Layers of several
+kinds are measured in cuts between which this holds for their mix (``depth_tied_cuts``).
 
 What is predicted is what a client sees of a batch handed over at once: TTFT is the time of a burst of one output
 token, of bursts back to back; ``TPOT = (T(n) - TTFT) / (n - 1)`` for n output tokens, where T(n) starts on a
@@ -26,10 +27,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
-from sklearn.linear_model import LinearRegression, QuantileRegressor
+from sklearn.linear_model import LinearRegression
 
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload
 from fingerprint.errors import NotMeasuredError
@@ -37,28 +37,22 @@ from fingerprint.estimates import Estimator, Quantity, Source
 from fingerprint.estimators.all_reduce import GroupSums
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
+from fingerprint.estimators.repeats import (
+    RepeatCosts,
+    decoding,
+    repeat_costs,
+    repeated_points,
+    together,
+    until_first,
+)
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 
-Array = npt.NDArray[np.float64]
-
-__all__ = ["L3", "Overhead", "WholePoint", "in_hull", "repeat_overheads", "repeated_points", "whole_points"]
+__all__ = ["L3", "WholePoint", "in_hull", "whole_points"]
 
 _LENGTH_OCTAVES = 2.5  # of batch or input, over which the ratio to the roofline keeps its value
 _RATIO_SPREAD = 0.2  # of its logarithm, prior to any measurement
-_PACE_S, _PACE_SHARE = 2e-4, 0.01  # how well a forward's time is told: the host's pace, the clock's
 _Z90 = 1.6449
 _ON_THE_EDGE = 1e-6  # of the hull of points, in octaves: rounding
-
-
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """Seconds that one repeat costs beside its layers: ``per_pass * passes + per_token * tokens``."""
-
-    per_pass_s: float
-    per_token_s: float
-
-    def at(self, passes: float, tokens: float) -> float:
-        return self.per_pass_s * passes + self.per_token_s * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,166 +135,54 @@ def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Whol
     long = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens > 1}
     if {p.num_layers for p in repeated} == {deepest} and any(p.repeat > 1 for p in repeated):
         raise NotMeasuredError(f"{deepest} layers alone were repeated, which does not tell what a repeat costs")
-    first, step = _overheads(repeated, deepest)
-    found = (_whole(short.get(at, long[at]), long[at], num_layers, first, step) for at in sorted(long))
+    costs = repeat_costs(repeated, deepest)
+    both = ((short.get(at, long[at]), long[at]) for at in sorted(long))
+    found = (_whole(*points, num_layers, costs) for points in both if all(map(costs.knows, points)))
     return tuple(point for point in found if point.usable)
 
 
-def repeat_overheads(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Overhead, Overhead]:
-    """What one repeat costs until the first token and in a decode step; zero where one depth alone was repeated.
+def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, costs: RepeatCosts) -> WholePoint:
+    settled, in_run = until_first(short), until_first(long)
 
-    Arguments and errors are those of :func:`whole_points`.
-    """
-    return _overheads(*repeated_points(points, num_layers))
+    def steps_s(of_run: Callable[[RunReading], list[StepReading]]) -> tuple[float, ...]:
+        """Medians over the bursts, in order."""
+        by_run = [
+            [
+                _whole_s(long, s.cadence_s, s.forward_s, costs.step_s(long, index, s), num_layers)
+                for index, s in enumerate(of_run(run))
+            ]
+            for run in long.runs
+        ]
+        return tuple(statistics.median(in_order) for in_order in zip(*by_run, strict=False))
 
-
-def repeated_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[list[TimingPoint], int]:
-    """The repeated points that tell something of the whole model, and the deepest fingerprint's layers.
-
-    Arguments and errors are those of :func:`whole_points`.
-    """
-    repeated = [p for p in points if p.repeat == num_layers // p.num_layers]  # not those run as they are
-    if not repeated:
-        raise NotMeasuredError("no fingerprint was run with its forward repeated; profile the model again")
-    repeated = [p for p in repeated if p.output_tokens == 1 or _decodes_together(p)]
-    return repeated, max((p.num_layers for p in repeated), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Took:
-    """Seconds of a burst until its first tokens, or of one decode step, and what was run in them."""
-
-    seconds: float
-    forward_s: float  # of one stage
-    passes: float
-    tokens: float
-
-
-def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, first: Overhead, step: Overhead) -> WholePoint:
-    settled, in_run = _first(short), _first(long)
-
-    def step_s(reading: StepReading) -> float:
-        took = _Took(reading.cadence_s, reading.forward_s, 1, reading.sequences)
-        return _whole_s(long, took, step, num_layers)
-
-    by_run = [[step_s(s) for s in _together(long, run)] for run in long.runs]
-    steps = tuple(statistics.median(in_order) for in_order in zip(*by_run, strict=False))
-    ending = [[step_s(s) for s in _decoding(run) if s.sequences < long.batch] for run in long.runs]
     return WholePoint(
         batch=short.batch,
         input_tokens=short.input_tokens,
-        ttft_s=_whole_s(short, settled, first, num_layers),
-        first_s=_whole_s(long, in_run, first, num_layers),
-        steps_s=steps,
-        ending_s=tuple(statistics.median(in_order) for in_order in zip(*ending, strict=False)),
+        ttft_s=_whole_s(short, settled.seconds, settled.forward_s, costs.first_s(short, settled), num_layers),
+        first_s=_whole_s(long, in_run.seconds, in_run.forward_s, costs.first_s(long, in_run), num_layers),
+        steps_s=steps_s(lambda run: together(long, run)),
+        ending_s=steps_s(lambda run: [s for s in decoding(run) if s.sequences < long.batch]),
         passes=settled.passes,
         relative_spread=_spread([run.e2e_s for run in short.runs]),
     )
 
 
-def _whole_s(point: TimingPoint, took: _Took, overhead: Overhead, num_layers: int) -> float:
-    """``T - (r - 1) o + (N - r p k) h``, one layer's h from the forward's own time."""
-    once = overhead.at(took.passes, took.tokens)
+def _whole_s(point: TimingPoint, seconds: float, forward_s: float, once_s: float, num_layers: int) -> float:
+    """``T - (r - 1) o + (N - r p k) h``, one layer's h from the forward's own time.
+
+    Args:
+        forward_s: of the ``seconds``, one stage's forward, all repeats of it.
+        once_s: o.
+    """
     missing = num_layers - point.repeat * point.num_layers
-    layer_s = max(0.0, took.forward_s * point.pp / point.repeat - once) / point.num_layers
-    return took.seconds - (point.repeat - 1) * once + missing * layer_s
+    layer_s = max(0.0, forward_s * point.pp / point.repeat - once_s) / point.num_layers
+    return seconds - (point.repeat - 1) * once_s + missing * layer_s
 
 
 def _spread(times: list[float]) -> float:
     if len(times) < 2:
         return 0.02  # one long burst; over seconds the clock's noise averages out
     return _Z90 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.mean(times)
-
-
-def _first(point: TimingPoint) -> _Took:
-    """Until the first tokens, whether the bursts end there or go on."""
-    prompts = [[s for s in run.steps if s.prefill_tokens] for run in point.runs]
-    return _Took(
-        statistics.median(run.e2e_s - sum(s.cadence_s for s in _decoding(run)) for run in point.runs),
-        statistics.median(sum(s.forward_s for s in steps) for steps in prompts),
-        statistics.median(len(steps) for steps in prompts),
-        statistics.median(sum(s.tokens for s in steps) for steps in prompts),
-    )
-
-
-def _decoding(run: RunReading) -> list[StepReading]:
-    return [step for step in run.steps if not step.prefill_tokens]
-
-
-def _together(point: TimingPoint, run: RunReading) -> list[StepReading]:
-    """Decode steps of the whole batch."""
-    return [step for step in _decoding(run) if step.sequences == point.batch]
-
-
-def _decodes_together(point: TimingPoint) -> bool:
-    return all(_together(point, run) for run in point.runs)
-
-
-def _step(point: TimingPoint) -> _Took:
-    """One decode step of the whole batch."""
-    together = [_together(point, run) for run in point.runs]
-
-    def middle(of: Callable[[StepReading], float]) -> float:
-        by_step = zip(*([of(s) for s in steps] for steps in together), strict=False)
-        return float(statistics.median(statistics.median(runs) for runs in by_step))
-
-    return _Took(middle(lambda s: s.cadence_s), middle(lambda s: s.forward_s), 1, point.batch)
-
-
-def _overheads(points: list[TimingPoint], deepest: int) -> tuple[Overhead, Overhead]:
-    """Of a repeat in a first token and in a decode step, from what two depths ran alike.
-
-    With n = r p k layers run, ``F - F' = (r - r') o + (n - n') h`` of the forwards F of all stages, for a repeat
-    takes its time within the forward; what is around it is the host's, whose pace changes between two engines.
-    Where the depths do not divide N alike, n differs by a layer or two, and h is the deeper one's forward less o.
-    """
-    by_depth: dict[int, dict[tuple[int, int, bool], TimingPoint]] = {}
-    for point in points:
-        at = (point.batch, point.input_tokens, point.output_tokens > 1)
-        by_depth.setdefault(point.num_layers, {})[at] = point
-    first: list[tuple[_Took, float]] = []
-    step: list[tuple[_Took, float]] = []
-    for depth, others in by_depth.items():
-        for at, other in others.items():
-            same = by_depth[deepest].get(at)
-            if depth == deepest or same is None or other.repeat == same.repeat:
-                continue
-            of = _step if at[2] else _first
-            there, here = of(other), of(same)
-            more_layers = (other.repeat * other.num_layers - same.repeat * same.num_layers) / same.num_layers
-            forwards_s = same.pp * (there.forward_s - here.forward_s)
-            excess_s = forwards_s - more_layers * here.forward_s * same.pp / same.repeat
-            (step if at[2] else first).append((here, excess_s / (other.repeat - same.repeat - more_layers)))
-    return _fit_overhead(first), _fit_overhead(step)
-
-
-def _fit_overhead(seen: list[tuple[_Took, float]]) -> Overhead:
-    """Non-negative least absolute deviations of seconds per repeat over passes and tokens.
-
-    Absolute, because a launch-bound forward on a slow host is an outlier. A forward is told to ``_PACE_S``, or to
-    ``_PACE_SHARE`` of it where that is more.
-    """
-    if not seen:
-        return Overhead(0.0, 0.0)
-    work = np.array([[took.passes, took.tokens] for took, _ in seen])
-    cost, seconds = np.array([c for _, c in seen]), np.array([took.forward_s for took, _ in seen])
-    weight = 1 / np.maximum(_PACE_S, _PACE_SHARE * seconds)
-    # One size alone does not tell the two apart: as if nothing grew.
-    told_apart = np.linalg.matrix_rank(work) == 2
-    tried = (work, work * [1, 0], work * [0, 1]) if told_apart else (work * [1, 0],)
-    fits = [_absolute_fit(columns, cost, weight) for columns in tried]
-    loss = [float(weight @ np.abs(cost - work @ fit)) if fit.min() >= 0 else math.inf for fit in fits]
-    per_pass, per_token = fits[loss.index(min(loss))] if min(loss) < math.inf else (0.0, 0.0)
-    return Overhead(float(per_pass), float(per_token))
-
-
-def _absolute_fit(work: Array, cost: Array, weight: Array) -> Array:
-    """Least absolute deviations without an intercept; columns of zeros get no coefficient."""
-    scale = np.array([max(1.0, float(column.max())) for column in work.T])
-    unit = max(float(np.abs(cost).max()), 1e-12)  # the solver's tolerances are absolute
-    fit = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)
-    fit.fit(work / scale, cost / unit, sample_weight=weight / weight.max())
-    return np.where(work.any(axis=0), fit.coef_ * unit / scale, 0.0)
 
 
 class L3:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.depth_tied_profile import DepthTiedPlan
 from fingerprint.errors import InfeasibleError
 from fingerprint.estimates import StageMemory
@@ -24,7 +25,6 @@ __all__ = ["STEP_TOKENS", "Room", "fitting", "quietest", "share_of_free_bytes"]
 STEP_TOKENS = DEFAULT_MAX_BATCHED_TOKENS
 
 _SHARE_OF_FREE = 0.9  # of a device's memory, for a profiling worker
-_DEEPEST = 2  # layers of the largest fingerprint, per stage
 _GIB = 2**30
 
 
@@ -92,10 +92,12 @@ def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequenc
 
 def _need_bytes(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec) -> dict[tuple[int, int], int]:
     """By point, what the largest fingerprint takes on one GPU: by the roofline, with 16-bit weights."""
-    cut = RooflineEstimator(replace(spec, num_layers=_DEEPEST), gpu, max_batched_tokens=STEP_TOKENS)
+    deepest = max((k for _, pp in plan.degrees for k in tied_depths(spec, pp)), default=1)  # layers of a stage
+    alike = replace(spec, num_layers=deepest, layer_windows=())  # a sliding layer's blocks are made for all tokens
+    cut = RooflineEstimator(alike, gpu, max_batched_tokens=STEP_TOKENS)
 
     def stage(workload: Workload) -> StageMemory:
-        return cut.estimate(DeploymentConfig(), workload).memory.stage(0, _DEEPEST)
+        return cut.estimate(DeploymentConfig(), workload).memory.stage(0, deepest)
 
     step = stage(Workload(1, STEP_TOKENS, 1))
     beside = step.total_bytes - step.kv_bytes

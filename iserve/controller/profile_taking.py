@@ -13,6 +13,7 @@ from daemon.profile_client import WorkerProfileTarget
 from daemon.status import NodeStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_plan, depth_tied_profile
 from fingerprint.errors import ConfigError, InfeasibleError, IserveError, UnsupportedModelError
 from fingerprint.generate import generate, generate_dummy, generate_shape
@@ -68,27 +69,27 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
             f"timer, and {order.table.engine} has none; take --engine vllm, or leave --shards out"
         )
     if order.table.step_timed:
-        _refuse_several_kinds(order.source)
+        _refuse_without_pattern(order.source)
     if order.known is not None and order.wish is not None:
         return _added(order.known, order.wish, order, target, fingerprints)
     return (_take_depth_tied if order.table.step_timed else _take_plain)(order, target, fingerprints)
 
 
-def _refuse_several_kinds(source: ModelSource) -> None:
-    """A forward repeated to the model's depth has the whole model's mix of layers only where all are alike.
+def _refuse_without_pattern(source: ModelSource) -> None:
+    """A forward repeated to the model's depth has the whole model's mix of layers only where that repeats.
 
     Raises:
-        UnsupportedModelError: they are not.
+        UnsupportedModelError: it does not.
     """
-    if source.spec.layer_windows:
+    if source.spec.layer_windows and not tied_depths(source.spec, 1):
         kinds = ", ".join(
             f"{kind.count} look back " + (f"{kind.window:,} tokens" if kind.window else "to the beginning")
             for kind in source.spec.kinds
         )
         raise UnsupportedModelError(
             f"the {source.spec.num_layers} layers of {source.name} are of {len(source.spec.kinds)} kinds "
-            f"({kinds}), and on an engine with our step timer that is not measured yet; --engine torch measures "
-            "each kind, `iserve plan` with --gpus estimates the model from datasheets"
+            f"({kinds}) in no order that repeats, and an engine with our step timer measures a pattern that does; "
+            "--engine torch measures each kind, `iserve plan` with --gpus estimates the model from datasheets"
         )
 
 

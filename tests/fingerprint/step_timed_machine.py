@@ -8,6 +8,7 @@ with all its layers and r = 1. It refuses what the protocol forbids.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -55,7 +56,20 @@ class Step(NamedTuple):
     prefill_tokens: int
     decoding: int  # sequences
     context: int
-    pairs: int
+    pairs: int  # query and key, one head of a layer that looks back to the beginning
+    parts: tuple[tuple[int, int], ...]  # of each sequence: tokens computed, tokens in the cache before
+
+    def pairs_within(self, window: int | None) -> int:
+        """Of a layer that looks so far back."""
+        if window is None:
+            return self.pairs
+        return sum(_pairs_below(c + q, window) - _pairs_below(c, window) for q, c in self.parts)
+
+
+def _pairs_below(length: int, window: int) -> int:
+    """Of the first so many tokens of a sequence."""
+    w = min(window, length)
+    return w * (w + 1) // 2 + (length - w) * w
 
 
 @lru_cache(maxsize=256)
@@ -78,6 +92,7 @@ def schedule(batch: int, input_tokens: int, output_tokens: int, max_batched_toke
                 decoding=decoding,
                 context=sum(c for _, _, c in taken),
                 pairs=sum(q * c + q * (q + 1) // 2 for _, q, c in taken),
+                parts=tuple((q, c) for _, q, c in taken),
             )
         )
         for i, count, _ in taken:
@@ -103,6 +118,7 @@ class StepTruth:
     burst_s: float = 1e-3  # once per burst: handing over and answering
     recovery: float = 0.0  # by how much slower a layer is in the first decode step after a prefill; halves by step
     cool: float = 0.0  # by how much faster a layer's prefill is after decoding; halves by back-to-back burst
+    sliding_time: float = 1.3  # of a layer that looks back a window, over that of one that looks back as far
     tp_time: float = 0.6  # a layer's time at tp=2 over that at tp=1
     max_batched_tokens: int = 8192
     # bytes
@@ -131,9 +147,13 @@ class StepTruth:
         tokens = step.prefill_tokens + step.decoding
         h0, h1, h2 = self.layer_s
         clock = 1 - cooled if step.prefill_tokens else 1 + self.recovery / 2 ** (since_prefill - 1)
-        layer = (hypot(h0, h1 * tokens) + h2 * step.pairs) * clock * self.tp_time ** log2(cut.tp)
+        layers = 0.0  # all of one repeat
+        for window, count in Counter(cut.windows or (None,) * cut.layers).items():
+            kind = self.sliding_time if window is not None else 1.0
+            layers += count * kind * (hypot(h0, h1 * tokens) + h2 * step.pairs_within(window))
+        layers *= clock * self.tp_time ** log2(cut.tp)
         o0, o1 = self.prefill_repeat_s if step.prefill_tokens else self.decode_repeat_s
-        stage = cut.repeat * (o0 + o1 * tokens + layer * cut.layers / cut.pp) * level
+        stage = cut.repeat * (o0 + o1 * tokens + layers / cut.pp) * level
         return StepReading(
             tokens=tokens,
             sequences=step.sequences,
@@ -154,6 +174,7 @@ class Cut(NamedTuple):
     repeat: int = 1
     tp: int = 1
     pp: int = 1
+    windows: tuple[int | None, ...] = ()  # of each layer; empty: all look back to the beginning
 
 
 @dataclass
@@ -224,7 +245,8 @@ class StepTimedMachine:
 
     def _whole(self, batch: int, n: int, m: int, tp: int, pp: int, *, cooled: float) -> RunReading:
         steps = schedule(batch, n, m, self.truth.max_batched_tokens)
-        return self.truth.burst(steps, Cut(self.spec.num_layers, 1, tp, pp), cooled=cooled)
+        cut = Cut(self.spec.num_layers, 1, tp, pp, self.spec.layer_windows)
+        return self.truth.burst(steps, cut, cooled=cooled)
 
 
 class StepTimedSyntheticSession:
@@ -256,7 +278,8 @@ class StepTimedSyntheticSession:
         self.loaded = None
         machine.loads += 1
         machine.clock.now += machine.load_s
-        cut = Cut(sum(layers_per_stage), 1, self.tp, self.pp)
+        layers = sum(layers_per_stage)
+        cut = Cut(layers, 1, self.tp, self.pp, machine.spec.layer_windows[:layers])
         machine.log.append(("load", cut, weights, kv))
         error = machine.broken(cut, 0, 0, 0)
         if error is not None:

@@ -15,7 +15,8 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Source
 from fingerprint.estimators.calibration import Calibration, MeasuredError
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
-from fingerprint.estimators.l3 import L3, in_hull, repeat_overheads, whole_points
+from fingerprint.estimators.l3 import L3, in_hull, whole_points
+from fingerprint.estimators.repeats import repeat_overheads
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import Profile, RunReading
 from tests.fingerprint.estimator_conformance import EstimatorConformance, assert_interval

@@ -360,16 +360,40 @@ def test_every_format_and_degree_that_is_left_out_for_a_wish_is_recorded() -> No
     assert from_json(to_json(exact), Profile) == exact
 
 
-def test_layers_of_several_kinds_are_refused_before_anything_is_launched(tmp_path: Path) -> None:
-    """The first two layers of a Gemma 3 say nothing of the sixth."""
-    config = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4}
-    config |= {"intermediate_size": 96, "vocab_size": 128, "sliding_window": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    source = ModelSource("gemma", tmp_path, False, load_spec(tmp_path))
+def of_kinds(*windows: int | None) -> ModelSource:
+    return replace(SOURCE, spec=replace(SOURCE.spec, layer_windows=windows))
+
+
+def test_layers_of_several_kinds_are_measured_in_their_pattern() -> None:
+    """A sliding and a full layer by turns, 16 times: two of each, and one."""
+    source = of_kinds(*(128, None) * 16)
+    machine = StepTimedMachine(spec=source.spec)
+    profile = profiled(machine, source=source, quality=Quality.EXACT)
+    assert [note for note in profile.notes if "quality" not in note] == []
+    assert {(e[1].layers, e[1].pp) for e in machine.log if e[0] == "load"} == {(4, 1), (2, 1), (8, 2), (4, 2)}  # type: ignore[attr-defined]
+    workload = Workload(4, 512, 33)
+    found = estimator_for(profile).estimate(DeploymentConfig(engine="vllm"), workload)
+    assert found.ttft_s.source is Source.EXTRAPOLATED
+    assert found.ttft_s.value == pytest.approx(machine.ttft_s(4, 512), rel=0.01)  # of points apart: smoothed
+    assert found.tpot_s.value == pytest.approx(machine.tpot_s(4, 512, 33), rel=0.01)
+
+
+def test_the_room_a_profile_needs_is_that_of_its_deepest_cut() -> None:
+    """12 layers of KV cache where the pattern is six layers long, two where all are alike."""
+    source = of_kinds(*((128,) * 5 + (None,)) * 5, 128, 128)
+    machine = StepTimedMachine(spec=source.spec)
+    profile = profiled(machine, source=source, batch=256, quality=Quality.EXACT, node=with_free(6, 6))
+    alike = profiled(StepTimedMachine(), batch=256, quality=Quality.EXACT, node=with_free(6, 6))
+    assert points(profile) < points(alike)
+
+
+def test_layers_in_no_order_that_repeats_are_refused_before_anything_is_launched() -> None:
     machine = StepTimedMachine()
     with pytest.raises(UnsupportedModelError) as refused:
-        profiled(machine, source=source)
-    assert "are of 2 kinds (10 look back 512 tokens, 2 look back to the beginning)" in str(refused.value)
+        profiled(machine, source=of_kinds(*(None,) * 8, *(512,) * 24))
+    assert "are of 2 kinds (8 look back to the beginning, 24 look back 512 tokens) in no order" in str(
+        refused.value
+    )
     assert machine.log == []
 
 

@@ -1,0 +1,80 @@
+"""How many layers a stage of the two fingerprints has whose forward is repeated to the model's depth.
+
+A repeat's time is a line over layers, o + n h, where h is one layer or the mean of a mix of kinds. Layers of
+several kinds are two or more unknowns, yet two cuts tell the whole model where its mix lies on the line through
+theirs: with counts a, b and N of each kind in the deeper cut, the shallower one and the model, where N - b is a
+multiple of a - b. So the deeper cut is the shallower one and one repeating pattern more (GPT-OSS, Gemma 2: a
+sliding and a full layer; Gemma 3: five and one), and the shallower one is
+
+* one pattern, where the depth is a multiple of it: both have the model's own mix (12 and 6 layers of Gemma 3 12B's
+  48, 4 and 2 of GPT-OSS's 24), as layers all alike have with 2 and 1;
+* else what is left of the depth beside whole patterns (Gemma 3 of 62 layers: 2 and 8; of 34: 4 and 10). Then no
+  kind is modelled and no remainder assumed, the whole is on the line through both.
+
+All stages of a cut have one mix, since one stage's reading stands for all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["kind_counts", "repeats_the_mix", "tied_depths", "why_no_cuts"]
+
+
+def tied_depths(spec: ModelSpec, pp: int) -> tuple[int, ...]:
+    """Layers per stage of the fingerprints, each the model's first layers, the deepest first.
+
+    Empty where the model has too few layers, or where its kinds follow each other in no pattern that it repeats,
+    or in one that ``pp`` stages cannot share.
+    """
+    pattern = _pattern(spec.windows)
+    if not spec.layer_windows:
+        return tuple(k for k in (2, 1) if k * pp <= spec.num_layers)
+    if 2 * pattern > spec.num_layers:
+        return ()
+    left = spec.num_layers % (pattern * pp)
+    for shallow in ([left // pp] if left and left % pp == 0 else []) + [pattern]:
+        if _tells_the_whole(spec, shallow, shallow + pattern, pp):
+            return (shallow + pattern, shallow)
+    return ()
+
+
+def why_no_cuts(spec: ModelSpec, pp: int) -> str:
+    """Where :func:`tied_depths` is empty."""
+    several = f" of {len(spec.kinds)} kinds, in no pattern that repeats and that {pp} stages share"
+    return f"the model has {spec.num_layers} layers" + (several if spec.layer_windows else "")
+
+
+def kind_counts(spec: ModelSpec, num_layers: int) -> tuple[int, ...]:
+    """Of the first so many layers, those of each of the model's kinds; empty where all are alike."""
+    counts = Counter(spec.windows[:num_layers])
+    return tuple(counts[kind.window] for kind in spec.kinds) if spec.layer_windows else ()
+
+
+def repeats_the_mix(spec: ModelSpec, pp: int) -> bool:
+    """Whether both fingerprints have the whole model's mix of kinds, so that only a repeat's own cost differs."""
+    whole = kind_counts(spec, spec.num_layers)
+    return all(_parallel(kind_counts(spec, k * pp), whole) for k in tied_depths(spec, pp))
+
+
+def _pattern(windows: tuple[int | None, ...]) -> int:
+    """The fewest layers that, one after the other, are the whole model, the last time perhaps cut short."""
+    return next(p for p in range(1, len(windows) + 1) if windows[p:] == windows[:-p])
+
+
+def _tells_the_whole(spec: ModelSpec, shallow: int, deep: int, pp: int) -> bool:
+    if deep * pp > spec.num_layers:
+        return False
+    for k in (shallow, deep):
+        stages = [Counter(spec.windows[stage * k : (stage + 1) * k]) for stage in range(pp)]
+        if any(stage != stages[0] for stage in stages):
+            return False
+    b, a = kind_counts(spec, shallow * pp), kind_counts(spec, deep * pp)
+    whole = kind_counts(spec, spec.num_layers)
+    return _parallel([n - m for n, m in zip(whole, b, strict=True)], [n - m for n, m in zip(a, b, strict=True)])
+
+
+def _parallel(one: tuple[int, ...] | list[int], other: tuple[int, ...] | list[int]) -> bool:
+    return all(x * v == y * u for x, u in zip(one, other, strict=True) for y, v in zip(one, other, strict=True))

@@ -1,0 +1,251 @@
+"""What a repeat of a fingerprint's forward costs beside its layers, told by two depths.
+
+Both run (nearly) the whole depth, with different numbers of repeats. One repeat is o + n h over its n layers, so
+that ``o = (n f' - n' f) / (n - n')`` of two depths' times f and f' a repeat, and the whole model is at n = N on
+that line. Where both have the model's mix of layers, h is its mean layer and o the same whatever is computed but
+for passes and tokens: then it is fitted over all points that both ran, and holds at those that one ran too. Where
+they differ in their mix (``depth_tied_cuts``), the line is from the one mix to the other, o is where it meets no
+layers and no cost of anything by itself, and each point has its own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from sklearn.linear_model import QuantileRegressor
+
+from fingerprint.errors import NotMeasuredError
+from fingerprint.measurements import RunReading, StepReading, TimingPoint
+
+Array = npt.NDArray[np.float64]
+
+__all__ = [
+    "Overhead",
+    "RepeatCosts",
+    "Took",
+    "decoding",
+    "repeat_costs",
+    "repeat_overheads",
+    "repeated_points",
+    "together",
+    "until_first",
+]
+
+_PACE_S, _PACE_SHARE = 2e-4, 0.01  # how well a forward's time is told: the host's pace, the clock's
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Seconds that one repeat costs beside its layers: ``per_pass * passes + per_token * tokens``."""
+
+    per_pass_s: float
+    per_token_s: float
+
+    def at(self, passes: float, tokens: float) -> float:
+        return self.per_pass_s * passes + self.per_token_s * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of a burst until its first tokens, or of one decode step, and what was run in them."""
+
+    seconds: float
+    forward_s: float  # of one stage
+    passes: float
+    tokens: float
+
+
+def until_first(point: TimingPoint) -> Took:
+    """Until the first tokens, whether the bursts end there or go on."""
+    prompts = [[s for s in run.steps if s.prefill_tokens] for run in point.runs]
+    return Took(
+        statistics.median(run.e2e_s - sum(s.cadence_s for s in decoding(run)) for run in point.runs),
+        statistics.median(sum(s.forward_s for s in steps) for steps in prompts),
+        statistics.median(len(steps) for steps in prompts),
+        statistics.median(sum(s.tokens for s in steps) for steps in prompts),
+    )
+
+
+def decoding(run: RunReading) -> list[StepReading]:
+    return [step for step in run.steps if not step.prefill_tokens]
+
+
+def together(point: TimingPoint, run: RunReading) -> list[StepReading]:
+    """Decode steps of the whole batch."""
+    return [step for step in decoding(run) if step.sequences == point.batch]
+
+
+def _decodes_together(point: TimingPoint) -> bool:
+    return all(together(point, run) for run in point.runs)
+
+
+def _decode_step(point: TimingPoint) -> Took:
+    """One decode step of the whole batch."""
+    by_run = [together(point, run) for run in point.runs]
+
+    def middle(of: Callable[[StepReading], float]) -> float:
+        by_step = zip(*([of(s) for s in steps] for steps in by_run), strict=False)
+        return float(statistics.median(statistics.median(runs) for runs in by_step))
+
+    return Took(middle(lambda s: s.cadence_s), middle(lambda s: s.forward_s), 1, point.batch)
+
+
+At = tuple[int, int, bool]  # batch, input tokens, whether tokens were generated
+
+
+class RepeatCosts(Protocol):
+    """Seconds that one repeat costs beside its layers, of all stages."""
+
+    def knows(self, point: TimingPoint) -> bool:
+        """Whether it is told at ``point``, of the deepest fingerprint."""
+        ...
+
+    def first_s(self, point: TimingPoint, took: Took) -> float:
+        """Of the steps until the first token."""
+        ...
+
+    def step_s(self, point: TimingPoint, index: int, reading: StepReading) -> float:
+        """Of one decode step, the ``index``-th of those that hold the whole batch, or of those that do not."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """The same at all points but for passes and tokens."""
+
+    first: Overhead
+    step: Overhead
+
+    def knows(self, point: TimingPoint) -> bool:
+        return True
+
+    def first_s(self, point: TimingPoint, took: Took) -> float:
+        return self.first.at(took.passes, took.tokens)
+
+    def step_s(self, point: TimingPoint, index: int, reading: StepReading) -> float:
+        return self.step.at(1, reading.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """Of each point its own, from the same point of the shallower fingerprint."""
+
+    shallow: dict[At, TimingPoint]
+
+    def knows(self, point: TimingPoint) -> bool:
+        return _at(point) in self.shallow
+
+    def first_s(self, point: TimingPoint, took: Took) -> float:
+        other = self.shallow[_at(point)]
+        return _beside_layers_s(point, took.forward_s, other, until_first(other).forward_s)
+
+    def step_s(self, point: TimingPoint, index: int, reading: StepReading) -> float:
+        other = self.shallow[_at(point)]
+        ending = reading.sequences < point.batch
+        here, there = (_forwards_s(p, ending=ending) for p in (point, other))
+        if not there:  # the shallower one's sequences ended together
+            there = _forwards_s(other, ending=False)[-1:]
+        return _beside_layers_s(point, here[min(index, len(here) - 1)], other, there[min(index, len(there) - 1)])
+
+
+def repeat_costs(repeated: Sequence[TimingPoint], deepest: int) -> RepeatCosts:
+    """From what :func:`repeated_points` answers."""
+    shallow = {_at(p): p for p in repeated if p.num_layers < deepest}
+    if any(not _same_mix(p, other) for p in repeated for other in shallow.values()):
+        return _Paired(shallow)
+    return _Fitted(*_overheads(repeated, deepest))
+
+
+def repeat_overheads(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Overhead, Overhead]:
+    """What one repeat costs until the first token and in a decode step; zero where one depth alone was repeated.
+
+    Arguments and errors are those of ``l3.whole_points``.
+    """
+    return _overheads(*repeated_points(points, num_layers))
+
+
+def repeated_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[list[TimingPoint], int]:
+    """The repeated points that tell something of the whole model, and the deepest fingerprint's layers.
+
+    Arguments and errors are those of ``l3.whole_points``.
+    """
+    repeated = [p for p in points if p.repeat == num_layers // p.num_layers]  # not those run as they are
+    if not repeated:
+        raise NotMeasuredError("no fingerprint was run with its forward repeated; profile the model again")
+    repeated = [p for p in repeated if p.output_tokens == 1 or _decodes_together(p)]
+    return repeated, max((p.num_layers for p in repeated), default=0)
+
+
+def _at(point: TimingPoint) -> At:
+    return point.batch, point.input_tokens, point.output_tokens > 1
+
+
+def _same_mix(one: TimingPoint, other: TimingPoint) -> bool:
+    pairs = list(zip(one.layer_counts, other.layer_counts, strict=True))
+    return all(x * v == y * u for x, u in pairs for y, v in pairs)
+
+
+def _forwards_s(point: TimingPoint, *, ending: bool) -> list[float]:
+    """Of the decode steps in their order, medians over the bursts."""
+    by_run = [[s.forward_s for s in decoding(run) if (s.sequences < point.batch) == ending] for run in point.runs]
+    return [statistics.median(in_order) for in_order in zip(*by_run, strict=False)]
+
+
+def _beside_layers_s(deep: TimingPoint, deep_s: float, shallow: TimingPoint, shallow_s: float) -> float:
+    """Where the line over the layers of a repeat meets none. Args: forwards of one stage, all repeats."""
+    a, b = deep.num_layers, shallow.num_layers
+    per_repeat, other = deep.pp * deep_s / deep.repeat, shallow.pp * shallow_s / shallow.repeat
+    return (a * other - b * per_repeat) / (a - b)
+
+
+def _overheads(points: Sequence[TimingPoint], deepest: int) -> tuple[Overhead, Overhead]:
+    """Of a repeat in a first token and in a decode step, from what two depths ran alike.
+
+    From the forwards of all stages, for a repeat takes its time within the forward; what is around it is the
+    host's, whose pace changes between two engines.
+    """
+    deep = {_at(p): p for p in points if p.num_layers == deepest}
+    found: dict[bool, list[tuple[Took, float]]] = {False: [], True: []}
+    for point in points:
+        same = deep.get(_at(point))
+        if point.num_layers == deepest or same is None or point.repeat == same.repeat:
+            continue
+        generates = point.output_tokens > 1
+        there, here = (_decode_step(p) if generates else until_first(p) for p in (point, same))
+        found[generates].append((here, _beside_layers_s(same, here.forward_s, point, there.forward_s)))
+    return _fit_overhead(found[False]), _fit_overhead(found[True])
+
+
+def _fit_overhead(seen: list[tuple[Took, float]]) -> Overhead:
+    """Non-negative least absolute deviations of seconds per repeat over passes and tokens.
+
+    Absolute, because a launch-bound forward on a slow host is an outlier. A forward is told to ``_PACE_S``, or to
+    ``_PACE_SHARE`` of it where that is more.
+    """
+    if not seen:
+        return Overhead(0.0, 0.0)
+    work = np.array([[took.passes, took.tokens] for took, _ in seen])
+    cost, seconds = np.array([c for _, c in seen]), np.array([took.forward_s for took, _ in seen])
+    weight = 1 / np.maximum(_PACE_S, _PACE_SHARE * seconds)
+    # One size alone does not tell the two apart: as if nothing grew.
+    told_apart = np.linalg.matrix_rank(work) == 2
+    tried = (work, work * [1, 0], work * [0, 1]) if told_apart else (work * [1, 0],)
+    fits = [_absolute_fit(columns, cost, weight) for columns in tried]
+    loss = [float(weight @ np.abs(cost - work @ fit)) if fit.min() >= 0 else math.inf for fit in fits]
+    per_pass, per_token = fits[loss.index(min(loss))] if min(loss) < math.inf else (0.0, 0.0)
+    return Overhead(float(per_pass), float(per_token))
+
+
+def _absolute_fit(work: Array, cost: Array, weight: Array) -> Array:
+    """Least absolute deviations without an intercept; columns of zeros get no coefficient."""
+    scale = np.array([max(1.0, float(column.max())) for column in work.T])
+    unit = max(float(np.abs(cost).max()), 1e-12)  # the solver's tolerances are absolute
+    fit = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)
+    fit.fit(work / scale, cost / unit, sample_weight=weight / weight.max())
+    return np.where(work.any(axis=0), fit.coef_ * unit / scale, 0.0)
