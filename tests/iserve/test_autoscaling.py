@@ -109,7 +109,7 @@ def test_a_worker_is_ended_only_when_the_gateway_has_nothing_there(world: Nappin
 
 
 def test_a_long_answer_is_not_cut_short(world: Napping, until: Until) -> None:
-    """One sent there just before the gateway read that it sleeps. A gateway that does not answer is another case."""
+    """Sent there just before the gateway read that it sleeps. A gateway that does not answer is another case."""
     world.deploy_one(until)
     world.outstanding = 1
     world.later(LIMIT_S, idle_s=LIMIT_S)
