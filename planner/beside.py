@@ -36,23 +36,31 @@ class Neighbours(Protocol):
 
 
 class Sites:
-    """Where each row would go and how slow that is: asked once, so that every later answer is the same."""
+    """Where each row would go and how slow that is: asked once, so that every later answer is the same.
+
+    Args:
+        estimates: None of a row that cannot run at all.
+    """
 
     def __init__(self, estimates: Sequence[Estimate | None], fits: Fits, neighbours: Neighbours) -> None:
-        self._estimates, self._neighbours = estimates, neighbours
+        self._estimates, self._fits, self._neighbours = estimates, fits, neighbours
         self.slowdowns = np.ones(len(estimates))
         self._answers: dict[int, Layout | NoRoom] = {}  # by the identity of the estimate
-        for row, estimate in enumerate(estimates):
-            if estimate is not None:
-                self._put(row, estimate, fits(estimate))
 
-    def _put(self, row: int, estimate: Estimate, answer: Layout | NoRoom) -> None:
-        self._answers[id(estimate)] = answer
-        self.slowdowns[row] = 1.0 if isinstance(answer, NoRoom) else self._neighbours.slowdown(answer)
+    def ask(self, rows: Mask) -> None:
+        for row in np.flatnonzero(rows).tolist():
+            estimate = self._estimates[row]
+            if estimate is not None and id(estimate) not in self._answers:
+                self._put(row, estimate, self._fits(estimate))
+
+    def assume(self, slowdown: float) -> None:
+        """Of the rows that were not asked."""
+        for row, estimate in enumerate(self._estimates):
+            if estimate is not None and id(estimate) not in self._answers:
+                self.slowdowns[row] = slowdown
 
     def quieten(self, late: Mask) -> bool:
-        """Let the rows that are ``late`` for the others' sake go to the quietest GPUs; whether any is faster
-        there."""
+        """Let the rows that are ``late`` go to the quietest GPUs; whether any is faster there."""
         before = self.slowdowns.copy()
         for row in np.flatnonzero(late & (before > 1)).tolist():
             estimate = self._estimates[row]
@@ -65,13 +73,18 @@ class Sites:
 
     @property
     def placed(self) -> Mask:
-        """The rows that have a place."""
-        return np.array(
-            [e is not None and not isinstance(self.fits(e), NoRoom) for e in self._estimates], dtype=np.bool_
-        )
+        """The rows that were asked and have a place."""
+        found = [None if e is None else self._answers.get(id(e)) for e in self._estimates]
+        return np.array([one is not None and not isinstance(one, NoRoom) for one in found], dtype=np.bool_)
 
     def fits(self, estimate: Estimate) -> Layout | NoRoom:
-        return self._answers[id(estimate)]
+        """For the planner, later; of a row that was not asked the answer is that of ``fits``."""
+        answer = self._answers.get(id(estimate))
+        return self._fits(estimate) if answer is None else answer
+
+    def _put(self, row: int, estimate: Estimate, answer: Layout | NoRoom) -> None:
+        self._answers[id(estimate)] = answer
+        self.slowdowns[row] = 1.0 if isinstance(answer, NoRoom) else self._neighbours.slowdown(answer)
 
 
 def told_of_idle(

@@ -10,8 +10,9 @@ Rules.
     candidates are listed never matters. The configurations of ``candidates`` are distinct.
 *   ``fits`` is called at most once per candidate, best objective first, and only for candidates that nothing
     else refuses; when none of them fits, also for those that relaxing a limit could admit.
-*   Where others run on the GPUs (:mod:`planner.beside`), every candidate that can run is asked for its place, and
-    the objective, the cost and the limits are those of its times there.
+*   Where others run on the GPUs (:mod:`planner.beside`), the objective, the cost and the limits are those of the
+    times where a candidate would go. What misses a limit on idle GPUs is asked for its place only where nothing is
+    feasible; else it is taken to be as slow as the chosen one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from planner.attainment import Attainment, paces
 from planner.beside import Fits, Neighbours, Sites, told_of_idle
+from planner.cells import Mask, Rows
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
 from planner.explain import better, what_it_takes
 from planner.intent import Intent
@@ -63,7 +65,9 @@ def rank(
     first = None
     if neighbours is not None:
         sites = Sites(_askable(table, intent, objective, cost), fits, neighbours)
-        fits, first = sites.fits, _first_on_idle(table, checks, sites)
+        kept = num_missed(checks, len(table.rows)) == 0
+        sites.ask(kept)
+        fits, first = sites.fits, _first_of(table, kept & sites.placed)
         table, served, checks = _beside(table, sites, intent, objective, cost, prices)
     verdicts = Verdicts(checks, served, intent.rate_per_s)
     judged = _judge(table, checks, verdicts, intent, objective, cost, fits)
@@ -155,10 +159,9 @@ def _askable(table: _Table, intent: Intent, objective: Objective, cost: Cost) ->
     return [None if refusal else row.estimate for row, refusal in zip(table.rows, refusals, strict=True)]
 
 
-def _first_on_idle(table: _Table, checks: Sequence[Check], sites: Sites) -> tuple[DeploymentConfig, float] | None:
-    """What would be chosen if nobody ran on the GPUs, ``table`` and ``checks`` being those of idle ones."""
-    kept = num_missed(checks, len(table.rows)) == 0
-    row = next((row for row in np.flatnonzero(kept & sites.placed).tolist()), None)
+def _first_of(table: _Table, rows: Mask) -> tuple[DeploymentConfig, float] | None:
+    """What would be chosen if nobody ran on the GPUs, whose ``table`` this is."""
+    row = next(iter(np.flatnonzero(rows).tolist()), None)
     return None if row is None else (table.rows[row].config, float(table.objectives[row]))
 
 
@@ -166,16 +169,30 @@ def _beside(
     table: _Table, sites: Sites, intent: Intent, objective: Objective, cost: Cost, prices: Prices
 ) -> tuple[_Table, Attainment | None, list[Check]]:
     """The idle ``table`` where each of its rows goes."""
-    there = _table(table.rows, table.idle, sites.slowdowns, intent, objective, cost, prices)
-    served, checks = _checks(there, intent, cost)
-    timed = [check.missed for check in checks if check.limit.kind in TIMED]
-    if timed:
-        row_of = {id(row.estimate): i for i, row in enumerate(there.rows)}
-        late = np.logical_or.reduce(timed)[[row_of[id(row.estimate)] for row in table.rows]]
-        if sites.quieten(late):
-            there = _table(table.rows, table.idle, sites.slowdowns, intent, objective, cost, prices)
-            served, checks = _checks(there, intent, cost)
-    return there, served, checks
+    position = {id(row.estimate): at for at, row in enumerate(table.rows)}  # of the rows of ``sites``
+
+    def there() -> tuple[_Table, Attainment | None, list[Check], Rows]:
+        found = _table(table.rows, table.idle, sites.slowdowns, intent, objective, cost, prices)
+        rows = np.array([position[id(row.estimate)] for row in found.rows], dtype=np.intp)
+        return found, *_checks(found, intent, cost), rows
+
+    def settled() -> tuple[_Table, Attainment | None, list[Check], Rows]:
+        answer = there()
+        late = np.zeros(len(table.rows), np.bool_)
+        for check in answer[2]:
+            if check.limit.kind in TIMED:
+                late[answer[3]] |= check.missed
+        return there() if sites.quieten(late & sites.placed) else answer
+
+    found, served, checks, rows = settled()
+    feasible = np.flatnonzero((num_missed(checks, len(rows)) == 0) & sites.placed[rows])
+    if not len(feasible):
+        sites.ask(np.ones(len(rows), np.bool_))
+        found, served, checks, _ = settled()
+    elif (slowdown := float(found.slowdowns[feasible[0]])) > 1:
+        sites.assume(slowdown)
+        found, served, checks, _ = there()
+    return found, served, checks
 
 
 def _better_idle(
