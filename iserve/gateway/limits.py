@@ -30,7 +30,7 @@ __all__ = [
 
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_JSON_DEPTH = 64
-MAX_PROMPTS = 128  # of one request: each takes a place in a batch, beside those of others
+MAX_PROMPTS = 128  # of one request, or answers to them: each takes a place in a batch, beside those of others
 BODY_TIMEOUT_S = 10.0
 _MIN_BODY_BYTES_PER_S = 64 * 2**10  # a body that keeps this pace may take longer than BODY_TIMEOUT_S
 _MAX_CONTAINERS = 100_000  # objects and arrays of one body; bounds the work of the depth scan
@@ -49,6 +49,8 @@ class RequestHead(msgspec.Struct):
 
     model: Any = None
     prompt: msgspec.Raw = msgspec.Raw()
+    n: Any = None
+    best_of: Any = None
     stream: Any = None
     stream_options: Any = None
 
@@ -154,7 +156,21 @@ def parse_head(body: bytes) -> RequestHead:
     if (prompts := num_prompts(head.prompt)) > MAX_PROMPTS:
         message = f"'prompt' has {prompts} prompts; send at most {MAX_PROMPTS} in a request"
         raise ApiError(400, message, "too_many_prompts", "prompt")
+    _check_answers(head, prompts)
     return head
+
+
+def _check_answers(head: RequestHead, prompts: int) -> None:
+    for name, answers in (("n", head.n), ("best_of", head.best_of)):
+        if answers is None:
+            continue
+        if type(answers) is not int:  # a worker might take "9999", or 9999.0, for a number
+            raise ApiError(400, f"{name!r} must be a whole number", "invalid_value", name)
+        if prompts * answers > MAX_PROMPTS:
+            message = (
+                f"{name!r} asks for {answers} answers to {prompts} prompts; send for at most {MAX_PROMPTS} in all"
+            )
+            raise ApiError(400, message, "too_many_answers", name)
 
 
 def num_prompts(prompt: msgspec.Raw) -> int:

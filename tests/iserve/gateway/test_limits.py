@@ -153,6 +153,21 @@ class TestBody:
         assert "129" in answer.error["message"]
         assert len(worker.bodies) == 1
 
+    @pytest.mark.parametrize("name", ["n", "best_of"])
+    def test_128_answers_are_the_limit_too(self, gateway, worker, name) -> None:
+        assert gateway.complete(prompt=["x"] * 64, **{name: 2}).status == 200
+        assert gateway.complete(**{name: None}).status == 200
+        for prompt, number in ((["x"] * 64, 3), ("x", 129), ("x", 10**30)):
+            answer = gateway.complete(prompt=prompt, **{name: number})
+            assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "too_many_answers", name)
+        chat = {"model": "m", "messages": [{"role": "user", "content": "x"}], name: 129}
+        assert gateway.ask("POST", "/v1/chat/completions", chat).error["code"] == "too_many_answers"
+
+    @pytest.mark.parametrize("number", ["9999", 9999.0, True, [1]])
+    def test_a_number_of_answers_is_a_whole_number(self, gateway, worker, number) -> None:
+        answer = gateway.complete(n=number)
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_value", "n")
+
     def test_only_json_is_taken(self, gateway, worker) -> None:
         """A form or plain text is what a web page may send to a loopback address unasked."""
         for kind in ("text/plain", "application/x-www-form-urlencoded"):
