@@ -329,7 +329,7 @@ class Store:
         """Change what is given. A new phase without an error clears the error."""
         values: dict[str, object] = {}
         if phase is not None:
-            values |= {"phase": phase, "error": error}
+            values |= {"phase": phase, "error": None if error is None else _storable(error)}
         if desired is not None:
             values["desired"] = desired
         if plan is not None:
@@ -402,12 +402,17 @@ class Store:
 
 def _add_event(connection: sa.Connection, deployment_id: int | None, kind: str, message: str) -> None:
     there = sa.select(deployments.c.id).where(deployments.c.id == deployment_id).scalar_subquery()
-    text = message[:4000].replace("\0", "\\0")  # which PostgreSQL keeps in no text
+    text = _storable(message[:4000])
     result = connection.execute(
         sa.insert(events).values(at=time.time(), deployment_id=there, kind=kind, message=text)
     )
     (newest,) = result.inserted_primary_key or (0,)
     connection.execute(sa.delete(events).where(events.c.id <= newest - _EVENTS_KEPT))
+
+
+def _storable(message: str) -> str:
+    """Of what a log or a file's name may hold: PostgreSQL keeps no zero byte, neither of them half a character."""
+    return message.replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 
 
 def _readable(body: str, kind: type[T]) -> T | None:

@@ -392,6 +392,16 @@ def test_texts_of_people_are_kept_as_they_are_or_refused(at: Callable[[], Store]
     assert [e.message for e in store.events()] == ["a\\0b"]
 
 
+def test_a_reason_is_kept_whatever_a_log_or_a_name_of_a_file_brings_into_it(at: Callable[[], Store]) -> None:
+    """Else the deployment would be taken up again for ever."""
+    store = at()
+    row = store.add_deployment("a", b"{}")
+    store.update_deployment(row.id, phase="failed", error="cannot read \udcff.bin: \0")
+    store.add_event(row.id, "failed", "cannot read \udcff.bin: \0")
+    told = "cannot read \\udcff.bin: \\0"
+    assert store.deployment("a").error == store.events()[-1].message == told
+
+
 # PostgreSQL alone: the server is elsewhere, ends and comes back, and others can reach it
 
 
