@@ -22,7 +22,7 @@ from placement.types import ClusterSnapshot, Placement
 from planner.costs import objective_of
 from planner.intent import IntentKind
 from planner.plan import Candidate, Layout, NoRoom, Ranked
-from planner.rank import rank
+from planner.rank import best_of
 from planner.space import MAX_PP, TP_DEGREES
 
 __all__ = ["Chosen", "RankedModel"]
@@ -41,7 +41,7 @@ _LOOKED_AT = 8  # configurations beside others: each costs a placement
 # Once a place is known, others are looked at while GPUs of the cluster times GPUs of the place add up to this: on
 # 1,000 GPUs places of sixteen together, on eight 2,000.
 _LOOKS = 16_000
-_MOST_AT_ONCE = 16  # ranked together, which takes hardly longer than one
+_AT_ONCE = 16  # ranked together, which takes hardly longer than one
 
 
 class _BestBeside:
@@ -61,14 +61,13 @@ class _BestBeside:
 
     def look_at(self, candidates: list[Candidate]) -> None:
         among = [*self._leader, *candidates]
-        plan = rank(
+        self.best = best = best_of(
             among,
             self._options.intent,
             fits=self._place,
             prices=prices_of(self._gpu),
             neighbours=self._fits.neighbours,
         )
-        self.best = best = plan.best
         self._leader = [one for one in among if best is not None and one.config == best.config]
 
     def _place(self, estimate: Estimate) -> Layout | NoRoom:
@@ -124,7 +123,7 @@ class RankedModel:
             chunk.append(candidate)
             if len(chunk) == most:
                 found.look_at(chunk)
-                chunk, most = [], min(2 * most, _MOST_AT_ONCE)
+                chunk, most = [], _AT_ONCE
         found.look_at(chunk)
         return found.best
 

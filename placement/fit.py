@@ -273,7 +273,16 @@ def _select(
     order: list[_Seat], by_room: list[_Seat], island: _Island, demand: BlockDemand, longest: int
 ) -> list[_Seat]:
     """The tp * pp GPUs to use: the shortest prefix of ``order`` that fits ends in a GPU that is needed; keep it,
-    and shorten the prefix of what is left in the same way."""
+    and shorten the prefix of what is left in the same way. For a single stage that comes to the first tp GPUs with
+    room of the island that has so many first."""
+    if demand.pp == 1:
+        need_bytes, roomy = demand.stage_bytes(0, demand.num_layers), dict[object, list[_Seat]]()
+        for seat in order:
+            if seat.free_bytes >= need_bytes:
+                group = roomy.setdefault(island(seat), [])
+                group.append(seat)
+                if len(group) == demand.tp:
+                    return group
     kept: set[int] = set()
     prefix, wanted = len(order), demand.tp * demand.pp
 

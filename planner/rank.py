@@ -36,7 +36,7 @@ from planner.limits import Check, Verdicts, checks_as_asked, limits_missed, num_
 from planner.plan import TIMED, BetterIdle, Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
 from planner.queueing import MODEL_NAME
 
-__all__ = ["rank"]
+__all__ = ["best_of", "rank"]
 
 _NO_PRICES = Prices()
 _NOT_USABLE = "its estimate is not a positive, finite number of seconds and bytes"
@@ -58,17 +58,7 @@ def rank(
         neighbours: what runs on the GPUs; None: nothing, or it is not to count.
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
-    predicted = [c for c in candidates if c.estimate is not None]
-    idle = figures([c.estimate for c in predicted if c.estimate is not None])
-    table = _table(predicted, idle, np.ones(len(predicted)), intent, objective, cost, prices)
-    served, checks = _checks(table, intent, cost)
-    first = None
-    if neighbours is not None:
-        sites = Sites(_askable(table, intent, objective, cost), fits, neighbours)
-        kept = num_missed(checks, len(table.rows)) == 0
-        sites.ask(kept)
-        fits, first = sites.fits, _first_of(table, kept & sites.placed)
-        table, served, checks = _beside(table, sites, intent, objective, cost, prices)
+    table, served, checks, fits, first = _weighed(candidates, intent, fits, prices, neighbours)
     verdicts = Verdicts(checks, served, intent.rate_per_s)
     judged = _judge(table, checks, verdicts, intent, objective, cost, fits)
     feasible = [ranked for ranked in judged if ranked.feasible]
@@ -95,6 +85,50 @@ def rank(
         why_not=replace(why_not, better=better(ordered, objective.maximize)),
         better_idle=None if first is None else _better_idle(*first, ordered, objective),
     )
+
+
+def best_of(
+    candidates: Sequence[Candidate],
+    intent: Intent,
+    *,
+    fits: Fits,
+    prices: Prices = _NO_PRICES,
+    neighbours: Neighbours | None = None,
+) -> Ranked | None:
+    """What ``rank`` chooses, with nothing explained."""
+    table, served, checks, fits, _ = _weighed(candidates, intent, fits, prices, neighbours)
+    verdicts = Verdicts(checks, served, intent.rate_per_s)
+    judged = _judge(table, checks, verdicts, intent, objective_of(intent), COSTS[intent.cost_model], fits)
+    return next((ranked for ranked in judged if ranked.feasible), None)
+
+
+class _Weighed(NamedTuple):
+    """Everything on which the verdicts rest."""
+
+    table: _Table
+    served: Attainment | None
+    checks: list[Check]
+    fits: Fits
+    first: tuple[DeploymentConfig, float] | None  # beside others: what is best on idle GPUs, and its objective
+
+
+def _weighed(
+    candidates: Sequence[Candidate], intent: Intent, fits: Fits, prices: Prices, neighbours: Neighbours | None
+) -> _Weighed:
+    objective, cost = objective_of(intent), COSTS[intent.cost_model]
+    predicted = [c for c in candidates if c.estimate is not None]
+    idle = figures([c.estimate for c in predicted if c.estimate is not None])
+    table = _table(predicted, idle, np.ones(len(predicted)), intent, objective, cost, prices)
+    served, checks = _checks(table, intent, cost)
+    if neighbours is None:
+        return _Weighed(table, served, checks, fits, None)
+    sites = Sites(_askable(table, intent, objective, cost), fits, neighbours)
+    kept = num_missed(checks, len(table.rows)) == 0
+    sites.ask(kept)
+    first = _first_of(table, kept & sites.placed)
+    if first is not None and not (sites.slowdowns > 1).any():  # nobody runs where any of them would go
+        return _Weighed(table, served, checks, sites.fits, None)
+    return _Weighed(*_beside(table, sites, intent, objective, cost, prices), sites.fits, first)
 
 
 class _Table(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daemon.devices import Device
-from daemon.status import NodeStatus
+from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.errors import InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from iserve.api_types import NodeDocument
@@ -31,11 +31,22 @@ def hardware_of(node: NodeStatus | NodeDocument, gpu: GpuSpec) -> Hardware:
             gpu_index=device.index,
             total_bytes=device.total_bytes,
             free_bytes=min(device.free_bytes, device.total_bytes),
-            load_fraction=min(1.0, max(0.0, device.load_fraction)),
+            load_fraction=_load_of_those_there(device),
         )
         for device in node.devices
     )
     return Hardware(label=f"{len(gpus)} x {gpu.name} ({node.node_id})", gpu=gpu, snapshot=ClusterSnapshot(gpus))
+
+
+_HELD = 0.02  # of a device's memory: less is the driver's own
+
+
+def _load_of_those_there(device: DeviceStatus) -> float:
+    """0 where nobody holds memory: what was seen of the last 120 s is then of who has left, such as the engine of a
+    profile that was taken a moment ago."""
+    if device.total_bytes - device.free_bytes < _HELD * device.total_bytes:
+        return 0.0
+    return min(1.0, max(0.0, device.load_fraction))
 
 
 def devices_of(node: NodeStatus) -> tuple[Device, ...]:

@@ -182,7 +182,7 @@ def test_on_a_tiny_cluster_it_equals_exhaustive_search(name: str, loads: list[fl
         assert found <= searched
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     name=names,
     policy=st.sampled_from(("ilp", "least-loaded")),
@@ -200,7 +200,7 @@ def test_a_quieter_gpu_never_makes_the_choice_worse(
     assert after <= before or after == pytest.approx(before)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     name=st.sampled_from(["latency-slo", "latency-slo at a rate", "cost-slo"]),
     loads=st.lists(LOADS, min_size=1, max_size=6),
