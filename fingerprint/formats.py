@@ -7,6 +7,8 @@ Not included: allocator rounding, and what a kernel re-packs at load time.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
@@ -24,6 +26,7 @@ __all__ = [
     "kv_tokens_per_layer",
     "layer_weight_bytes",
     "layer_weight_bytes_per_gpu",
+    "layers_per_block",
     "linear_element_bytes",
 ]
 
@@ -40,6 +43,8 @@ _FP8_SCALE_BYTES = 4.0  # one fp32 scale per matrix, as in compressed-tensors an
 DENSE_STORED = frozenset({Pruning.NONE, Pruning.SPARSEGPT, Pruning.WANDA, Pruning.WANDA_4_8})
 # Structured: whole heads and MLP channels go. The share of the layers' linear parameters that stays.
 _LLM_PRUNER_KEPT = 0.75
+
+_ALIKE = 1.5  # as vLLM's get_kv_cache_groups
 
 
 class _Matrix(NamedTuple):
@@ -149,6 +154,19 @@ def kv_tokens_per_layer(spec: ModelSpec, pp: int, workload: Workload, step_token
         means.append(sum(map(held, spec.layer_windows[first : first + layers])) / layers)
         first += layers
     return max(means)
+
+
+def layers_per_block(windows: Sequence[int | None]) -> int:
+    """Layers of each group that shares one table of KV blocks, where an engine keeps such groups.
+
+    As vLLM's get_kv_cache_groups: layers of several kinds share the blocks, in groups as large as the rarest kind
+    (the commonest, where they are about as many), the last one filled up. Of layers all alike it is all of them.
+
+    Args:
+        windows: of the layers of one stage.
+    """
+    counts = Counter(windows).values()
+    return max(counts) if max(counts) < _ALIKE * min(counts) else min(counts)
 
 
 def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> float:

@@ -217,6 +217,8 @@ def _hook_vllm(worker_class: Any) -> None:
     def initialize_from_config(self: Any, kv_cache_config: Any) -> Any:
         self.iserve_kv_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         self.iserve_blocks = kv_cache_config.num_blocks
+        self.iserve_kv_tensors = len(kv_cache_config.kv_cache_tensors)
+        self.iserve_kv_layers = sum(len(tensor.shared_by) for tensor in kv_cache_config.kv_cache_tensors)
         return initialize(self, kv_cache_config)
 
     @functools.wraps(execute)
@@ -295,6 +297,8 @@ def _rpc_memory(worker: Any) -> dict[str, int]:
         "graphs": int(getattr(worker, "iserve_graph_bytes", 0) or 0),
         "kv_bytes": int(getattr(worker, "iserve_kv_bytes", 0)),
         "blocks": int(getattr(worker, "iserve_blocks", 0)),
+        "kv_tensors": int(getattr(worker, "iserve_kv_tensors", 0)),
+        "kv_layers": int(getattr(worker, "iserve_kv_layers", 0)),
         "block_tokens": int(worker.cache_config.block_size),
         "torch_reserved": torch.cuda.memory_reserved(),
         "device_used": total_bytes - free_bytes,

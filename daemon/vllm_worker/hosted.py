@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import multiprocessing
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from iserve_hosted import Hosted, Nvml, Rows
@@ -43,7 +46,7 @@ class HostedVllm(Hosted):
         config, limits = self.spec["config"], self.spec["limits"]
         tp, pp = config["tp"], config["pp"]
         # A sequence's last block is partly empty, and vLLM keeps one block for itself.
-        blocks = math.ceil(kv_tokens / BLOCK_TOKENS) + order["max_batch"] + 1
+        blocks = _kv_groups(order["checkpoint"]) * (math.ceil(kv_tokens / BLOCK_TOKENS) + order["max_batch"]) + 1
         arguments: dict[str, Any] = {
             "model": order["checkpoint"],
             "load_format": "dummy",
@@ -108,8 +111,19 @@ class HostedVllm(Hosted):
         return list(self._llm.collective_rpc("iserve_memory"))
 
 
+def _kv_groups(checkpoint: str) -> int:
+    """How many groups of layers share the blocks, each with a table of its own, as vLLM's get_kv_cache_groups: as
+    large as the rarest kind of layers, or the commonest where they are about as many, the last one filled up."""
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    counts = Counter(config.get("text_config", config).get("layer_types") or [""]).values()
+    group = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    return sum(math.ceil(count / group) for count in counts)
+
+
 def _rank_memory(rank: int, stage: int, counted: dict[str, int]) -> dict[str, Any]:
     block_bytes = counted["kv_bytes"] // max(1, counted["blocks"])
+    # A block is of one tensor for every layer that shares it: as if each layer had the room of all tokens.
+    room = counted["blocks"] * counted["block_tokens"] * counted["kv_tensors"] // max(1, counted["kv_layers"])
     return {
         "rank": rank,
         "stage": stage,
@@ -119,7 +133,7 @@ def _rank_memory(rank: int, stage: int, counted: dict[str, int]) -> dict[str, An
         "pp_buffer_bytes": 0,  # inside the activations
         "runtime_bytes": counted["non_torch_memory"],
         "graph_bytes": counted["graphs"],
-        "kv_room_tokens": counted["blocks"] * counted["block_tokens"],
+        "kv_room_tokens": room,
         "kv_block_tokens": counted["block_tokens"],
         "kv_blocks": counted["available_kv"] // block_bytes if block_bytes else 0,
         "budget_bytes": counted["requested_memory"],

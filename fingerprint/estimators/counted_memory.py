@@ -24,6 +24,7 @@ from fingerprint.formats import (
     embedding_bytes,
     kv_tokens_per_layer,
     layer_weight_bytes_per_gpu,
+    layers_per_block,
     linear_element_bytes,
 )
 from fingerprint.measurements import MemoryPoint, Profile
@@ -107,7 +108,8 @@ class CountedMemory:
         """Blocks that the engine will report when it may take ``budget_bytes`` of each GPU.
 
         ``(budget - weights - activations - context) // (layers * bytes of a block in one layer)``, of all stages
-        the fewest. Graphs are captured after the blocks are made, so they do not count.
+        the fewest; of layers of several kinds, as many layers as share a block. Graphs are captured after the
+        blocks are made, so they do not count.
 
         Raises:
             NotMeasuredError: the configuration was not loaded.
@@ -118,10 +120,12 @@ class CountedMemory:
         context = estimate.runtime_bytes - self.graph_bytes(config)
         block_tokens = max(rank.kv_block_tokens for rank in ranks)
         block = self._kv_bytes_per_token(points) * block_tokens
-        fewest = []
+        fewest, first = [], 0
         for stage, layers in enumerate(even_split(self._spec.num_layers, config.pp)):
             held = estimate.stage(stage, layers).weights_bytes + estimate.activation_bytes + context
-            fewest.append(max(0, math.floor((budget_bytes - held) / block) // layers))
+            shared = layers_per_block(self._spec.windows[first : first + layers])
+            fewest.append(max(0, math.floor((budget_bytes - held) / block) // shared))
+            first += layers
         return min(fewest)
 
     def loaded(self, config: DeploymentConfig) -> list[MemoryPoint]:

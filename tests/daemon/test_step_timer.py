@@ -43,7 +43,7 @@ class Rig:
     def start(self, architecture: str = NEWER) -> Any:
         settings = {
             "architecture": architecture,
-            "layers": LAYERS,
+            "windows": [None] * LAYERS,
             "total_bytes": 48 * 2**30,
             "gpu_memory_utilization": 0.85,
             "cache_config": SimpleNamespace(block_size=16),
@@ -51,7 +51,7 @@ class Rig:
         self.worker = worker = self.worker_module.Worker(settings, 0)
         worker.load_model()
         worker.determine_available_memory()
-        tensors = [SimpleNamespace(size=1000)] * LAYERS
+        tensors = [SimpleNamespace(size=1000, shared_by=["layer"])] * LAYERS
         worker.initialize_from_config(SimpleNamespace(num_blocks=50, kv_cache_tensors=tensors))
         worker.compile_or_warm_up_model()
         return worker
@@ -147,10 +147,10 @@ class TestWhatAStepTook:
         assert len(rig.read()) == 1
         rig.worker.iserve_timer_start(8, True)
         model, before = rig.worker.model_runner.model, rig.torch.stream.now_s
-        model(5, 5)
+        model(5, {None: 5})
         assert rig.torch.stream.now_s - before == pytest.approx(rig.forward_s(5, 5))
         with rig.torch.cuda.graph(rig.torch.cuda.CUDAGraph()) as _:
-            model(5, 5)
+            model(5, {None: 5})
         nothing = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
         assert rig.worker.execute_model(nothing) == "nothing to do"
         assert rig.read() == []

@@ -297,6 +297,51 @@ class TestMeasuring:
         assert_whole(profile, house)
         assert not house.processes()
 
+    @pytest.mark.parametrize(
+        ("family", "num_layers", "depths"),
+        [("gemma2", 8, (4, 2)), ("gemma3_text", 14, (8, 2))],
+        ids=["pattern", "pattern-and-rest"],
+    )
+    def test_layers_of_several_kinds_share_blocks_and_tell_the_whole_model(
+        self, house, tmp_path, family, num_layers, depths
+    ) -> None:
+        """The stand-in lays groups of layers over one pool of blocks, and would die rather than preempt."""
+        gemma = House(house.node, tmp_path / "cuts", tmp_path / "model")
+        for folder in (gemma.folder, gemma.model):
+            folder.mkdir()
+        config = json.loads((house.model / "config.json").read_text())
+        architecture = {"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}[family]
+        config |= {"model_type": family, "architectures": [architecture], "num_hidden_layers": num_layers}
+        config |= {"sliding_window": 40, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+        (gemma.model / "config.json").write_text(json.dumps(config))
+        spec = load_spec(gemma.model)
+        at = ((1, 32), (4, 64))
+        plan = DepthTiedPlan(
+            points=at, shallow_points=at, long_output=9, max_batch=8, max_context_tokens=128, settle_s=0.0
+        )
+        with gemma.target() as target:
+            profile = depth_tied_profile("m", spec, target, gemma.fingerprint, plan)
+        assert (profile.complete, profile.notes) == (True, ())
+        assert tuple(point.num_layers for point in profile.memory) == depths
+        for point in whole_points(profile.timing, num_layers):
+            prompts = {w: point.batch * costs.pairs(point.input_tokens, w) for w in spec.windows}
+            tokens = point.batch * point.input_tokens
+            prompt_s = costs.OTHER_S + sum(costs.layer_s(tokens, prompts[w]) for w in spec.windows)
+            first = [r.steps[0] for p in profile.timing for r in p.runs if p.batch == point.batch]
+            assert {s.prefill_tokens for s in first} == {tokens}  # one step, whose forward the whole model's is
+            beside_s = point.ttft_s - prompt_s
+            assert costs.LEAD_S + costs.TAIL_S <= beside_s <= prompt_s
+            middle = point.input_tokens + 6.5  # of the later half of 8 steps, from the first on
+            pairs = {w: point.batch * min(middle, w or middle) for w in spec.windows}
+            step_s = costs.OTHER_S + sum(costs.layer_s(point.batch, pairs[w]) for w in spec.windows)
+            assert point.steady_s == pytest.approx(step_s + costs.LEAD_S + costs.TAIL_S, rel=1e-6)
+        for point in profile.memory:
+            (rank,) = point.ranks
+            per_token = spec.kv_bytes_per_token_per_layer(KvFormat.BITS16) * point.num_layers
+            assert rank.kv_bytes / rank.kv_room_tokens == pytest.approx(per_token, rel=0.02)
+            assert rank.kv_room_tokens >= plan.kv_tokens
+        assert not gemma.processes()
+
 
 def assert_whole(profile: Profile, house: House) -> None:
     points = whole_points(profile.timing, LAYERS)

@@ -10,11 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.config import Workload
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.depth_tied_cuts import kind_counts, repeats_the_mix, tied_depths
 from fingerprint.depth_tied_profile import depth_tied_plan
 from fingerprint.errors import NotMeasuredError
+from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.l3 import whole_points
+from fingerprint.formats import layers_per_block
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from tests.fingerprint.step_timed_machine import PLAN, StepTimedMachine, StepTruth, llama_7b, take_depth_tied
@@ -183,3 +185,31 @@ class TestPlan:
         assert {p.layer_kinds for p in (*profile.timing, *profile.memory)} == {(9, 1), (4, 0)}
         assert kind_counts(spec, 34) == (29, 5)
         assert from_json(to_json(profile), Profile) == profile
+
+
+class TestBlocks:
+    """How vLLM lays KV blocks over layers, by its own examples and rules."""
+
+    @pytest.mark.parametrize(
+        ("windows", "shared"),
+        [
+            ((None,) * 5, 5),
+            (BY_TURNS * 12, 12),
+            (FIVE_TO_ONE * 8, 8),
+            ((None,) * 10 + (64,) * 20, 10),
+            ((None,) * 13 + (64,) * 12, 13),  # about as many: the smaller group is filled up
+            ((None,) * 2 + (64,) * 3, 2),
+        ],
+    )
+    def test_as_many_layers_share_a_table(self, windows: tuple[int | None, ...], shared: int) -> None:
+        assert layers_per_block(windows) == shared
+
+    def test_blocks_of_the_whole_model_are_shared_by_its_groups(self) -> None:
+        """A full layer and a sliding one have the same block in turn, so there are twice as many."""
+        config = DeploymentConfig(engine="vllm")
+        alike, mixed = (
+            CountedMemory(take_depth_tied(StepTimedMachine(spec=spec)))
+            for spec in (of(32, (None,)), of(32, BY_TURNS))
+        )
+        budget = 100 * 2**30
+        assert mixed.kv_blocks(config, budget) == pytest.approx(2 * alike.kv_blocks(config, budget), rel=1e-3)

@@ -20,13 +20,13 @@ from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.config_json import read_config, show
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import read_spec
+from fingerprint.formats import layers_per_block
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import METHODS
 
 __all__ = ["BLOCK_TOKENS", "DRAIN_S", "Model", "arguments", "environment", "kv_cache_bytes", "read_model"]
 
 BLOCK_TOKENS = 16  # the size that every attention backend of these models on NVIDIA GPUs takes
-_ALIKE = 1.5  # as vLLM's get_kv_cache_groups
 DRAIN_S = 30  # between SIGTERM and the end of what is being answered; the daemon kills after 35
 
 _KV_DTYPE = {KvFormat.BITS16: "auto", KvFormat.INT8: "int8_per_token_head", KvFormat.FP8: "fp8"}
@@ -102,8 +102,7 @@ def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
     largest, first = 0, 0
     for stage in spec.stages:
         counts = Counter(model.windows[first : first + stage.num_layers])
-        rarest, commonest = min(counts.values()), max(counts.values())
-        group = commonest if commonest < _ALIKE * rarest else rarest
+        group = layers_per_block(model.windows[first : first + stage.num_layers])
         blocks = 1 + sum(math.ceil(counts[window] / group) * _blocks_held(limits, window) for window in counts)
         largest = max(largest, blocks * group)
         first += stage.num_layers

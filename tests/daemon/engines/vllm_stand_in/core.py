@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from vllm import costs
 
 GIB = 2**30
 BLOCK_TOKENS = 16
@@ -20,7 +21,7 @@ MULTICAST_OFF = {
 }  # fmt: skip
 ARCHITECTURES = {
     "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "FalconForCausalLM", "GPTJForCausalLM",
+    "FalconForCausalLM", "GPTJForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
 }  # fmt: skip
 
 
@@ -76,9 +77,13 @@ class Core:
         self.check()
         tp, pp = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
         self.layers = config["num_hidden_layers"] // pp
+        kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+        self.windows = [
+            None if kind == "full_attention" else config["sliding_window"] for kind in kinds[: self.layers]
+        ]
         settings = {
             "architecture": config["architectures"][0],
-            "layers": self.layers,
+            "windows": self.windows,
             "total_bytes": 48 * GIB,
             "gpu_memory_utilization": arguments["gpu_memory_utilization"],
         }
@@ -121,14 +126,18 @@ class Core:
                 "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
                 "initializing the engine."
             )
-        self.blocks = given["num_gpu_blocks_override"] or available // page // self.layers
+        groups = groups_of(self.windows)
+        pools = max(map(len, groups))
+        self.blocks = given["num_gpu_blocks_override"] or available // page // pools
+        self.tables = [self.windows[group[0]] for group in groups]
         if (self.blocks - 1) * BLOCK_TOKENS < given["max_model_len"]:
             raise ValueError(
                 f"To serve at least one request with the model's max seq len ({given['max_model_len']}), more KV "
                 f"cache is needed. Based on the available memory, the estimated maximum model length is "
                 f"{(self.blocks - 1) * BLOCK_TOKENS}."
             )
-        tensors = [SimpleNamespace(size=self.blocks * page) for _ in range(self.layers)]
+        shared = [[group[i] for group in groups if i < len(group)] for i in range(pools)]
+        tensors = [SimpleNamespace(size=self.blocks * page, shared_by=layers) for layers in shared]
         return SimpleNamespace(num_blocks=self.blocks, kv_cache_tensors=tensors)
 
     def each(self, method, *arguments):
@@ -146,10 +155,11 @@ class Core:
             os.kill(os.getpid(), signal.SIGKILL)
         if sum(lengths) >= behaviour.get("no_memory_at_tokens", 10**9):
             raise MemoryError("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
-        blocks = sum(-(-(length + output_tokens) // BLOCK_TOKENS) for length in lengths)
+        # Of a sliding layer's blocks none is given back while a prompt is computed.
+        blocks = len(self.tables) * sum(-(-(length + output_tokens) // BLOCK_TOKENS) for length in lengths)
         assert blocks < self.blocks, f"{blocks} blocks are needed of {self.blocks - 1}: this would preempt"
         begun_s, queued_s = time.perf_counter(), self.each("gpu_now")[0]
-        for step in schedule(lengths, output_tokens, self.arguments):
+        for step in schedule(lengths, output_tokens, self.arguments, set(self.windows)):
             self.each("execute_model", step)
             self.each("sample_tokens", None)
         took_s = self.each("gpu_now")[0] - queued_s
@@ -157,7 +167,16 @@ class Core:
         return [output_tokens] * len(lengths)
 
 
-def schedule(lengths, output_tokens, limits):
+def groups_of(windows):
+    """Layers by the tables of blocks they share: of one kind, as many in each."""
+    kinds = {window: [i for i, w in enumerate(windows) if w == window] for window in windows}
+    sizes = [len(layers) for layers in kinds.values()]
+    size = max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes)
+    counts = {window: -(-len(layers) // size) for window, layers in kinds.items()}
+    return [layers[i :: counts[window]] for window, layers in kinds.items() for i in range(counts[window])]
+
+
+def schedule(lengths, output_tokens, limits, windows=(None,)):
     """Steps of at most ``max_num_batched_tokens``: running sequences first, then prompts in their order."""
     computed, made = [0] * len(lengths), [0] * len(lengths)
     while any(count < output_tokens for count in made):
@@ -167,16 +186,17 @@ def schedule(lengths, output_tokens, limits):
             count = 1 if made[i] else min(room, lengths[i] - computed[i])
             if count > 0 and room >= count:
                 scheduled[i], room = count, room - count
-        yield output_of(scheduled, computed)
+        yield output_of(scheduled, computed, windows)
         for i, count in scheduled.items():
             computed[i] += count
             made[i] += computed[i] >= lengths[i]
 
 
-def output_of(scheduled, computed):
+def output_of(scheduled, computed, windows):
     """What the step timer reads of vLLM's ``SchedulerOutput``, and what the model on paper needs."""
     new = [i for i in scheduled if not computed[i]]
     old = [i for i in scheduled if computed[i]]
+    each = scheduled.items()
     return SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=f"r{i}", num_computed_tokens=0) for i in new],
         scheduled_cached_reqs=SimpleNamespace(
@@ -185,7 +205,10 @@ def output_of(scheduled, computed):
         num_scheduled_tokens={f"r{i}": count for i, count in scheduled.items()},
         total_num_scheduled_tokens=sum(scheduled.values()),
         decodes_only=not new and all(count == 1 for count in scheduled.values()),
-        pairs=sum(q * computed[i] + q * (q + 1) // 2 for i, q in scheduled.items()),
+        pairs={
+            window: sum(costs.pairs(computed[i] + q, window) - costs.pairs(computed[i], window) for i, q in each)
+            for window in windows
+        },
     )
 
 

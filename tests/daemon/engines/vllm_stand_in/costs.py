@@ -8,5 +8,11 @@ LAYER_BYTES, OTHER_BYTES = 64 * 2**20, 256 * 2**20
 ACTIVATION_BYTES, CONTEXT_BYTES, GRAPH_BYTES = 3 * GIB // 2, GIB // 4, 300 * 2**20
 
 
+def pairs(length, window):
+    """Query-key pairs of a prompt, of a layer that looks back so far (None: to the beginning)."""
+    w = min(window or length, length)
+    return w * (w + 1) // 2 + (length - w) * w
+
+
 def layer_s(tokens, pairs):
     return LAYER_S + TOKEN_S * tokens + PAIR_S * pairs

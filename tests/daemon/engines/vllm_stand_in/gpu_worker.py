@@ -14,8 +14,8 @@ CAPTURED = (1, 2, 4, 8, 16, 32)
 class Model:
     """Called as a module is: through ``forward``, looked up on the instance."""
 
-    def __init__(self, layers):
-        self.layers, self.calls = layers, 0
+    def __init__(self, windows):
+        self.windows, self.calls = windows, 0
 
     def __call__(self, *arguments):
         return self.forward(*arguments)
@@ -23,8 +23,8 @@ class Model:
     def forward(self, tokens, pairs):
         self.calls += 1
         torch.kernel(costs.OTHER_S)
-        for _ in range(self.layers):
-            self.run_layer(tokens, pairs)
+        for window in self.windows:
+            self.run_layer(tokens, pairs[window])
         return "hidden states"
 
     def run_layer(self, tokens, pairs):
@@ -34,8 +34,8 @@ class Model:
 class PiecewiseModel(Model):
     """Attention between graphs."""
 
-    def __init__(self, layers):
-        super().__init__(layers)
+    def __init__(self, windows):
+        super().__init__(windows)
         self.pieces = {}
 
     def run_layer(self, tokens, pairs):
@@ -60,8 +60,8 @@ class ModelRunner:
         self.settings, self.graphs, self.unsampled = settings, {}, 0
 
     def load_model(self):
-        self.model = Model(self.settings["layers"])
-        self.model_memory_usage = costs.OTHER_BYTES + costs.LAYER_BYTES * self.settings["layers"]
+        self.model = Model(self.settings["windows"])
+        self.model_memory_usage = costs.OTHER_BYTES + costs.LAYER_BYTES * len(self.settings["windows"])
 
     def get_model(self):
         return self.model
@@ -70,7 +70,7 @@ class ModelRunner:
         for size in CAPTURED:
             self.graphs[size] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[size]):
-                self.model(size, size)
+                self.model(size, dict.fromkeys(self.settings["windows"], size))
         return costs.GRAPH_BYTES
 
     def execute_model(self, scheduler_output):
@@ -101,7 +101,7 @@ class GPUModelRunner(ModelRunner):
 
     def load_model(self):
         super().load_model()
-        self.model = PiecewiseModel(self.settings["layers"])
+        self.model = PiecewiseModel(self.settings["windows"])
 
     def capture_model(self):
         for size in CAPTURED:
