@@ -42,8 +42,8 @@ _HELD = 0.02  # of a device's memory: less is the driver's own
 
 
 def _load_of_those_there(device: DeviceStatus) -> float:
-    """0 where nobody holds memory: what was seen of the last 120 s is then of who has left, such as the engine of a
-    profile that was taken a moment ago."""
+    """0 where nobody holds memory: what was seen of the last 120 s is then of who has left, such as the engine of
+    a profile that was taken a moment ago."""
     if device.total_bytes - device.free_bytes < _HELD * device.total_bytes:
         return 0.0
     return min(1.0, max(0.0, device.load_fraction))
