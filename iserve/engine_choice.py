@@ -33,12 +33,14 @@ class EngineChoice:
 
 def by_preference(tables: Sequence[EngineCapabilities], gpu: GpuSpec) -> tuple[EngineCapabilities, ...]:
     """``tables`` in the order in which a plan for ``gpu``, which is not here, asks them: as a deploy prefers them,
-    and last those that none takes because nothing can be measured on them. What is installed here does not count.
+    and last those that none takes unasked: nothing can be measured on them, or nothing of them was ever run. What
+    is installed here does not count.
     """
     names = _ON_CPUS if gpu.compute_capability is None else _ON_GPUS
 
     def rank(table: EngineCapabilities) -> tuple[bool, int]:
-        return table.unprofiled is not None, names.index(table.engine) if table.engine in names else len(names)
+        last = table.unprofiled is not None or not table.verified
+        return last, names.index(table.engine) if table.engine in names else len(names)
 
     return tuple(sorted(tables, key=rank))
 
@@ -78,6 +80,8 @@ def _why_not(
         return table.unprofiled
     if table.unavailable is not None:
         return table.unavailable
+    if not table.verified:
+        return f"nothing of iServe's adapter for it was ever run; --engine {table.engine} takes it all the same"
     if gpu is None:
         if on_gpus and table.step_timed:
             return "fingerprint/data/gpus.json has no datasheet of this GPU, which estimates on it need"

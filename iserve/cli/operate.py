@@ -107,7 +107,8 @@ def _engines(settings: Settings) -> Iterator[Finding]:
             continue
         versions = ", ".join(v if name == "engine" else f"{name} {v}" for name, v in engine.versions())
         limits = "" if table.unprofiled is None else f"; {table.unprofiled}"
-        yield Finding(True, f"engine {engine.name}: {versions}, for {named or sys.executable}{limits}")
+        unseen = "" if table.verified else "; contract-tested against its documentation, never run"
+        yield Finding(True, f"engine {engine.name}: {versions}, for {named or sys.executable}{limits}{unseen}")
 
 
 def _home(home: Path) -> Finding:

@@ -10,6 +10,7 @@ import pytest
 from daemon.engines.tensorrt_llm.table import TABLE as TENSORRT_LLM
 from daemon.engines.torch import TorchEngine
 from daemon.engines.vllm.table import TABLE as VLLM
+from fingerprint.capability import Verified
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.errors import UnsupportedModelError
 from fingerprint.families import read_spec
@@ -37,6 +38,7 @@ FALCON = read_spec(
     }
 )
 NOT_INSTALLED = replace(VLLM, unavailable="vllm is not installed: set ISERVE_VLLM_PYTHON")
+RUN = replace(TENSORRT_LLM, verified=(Verified(max_tp=1, max_pp=1),))
 A6000 = gpu_spec("a6000")
 
 
@@ -52,18 +54,20 @@ def test_on_a_cpu_the_embedded_engine_is_and_nothing_is_said() -> None:
     assert choose(gpu=None, on_gpus=False) == EngineChoice("torch")
 
 
-def test_what_is_not_installed_or_cannot_be_measured_is_passed_over_with_the_reason() -> None:
+def test_what_is_not_installed_or_was_never_run_is_passed_over_with_the_reason() -> None:
     choice = choose(NOT_INSTALLED, TENSORRT_LLM, TORCH)
     assert choice.engine == "torch"
     vllm, tensorrt = choice.passed_over
     assert vllm == "engine vllm is passed over: vllm is not installed: set ISERVE_VLLM_PYTHON"
-    assert "tensorrt-llm is passed over: iServe has no profiling worker" in tensorrt
+    assert "tensorrt-llm is passed over: nothing of iServe's adapter for it was ever run" in tensorrt
 
 
-def test_an_installed_tensorrt_llm_is_not_taken_while_nothing_can_be_measured_on_it() -> None:
+def test_an_installed_tensorrt_llm_is_not_taken_unasked_while_nothing_of_it_was_run() -> None:
     assert TENSORRT_LLM.unavailable is None
     assert choose(NOT_INSTALLED, TENSORRT_LLM, TORCH).engine == "torch"
-    assert choose(NOT_INSTALLED, replace(TENSORRT_LLM, unprofiled=None), TORCH).engine == "tensorrt-llm"
+    assert choose(NOT_INSTALLED, RUN, TORCH).engine == "tensorrt-llm"
+    unmeasured = replace(RUN, unprofiled="it has no profiling worker")
+    assert choose(NOT_INSTALLED, unmeasured, TORCH).engine == "torch"
 
 
 def test_an_engine_that_refuses_every_format_is_passed_over() -> None:
@@ -97,7 +101,7 @@ def test_a_gpu_without_a_datasheet_is_the_embedded_engines() -> None:
 def test_a_model_that_no_engine_runs_is_refused_with_each_reason(gpu) -> None:
     with pytest.raises(UnsupportedModelError) as refused:
         choose(NOT_INSTALLED, TENSORRT_LLM, TORCH, spec=FALCON, gpu=gpu)
-    for words in ("vllm is not installed", "no profiling worker", "torch does not run the falcon family"):
+    for words in ("vllm is not installed", "was ever run", "torch does not run the falcon family"):
         assert words in str(refused.value)
     if gpu is not None:
         assert choose(VLLM, TENSORRT_LLM, TORCH, spec=FALCON, gpu=gpu) == EngineChoice("vllm")
@@ -122,10 +126,11 @@ def test_what_is_installed_here_says_nothing_of_gpus_that_are_elsewhere() -> Non
     ]
 
 
-def test_what_nothing_can_be_measured_on_is_asked_last() -> None:
-    """And takes its place before the embedded engine as soon as something can."""
-    measured = replace(TENSORRT_LLM, unprofiled=None)
-    assert [t.engine for t in by_preference((TORCH, measured, VLLM), A6000)] == ["vllm", "tensorrt-llm", "torch"]
+def test_what_was_never_run_is_asked_last() -> None:
+    """And takes its place before the embedded engine as soon as it was, and something can be measured on it."""
+    assert [t.engine for t in by_preference((TORCH, RUN, VLLM), A6000)] == ["vllm", "tensorrt-llm", "torch"]
+    unmeasured = replace(RUN, unprofiled="it has no profiling worker")
+    assert by_preference((TORCH, unmeasured, VLLM), A6000)[-1] is unmeasured
 
 
 def test_a_cpu_is_the_embedded_engine_s() -> None:

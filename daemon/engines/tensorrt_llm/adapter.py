@@ -16,12 +16,14 @@ from daemon.devices import Device
 from daemon.engines.base import Command, Container, Inside, WorkerSpec
 from daemon.engines.failures import explain
 from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
+from daemon.engines.machine import gpu_machine
 from daemon.engines.tensorrt_llm.checkpoint import check_formats, stored_formats
 from daemon.engines.tensorrt_llm.failures import SIGNS
 from daemon.engines.tensorrt_llm.options import as_yaml, llm_options
 from daemon.engines.tensorrt_llm.table import TABLE
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.checkpoint import Checkpoint
+from fingerprint.codec import to_json
 from fingerprint.config_json import read_config
 from fingerprint.errors import ConfigError, EngineError, IserveError
 from fingerprint.families import read_spec
@@ -32,6 +34,9 @@ __all__ = ["TensorRtLlmEngine"]
 
 _DISTRIBUTION = "tensorrt-llm"
 _OPTIONS_FILE = "llm_options.yaml"
+_DAEMON = Path(__file__).parents[2]
+_PROFILING_WORKER = _DAEMON / "tensorrt_llm_worker" / "__main__.py"
+_HOSTED_PATH = os.pathsep.join(str(_DAEMON / name) for name in ("step_timer", "hosted_worker"))
 _OUR_PACKAGES = str(Path(__file__).parents[3])  # for the face; it hides them from the engine
 _IMAGE, _RELEASE = "nvcr.io/nvidia/tensorrt-llm/release", "1.2.0"
 _KNOWN_RELEASE = re.compile(r"1\.2\.\d+(\.post\d+)?")  # no candidates: early ones lack options
@@ -68,23 +73,37 @@ class TensorRtLlmEngine(ForeignEngine):
 
         Raises:
             EngineError: not installed, or not a 1.2 release.
-            ConfigError: the table refuses the configuration, or a profile is asked for.
+            ConfigError: the table refuses the configuration, or a profile with pipeline stages is asked for.
             CheckpointError: the checkpoint has no safetensors, is not in the planned formats, or brings code of
                 its own.
         """
         found = self.installed()
         if spec.profiling:
-            raise ConfigError("tensorrt-llm has no profiling worker yet; profile on torch or vllm")
+            return self._profiling(spec, folder, devices, found)
         model = _read_model(spec, devices)
         server = (found.python, str(_server(found)), *_arguments("{model}", folder / _OPTIONS_FILE))
         face = (sys.executable, "-m", "daemon.engines.tensorrt_llm.face", str(folder / "spec.json"))
         return Command(
             argv=guarded(spec, (*face, *server), python_path=_OUR_PACKAGES),
-            env=(
-                ("PATH", os.pathsep.join((str(Path(found.python).parent), os.environ.get("PATH", os.defpath)))),
-                *_ENVIRONMENT,
-            ),
+            env=_environment(found),
             files=((_OPTIONS_FILE, as_yaml(llm_options(spec, model))),),
+        )
+
+    def _profiling(
+        self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device], found: Installation
+    ) -> Command:
+        """A worker around ``tensorrt_llm.LLM`` that speaks the profiling routes and loads nothing yet."""
+        if spec.config.pp > 1:
+            raise ConfigError(
+                "tensorrt-llm is measured without pipeline stages only: with them it samples on a stream of its "
+                "own, beside the next step, and what the step timer then reads was not worked out; profile tp "
+                "alone, other degrees are scaled from it"
+            )
+        worker = (found.python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
+        return Command(
+            argv=guarded(spec, worker, python_path=_HOSTED_PATH),
+            env=_environment(found),
+            files=(("machine.json", to_json(gpu_machine(devices.values(), self.versions())).decode()),),
         )
 
     def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
@@ -106,6 +125,11 @@ class TensorRtLlmEngine(ForeignEngine):
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
         return explain(self.name, spec, exit_code, log_tail, SIGNS)
+
+
+def _environment(found: Installation) -> tuple[tuple[str, str], ...]:
+    path = os.pathsep.join((str(Path(found.python).parent), os.environ.get("PATH", os.defpath)))
+    return (("PATH", path), *_ENVIRONMENT)
 
 
 def _arguments(model: str, options_file: Path) -> tuple[str, ...]:

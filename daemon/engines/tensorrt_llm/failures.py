@@ -36,6 +36,11 @@ SIGNS = (
         "it sees {have} GPUs and needs {need}; look whether all are still there, or plan a smaller tp or pp",
     ),
     Sign(
+        re.compile(r"component could not be created: [^\n]*(?i:KV cache)"),
+        EngineError,
+        f"its KV cache did not get its memory; {_LESS}",
+    ),
+    Sign(
         re.compile(r"Executor creation failed due to insufficient GPU memory"),
         EngineError,
         f"it ran out of GPU memory while it started; {_LESS}",

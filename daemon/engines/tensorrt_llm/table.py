@@ -57,7 +57,7 @@ TABLE = EngineCapabilities(
     max_pp=8,
     degree_reason="larger ones are several nodes, which iServe does not span",
     lora_reason="which of its model classes take adapters was not read",
-    unprofiled="iServe has no profiling worker for it yet, so nothing is predicted of a model on it",
+    step_timed=True,
     exclusions=(
         Exclusion(
             below_compute_capability=(8, 0),

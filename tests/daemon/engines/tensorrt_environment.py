@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import yaml
@@ -33,13 +34,19 @@ sys.exit(main())
 
 
 def make_tensorrt_llm(folder: Path, version: str = "1.2.1") -> Path:
-    """A virtual environment with the metadata of such an installation, and the stand-in as its ``trtllm-serve``.
+    """A virtual environment with the metadata of such an installation; ``trtllm-serve`` and the package stand in.
 
     Returns:
         Its Python.
     """
-    python = make_environment(folder, {}, distribution="tensorrt-llm", version=version)
+    modules = {
+        "pynvml": HERE.parent / "fake_nvml.py",
+        "torch": HERE / "vllm_stand_in" / "torch_on_paper.py",
+        "tensorrt_llm.costs": HERE / "vllm_stand_in" / "costs.py",
+    }
+    python = make_environment(folder, modules, distribution="tensorrt-llm", version=version)
     (packages,) = folder.glob("lib/python*/site-packages")
+    shutil.copytree(HERE / "tensorrt_stand_in" / "library", packages / "tensorrt_llm", dirs_exist_ok=True)
     set_version(packages, "torch", "2.9.1")
     set_version(packages, "transformers", "4.57.3")
     (packages / "stand_in.pth").write_text(f"{Path(yaml.__file__).parents[1]}\n")  # PyYAML, for the stand-in

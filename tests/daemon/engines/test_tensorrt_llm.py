@@ -157,7 +157,7 @@ def test_an_environment_without_its_program_is_refused(tmp_path, monkeypatch, ch
         pytest.param({"config": config(kv=KvFormat.INT8)}, "older engine flow", id="int8-kv"),
         pytest.param({"config": config(pruning=Pruning.WANDA_2_4)}, "older engine flow", id="2:4"),
         pytest.param({"config": config(kv=KvFormat.FP8)}, "without fp8 arithmetic", id="fp8-kv-on-ampere"),
-        pytest.param({"profiling": True}, "no profiling worker", id="profiling"),
+        pytest.param({"profiling": True, "layers": (3, 3)}, "without pipeline stages only", id="profiling-pp"),
     ],
 )
 def test_what_it_cannot_keep_is_refused_before_a_start(engine, checkpoint, tmp_path, changes, said):

@@ -228,7 +228,8 @@ def test_a_damaged_file_is_named(tmp_path):
 @pytest.mark.parametrize("stored", WeightFormat)
 def test_only_the_planned_weights_are_served(weights, stored):
     there = StoredFormats(stored, None, "X")
-    if weights is stored:
+    as_it_is = weights is WeightFormat.STORED and stored is not WeightFormat.BITS16
+    if weights is stored or as_it_is:
         check_formats(there, config(weights=weights, kv=KvFormat.FP8), Path("/m"))
     else:
         with pytest.raises(CheckpointError, match=f"weights={weights}.*stored as {stored}.*quantizes nothing"):
@@ -252,6 +253,16 @@ def test_a_kv_format_that_the_checkpoint_brings_cannot_be_undone():
         ("Only 1 GPUs are available, but 2 are required.", InfeasibleError, "sees 1 GPUs and needs 2"),
         ("\n".join(FAILURES["out-of-memory"]), EngineError, "out of GPU memory while it started"),
         (FAILURES["cuda-malloc"][0], EngineError, "KV cache did not get its memory"),
+        (
+            f"{FAILURES['out-of-memory'][0]}\nThe following component could not be created: KV cache",
+            EngineError,
+            "KV cache did not get its memory",
+        ),
+        (
+            "EngineError: TensorRT-LLM: its rank process 7 died",
+            EngineError,
+            "rank process 7 died",
+        ),  # our own worker's
         (
             "Unknown architecture for AutoModelForCausalLM: BloomForCausalLM",
             UnsupportedModelError,

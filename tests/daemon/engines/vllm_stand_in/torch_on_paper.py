@@ -17,6 +17,26 @@ class Stream:
 stream = Stream()
 
 
+class Memory:
+    """Bytes of the device: torch's own, with their peak, and what lies outside of its allocator."""
+
+    total = 48 * 2**30
+
+    def __init__(self):
+        self.allocated = self.peak = self.outside = 0
+
+    def allocate(self, count):
+        self.allocated += count
+        self.peak = max(self.peak, self.allocated)
+
+    def reset_peak(self):
+        self.peak = self.allocated
+
+
+memory = Memory()
+device = [0]
+
+
 def kernel(seconds):
     """Queue work, or take it into the graph that is captured."""
     if stream.capturing is not None:
@@ -83,7 +103,11 @@ cuda = SimpleNamespace(
     Event=Event,
     graph=graph,
     is_current_stream_capturing=is_current_stream_capturing,
-    mem_get_info=lambda: (40 * 2**30, 48 * 2**30),
+    current_device=lambda: device[0],
+    max_memory_allocated=lambda: memory.peak,
+    mem_get_info=lambda: (memory.total - memory.allocated - memory.outside, memory.total),
+    memory_allocated=lambda: memory.allocated,
     memory_reserved=lambda: 7 * 2**30,
+    set_device=lambda index: device.__setitem__(0, index),
     synchronize=synchronize,
 )

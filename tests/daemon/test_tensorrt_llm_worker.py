@@ -1,0 +1,328 @@
+"""The profiling worker around ``tensorrt_llm.LLM``: real daemon, keeper, guard, HTTP, client; a stand-in package.
+
+The stand-in's ranks are processes of their own that import the real step timer because its class was registered
+where the engine is made; their GPU is a clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.engines.base import WorkerLimits, WorkerSpec
+from daemon.procfs import processes
+from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
+from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
+from fingerprint.errors import ConfigError, EngineError, IserveError, UnavailableError
+from fingerprint.estimators.counted_memory import CountedMemory
+from fingerprint.estimators.l3 import whole_points
+from fingerprint.families import load_spec
+from fingerprint.generate import generate_shape
+from tests.daemon.engines.tensorrt_environment import make_tensorrt_llm
+from tests.daemon.engines.vllm_stand_in import costs
+from tests.daemon.test_vllm_worker import Handle
+
+GIB = 2**30
+GPUS = ("GPU-aaaa", "GPU-bbbb")
+LAYERS = 8  # of the whole model
+BITS16, FP8 = WeightFormat.BITS16, WeightFormat.FP8
+
+
+class House:
+    """A node with TensorRT-LLM on two GPUs, and the whole model's folder."""
+
+    def __init__(self, node: Any, folder: Path, checkpoint: Path) -> None:
+        self.node, self.folder, self.model = node, folder, checkpoint
+        self.handles: list[Handle] = []
+
+    def target(self) -> WorkerProfileTarget:
+        def launch(spec: WorkerSpec) -> Handle:
+            status = self.node.client.launch(spec)
+            self.handles.append(Handle(self.node.client, spec.worker_id, status.url))
+            return self.handles[-1]
+
+        limits = WorkerLimits(
+            max_batch=1,
+            max_batched_tokens=256,
+            max_context_tokens=1024,
+            kv_tokens=1024,
+            memory_bytes_per_device=20 * GIB,
+        )
+        return WorkerProfileTarget(
+            launch,
+            checkpoint=self.model,
+            device_ids=GPUS,
+            limits=limits,
+            engine="tensorrt-llm",
+            start_timeout_s=60,
+            call_timeout_s=60,
+        )
+
+    def fingerprint(self, layers: int, **behaviour: object) -> Path:
+        target = self.folder / f"{layers}-layers-{len(list(self.folder.iterdir()))}"
+        generate_shape(self.model, target, layers)
+        if behaviour:
+            (target / "behaviour.json").write_text(json.dumps(behaviour))
+        return target
+
+    def load(self, session: WorkerProfileSession, layers: int = 2, **changes: Any) -> None:
+        behaviour = changes.pop("behaviour", {})
+        values = {
+            "weights": BITS16,
+            "kv": KvFormat.BITS16,
+            "layers_per_stage": (layers,),
+            "max_batch": 8,
+            "max_context_tokens": 512,
+            "kv_tokens": 2048,
+        }
+        session.load(self.fingerprint(layers, **behaviour), **(values | changes))
+
+    def processes(self) -> set[int]:
+        """Of the last worker: what carries its folder in its environment."""
+        where = str(Path(self.node.home) / "workers" / self.handles[-1].worker_id).encode()
+        found = set()
+        for stat in processes():
+            with contextlib.suppress(OSError):
+                if where in Path(f"/proc/{stat.pid}/environ").read_bytes():
+                    found.add(stat.pid)
+        return found
+
+    def ranks(self) -> list[int]:
+        return sorted(pid for pid in self.processes() if "spawn_main" in cmdline(pid))
+
+    def log(self) -> str:
+        return (Path(self.node.home) / "workers" / self.handles[-1].worker_id / "worker.log").read_text()
+
+
+def cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def house(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_node: Callable[[Path], Any],
+    tiny_checkpoint: Callable[[str], Path],
+) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("tensorrt-llm-worker")
+    node = make_node(folder / "home")
+    node.offer_gpus(folder / "nvml")
+    node.extra_env["ISERVE_TENSORRT_LLM_PYTHON"] = str(make_tensorrt_llm(folder / "env"))
+    model, fingerprints = folder / "model", folder / "fingerprints"
+    shutil.copytree(tiny_checkpoint("llama"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": LAYERS, "max_position_embeddings": 1024})
+    )
+    fingerprints.mkdir()
+    try:
+        node.start(real_engines=True, cpu_devices=None)
+        yield House(node, fingerprints, model)
+    finally:
+        node.clear()
+
+
+@pytest.fixture(scope="module")
+def kept(house: House) -> Iterator[WorkerProfileSession]:
+    """One worker for all tests that do not end it; each loads what it needs."""
+    with house.target() as target:
+        session = target.open(tp=1, pp=1)
+        try:
+            yield session
+        finally:
+            session.close()
+
+
+def bursts(session: WorkerProfileSession, batch=2, input_tokens=20, output_tokens=3, **changes):
+    values = {"repeat": 1, "most": 2, "until_s": 60.0} | changes
+    return session.bursts(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, **values)
+
+
+class TestMeasuring:
+    def test_a_burst_is_its_steps_repeated_as_asked(self, house, kept) -> None:
+        """With the engine one step ahead of what it has read: a request does not know its last token yet."""
+        house.load(kept)
+        for repeat in (1, 4):
+            runs = bursts(kept, repeat=repeat)
+            assert len(runs) == 2
+            for run in runs:
+                facts = [(s.tokens, s.prefill_tokens, s.context_tokens, s.attention_pairs) for s in run.steps]
+                assert facts == [(40, 40, 0, 420), (2, 0, 40, 42), (2, 0, 42, 44)]
+                prefill = costs.OTHER_S + 2 * costs.layer_s(40, 420)
+                decode = costs.OTHER_S + 2 * costs.layer_s(2, 2)  # a graph is of the size it was captured for
+                assert run.steps[0].forward_s == pytest.approx(repeat * prefill)
+                assert [s.forward_s for s in run.steps[1:]] == pytest.approx([repeat * decode] * 2)
+                assert {(round(s.lead_s, 7), round(s.tail_s, 7)) for s in run.steps} == {
+                    (costs.LEAD_S, costs.TAIL_S)
+                }
+                assert run.e2e_s >= run.device_s
+                assert (run.sm_clock_mhz, run.power_w) == (210.0, 25.0)
+
+    def test_a_long_prompt_is_cut_by_the_limit_of_the_worker(self, house, kept) -> None:
+        house.load(kept)
+        (run,) = bursts(kept, 3, 200, 2, most=1)
+        assert [s.prefill_tokens for s in run.steps] == [256, 255, 89, 0]
+
+    def test_without_records_nothing_is_recorded(self, house, kept) -> None:
+        house.load(kept)
+        assert [run.steps for run in bursts(kept, steps=False)] == [(), ()]
+
+    @pytest.mark.parametrize("kv", [KvFormat.BITS16, KvFormat.FP8])
+    def test_memory_is_what_its_own_dry_run_shows(self, house, kept, kv) -> None:
+        house.load(kept, kv=kv)
+        (rank,) = kept.memory()
+        assert rank.weights_bytes == costs.OTHER_BYTES + 2 * costs.LAYER_BYTES
+        assert rank.activation_peak_bytes == costs.ACTIVATION_BYTES
+        assert rank.runtime_bytes == costs.CONTEXT_BYTES
+        assert (rank.kv_block_tokens, rank.kv_room_tokens) == (32, 32 * (-(-(2048 + 2 * 8) // 32) + 8))
+        per_token = load_spec(house.model).kv_bytes_per_token_per_layer(kv)
+        assert rank.kv_bytes == rank.kv_room_tokens * per_token * 2
+
+    def test_two_gpus_are_two_ranks(self, house) -> None:
+        with house.target() as target:
+            session = target.open(tp=2, pp=1)
+            try:
+                house.load(session)
+                assert [(rank.rank, rank.stage) for rank in session.memory()] == [(0, 0), (1, 0)]
+                (run,) = bursts(session, most=1)
+                assert len(run.steps) == 3
+            finally:
+                session.close()
+        assert not house.processes()
+
+    def test_a_profile_of_it_tells_the_whole_model(self, house) -> None:
+        """The real driver over all of this: decode steps are those of the clock, exactly."""
+        plan = DepthTiedPlan(
+            points=((1, 32), (4, 64)),
+            shallow_points=((1, 32), (4, 64)),
+            degrees=((1, 1), (1, 2)),
+            long_output=9,
+            max_batch=8,
+            max_context_tokens=128,
+            settle_s=0.0,
+            budget_s=60.0,
+        )
+        with house.target() as target:
+            profile = depth_tied_profile("m", load_spec(house.model), target, house.fingerprint, plan)
+        (note,) = profile.notes
+        assert "tp=1 pp=2" in note
+        assert "measured without pipeline stages only" in note
+        for point in whole_points(profile.timing, LAYERS):
+            whole = costs.OTHER_S + LAYERS * costs.layer_s(point.batch, point.batch)
+            assert point.steady_s == pytest.approx(whole + costs.LEAD_S + costs.TAIL_S, rel=1e-6)
+        (key,) = CountedMemory(profile).measured
+        assert (key.tp, key.pp) == (1, 1)
+        assert dict(profile.machine.versions)["engine"] == "tensorrt-llm 1.2.1"
+        assert not house.processes()
+
+
+class TestRefusals:
+    def test_a_format_that_it_would_not_make_while_loading(self, house, kept) -> None:
+        with pytest.raises(ConfigError, match="quantizes nothing while loading"):
+            house.load(kept, weights=FP8)
+        with pytest.raises(ConfigError, match="has no kv=int8"):
+            house.load(kept, kv=KvFormat.INT8)
+        with pytest.raises(UnavailableError, match="nothing is loaded"):
+            bursts(kept)
+
+    def test_steps_that_cannot_be_all_of_a_burst_are_not_kept(self, house, kept) -> None:
+        """A release that counts otherwise than the one that was read."""
+        house.load(kept, behaviour={"counts_otherwise": True})
+        with pytest.raises(EngineError, match="recorded 44 tokens and 504 pairs of a burst of 44 tokens and 506"):
+            bursts(kept)
+
+    def test_a_release_with_other_methods_is_refused_before_it_is_started(self, house, kept) -> None:
+        (packages,) = (house.folder.parent / "env").glob("lib/python*/site-packages/tensorrt_llm")
+        file = packages / "_torch" / "pyexecutor" / "py_executor.py"
+        whole = file.read_text()
+        file.write_text(whole.replace("_sample_async", "_sample"))
+        try:
+            with (
+                house.target() as target,
+                contextlib.closing(target.open(tp=1, pp=1)) as other,
+                pytest.raises(
+                    EngineError, match=r"does not know this TensorRT-LLM: PyExecutor\._sample_async is not"
+                ),
+            ):
+                house.load(other)
+        finally:
+            file.write_text(whole)
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        ("behaviour", "words"),
+        [
+            ({"start_error": "CUDA error: no kernel image"}, "did not start: RuntimeError: CUDA error: no kernel"),
+            ({"no_memory_for_kv": True}, "Executor creation failed due to insufficient GPU memory"),
+            ({"dies_at_start": True}, "Executor worker died during initialization"),
+        ],
+        ids=["error", "no-memory-for-kv", "killed"],
+    )
+    def test_an_engine_that_does_not_start_is_told_and_another_load_goes_well(
+        self, house, kept, behaviour, words
+    ) -> None:
+        with pytest.raises(EngineError, match=words):
+            house.load(kept, behaviour=behaviour)
+        house.load(kept)
+        assert bursts(kept)
+
+    def test_an_architecture_that_it_lacks_is_named(self, house, kept) -> None:
+        folder = house.fingerprint(2)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BloomForCausalLM"]}))
+        with pytest.raises(EngineError, match="Unknown architecture for AutoModelForCausalLM: BloomForCausalLM"):
+            kept.load(
+                folder,
+                weights=BITS16,
+                kv=KvFormat.BITS16,
+                layers_per_stage=(2,),
+                max_batch=8,
+                max_context_tokens=512,
+                kv_tokens=2048,
+            )
+
+    def test_out_of_memory_in_a_run_is_told(self, house, kept) -> None:
+        house.load(kept, behaviour={"no_memory_at_tokens": 100})
+        with pytest.raises(EngineError, match="failed in a run: RequestError: CUDA out of memory"):
+            bursts(kept, 4, 60)
+
+    def test_a_rank_that_is_killed_while_the_engine_waits_ends_the_worker(self, house) -> None:
+        """Whether the engine itself notices is not known; the driver's next point gets a fresh worker."""
+        with house.target() as target:
+            session = target.open(tp=1, pp=1)
+            try:
+                house.load(session, behaviour={"dies_at_batch": 4})
+                assert bursts(session)
+                with pytest.raises(IserveError, match=r"its rank process [0-9]+ died"):
+                    bursts(session, 4, 60)
+            finally:
+                session.close()
+        assert not house.processes()
+
+    @pytest.mark.long
+    def test_kill_9_of_the_worker_leaves_no_rank(self, house, until) -> None:
+        with house.target() as target:
+            session = target.open(tp=1, pp=1)
+            house.load(session)
+            ranks = house.ranks()
+            assert len(ranks) == 1
+            (worker,) = (
+                p for p in house.processes() if "tensorrt_llm_worker" in cmdline(p) and "guard" not in cmdline(p)
+            )
+            os.kill(worker, signal.SIGKILL)
+            until(lambda: not set(ranks) & house.processes(), "the rank is gone")
+            session.close()
+        assert not house.processes()
