@@ -216,9 +216,20 @@ def plan_document(
         candidates=tuple(_candidate(ranked, conditions_of) for ranked in plan.candidates),
         chosen=plan.chosen,
         why_not=_why_not(plan.why_not),
-        notes=notes if plan.better_idle is None else (*notes, plan.better_idle.text),
+        notes=(*notes, *_beside(plan)),
         served=None if plan.served is None else _served(plan.served, plan.intent),
     )
+
+
+def _beside(plan: Plan) -> tuple[str, ...]:
+    """What the load of the GPUs has to do with the choice."""
+    told = [] if plan.better_idle is None else [plan.better_idle.text]
+    if plan.best is not None and plan.best.slowdown > 1:
+        told.append(
+            f"what runs on the GPUs of {plan.best.config} makes it {plan.best.slowdown:.3g} times as slow; its "
+            "cost, objective and limits are judged so, TTFT, TPOT and E2E are listed as on idle GPUs"
+        )
+    return tuple(told)
 
 
 def _served(served: Served, intent: Intent) -> ServedDocument:

@@ -224,9 +224,14 @@ def test_it_tells_that_what_runs_beside_it_decided() -> None:
     document = plan_document(plan, model="m", hardware="h", workload=WORK)
     (note,) = document.notes
     assert note == plan.better_idle.text
+    chosen = document.candidates[0]
+    assert (chosen.slowdown, chosen.config) == (1.0, plan.best.config)
     assert f"{plan.better_idle.config} would be best on idle GPUs" in note
     assert "times as slow" in note
-    assert planned("min-latency", "least-loaded", cluster([0.3] * 4)).better_idle is None  # alike everywhere
+    alike = planned("min-latency", "least-loaded", cluster([0.5] * 4))
+    assert alike.better_idle is None
+    (note,) = plan_document(alike, model="m", hardware="h", workload=WORK).notes
+    assert "2 times as slow" in note
 
 
 def test_a_refusal_says_that_the_load_broke_the_limit_and_its_advice_is_true() -> None:
