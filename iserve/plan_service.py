@@ -132,8 +132,12 @@ def estimate_for_gpu(
     cost: CostModel,
     *,
     registered: Mapping[str, Path] | None = None,
+    own_weights: bool = False,
 ) -> OneEstimateDocument:
     """One configuration on as many idle ``gpu`` of one node as it takes, by the roofline.
+
+    Args:
+        own_weights: in the checkpoint's own format, whatever ``config`` names.
 
     Raises:
         ConfigError: more stages than layers, or a workload longer than the model's context.
@@ -141,6 +145,8 @@ def estimate_for_gpu(
     source = resolve(model, registered or {}, need_weights=False)
     check_context(source.spec, workload)
     chooser = EngineChooser(source.spec, gpu, by_preference(capabilities_for(config.engine), gpu))
+    if own_weights:
+        config = replace(config, weights=source.spec.as_given)
     settled = replace(config, engine=chooser.name(config))
     estimate = RooflineEstimator(source.spec, gpu).estimate(settled, workload)
     prices = Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)

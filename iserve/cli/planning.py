@@ -70,7 +70,9 @@ def estimate(
     config: Annotated[
         str,
         typer.Option(
-            "--config", help="tp=2,pp=1,weights=16bit,kv=16bit,pruning=none; what is left out: 1, 16bit, none."
+            "--config",
+            help="tp=2,pp=1,weights=16bit,kv=16bit,pruning=none; what is left out: 1, the checkpoint's own "
+            "weights, 16bit, none.",
         ),
     ] = "tp=1",
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
@@ -95,7 +97,10 @@ def estimate(
         wanted = parse_config(config, engine=engine)
     workload = o.workload_of(batch, input_tokens, output_tokens)
     registered = registered_models(model, load_settings())
-    document = estimate_for_gpu(model, device, wanted, workload, cost, registered=registered)
+    own_weights = "weights=" not in config
+    document = estimate_for_gpu(
+        model, device, wanted, workload, cost, registered=registered, own_weights=own_weights
+    )
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:

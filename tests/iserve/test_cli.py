@@ -375,6 +375,21 @@ def test_an_estimate_is_the_plans(iserve: Callable[..., Done], model: Callable[[
     assert "TPOT" in iserve("estimate", folder, "--gpu", "h200", "--config", config).out
 
 
+def test_an_estimate_takes_the_checkpoint_s_own_weights(iserve: Callable[..., Done], tmp_path: Path) -> None:
+    """Those of a quantized one too; who names others is told why not."""
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    folder = tmp_path / "quantized"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS["Llama-2-7b"] | {"quantization_config": quantization}))
+    for config in ("tp=1", "kv=fp8", "tp=2,weights=stored"):
+        found = iserve("estimate", folder, "--gpu", "h200", "--config", config, "--json").document
+        assert (found["config"]["weights"], found["runnable"], found["reason"]) == ("stored", True, None)
+    told = iserve("estimate", folder, "--gpu", "h200", "--config", "weights=16bit", "--json").document
+    assert not told["runnable"]
+    assert "gptq" in told["reason"]
+    assert told["memory"]["layer_weight_bytes"] > 3 * found["memory"]["layer_weight_bytes"]
+
+
 def test_an_estimate_that_does_not_fit_says_so(iserve: Callable[..., Done], model: Callable[[str], Path]) -> None:
     document = iserve("estimate", model("Llama-2-70b"), "--gpu", "a6000", "--config", "tp=1", "--json").document
     assert document["runnable"] is False
