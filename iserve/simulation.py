@@ -27,6 +27,7 @@ from placement.orders import Steering
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState
 from traces.request import Request
+from traces.simulator.pipelined import keeps_stages_full
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies, Scenario
 from traces.simulator.simulation import Progress, simulate
@@ -156,7 +157,10 @@ class PlannedDeployer:
             return NotDeployed(reason=self._why_not(asked, snapshot))
         config = chosen.config
         return Deployed(
-            placement=chosen.placement, steps=self._step_model(asked, config), what=f"{config} on {config.engine}"
+            placement=chosen.placement,
+            steps=self._step_model(asked, config),
+            what=f"{config} on {config.engine}",
+            pipelined=keeps_stages_full(config.engine),
         )
 
     def _why_not(self, asked: SimulatedModel, snapshot: ClusterSnapshot) -> str:

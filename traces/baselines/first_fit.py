@@ -28,6 +28,7 @@ from traces.baselines.knowledge import (
     sixteen_bit,
     without,
 )
+from traces.simulator.pipelined import keeps_stages_full
 from traces.simulator.scenario import Deployed, NotDeployed
 
 __all__ = ["FirstFit", "Preference", "common_batch", "max_pp", "max_tp"]
@@ -107,6 +108,7 @@ class FirstFit:
                         placement=placed,
                         steps=self._times(wanted.model, config, batch),
                         what=f"{config} on {config.engine}, batch {batch}",
+                        pipelined=keeps_stages_full(config.engine),
                     )
                 refusal = refusal or placed
         if refusal is None:

@@ -113,9 +113,10 @@ class Cluster:
 
     def go_on(self, server: Server, now_s: float) -> None:
         """Begin the next run of ``server``, or let it fall idle."""
+        in_flight = server.in_flight
         work_s = server.begin()
         if work_s > 0:
-            if not server.busy:
+            if not server.busy or server.in_flight != in_flight:
                 self._start(server, now_s)
             server.work_s = server.left_s = work_s
             server.at_s = now_s
@@ -142,7 +143,7 @@ class Cluster:
         server.busy = True
         for gpus, share in server.stages:
             for gpu in gpus:
-                gpu.start(server, share, now_s)
+                gpu.start(server, min(1.0, share * server.in_flight), now_s)
         server.speed = 1.0
         if server.shared:
             server.speed = self._speed(server)
@@ -173,7 +174,8 @@ class Cluster:
 
     def _speed(self, server: Server) -> float:
         demands = [
-            (share, [max(0.0, sum(gpu.demands.values()) - share) for gpu in gpus]) for gpus, share in server.meets
+            (share, [max(0.0, sum(gpu.demands.values()) - gpu.demands[server]) for gpu in gpus])
+            for gpus, share in server.meets
         ]
         speed = ask("contention", lambda: self._contention(demands))
         if not 0 < speed <= 1:

@@ -9,6 +9,7 @@ engine's own scheduler step by step; both give the same times (tests/traces/simu
 
 Beyond the slots, ``kv_tokens`` of the limits bounds admission: a request waits, first in the queue, until its
 prompt and its whole answer fit beside those of all that run. vLLM is less strict: it admits, and preempts.
+Queue, slots and KV are a :class:`Room`, which the batches of a pipeline share (``pipelined``).
 """
 
 from __future__ import annotations
@@ -20,21 +21,48 @@ from collections.abc import Sequence
 
 from traces.simulator.requests import Requests
 from traces.simulator.servers import Server, Stage
-from traces.simulator.step_model import StepModel
+from traces.simulator.step_model import Limits, StepModel
 
-__all__ = ["ContinuousWorker"]
+__all__ = ["ContinuousWorker", "Room"]
+
+
+class Room:
+    """Who waits, and what is left for them: slots, and tokens of KV."""
+
+    __slots__ = ("free", "kv_free", "waiting")
+
+    def __init__(self, limits: Limits) -> None:
+        self.waiting: deque[tuple[int, int, int]] = deque()  # (row, input, output tokens)
+        self.free = limits.max_batch
+        self.kv_free = sys.maxsize if limits.kv_tokens is None else limits.kv_tokens
+
+    @property
+    def takes_next(self) -> bool:
+        """Whether the first of those who wait fits."""
+        if not (self.waiting and self.free):
+            return False
+        _, input_tokens, output_tokens = self.waiting[0]
+        return input_tokens + output_tokens <= self.kv_free
 
 
 class ContinuousWorker(Server):
     """Rounds count the steps since the beginning; a sequence that decodes knows the round of its last token."""
 
     __slots__ = (
-        "_cached", "_chunks", "_decoders", "_first_s", "_free", "_kv_free", "_last_s", "_prompts", "_requests",
-        "_round", "_rounds", "_step_tokens", "_steps", "_waiting",
+        "_cached", "_chunks", "_decoders", "_first_s", "_last_s", "_prompts", "_requests", "_room", "_round",
+        "_rounds", "_step_tokens", "_steps",
     )  # fmt: skip
     cuts = True
 
-    def __init__(self, name: str, stages: Sequence[Stage], ready_s: float, steps: StepModel, requests: Requests):
+    def __init__(
+        self,
+        name: str,
+        stages: Sequence[Stage],
+        ready_s: float,
+        steps: StepModel,
+        requests: Requests,
+        room: Room | None = None,
+    ):
         super().__init__(name, stages, ready_s)
         limits = steps.limits
         self.max_batch = limits.max_batch
@@ -43,24 +71,22 @@ class ContinuousWorker(Server):
         self._step_tokens = limits.max_batched_tokens
         self._requests = requests
         self._first_s, self._last_s = requests.first_s, requests.last_s
-        self._waiting: deque[tuple[int, int, int]] = deque()  # (row, input, output tokens)
+        self._room = room or Room(limits)
         self._prompts: list[list[int]] = []  # [row, input, output tokens, cached], in order of admission
         self._decoders: list[tuple[int, int, int]] = []  # heap of (last round, row, tokens cached by then)
         self._chunks: list[tuple[list[int], int]] = []  # of this step: (prompt, tokens)
         self._cached = 0  # tokens whose KV the decoders hold
-        self._free = limits.max_batch  # slots
-        self._kv_free = sys.maxsize if limits.kv_tokens is None else limits.kv_tokens
         self._round = 0
         self._rounds = 0  # steps of this run
 
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
         self.outstanding += 1
-        self._waiting.append((row, input_tokens, output_tokens))
+        self._room.waiting.append((row, input_tokens, output_tokens))
 
     def begin(self) -> float:
         decoders = self._decoders
         n = len(decoders)
-        if self._prompts or (self._waiting and self._free):
+        if self._prompts or (self._room.waiting and self._room.free):
             budget = self._step_tokens - n
             if budget:
                 tokens, attention_s = self._prefill(budget)
@@ -83,14 +109,15 @@ class ContinuousWorker(Server):
             left -= tokens
             attention_s += attention[cached + tokens] - attention[cached]
             chunks.append((prompt, tokens))
-        waiting = self._waiting
-        while left and waiting and self._free:
+        room = self._room
+        waiting = room.waiting
+        while left and waiting and room.free:
             row, input_tokens, output_tokens = waiting[0]
-            if input_tokens + output_tokens > self._kv_free:
+            if input_tokens + output_tokens > room.kv_free:
                 break
             waiting.popleft()
-            self._free -= 1
-            self._kv_free -= input_tokens + output_tokens
+            room.free -= 1
+            room.kv_free -= input_tokens + output_tokens
             prompt = [row, input_tokens, output_tokens, 0]
             self._prompts.append(prompt)
             tokens = min(left, input_tokens)
@@ -130,34 +157,58 @@ class ContinuousWorker(Server):
     def _leave(self, row: int, kv_tokens: int, now_s: float) -> None:
         self._last_s[row] = now_s
         self.outstanding -= 1
-        self._free += 1
-        self._kv_free += kv_tokens
+        self._room.free += 1
+        self._room.kv_free += kv_tokens
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has sequences under way."""
+        return bool(self._decoders or self._prompts)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Of the run that was begun."""
+        return not self._chunks
+
+    def step_s(self, work_s: float) -> float:
+        """The first step of the run that was begun, which takes ``work_s``."""
+        if self._rounds == 1:
+            return work_s
+        n = len(self._decoders)
+        return self._steps.decode_s(n, self._cached / n + 1)
+
+    def step_at(self, done_s: float) -> tuple[int, float]:
+        """The step that a run of decode steps is in: its number, from 1 on, and when it ends, as work since the
+        run's beginning."""
+        n = len(self._decoders)
+        return self._steps.step_at(n, self._cached / n + 1, done_s)
 
     def cut(self, done_s: float) -> float:
         """Only the first in the queue, and only a stretch of decode steps; the others find it cut already."""
-        if self._chunks or not self._free or len(self._waiting) > 1:
+        if self._chunks or len(self._room.waiting) > 1 or not self._room.takes_next:
             return self.work_s
-        _, input_tokens, output_tokens = self._waiting[0]
-        n = len(self._decoders)
-        if n >= self._step_tokens or input_tokens + output_tokens > self._kv_free:
+        if len(self._decoders) >= self._step_tokens:
             return self.work_s
-        context = self._cached / n + 1
-        rounds = self._steps.steps_until(n, context, done_s)
+        rounds, work_s = self.step_at(done_s)
+        return work_s if self.shorten(rounds) else self.work_s
+
+    def shorten(self, rounds: int) -> bool:
+        """A run of decode steps ends after so many; False: it does in any case."""
         if rounds >= self._rounds:
-            return self.work_s
+            return False
         self._rounds = rounds
-        return self._steps.run_s(n, context, rounds)
+        return True
 
     def clear(self) -> tuple[list[int], list[int]]:
         running = [prompt[0] for prompt in self._prompts] + [row for _, row, _ in self._decoders]
-        waiting = [row for row, _, _ in self._waiting]
-        for held in (self._waiting, self._prompts, self._decoders, self._chunks):
+        waiting = [row for row, _, _ in self._room.waiting]
+        for held in (self._room.waiting, self._prompts, self._decoders, self._chunks):
             held.clear()
         return running, waiting
 
     def give_back(self) -> list[int]:
-        waiting = [row for row, _, _ in self._waiting]
-        self._waiting.clear()
+        waiting = [row for row, _, _ in self._room.waiting]
+        self._room.waiting.clear()
         self.outstanding -= len(waiting)
         return waiting
 

@@ -10,6 +10,7 @@ Its replicas scaled away, a deployment sleeps: requests wait for it, and the pol
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from placement.orders import Move, Order, Scale
 from placement.types import ClusterSnapshot
@@ -20,6 +21,7 @@ from traces.simulator.faults import PolicyFault, ask
 from traces.simulator.fcfs import FcfsWorker
 from traces.simulator.fleet import Deployment, states
 from traces.simulator.gpus import Gpu
+from traces.simulator.pipelined import PipelinedWorker
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
 from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Profile, Scenario, Service
@@ -247,7 +249,7 @@ class Deployments:
         shapes = [[(s.num_layers, len(s.device_ids)) for s in p.stages] for p in (old.placement, order.placement)]
         if shapes[0] != shapes[1]:
             raise PolicyFault(policy, f"ordered {order}; a replica keeps its layers per stage and its TP degree")
-        decided = Deployed(placement=order.placement, steps=old.steps, what=old.what)
+        decided = replace(old, placement=order.placement)
         new, memory = self._start(deployment, decided, policy, now_s, now_s + order.load_s)
         deployment.coming[new] = server
         deployment.since_s = now_s
@@ -362,6 +364,8 @@ class Deployments:
         match self._scenario.service:
             case Service.FCFS:
                 return FcfsWorker(*args)
+            case Service.CONTINUOUS if decided.pipelined and len(stages) > 1:
+                return PipelinedWorker(*args)
             case Service.CONTINUOUS:
                 return ContinuousWorker(*args)
             case Service.STEPPED:

@@ -98,6 +98,7 @@ class Deployed:
     placement: Placement
     steps: StepModel
     what: str  # the configuration, for people
+    pipelined: bool = False  # its engine keeps as many batches in flight as there are stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

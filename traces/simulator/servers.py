@@ -35,8 +35,8 @@ class Server:
     """Base of all. ``busy``: within a run. ``queued``: an event is under way that will begin or end a run."""
 
     __slots__ = (
-        "at_s", "busy", "last_turn", "left_s", "longest", "max_batch", "max_outstanding", "meets", "name",
-        "outstanding", "queued", "ready_s", "shared", "speed", "stages", "version", "work_s",
+        "at_s", "busy", "in_flight", "last_turn", "left_s", "longest", "max_batch", "max_outstanding", "meets",
+        "name", "outstanding", "queued", "ready_s", "shared", "speed", "stages", "version", "work_s",
     )  # fmt: skip
 
     cuts = False  # whether a request that joins can end a run early
@@ -53,6 +53,8 @@ class Server:
         self.speed = 1.0
         self.shared = False  # somebody else has a place on one of its GPUs
         self.meets = self.stages  # where: of GPUs with the same tenants one
+        self.in_flight = 1.0  # steps that go through its stages in the time of one: how much it asks of them
+        self.in_flight = 1.0  # steps that go through its stages in the time of one: how much it asks of them
         self.busy = False
         self.queued = False
         self.version = 0  # of its event: older ones are void

@@ -141,8 +141,12 @@ class StepModel:
 
     def steps_until(self, sequences: int, mean_context: float, elapsed_s: float) -> int:
         """How many steps of such a run have begun within ``elapsed_s``: the fewest that take it, at least 1."""
+        return self.step_at(sequences, mean_context, elapsed_s)[0]
+
+    def step_at(self, sequences: int, mean_context: float, elapsed_s: float) -> tuple[int, float]:
+        """:meth:`steps_until`, and :meth:`run_s` of so many."""
         knots, slopes, bases = self._knots, self._slope[sequences], self._base[sequences]
-        segment, before = bisect_right(knots, mean_context), 0
+        segment, before, before_s = bisect_right(knots, mean_context), 0, 0.0
         while segment < len(knots):
             here = math.ceil(knots[segment] - mean_context)
             here_s = here * (bases[segment] + slopes[segment] * (mean_context + (here - 1) / 2))
@@ -150,18 +154,19 @@ class StepModel:
                 break
             elapsed_s -= here_s
             before += here
+            before_s += here_s
             mean_context += here
             segment = bisect_right(knots, mean_context, segment)
-        slope = slopes[segment]
-        first_s = bases[segment] + slope * mean_context
+        slope, base = slopes[segment], bases[segment]
+        first_s = base + slope * mean_context
         # Smallest j with j * first + slope * j (j - 1) / 2 >= elapsed: the root, then one step of doubt each way.
         half = first_s - slope / 2
-        j = math.ceil(2 * elapsed_s / (half + math.sqrt(max(half * half + 2 * slope * elapsed_s, 0.0))))
+        j = max(1, math.ceil(2 * elapsed_s / (half + math.sqrt(max(half * half + 2 * slope * elapsed_s, 0.0)))))
         while j > 1 and (j - 1) * (first_s + slope * (j - 2) / 2) >= elapsed_s:
             j -= 1
         while j * (first_s + slope * (j - 1) / 2) < elapsed_s:
             j += 1
-        return max(before + j, 1)
+        return before + j, before_s + j * (base + slope * (mean_context + (j - 1) / 2))
 
     def prompt_s(self, tokens: int) -> float:
         """TTFT of one prompt alone, in chunks of the largest step."""
