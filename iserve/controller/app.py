@@ -97,6 +97,15 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
+# Where the answer itself is text, which the framework then takes for the problems' type too.
+_PROBLEMS_BESIDE_TEXT: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": problem["description"],
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
+    for status, problem in _PROBLEMS.items()
+}
+
 
 def create_app(controller: Controller, token: str) -> FastAPI:
     """The application of one controller.
@@ -127,7 +136,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
             return "starting"
         return "ready"
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=_PROBLEMS)
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_PROBLEMS_BESIDE_TEXT)
     def read_metrics() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
@@ -203,7 +212,7 @@ def _deployment_routes(api: APIRouter, controller: Controller) -> None:
     def deployment_plan(name: str) -> PlanDocument:
         return controller.deployment_plan(name)
 
-    @api.get("/deployments/{name}/log", response_class=PlainTextResponse)
+    @api.get("/deployments/{name}/log", response_class=PlainTextResponse, responses=_PROBLEMS_BESIDE_TEXT)
     def logs(name: str, lines: Annotated[int, Query(ge=1, le=10_000)] = 200) -> str:
         return controller.logs(name, lines)
 

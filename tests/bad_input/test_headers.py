@@ -115,7 +115,7 @@ def read_whole(folder: Path) -> None:
 def fuzz(folder: Path, cases: int, seed: int, read: Callable[[Path], None] = read_whole) -> dict[str, int]:
     """How many were read and refused. Anything else that is raised is a failure."""
     rng, counts = random.Random(seed), {"read": 0, "refused": 0, "at length": 0}
-    for case in range(cases):
+    for _ in range(cases):
         single = rng.random() < 0.8
         (folder / SINGLE_FILE).unlink(missing_ok=True)
         (folder / (SINGLE_FILE if single else "one.safetensors")).write_bytes(bad_file(rng))

@@ -1,0 +1,94 @@
+"""Code that a checkpoint brings is never run: not by reading, cutting, serving or asking for its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fingerprint.errors import IserveError
+from fingerprint.families import load_spec
+from fingerprint.generate import generate
+from iserve.demo import demo_model_path
+from iserve.model_source import resolve
+from tests.bad_input.conftest import Api
+
+CLASSES = {
+    "AutoConfig": "evil.Config",
+    "AutoModel": "evil.Model",
+    "AutoModelForCausalLM": "evil.Model",
+    "AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"],
+}
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """Made by the code, were it run."""
+    return tmp_path / "the-code-was-run"
+
+
+@pytest.fixture
+def evil(tmp_path: Path, marker: Path) -> Path:
+    """The bundled model with code for each of its parts."""
+    folder = tmp_path / "evil-model"
+    shutil.copytree(demo_model_path(), folder)
+    code = f"open({str(marker)!r}, 'w').close()\nraise SystemExit('run')\n"
+    for name in ("evil.py", "modeling_llama.py", "configuration_llama.py", "__init__.py", "sitecustomize.py"):
+        (folder / name).write_text(code)
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | {"auto_map": CLASSES, "trust_remote_code": True}))
+    return folder
+
+
+def test_the_code_would_be_run_by_who_trusts_it(
+    evil: Path, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the other tests could not fail."""
+    from transformers import AutoConfig, dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(SystemExit):
+        AutoConfig.from_pretrained(evil, trust_remote_code=True)
+    assert marker.exists()
+
+
+def test_reading_and_cutting_run_none_of_it_and_leave_it_behind(evil: Path, marker: Path, tmp_path: Path) -> None:
+    assert load_spec(evil) == load_spec(demo_model_path())
+    generate(evil, tmp_path / "cut", [0])
+    left = {path.name for path in (tmp_path / "cut").iterdir()}
+    assert not [name for name in left if name.endswith(".py")]
+    assert "auto_map" not in json.loads((tmp_path / "cut" / "config.json").read_text())
+    assert not marker.exists()
+
+
+def test_the_embedded_engine_runs_none_of_it(evil: Path, marker: Path) -> None:
+    import torch
+
+    from daemon.torch_engine.stage_model import read_source
+    from daemon.torch_engine.text import load_text_codec
+
+    assert read_source(evil, torch.device("cpu"), None).spec == load_spec(demo_model_path())
+    assert load_text_codec(evil) is not None
+    assert not marker.exists()
+
+
+def test_a_family_that_only_its_code_knows_is_refused(evil: Path, marker: Path) -> None:
+    content = json.loads((evil / "config.json").read_text())
+    (evil / "config.json").write_text(json.dumps(content | {"model_type": "evil", "architectures": ["Evil"]}))
+    with pytest.raises(IserveError, match="evil"):
+        resolve(str(evil))
+    assert not marker.exists()
+
+
+def test_no_route_runs_it(api: Api, evil: Path, marker: Path) -> None:
+    for path, body in (
+        ("/api/v1/models", {"name": "evil", "directory": str(evil)}),
+        ("/api/v1/plans", {"model": str(evil), "gpus": "a6000:1"}),
+        ("/api/v1/plans/launch", {"model": str(evil), "gpus": "a6000:1"}),
+    ):
+        assert api.ask("POST", path, body)[0] == 201
+    assert not marker.exists()
+    assert api.ask("DELETE", "/api/v1/models/evil")[0] == 204
