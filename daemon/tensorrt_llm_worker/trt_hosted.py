@@ -58,6 +58,7 @@ class HostedTensorRtLlm(Hosted):
 
         config = _read_config(Path(order["checkpoint"]))
         _check_formats(order, config)
+        _check_kinds(config)
         with Nvml(self.nvml()) as nvml:
             others = nvml.used_bytes()
         self._llm = LLM(**self._arguments(order, kv_tokens))
@@ -203,6 +204,16 @@ def _check_formats(order: dict[str, Any], config: dict[str, Any]) -> None:
         )
     if order["kv"] not in _KV_DTYPE:
         raise WorkError("ConfigError", f"TensorRT-LLM has no kv={order['kv']}; take {' or '.join(_KV_DTYPE)}")
+
+
+def _check_kinds(config: dict[str, Any]) -> None:
+    """Raises WorkError: layers that look back differently far."""
+    if len(set(config.get("layer_types") or ())) > 1 or config.get("sliding_window_pattern"):
+        raise WorkError(
+            "ConfigError",
+            "how TensorRT-LLM keeps the cache of layers of several kinds was not read, so its memory would be "
+            "guessed; take another engine for this model",
+        )
 
 
 def _rank_memory(rank: int, stage: int, counted: dict[str, int], others_bytes: int) -> dict[str, Any]:

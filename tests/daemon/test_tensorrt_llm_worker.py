@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.l3 import whole_points
 from fingerprint.families import load_spec
 from fingerprint.generate import generate_shape
-from tests.daemon.engines.tensorrt_environment import make_tensorrt_llm
+from tests.daemon.engines.tensorrt_environment import make_checkpoint, make_tensorrt_llm
 from tests.daemon.engines.vllm_stand_in import costs
 from tests.daemon.test_vllm_worker import Handle
 
@@ -76,6 +75,9 @@ class House:
 
     def load(self, session: WorkerProfileSession, layers: int = 2, **changes: Any) -> None:
         behaviour = changes.pop("behaviour", {})
+        self.load_folder(session, self.fingerprint(layers, **behaviour), layers, **changes)
+
+    def load_folder(self, session: WorkerProfileSession, folder: Path, layers: int = 2, **changes: Any) -> None:
         values = {
             "weights": BITS16,
             "kv": KvFormat.BITS16,
@@ -84,7 +86,7 @@ class House:
             "max_context_tokens": 512,
             "kv_tokens": 2048,
         }
-        session.load(self.fingerprint(layers, **behaviour), **(values | changes))
+        session.load(folder, **(values | changes))
 
     def processes(self) -> set[int]:
         """Of the last worker: what carries its folder in its environment."""
@@ -111,21 +113,12 @@ def cmdline(pid: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def house(
-    tmp_path_factory: pytest.TempPathFactory,
-    make_node: Callable[[Path], Any],
-    tiny_checkpoint: Callable[[str], Path],
-) -> Iterator[House]:
+def house(tmp_path_factory: pytest.TempPathFactory, make_node: Callable[[Path], Any]) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("tensorrt-llm-worker")
     node = make_node(folder / "home")
     node.offer_gpus(folder / "nvml")
     node.extra_env["ISERVE_TENSORRT_LLM_PYTHON"] = str(make_tensorrt_llm(folder / "env"))
-    model, fingerprints = folder / "model", folder / "fingerprints"
-    shutil.copytree(tiny_checkpoint("llama"), model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": LAYERS, "max_position_embeddings": 1024})
-    )
+    model, fingerprints = make_checkpoint(folder / "model", num_hidden_layers=LAYERS), folder / "fingerprints"
     fingerprints.mkdir()
     try:
         node.start(real_engines=True, cpu_devices=None)
@@ -237,6 +230,14 @@ class TestRefusals:
         with pytest.raises(UnavailableError, match="nothing is loaded"):
             bursts(kept)
 
+    def test_layers_of_several_kinds(self, house, kept) -> None:
+        folder = house.fingerprint(2)
+        config = json.loads((folder / "config.json").read_text())
+        kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+        (folder / "config.json").write_text(json.dumps(config | kinds))
+        with pytest.raises(ConfigError, match="how TensorRT-LLM keeps the cache of layers of several kinds"):
+            house.load_folder(kept, folder)
+
     def test_steps_that_cannot_be_all_of_a_burst_are_not_kept(self, house, kept) -> None:
         """A release that counts otherwise than the one that was read."""
         house.load(kept, behaviour={"counts_otherwise": True})
@@ -284,15 +285,7 @@ class TestFailures:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BloomForCausalLM"]}))
         with pytest.raises(EngineError, match="Unknown architecture for AutoModelForCausalLM: BloomForCausalLM"):
-            kept.load(
-                folder,
-                weights=BITS16,
-                kv=KvFormat.BITS16,
-                layers_per_stage=(2,),
-                max_batch=8,
-                max_context_tokens=512,
-                kv_tokens=2048,
-            )
+            house.load_folder(kept, folder)
 
     def test_out_of_memory_in_a_run_is_told(self, house, kept) -> None:
         house.load(kept, behaviour={"no_memory_at_tokens": 100})
