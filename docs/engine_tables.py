@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from daemon.engines.registry import ENGINES
-from fingerprint.capability import EngineCapabilities, Selection, Verified
+from fingerprint.capability import EngineCapabilities, Exclusion, Selection, Verified
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.families import FAMILIES
 from fingerprint.gpu_spec import GpuSpec
@@ -112,7 +112,15 @@ def _verified(table: EngineCapabilities) -> str:
 def _rest(table: EngineCapabilities) -> list[str]:
     """What holds for some combinations only, and what running some of them takes."""
     parts = []
-    particular = [e for e in table.exclusions if e.families is not None or e.cut_group_size is not None]
+    everywhere = Exclusion(reason="")  # what the tables above show is of weights, KV, pruning and GPUs alone
+    particular = [
+        e
+        for e in table.exclusions
+        if any(
+            getattr(e, name) != getattr(everywhere, name)
+            for name in ("families", "cut_group_size", "stored_as", "stored_other_than", "cut_stored_groups")
+        )
+    ]
     if particular:
         lines = (f"*   {_where(e)}: {e.reason}" for e in particular)
         parts.append("Not run in some combinations:\n\n" + "\n".join(lines) + "\n")
@@ -138,6 +146,12 @@ def _where(selection: Selection) -> str:
         parts.append("GPUs below {}.{}".format(*selection.below_compute_capability))
     if selection.cut_group_size is not None:
         parts.append(f"degrees that cut groups of {selection.cut_group_size}")
+    if selection.stored_as is not None:
+        parts.append("stored as " + ", ".join(sorted(selection.stored_as)))
+    if selection.stored_other_than is not None:
+        parts.append("stored other than as " + "; ".join(sorted(selection.stored_other_than)))
+    if selection.cut_stored_groups:
+        parts.append("degrees that cut the checkpoint's own groups")
     return "; ".join(parts) or "always"
 
 

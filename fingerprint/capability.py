@@ -26,6 +26,11 @@ class Selection:
     cut_group_size: int | None = (
         None  # holds where some rank's matrix does not have whole groups of that many inputs
     )
+    stored_as: frozenset[str] | None = None  # ways in which a checkpoint is quantized: it is in one of them
+    stored_other_than: frozenset[str] | None = None  # "way, form": it is quantized, and in none of these
+    cut_stored_groups: bool = (
+        False  # holds where some rank's matrix does not have whole groups of the checkpoint's
+    )
 
     def applies(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
         """Whether ``config`` of ``spec`` on ``gpu`` is one of them."""
@@ -34,6 +39,14 @@ class Selection:
         ):
             return False
         if self.cut_group_size is not None and not _cuts_groups(spec, config.tp, self.cut_group_size):
+            return False
+        if self.cut_stored_groups and not _cuts_stored_groups(spec, config.tp):
+            return False
+        if self.stored_as is not None and (spec.stored is None or spec.stored.method not in self.stored_as):
+            return False
+        if self.stored_other_than is not None and (
+            spec.stored is None or f"{spec.stored.method}, {spec.stored.form}" in self.stored_other_than
+        ):
             return False
         return (
             (self.families is None or spec.family in self.families)
@@ -47,6 +60,22 @@ def _cuts_groups(spec: ModelSpec, tp: int, group_size: int) -> bool:
     """Inputs per rank: the whole hidden state for Q, K, V and the MLP's first matrices, a share of the others."""
     shared = (spec.num_heads * spec.head_dim, spec.intermediate_size)
     return spec.hidden_size % group_size != 0 or any(width % (tp * group_size) for width in shared)
+
+
+def _cuts_stored_groups(spec: ModelSpec, tp: int) -> bool:
+    """As :func:`_cuts_groups`. Blocks of several outputs are looked at where they are split alone, outputs too."""
+    stored = spec.stored
+    if stored is None or not stored.group_inputs:
+        return False
+    if stored.group_outputs == 1:
+        return _cuts_groups(spec, tp, stored.group_inputs)
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    inputs = (queries, spec.intermediate_size)
+    outputs = (queries // tp, keys // min(tp, spec.num_kv_heads), spec.intermediate_size // tp)
+    return tp > 1 and (
+        any(width % (tp * stored.group_inputs) for width in inputs)
+        or any(width % stored.group_outputs for width in outputs)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

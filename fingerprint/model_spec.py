@@ -38,6 +38,8 @@ class Stored:
     method: str  # quant_method of config.json, e.g. "gptq"
     form: str  # of that method, e.g. "4-bit, groups of 128"
     bits: int  # of an element
+    group_inputs: int = 0  # of a row of a matrix, that share a scale; 0: one is of a whole row or more
+    group_outputs: int = 1  # rows that share it with them
     layer_linear_bytes: float  # of the mean layer, scales and zeros with them, all experts
     layer_expert_bytes: float  # of these, the experts'
 

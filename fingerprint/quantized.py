@@ -32,6 +32,8 @@ _MOST_STARS = 4
 _MX_GROUP = 32
 
 _BytesOf = Callable[[TensorShape], float]
+# Bits, in words, outputs and inputs that share a scale (0, -1: all inputs), and bytes of a matrix.
+_Form = tuple[int, str, tuple[int, int], _BytesOf]
 
 
 def read_stored(quantization: object, layer: Sequence[TensorShape], stack: str, num_layers: int) -> Stored | None:
@@ -56,7 +58,7 @@ def read_stored(quantization: object, layer: Sequence[TensorShape], stack: str, 
             f"the checkpoint is quantized by {show(method)}; known are {', '.join(METHODS)}: give one of these, "
             "or the 16-bit model"
         )
-    bits, form, bytes_of = readers[method](quantization)
+    bits, form, (group_outputs, group_inputs), bytes_of = readers[method](quantization)
     matrices = [t for t in layer if t.role is Role.EXPERT or (t.role is Role.LINEAR and method != "mxfp4")]
     others = [t for t in layer if t.role is Role.LINEAR and method == "mxfp4"]
     if not matrices:
@@ -69,7 +71,13 @@ def read_stored(quantization: object, layer: Sequence[TensorShape], stack: str, 
     experts = mean_bytes(t for t in matrices if t.role is Role.EXPERT)
     linear = mean_bytes(t for t in matrices if t.role is Role.LINEAR) + sum(2.0 * prod(t.shape) for t in others)
     return Stored(
-        method=method, form=form, bits=bits, layer_linear_bytes=linear + experts, layer_expert_bytes=experts
+        method=method,
+        form=form,
+        bits=bits,
+        group_inputs=max(0, group_inputs),
+        group_outputs=group_outputs,
+        layer_linear_bytes=linear + experts,
+        layer_expert_bytes=experts,
     )
 
 
@@ -163,11 +171,11 @@ def _number(quantization: Mapping[str, object], name: str, allowed: Sequence[int
 _GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def _fp8(quantization: Mapping[str, object]) -> tuple[int, str, _BytesOf]:
+def _fp8(quantization: Mapping[str, object]) -> _Form:
     block = quantization.get("weight_block_size")
     if block is None:
         static = quantization.get("activation_scheme") == "static"
-        return 8, "float, a scale per matrix", lambda t: prod(t.shape) + (8.0 if static else 4.0)
+        return 8, "float, a scale per matrix", (1, 0), lambda t: prod(t.shape) + (8.0 if static else 4.0)
     if (
         not isinstance(block, list)
         or len(block) != 2
@@ -180,7 +188,7 @@ def _fp8(quantization: Mapping[str, object]) -> tuple[int, str, _BytesOf]:
         rows, inputs = _rows(tensor)
         return rows * inputs + 4.0 * math.ceil(rows / high) * math.ceil(inputs / wide)
 
-    return 8, f"float, a scale per {high} x {wide}", bytes_of
+    return 8, f"float, a scale per {high} x {wide}", (high, wide), bytes_of
 
 
 def _packed(bits: int, group: int, *, zeros: bool, index: bool, more: float = 0.0) -> _BytesOf:
@@ -193,23 +201,28 @@ def _packed(bits: int, group: int, *, zeros: bool, index: bool, more: float = 0.
     return bytes_of
 
 
-def _gptq(quantization: Mapping[str, object]) -> tuple[int, str, _BytesOf]:
+def _gptq(quantization: Mapping[str, object]) -> _Form:
     bits, group = _number(quantization, "bits", (4, 8)), _number(quantization, "group_size", _GROUPS)
     for name in ("dynamic", "lm_head"):
         if quantization.get(name):
             raise UnsupportedModelError(f"{name} of quantization_config is not known to iServe")
-    return bits, f"{bits}-bit, groups of {group}", _packed(bits, group, zeros=True, index=True)
+    return bits, f"{bits}-bit, groups of {group}", (1, group), _packed(bits, group, zeros=True, index=True)
 
 
-def _awq(quantization: Mapping[str, object]) -> tuple[int, str, _BytesOf]:
+def _awq(quantization: Mapping[str, object]) -> _Form:
     name = "bits" if "bits" in quantization else "w_bit"
     size = "group_size" if "group_size" in quantization else "q_group_size"
     bits, group = _number(quantization, name, (4,)), _number(quantization, size, _GROUPS)
     zeros = quantization.get("zero_point", True)
-    return bits, f"{bits}-bit, groups of {group}", _packed(bits, group, zeros=zeros is True, index=False)
+    return (
+        bits,
+        f"{bits}-bit, groups of {group}",
+        (1, group),
+        _packed(bits, group, zeros=zeros is True, index=False),
+    )
 
 
-def _compressed(quantization: Mapping[str, object]) -> tuple[int, str, _BytesOf]:
+def _compressed(quantization: Mapping[str, object]) -> _Form:
     groups = quantization.get("config_groups")
     each = list(groups.values()) if isinstance(groups, Mapping) else []
     if len(each) != 1 or not isinstance(each[0], Mapping) or not isinstance(each[0].get("weights"), Mapping):
@@ -230,11 +243,16 @@ def _compressed(quantization: Mapping[str, object]) -> tuple[int, str, _BytesOf]
             index=weights.get("actorder") in ("group", "dynamic"),
             more=16.0,
         )
-        return bits, f"{bits}-bit, groups of {size}", packed
-    kinds = {"float-quantized": "float", "int-quantized": "int", "naive-quantized": "any"}
+        return bits, f"{bits}-bit, groups of {size}", (1, size), packed
+    kinds = {"float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int")}
     if form not in kinds:
         raise UnsupportedModelError(
             f"compressed-tensors format {show(form)} is not known; known are pack-quantized, {', '.join(kinds)}"
+        )
+    number = weights.get("type", "int")
+    if number not in kinds[form]:
+        raise UnsupportedModelError(
+            f"weights of type {show(number)} in {form}; known are {' and '.join(kinds[form])}"
         )
     bits = _number(weights, "num_bits", (8,))
     strategy = weights.get("strategy")
@@ -243,7 +261,8 @@ def _compressed(quantization: Mapping[str, object]) -> tuple[int, str, _BytesOf]
     per_channel = strategy == "channel"
     return (
         bits,
-        f"{weights.get('type', 'int')}, a scale per {strategy}",
+        f"{number}, a scale per {strategy}",
+        (1, 0),
         lambda t: prod(t.shape) + 2.0 * (_rows(t)[0] if per_channel else 1),
     )
 
@@ -254,9 +273,9 @@ def _group_size(weights: Mapping[str, object]) -> int:
     return _number(weights, "group_size", _GROUPS)
 
 
-def _mxfp4(quantization: Mapping[str, object]) -> tuple[int, str, _BytesOf]:
+def _mxfp4(quantization: Mapping[str, object]) -> _Form:
     def bytes_of(tensor: TensorShape) -> float:
         rows, inputs = _rows(tensor)
         return rows * (inputs / 2 + math.ceil(inputs / _MX_GROUP))
 
-    return 4, "4-bit float, groups of 32", bytes_of
+    return 4, f"4-bit float, groups of {_MX_GROUP}", (1, _MX_GROUP), bytes_of

@@ -275,7 +275,33 @@ def test_engines_say_why_not(stored: Path) -> None:
     assert spec.stored.method in refused
     assert "16-bit model" in refused
     reason = TENSORRT_LLM.unprepared().refusal(spec, replace(STORED, engine="tensorrt-llm"), gpu)
-    assert (reason is None) == (spec.stored.method in ("fp8", "compressed-tensors"))
+    read = ("float, a scale per 128 x 128", "float, a scale per channel")
+    assert (reason is None) == (spec.stored.form in read)
+
+
+@pytest.mark.parametrize(
+    ("case", "intermediate", "tp", "cut"),
+    [
+        ("gptq", 512, 2, False),
+        ("gptq", 384, 2, True),  # 192 inputs a rank, groups of 128
+        ("awq", 384, 2, True),
+        ("compressed-w4a16", 384, 2, True),
+        ("gptq", 384, 1, False),
+        ("deepseek-fp8", 512, 2, False),
+        ("deepseek-fp8", 384, 2, True),
+        ("deepseek-fp8", 384, 1, False),
+        ("static-fp8", 384, 2, False),  # one scale of the whole matrix
+        ("compressed-fp8", 384, 2, False),
+        ("gpt-oss-mxfp4", 384, 2, False),  # filled up
+    ],
+)
+def test_vllm_gives_each_rank_whole_groups(case: str, intermediate: int, tp: int, cut: bool) -> None:
+    model, quantization, _ = CASES[case]
+    wide = {"intermediate_size": intermediate, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    spec, gpu = read_spec(model | wide | {"quantization_config": quantization}), gpu_spec("h200")
+    reason = VLLM.unprepared().refusal(spec, replace(STORED, tp=tp), gpu)
+    assert (reason is not None) == cut
+    assert not cut or "whole quantization groups; take a smaller tp" in str(reason)
 
 
 def test_what_stays_in_16_bits_is_counted_so(tmp_path: Path) -> None:
@@ -332,7 +358,9 @@ def test_no_dummy_is_made_and_a_shape_is(tmp_path: Path) -> None:
         ({"quant_method": "fp8", "ignore": [f"m{i}" for i in range(300)]}, "300 names"),
         ({"quant_method": "mxfp4"}, "has none"),
         (compressed("nvfp4-pack-quantized", num_bits=4), "nvfp4"),
-        (compressed("float-quantized", num_bits=8, strategy="block"), "'block'"),
+        (compressed("float-quantized", num_bits=8, type="float", strategy="block"), "'block'"),
+        (compressed("float-quantized", num_bits=8, type="int", strategy="channel"), "of type 'int' in float"),
+        (compressed("naive-quantized", num_bits=8, type=["x"], strategy="channel"), "of type ['x'] in naive"),
         (compressed("pack-quantized", num_bits=4, strategy="group"), "group_size=None"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "0 config_groups"),
     ],

@@ -24,6 +24,7 @@ from daemon.engines.tensorrt_llm.table import TABLE
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
+from fingerprint.config import WeightFormat
 from fingerprint.config_json import read_config
 from fingerprint.errors import ConfigError, EngineError, IserveError
 from fingerprint.families import read_spec
@@ -141,8 +142,11 @@ def _read_model(spec: WorkerSpec, devices: Mapping[str, Device]) -> ModelSpec:
     """The checkpoint of ``spec``; raises as ``command``."""
     directory = Path(spec.checkpoint)
     stored = stored_formats(directory)
-    # our own reader takes 16-bit models only; what is quantized, and how, has just been read
-    model = read_spec(read_config(directory) | {"quantization_config": None})
+    config = read_config(directory)
+    if spec.config.weights is not WeightFormat.STORED:
+        # our own reader does not know what ModelOpt writes; what is quantized, and how, has just been read
+        config["quantization_config"] = None
+    model = read_spec(config)
     _check_runs(spec, model, devices)
     check_formats(stored, spec.config, directory)
     if not spec.dummy_weights:

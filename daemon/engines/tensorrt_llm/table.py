@@ -19,6 +19,14 @@ _OLDER_FLOW = (
     "only its older engine flow (trtllm-build, or --backend tensorrt) has it, which later 1.3 drops and iServe "
     "does not drive"
 )
+# As ``checkpoint.stored_formats`` tells them.
+_STORED = frozenset(
+    {
+        "fp8, float, a scale per 128 x 128",
+        "compressed-tensors, float, a scale per channel",
+        "compressed-tensors, float, a scale per tensor",
+    }
+)
 
 TABLE = EngineCapabilities(
     engine="tensorrt-llm",
@@ -62,6 +70,12 @@ TABLE = EngineCapabilities(
         Exclusion(
             below_compute_capability=(8, 0),
             reason="its documented GPUs begin with Ampere (compute capability 8.0)",
+        ),
+        Exclusion(
+            weights=frozenset({WeightFormat.STORED}),
+            stored_other_than=_STORED,
+            reason="of what is quantized outside ModelOpt its PyTorch backend reads fp8 in blocks of 128 x 128 "
+            "and 8-bit floats of compressed-tensors, other forms not or as another one; give the 16-bit model",
         ),
         Exclusion(
             weights=frozenset({WeightFormat.FP8, WeightFormat.STORED}),  # of what is stored it reads fp8 alone

@@ -94,6 +94,13 @@ TABLE = EngineCapabilities(
             reason="its loader refuses a matrix whose inputs per rank are not whole groups of 128 "
             "(vLLM issues 2699 and 5675)",
         ),
+        Exclusion(
+            weights=frozenset({WeightFormat.STORED}),
+            stored_as=frozenset({"fp8", "compressed-tensors", "gptq", "awq"}),  # mxfp4 is filled up
+            cut_stored_groups=True,
+            reason="its loader refuses a matrix of which a rank does not get whole quantization groups; take a "
+            "smaller tp",
+        ),
     ),
     notes=(
         Note(
