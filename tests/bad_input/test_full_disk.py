@@ -1,0 +1,187 @@
+"""A disk that fills while something is written: nothing half-made is left, the message says what to free, and once
+that is done it goes on. On a small tmpfs where this process may mount one, and under a limit on the size of files,
+which the kernel answers alike, everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from daemon.keeper import RotatingLog
+from daemon.process import own_record, read_record, write_record
+from fingerprint import safetensors_writer
+from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableError, UnavailableError
+from fingerprint.generate import generate
+from iserve.cli.reporting import write_page
+from iserve.demo import demo_model_path
+from iserve.state.store import Store
+
+SIZE_BYTES = 2**20
+
+Filled = Callable[[int], AbstractContextManager[None]]
+
+
+@pytest.fixture(params=["tmpfs", "file size limit"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Filled]]:
+    """A folder, and a context in which no more than so many bytes can be written to it (to one file of it)."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if request.param == "file size limit":
+        yield folder, limited
+        return
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(folder)]
+    mounted = (
+        subprocess.run(command, capture_output=True, text=True, check=False) if shutil.which("mount") else None
+    )
+    if mounted is None or mounted.returncode:
+        pytest.skip(
+            f"a tmpfs cannot be mounted here: {mounted.stderr.strip() if mounted else 'there is no mount'}"
+        )
+    try:
+        yield folder, lambda left: filled(folder, left)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def limited(left_bytes: int) -> Iterator[None]:
+    """Of this process, whose other files are small meanwhile. Python ignores the signal, and gets EFBIG."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (left_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def filled(folder: Path, left_bytes: int) -> Iterator[None]:
+    filler = folder / "filler"
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
+    filler.write_bytes(bytes(max(0, free - left_bytes)))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+def left_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.name != "filler"}
+
+
+def test_a_fingerprint_is_whole_or_not_there(disk: tuple[Path, Filled], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, only = disk
+    # The room is looked at before; here it is taken by others after that.
+    usage = shutil.disk_usage(folder)._replace(free=2**40)
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_writer.shutil, "disk_usage", lambda _: usage)
+        with only(300_000), pytest.raises(CheckpointError) as caught:
+            generate(demo_model_path(), folder / "cut", [0])
+    assert left_in(folder) == set()
+    for words in (str(folder / "cut"), "nothing was kept", "free some or choose another place"):
+        assert words in str(caught.value)
+
+
+def test_too_little_room_for_a_fingerprint_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(safetensors_writer.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(
+        CheckpointError, match=r"it needs .* GiB, its disk has 0\.00 GiB free; free some or choose"
+    ):
+        generate(demo_model_path(), tmp_path / "cut", [0])
+    assert left_in(tmp_path) == set()
+
+
+def test_the_state_keeps_what_it_acknowledged_and_goes_on_when_there_is_room(disk: tuple[Path, Filled]) -> None:
+    folder, only = disk
+    store = Store.open(folder / "state.db")
+    try:
+        kept: list[str] = []
+
+        def keep() -> None:
+            for number in range(1000):
+                name = f"m{len(kept)}-{number}"
+                store.put_model(name, "/" + "x" * 4000)
+                kept.append(name)
+
+        with only(200_000), pytest.raises(StateUnavailableError) as caught:
+            keep()
+        assert kept, "it was full from the beginning"
+        assert "free space in" in str(caught.value)
+        assert str(folder) in str(caught.value)
+        assert {model.name for model in store.models()} == {*kept}
+        store.put_model("after", "/after")
+        with only(0), pytest.raises(StateUnavailableError):
+            keep()
+        assert {*kept, "after"} <= {model.name for model in store.models()}
+    finally:
+        store.close()
+    again = Store.open(folder / "state.db")  # as after a crash
+    assert {*kept, "after"} <= {model.name for model in again.models()}
+    again.close()
+
+
+def test_a_workers_log_loses_lines_and_nothing_else(disk: tuple[Path, Filled]) -> None:
+    folder, only = disk
+    log = RotatingLog(folder / "worker.log", max_bytes=200_000, files=1)
+    log.write(b"first\n")
+    with only(10_000):
+        for _ in range(50):
+            log.write(b"x" * 999 + b"\n")
+    log.write(b"last\n")
+    text = (folder / "worker.log").read_bytes()
+    assert text.startswith(b"first\n")
+    assert text.endswith(b"last\n")
+    assert len(text) < 40_000
+    assert left_in(folder) == {"worker.log"}
+
+
+def test_a_process_goes_on_when_its_log_cannot_be_written(
+    disk: tuple[Path, Filled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, only = disk
+    with (folder / "controller.log").open("a", buffering=1) as stream:
+        handler = logging.StreamHandler(stream)
+        monkeypatch.setattr("sys.stderr", stream)  # where logging complains, and Python's last words go
+        logger = logging.Logger("of-this-test")
+        logger.addHandler(handler)
+        logger.error("before")
+        with only(20_000):
+            for _ in range(50):
+                logger.error("x" * 999)
+        with contextlib.suppress(OSError):
+            stream.flush()
+        logger.error("after")
+    assert (folder / "controller.log").read_text().startswith("before\n")
+
+
+def test_a_record_is_the_old_one_or_the_new(disk: tuple[Path, Filled]) -> None:
+    folder, only = disk
+    path = folder / "controller.json"
+    before = own_record(url="http://127.0.0.1:1", token="t")
+    write_record(path, before)
+    with only(0), pytest.raises(UnavailableError, match="free space or mend the folder"):
+        write_record(path, own_record(url="http://127.0.0.1:2", token="t" * 8000))
+    assert read_record(path) == before
+    assert left_in(folder) == {"controller.json"}
+
+
+def test_a_page_is_whole_or_the_old_one(disk: tuple[Path, Filled]) -> None:
+    folder, only = disk
+    page = folder / "report.html"
+    write_page(page, "old")
+    with only(50_000), pytest.raises(NotFoundError) as caught:
+        write_page(page, "new" * 100_000)
+    assert "free some or choose another place" in str(caught.value)
+    assert page.read_text() == "old"
+    assert left_in(folder) == {"report.html"}
