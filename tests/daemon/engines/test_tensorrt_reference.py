@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -55,6 +56,22 @@ def test_the_stand_in_takes_documented_options_only(sections: dict[int, str]) ->
         assert set(block) <= documented
     assert documented >= options._OLDER_FLOW
     assert "YAML overrides the command line" in sections[1]
+
+
+def test_the_package_takes_documented_options_only(sections: dict[int, str]) -> None:
+    """What ``LLM`` takes are the options of the file; of its own it has whether there is a tokenizer."""
+    documented = words(sections[2].split("QuantAlgo (")[0])
+    library = Path(options.__file__).parent / "library"
+    found = dict(
+        re.findall(r"^(_DEFAULTS) = (\{.*?^\})", (library / "llm.py").read_text(), re.MULTILINE | re.DOTALL)
+    )
+    assert set(ast.literal_eval(found["_DEFAULTS"])) - documented == {"skip_tokenizer_init"}
+    blocks = re.findall(
+        r"^    DEFAULTS: ClassVar\[dict\] = (\{.*?\})$", (library / "llmapi.py").read_text(), re.M | re.S
+    )
+    assert len(blocks) == 3
+    for block in blocks:
+        assert set(re.findall(r'"(\w+)":', block)) <= documented
 
 
 def test_the_adapter_gives_documented_options_only(sections: dict[int, str]) -> None:
