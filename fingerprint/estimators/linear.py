@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.linear_model import LinearRegression
 
 from fingerprint.robust import Location, locate, t_quantile_95
 
@@ -70,8 +69,9 @@ class LinearModel:
         self._plain = plain
         self._coefficients = plain
         if non_negative and (plain < 0).any():
-            regression = LinearRegression(fit_intercept=False, positive=True)
-            self._coefficients = regression.fit(weighted, self._observed / scale).coef_
+            from scipy.optimize import nnls  # takes longer to load than most fits, and few of them need it
+
+            self._coefficients = nnls(weighted, self._observed / scale)[0]
         self.misfit = self._misfit_factor(weighted, plain, scale, errors)
 
     def _misfit_factor(self, weighted: Array, plain: Array, scale: Array, errors: Array) -> float:

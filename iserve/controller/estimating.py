@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from typing import TYPE_CHECKING
+
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
 from fingerprint.measurements import Profile
+
+if TYPE_CHECKING:
+    from fingerprint.estimators.depth_tied import DepthTiedEstimator
 
 __all__ = ["estimator_for", "step_tokens_of"]
 
@@ -14,6 +18,8 @@ def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimat
     """What was measured, and the roofline of the same device to scale it by."""
     roofline = RooflineEstimator(profile.spec, profile.machine.device)
     if _is_depth_tied(profile):
+        from fingerprint.estimators.depth_tied import DepthTiedEstimator  # its regressions take seconds to load
+
         return DepthTiedEstimator(profile, roofline)
     return FingerprintedEstimator(profile, roofline)
 

@@ -34,6 +34,13 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.splitlines()[-1]
 
 
+def test_a_start_loads_no_engine_and_no_regressions() -> None:
+    """So that it answers soon; what estimates with them loads them then."""
+    code = "import sys, iserve.controller.__main__; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert {"torch", "transformers", "sklearn", "scipy"}.isdisjoint(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("in_the_way", "is_folder", "what"),
     [
