@@ -17,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fingerprint.codec import from_json
+from fingerprint.config import WeightFormat
+from fingerprint.model_spec import ModelSpec
 
 Array = npt.NDArray[np.float64]
 
-__all__ = ["Calibration", "LogErrors", "MeasuredError", "shipped_calibration"]
+__all__ = ["Calibration", "LogErrors", "MeasuredError", "kernels_of", "shipped_calibration"]
 
 _INTERVAL = 0.90
 _FEWEST_MODELS = 2
@@ -41,7 +43,7 @@ class MeasuredError:
     shape_hash: str
     engine: str  # "vllm 0.24.0"
     gpu: str
-    weights: str
+    weights: str  # ``kernels_of``
     metric: str  # "ttft" | "tpot"
     batch: int
     input_tokens: int
@@ -75,7 +77,7 @@ class Calibration:
         Args:
             prompt_tokens: batch times input.
             engine: with its version, as in a profile's machine; its patch release does not count.
-            weights: format; another one runs other kernels (fp8 and 16 bits erred to opposite sides on an H200).
+            weights: ``kernels_of`` the format; others erred to the opposite side (fp8 and 16 bits on an H200).
         """
         others = [e for e in self.errors if e.metric == metric and e.shape_hash != exclude_shape]
         asked = (_release(engine), gpu, weights)
@@ -86,6 +88,18 @@ class Calibration:
             elsewhere = _quantiles(others, prompt_tokens)
             return LogErrors(min(0.0, elsewhere.low), 0.0, max(0.0, elsewhere.high))
         return LogErrors(-_UNCALIBRATED, 0.0, _UNCALIBRATED)
+
+
+def kernels_of(spec: ModelSpec, weights: WeightFormat) -> str:
+    """The format by what an engine multiplies in it, under which errors are kept.
+
+    A quantized checkpoint's ``stored`` stands for many: errors of GPTQ say nothing of fp8. Its fp8 and fp8 made
+    while loading are told apart too, though the matrices may be the same: where scales are, and whether those of
+    the activations are stored, chooses the kernel, and whether the errors are alike was not measured.
+    """
+    if weights is not WeightFormat.STORED or spec.stored is None:
+        return str(weights)
+    return f"{weights} {spec.stored.method}, {spec.stored.form}"
 
 
 def _release(engine: str) -> str:

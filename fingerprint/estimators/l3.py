@@ -27,15 +27,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, ConstantKernel
-from sklearn.linear_model import LinearRegression
+from scipy.optimize import nnls
 
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, Quantity, Source
 from fingerprint.estimators.all_reduce import GroupSums
-from fingerprint.estimators.calibration import Calibration
+from fingerprint.estimators.calibration import Calibration, kernels_of
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.estimators.repeats import (
     RepeatCosts,
@@ -45,6 +43,7 @@ from fingerprint.estimators.repeats import (
     together,
     until_first,
 )
+from fingerprint.estimators.smooth import smooth_at
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 
 __all__ = ["L3", "WholePoint", "in_hull", "whole_points"]
@@ -259,22 +258,24 @@ class L3:
         where = np.log2([[p.batch, p.input_tokens] for p in points])
         mean = statistics.fmean(log_ratios)
         noise = np.array([max(0.003, p.relative_spread / _Z90) ** 2 for p in points])
-        process = GaussianProcessRegressor(
-            ConstantKernel(_RATIO_SPREAD**2) * RBF(_LENGTH_OCTAVES), alpha=noise, optimizer=None
+        shift, deviation = smooth_at(
+            np.log2([workload.batch, workload.input_tokens]),
+            where,
+            np.array(log_ratios) - mean,
+            noise,
+            length=_LENGTH_OCTAVES,
+            spread=_RATIO_SPREAD,
         )
-        process.fit(where, np.array(log_ratios) - mean)
-        asked = np.log2([[workload.batch, workload.input_tokens]])
-        (shift,), (deviation,) = process.predict(asked, return_std=True)
         others = self._calibration.of_others(
             metric,
             prompt_tokens=workload.batch * workload.input_tokens,
             exclude_shape=self.profile.spec.shape_hash,
             engine=dict(self.profile.machine.versions).get("engine", self.profile.engine),
             gpu=self.profile.machine.device.name,
-            weights=weights,
+            weights=kernels_of(self.profile.spec, weights),
         )
-        value = roofline.value * math.exp(mean + float(shift) + others.middle)
-        spread = _Z90 * float(deviation)
+        value = roofline.value * math.exp(mean + shift + others.middle)
+        spread = _Z90 * deviation
         return Quantity(
             value,
             value * math.exp(-math.hypot(others.middle - others.low, spread)),
@@ -348,7 +349,7 @@ def in_hull(points: Sequence[tuple[float, float]], asked: tuple[float, float]) -
     """
     corners = np.array([(x, y, 1.0) for x, y in points]).T
     wanted = np.array([*asked, 1.0])
-    weights = LinearRegression(positive=True, fit_intercept=False).fit(corners, wanted).coef_
+    weights, _ = nnls(corners, wanted)
     return bool(np.linalg.norm(corners @ weights - wanted) < _ON_THE_EDGE)
 
 

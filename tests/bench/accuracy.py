@@ -26,7 +26,7 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity, Source
-from fingerprint.estimators.calibration import Calibration, MeasuredError
+from fingerprint.estimators.calibration import Calibration, MeasuredError, kernels_of
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.l2_device import L2Device
@@ -224,7 +224,7 @@ def measured_errors(recorded: Sequence[Recorded]) -> tuple[MeasuredError, ...]:
                     shape_hash=one.profile.spec.shape_hash,
                     engine=versions.get("engine", "vllm"),
                     gpu=one.profile.machine.device.name,
-                    weights=one.weights,
+                    weights=kernels_of(one.profile.spec, one.weights),
                     metric=row.metric,
                     batch=row.batch,
                     input_tokens=row.input_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.estimators.calibration import Calibration, MeasuredError, shipped_calibration
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.estimators.calibration import Calibration, MeasuredError, kernels_of, shipped_calibration
+from fingerprint.estimators.l3 import L3
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.model_spec import ModelSpec, Stored
 from tests.bench.accuracy import RESULTS, load, measured_errors
+from tests.fingerprint.step_timed_machine import StepTimedMachine, llama_7b, take_depth_tied
+from tests.fingerprint.synthetic_machine import llama
 
 
 def error(shape: str, log_error: float, metric: str = "ttft") -> MeasuredError:
@@ -156,3 +163,36 @@ def test_errors_that_are_shipped_are_read_as_they_are_written() -> None:
         assert shipped.metric in ("ttft", "tpot")
         assert abs(shipped.log_error) < 1
         assert replace(shipped) == shipped
+
+
+def quantized(method: str, form: str) -> ModelSpec:
+    held = Stored(method=method, form=form, bits=8, layer_linear_bytes=1e6, layer_expert_bytes=0.0)
+    return replace(llama(), stored=held)
+
+
+def test_what_a_checkpoint_holds_is_told_apart_from_what_is_made_while_loading() -> None:
+    """One name for five ways of storing; an error of one is none of another."""
+    specs = (quantized("fp8", "float, a scale per matrix"), quantized("gptq", "4-bit, groups of 128"))
+    names = [kernels_of(spec, WeightFormat.STORED) for spec in specs]
+    names += [kernels_of(llama(), weights) for weights in WeightFormat]
+    assert len(set(names)) == len(names)
+    assert kernels_of(llama(), WeightFormat.FP8) == "fp8"  # as errors are kept
+    calibration = Calibration(tuple(replace(error(f"m{i}", 0.1), weights=names[0]) for i in range(3)))
+    assert bounds(calibration, weights=names[0]) == (0.1, 0.1, 0.1)
+    assert bounds(calibration, weights=names[1]) == (0.0, 0.0, 0.1)
+
+
+def test_l3_asks_for_the_errors_of_what_the_checkpoint_holds() -> None:
+    spec = replace(llama_7b(), stored=quantized("fp8", "float, a scale per matrix").stored)
+    machine = StepTimedMachine(spec=spec)
+    profile = take_depth_tied(machine, weights=(WeightFormat.STORED,))
+    engine, gpu = dict(profile.machine.versions)["engine"], profile.machine.device.name
+
+    def ttft_s(weights: str) -> float:
+        errors = tuple(replace(error(f"m{i}", 0.1), engine=engine, gpu=gpu, weights=weights) for i in range(3))
+        l3 = L3(profile, RooflineEstimator(spec, profile.machine.device), Calibration(errors))
+        config = DeploymentConfig(engine="vllm", weights=WeightFormat.STORED)
+        return l3.latency(config, Workload(8, 128, 33)).ttft_s.value
+
+    moved = ttft_s(kernels_of(spec, WeightFormat.STORED)) / ttft_s("fp8")
+    assert moved == pytest.approx(math.exp(0.1))
