@@ -16,7 +16,7 @@ from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from placement.fit import demand
-from placement.load_model import Tenant, shares, slowdown
+from placement.load_model import Tenant, lost_by_others, shares, slowdown
 from placement.placers import FindsPlaces, check_placement, make_placer
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.beside import Neighbours
@@ -240,6 +240,13 @@ class FitsOn:
     def slowdown(self, layout: Layout) -> float:
         assert isinstance(layout, Placement), "every place is one of placement's"
         return max(1.0, slowdown(Tenant(1.0, shares(layout)), self._loads))
+
+    def taken(self, layout: Layout) -> float:
+        assert isinstance(layout, Placement), "every place is one of placement's"
+        return sum(
+            share * sum(lost_by_others(self._loads.get(key, 0.0)) for key in keys)
+            for share, keys in shares(layout)
+        )
 
     def quietest(self, estimate: Estimate) -> Placement | NoRoom:
         if self._calm is None:

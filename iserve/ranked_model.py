@@ -55,7 +55,7 @@ class _BestBeside:
         self.best: Ranked | None = None
 
     def is_ahead_of(self, objective: float) -> bool:
-        own = None if self.best is None else self.best.objective
+        own = None if self.best is None else self.best.weight
         assert own is not None, "asked once there is one"
         return own > objective if self._maximize else own < objective
 

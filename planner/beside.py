@@ -4,21 +4,24 @@ take there than on idle GPUs.
 A candidate goes where the placement policy puts it. Where it would miss a limit there for the others' sake, the
 quietest GPUs with room are asked for: a policy may pay for sharing, a limit may not be broken for it. Every time
 of a candidate is multiplied by one number, and all that is made of times follows: costs, limits, queues.
+
+A latency is ranked by its own and what the requests of others lose by it, which are seconds as well: a TP group
+over all GPUs may be fastest and slow all others. Other objectives are of things that nobody tells of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
-from planner.cells import Mask
+from planner.cells import Column, Mask
 from planner.plan import BetterIdle, Layout, NoRoom, Ranked
 
-__all__ = ["Fits", "Neighbours", "Sites", "told_of_idle"]
+__all__ = ["Fits", "Load", "Neighbours", "Sites", "idle", "told_of_idle"]
 
 Fits = Callable[[Estimate], Layout | NoRoom]
 
@@ -30,9 +33,24 @@ class Neighbours(Protocol):
         """How many times as long as on idle GPUs requests take at ``layout``, which ``fits`` gave; at least 1."""
         ...
 
+    def taken(self, layout: Layout) -> float:
+        """Seconds that the requests of others lose together by each second that one at ``layout`` takes alone."""
+        ...
+
     def quietest(self, estimate: Estimate) -> Layout | NoRoom:
         """As ``fits``, on the GPUs with the least load."""
         ...
+
+
+class Load(NamedTuple):
+    """What the others are to each row, and it to them (``Neighbours``)."""
+
+    slowdowns: Column
+    taken: Column
+
+
+def idle(rows: int) -> Load:
+    return Load(np.ones(rows), np.zeros(rows))
 
 
 class Sites:
@@ -44,7 +62,7 @@ class Sites:
 
     def __init__(self, estimates: Sequence[Estimate | None], fits: Fits, neighbours: Neighbours) -> None:
         self._estimates, self._fits, self._neighbours = estimates, fits, neighbours
-        self.slowdowns = np.ones(len(estimates))
+        self.load = idle(len(estimates))
         self._answers: dict[int, Layout | NoRoom] = {}  # by the identity of the estimate
 
     def ask(self, rows: Mask) -> None:
@@ -53,23 +71,25 @@ class Sites:
             if estimate is not None and id(estimate) not in self._answers:
                 self._put(row, estimate, self._fits(estimate))
 
-    def assume(self, slowdown: float) -> None:
-        """Of the rows that were not asked."""
+    def assume(self, row_like: int) -> None:
+        """The load of that row, of those that were not asked."""
         for row, estimate in enumerate(self._estimates):
             if estimate is not None and id(estimate) not in self._answers:
-                self.slowdowns[row] = slowdown
+                for column in self.load:
+                    column[row] = column[row_like]
 
     def quieten(self, late: Mask) -> bool:
         """Let the rows that are ``late`` go to the quietest GPUs; whether any is faster there."""
-        before = self.slowdowns.copy()
+        slowdowns = self.load.slowdowns
+        before = slowdowns.copy()
         for row in np.flatnonzero(late & (before > 1)).tolist():
             estimate = self._estimates[row]
             assert estimate is not None, "a row without a place is not slowed"
             first = self._answers[id(estimate)]
             self._put(row, estimate, self._neighbours.quietest(estimate))
-            if self.slowdowns[row] >= before[row]:
-                self._answers[id(estimate)], self.slowdowns[row] = first, before[row]
-        return bool((self.slowdowns < before).any())
+            if slowdowns[row] >= before[row]:
+                self._put(row, estimate, first)
+        return bool((slowdowns < before).any())
 
     @property
     def placed(self) -> Mask:
@@ -84,7 +104,9 @@ class Sites:
 
     def _put(self, row: int, estimate: Estimate, answer: Layout | NoRoom) -> None:
         self._answers[id(estimate)] = answer
-        self.slowdowns[row] = 1.0 if isinstance(answer, NoRoom) else self._neighbours.slowdown(answer)
+        if not isinstance(answer, NoRoom):
+            self.load.slowdowns[row] = self._neighbours.slowdown(answer)
+            self.load.taken[row] = self._neighbours.taken(answer)
 
 
 def told_of_idle(
@@ -100,6 +122,8 @@ def told_of_idle(
     late = f"what runs on the GPUs that it would get makes it {here.slowdown:.3g} times as slow"
     if here.feasible and here.objective is not None:
         late += f" ({here.objective:.4g} {unit})"
+        if here.weight is not None and here.weight > here.objective:
+            late += f" and costs the others {here.weight - here.objective:.3g} {unit} for each request"
     else:
         late += ", and it misses a limit"
     text = f"{config} would be best on idle GPUs ({objective:.4g} {unit}); {late}"

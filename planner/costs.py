@@ -197,6 +197,7 @@ class Objective(NamedTuple):
     maximize: bool
     of: Callable[[Figures, Prices], Column]
     unknown: str
+    of_all: bool = False  # whether what the requests of others lose counts like what its own take
 
 
 def _e2e(f: Figures, prices: Prices) -> Column:
@@ -211,7 +212,7 @@ def _energy(f: Figures, prices: Prices) -> Column:
     return f.power_w_per_gpu * f.gpu_seconds
 
 
-_LATENCY = Objective("s", False, _e2e, _NEVER)
+_LATENCY = Objective("s", False, _e2e, _NEVER, of_all=True)
 # None: the intent's own cost model is the objective.
 OBJECTIVES: Mapping[IntentKind, Objective | None] = {
     IntentKind.MIN_LATENCY: _LATENCY,

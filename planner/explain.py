@@ -53,8 +53,8 @@ def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
     for ranked in ordered:
         if ranked.feasible or ranked.objective is None:
             continue
-        if chosen is not None and chosen.objective is not None:
-            ahead = ranked.objective > chosen.objective if maximize else ranked.objective < chosen.objective
+        if chosen is not None and chosen.weight is not None and ranked.weight is not None:
+            ahead = ranked.weight > chosen.weight if maximize else ranked.weight < chosen.weight
             if not ahead:
                 break  # the refused ones are in order of their objective
         found.append(Better(ranked, ranked.objective))

@@ -153,6 +153,9 @@ class Ranked(NamedTuple):
     numbers: Numbers | None = None
     row: int = 0
     slowdown: float = 1.0  # by what runs on the GPUs of ``layout``; the objective, the cost and the limits have it
+    weight: float | None = (
+        None  # what it is ranked by: the objective and, of a latency, what the others lose by it
+    )
 
     @property
     def actual(self) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from planner.attainment import Attainment, paces
-from planner.beside import Fits, Neighbours, Sites, told_of_idle
+from planner.beside import Fits, Load, Neighbours, Sites, idle, told_of_idle
 from planner.cells import Mask, Rows
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
 from planner.explain import better, what_it_takes
@@ -117,8 +117,8 @@ def _weighed(
 ) -> _Weighed:
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
     predicted = [c for c in candidates if c.estimate is not None]
-    idle = figures([c.estimate for c in predicted if c.estimate is not None])
-    table = _table(predicted, idle, np.ones(len(predicted)), intent, objective, cost, prices)
+    alone = figures([c.estimate for c in predicted if c.estimate is not None])
+    table = _table(predicted, alone, idle(len(predicted)), intent, objective, cost, prices)
     served, checks = _checks(table, intent, cost)
     if neighbours is None:
         return _Weighed(table, served, checks, fits, None)
@@ -126,7 +126,7 @@ def _weighed(
     kept = num_missed(checks, len(table.rows)) == 0
     sites.ask(kept)
     first = _first_of(table, kept & sites.placed)
-    if first is not None and not (sites.slowdowns > 1).any():  # nobody runs where any of them would go
+    if first is not None and not (sites.load.slowdowns > 1).any():  # nobody runs where any of them would go
         return _Weighed(table, served, checks, sites.fits, None)
     return _Weighed(*_beside(table, sites, intent, objective, cost, prices), sites.fits, first)
 
@@ -135,38 +135,41 @@ class _Table(NamedTuple):
     """The candidates that have an estimate, best objective first, and their columns in the same order."""
 
     rows: list[Candidate]
-    idle: Figures  # on idle GPUs
-    slowdowns: Column
-    seen: Figures  # with them
+    alone: Figures  # on idle GPUs
+    load: Load
+    seen: Figures  # under it
     costs: Column  # NaN: unknown, as are the objectives
     costs_high: Column
     objectives: Column
+    weights: Column  # what they are ranked by
 
 
 def _table(
     predicted: Sequence[Candidate],
-    idle: Figures,
-    slowdowns: Column,
+    alone: Figures,
+    load: Load,
     intent: Intent,
     objective: Objective,
     cost: Cost,
     prices: Prices,
 ) -> _Table:
-    seen = idle.slowed(slowdowns) if (slowdowns > 1).any() else idle
+    seen = alone.slowed(load.slowdowns) if (load.slowdowns > 1).any() else alone
     with np.errstate(all="ignore"):  # rows that cannot be used are refused by ``_judge``
         costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
         costs_high = np.where(seen.usable, cost.of(seen.at_high, prices), np.nan)
         objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
-    order = _order(predicted, seen, -objectives if objective.maximize else objectives)
+    weights = objectives + load.taken * alone.e2e_s if objective.of_all else objectives
+    order = _order(predicted, seen, -weights if objective.maximize else weights)
     rows = [predicted[row] for row in order.tolist()]
     return _Table(
         rows,
-        idle.take(order),
-        slowdowns[order],
+        alone.take(order),
+        Load(*(column[order] for column in load)),
         seen.take(order),
         costs[order],
         costs_high[order],
         objectives[order],
+        weights[order],
     )
 
 
@@ -181,9 +184,9 @@ def _served(table: _Table, intent: Intent) -> Attainment:
     if any(row.alone is not None for row in table.rows):
         found = (row.alone or row.estimate for row in table.rows)
         alone = [estimate for estimate in found if estimate is not None]
-    seen = paces(table.idle, alone, intent.traffic)
-    if (table.slowdowns > 1).any():
-        seen = seen.slowed(table.slowdowns)
+    seen = paces(table.alone, alone, intent.traffic)
+    if (table.load.slowdowns > 1).any():
+        seen = seen.slowed(table.load.slowdowns)
     return Attainment(seen, intent.traffic)
 
 
@@ -206,7 +209,7 @@ def _beside(
     position = {id(row.estimate): at for at, row in enumerate(table.rows)}  # of the rows of ``sites``
 
     def there() -> tuple[_Table, Attainment | None, list[Check], Rows]:
-        found = _table(table.rows, table.idle, sites.slowdowns, intent, objective, cost, prices)
+        found = _table(table.rows, table.alone, sites.load, intent, objective, cost, prices)
         rows = np.array([position[id(row.estimate)] for row in found.rows], dtype=np.intp)
         return found, *_checks(found, intent, cost), rows
 
@@ -223,8 +226,8 @@ def _beside(
     if not len(feasible):
         sites.ask(np.ones(len(rows), np.bool_))
         found, served, checks, _ = settled()
-    elif (slowdown := float(found.slowdowns[feasible[0]])) > 1:
-        sites.assume(slowdown)
+    elif found.load.slowdowns[feasible[0]] > 1:
+        sites.assume(int(rows[feasible[0]]))
         found, served, checks, _ = there()
     return found, served, checks
 
@@ -258,14 +261,15 @@ def _judge(
 ) -> list[Ranked]:
     """The verdict on every candidate of ``table``."""
     judged: list[Ranked] = []
-    for row, ((config, estimate, *_), refusal, limits, value, spent, slowdown) in enumerate(
+    for row, ((config, estimate, *_), refusal, limits, value, spent, slowdown, weight) in enumerate(
         zip(
             table.rows,
             _refusals(table, intent, objective, cost),
             limits_missed(checks, len(table.rows)),
             _or_none(table.objectives),
             _or_none(table.costs),
-            table.slowdowns.tolist(),
+            table.load.slowdowns.tolist(),
+            _or_none(table.weights),
             strict=True,
         )
     ):
@@ -279,7 +283,19 @@ def _judge(
                 no_room, limits = answer, (Limit(LimitKind.MEMORY, 0.0, answer.reason),)
             else:
                 layout = answer
-        known = (value, spent, layout is not None, refusal, limits, layout, no_room, verdicts, row, slowdown)
+        known = (
+            value,
+            spent,
+            layout is not None,
+            refusal,
+            limits,
+            layout,
+            no_room,
+            verdicts,
+            row,
+            slowdown,
+            weight,
+        )
         judged.append(Ranked(config, estimate, *known))
     return judged
 
