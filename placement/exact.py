@@ -49,6 +49,7 @@ class Layout:
     left_out: tuple[LeftOut, ...]
     bound: float
     most_models: int
+    solver_s: float  # spent
 
     @property
     def cost(self) -> float:
@@ -94,7 +95,10 @@ class ExactPlacer:
     """One snapshot, for any number of demands; answers as :class:`placement.fit.Placer` does.
 
     The place in which a configuration's requests take least time. Where the heuristics' place can not be beaten,
-    nothing is solved.
+    nothing is solved; nor once the time is spent, which a plan of many configurations shares.
+
+    Args:
+        time_limit_s: of the solver, over all demands.
 
     Raises:
         ConfigError: a snapshot that contradicts itself.
@@ -107,7 +111,7 @@ class ExactPlacer:
         link_group_size: int | None = None,
         time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     ) -> None:
-        self._snapshot, self._link, self._limit_s = snapshot, link_group_size, time_limit_s
+        self._snapshot, self._link, self._left_s = snapshot, link_group_size, time_limit_s
         self._placer = Placer(snapshot, LeastLoaded(), link_group_size=link_group_size)
         self._gpus = by_key(snapshot)
 
@@ -118,20 +122,22 @@ class ExactPlacer:
             return answer
         choice = Choice(label="", demand=demand, cost=1.0)
         cost = cost_of(choice, answer, self._gpus, link_group_size=self._link)
-        if cost <= least_cost(choice, self._snapshot.gpus) * (1 + _PROVEN):
+        if cost <= least_cost(choice, self._snapshot.gpus) * (1 + _PROVEN) or self._left_s <= 0:
             return answer
         found = place_together(
             [Wanted(model="", choices=(choice,))],
             self._snapshot,
             link_group_size=self._link,
-            time_limit_s=self._limit_s,
+            time_limit_s=self._left_s,
         )
+        self._left_s -= found.solver_s
         return found.placed[0].placement
 
 
 class _Search:
     def __init__(self, wanted: list[Wanted], snapshot: ClusterSnapshot, link: int, time_limit_s: float) -> None:
-        self._snapshot, self._link, self._left_s = snapshot, link, time_limit_s
+        self._snapshot, self._link = snapshot, link
+        self._limit_s = self._left_s = time_limit_s
         self._gpus, self._least = by_key(snapshot), 0.0
         alone = [one_by_one([one], snapshot, LeastLoaded(), link_group_size=link) for one in wanted]
         self._never = tuple(out for _, outs in alone for out in outs)
@@ -153,7 +159,13 @@ class _Search:
             bound, found = self._solve(wanted, leave_out=leave_out)
             bound = max(bound, 0.0 if leave_out else self._least)
             best = min(best, found or best, key=lambda layout: sum(one.cost for one in layout))
-        return Layout(placed=best, left_out=self._left_out(best), bound=bound, most_models=most)
+        return Layout(
+            placed=best,
+            left_out=self._left_out(best),
+            bound=bound,
+            most_models=most,
+            solver_s=self._limit_s - self._left_s,
+        )
 
     def _heuristics(self) -> tuple[Placed, ...]:
         """The best of placing one by one: most models, then least cost."""

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
+from placement import exact
 from placement.exact import ExactPlacer, Layout, place_together
 from placement.fit import fit
 from placement.layout import Choice, Wanted, beside, one_by_one
@@ -209,6 +210,22 @@ def test_layers_move_off_a_loaded_gpu_only_where_that_pays() -> None:
         answer = ExactPlacer(cluster(gpu(0, 90), gpu(1, 90, load=load))).fit(blocks(4, pp=2))
         assert isinstance(answer, Placement)
         assert sorted(answer.layers_per_stage) == layers
+
+
+def test_the_demands_of_one_plan_share_the_solvers_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan asks for hundreds of places, each of which might take all of it."""
+    limits: list[float] = []
+
+    def slow(*wanted: object, time_limit_s: float, **options: object) -> Layout:
+        limits.append(time_limit_s)
+        return replace(place_together(*wanted, time_limit_s=time_limit_s, **options), solver_s=4.0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(exact, "place_together", slow)
+    placer = ExactPlacer(cluster(gpu(0, 90), gpu(1, 90, load=0.7)), time_limit_s=10.0)
+    answers = [placer.fit(blocks(4, pp=2)) for _ in range(5)]
+    assert limits == [10.0, 6.0, 2.0]
+    layers = [sorted(a.layers_per_stage) for a in answers if isinstance(a, Placement)]
+    assert layers == [[1, 3]] * 3 + [[2, 2]] * 2  # then where the heuristic puts it
 
 
 def test_a_tp_group_leaves_its_link_group_only_where_the_load_there_costs_more() -> None:
