@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from engine_tables import engine_tables
 from typer.main import get_command
@@ -89,7 +90,12 @@ def rest_reference() -> str:
         "# REST API\n\n"
         "Made by `docs/generate.py` from the code. The base URL is the controller's (`iserve status`).\n"
         "Every `/api/v1` route and `/metrics` wants `Authorization: Bearer KEY` with an API key of scope `admin`\n"
-        '(`iserve keys create --scope admin`). Errors are `{"error": CLASS, "message": TEXT}`.\n'
+        "(`iserve keys create --scope admin`). What is not known, a field of a body or a query parameter, is\n"
+        "refused by name. An API key names models by a registered name, a Hugging Face id, or a folder within\n"
+        "`ISERVE_MODEL_FOLDERS`. Errors are a [Problem](#problem), with one of these:\n\n"
+        "| status | what |\n|---|---|\n"
+        + "\n".join(f"| {status} | {answer['description']} |" for status, answer in _problems(schema))
+        + "\n"
     ]
     for path, methods in schema["paths"].items():
         for method, route in methods.items():
@@ -98,7 +104,7 @@ def rest_reference() -> str:
                 parts.append(inspect.cleandoc(text) + "\n")
             body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
             for status, answer in route["responses"].items():
-                if status != "422":
+                if int(status) < 400:  # the others are alike, and in the page's head
                     content = answer.get("content", {}).get("application/json", {}).get("schema", {})
                     parts.append(f"Answer {status}: {_type(content) or 'text or nothing'}.\n")
             if body:
@@ -119,6 +125,18 @@ def rest_reference() -> str:
         if rows:
             parts.append("| field | type | default |\n|---|---|---|\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
+
+
+def _problems(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Every answer of an error, once."""
+    found = {
+        status: answer
+        for methods in schema["paths"].values()
+        for route in methods.values()
+        for status, answer in route["responses"].items()
+        if int(status) >= 400 and "content" in answer
+    }
+    return sorted(found.items())
 
 
 def configuration() -> str:
