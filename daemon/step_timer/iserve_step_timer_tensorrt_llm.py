@@ -35,6 +35,7 @@ from iserve_step_timer import TIMER, attention_pairs
 from tensorrt_llm._torch.models.modeling_utils import register_auto_model
 
 _PREFIX = "unix:"
+_READY_S = 30.0  # by when a rank is ready once the first one is
 _STEP = threading.RLock()  # held by a step of the model's thread, and by whoever starts or reads the timer
 
 
@@ -189,9 +190,10 @@ def _hook_start(executor_class: Any, name: str) -> None:
             model.forward = functools.partial(TIMER.run_forward, model.forward)
             model.iserve_timed = True
         if not started:  # a rank makes two, the first for the dry run
-            started.append(_Answers(name, self.global_rank, torch.cuda.current_device()))
+            started.append(_Answers(name, self.dist.rank, torch.cuda.current_device()))
             started[0].start()
-        started[0].executor = self
+        if COUNTED.values:
+            started[0].serves_with(self)
 
     executor_class.__init__ = initialize_then_hook
 
@@ -200,7 +202,8 @@ class _Answers:
     """Answers the profiling worker, from a thread of its own; one caller at a time."""
 
     def __init__(self, name: str, rank: int, device: int) -> None:
-        self.executor: Any = None
+        self._executor: Any = None
+        self._serves = threading.Event()
         self._device = device
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(address(name, rank))
@@ -208,6 +211,11 @@ class _Answers:
 
     def start(self) -> None:
         threading.Thread(target=self._serve, daemon=True, name="iserve-step-timer").start()
+
+    def serves_with(self, executor: Any) -> None:
+        """``executor`` came after the dry run. The first rank may be there before the others are."""
+        self._executor = executor
+        self._serves.set()
 
     def _serve(self) -> None:
         torch.cuda.set_device(self._device)  # a thread begins on the first
@@ -228,24 +236,24 @@ class _Answers:
 
     def _answer(self, line: str) -> dict[str, Any]:
         try:
-            with _STEP:
-                return {"value": self._call(**json.loads(line))}
+            return {"value": self._call(**json.loads(line))}
         except Exception as error:  # noqa: BLE001  # the caller is told whatever it is
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _call(self, call: str, **given: Any) -> Any:
-        if call == "start":
-            return core.start(**given)
-        if call == "read":
-            return core.read()
         if call == "memory":
             return self._memory()
+        with _STEP:
+            if call == "start":
+                return core.start(**given)
+            if call == "read":
+                return core.read()
         raise ValueError(f"no call {call!r}")
 
     def _memory(self) -> dict[str, int]:
-        if not COUNTED.values:
+        if not self._serves.wait(_READY_S):
             raise RuntimeError("TensorRT-LLM made no dry run of its largest step, so it counted no memory")
-        stats = _kv_stats(self.executor)
+        stats = _kv_stats(self._executor)
         return {
             **COUNTED.values,
             "pid": os.getpid(),

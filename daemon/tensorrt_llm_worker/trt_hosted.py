@@ -42,6 +42,7 @@ class HostedTensorRtLlm(Hosted):
         self._llm: Any = None
         self._ranks: list[Rank] = []
         self._memory: list[dict[str, Any]] = []
+        self._watch: _Watch | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -71,6 +72,7 @@ class HostedTensorRtLlm(Hosted):
         ]
         for rank, each in zip(self._ranks, counted, strict=True):
             rank.pid = each["pid"]
+        self._watch = _Watch(self._ranks)
         return int(config["vocab_size"])
 
     def _arguments(self, order: dict[str, Any], kv_tokens: int) -> dict[str, Any]:
@@ -110,6 +112,9 @@ class HostedTensorRtLlm(Hosted):
     def unload(self) -> None:
         llm, self._llm = self._llm, None
         ranks, self._ranks, self._memory = self._ranks, [], []
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
         for rank in ranks:
             rank.close()
         if llm is not None:
@@ -136,8 +141,7 @@ class HostedTensorRtLlm(Hosted):
             max_tokens=output_tokens, ignore_eos=True, detokenize=False, end_id=0, pad_id=0
         )
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        with _EndWithDeadRanks(self._ranks):
-            done = self._llm.generate(asked, parameters, use_tqdm=False)
+        done = self._llm.generate(asked, parameters, use_tqdm=False)
         return [len(one.outputs[0].token_ids) for one in done]
 
     def check_steps(self, rows: list[Rows], *, batch: int, input_tokens: int, output_tokens: int) -> None:
@@ -160,21 +164,19 @@ class HostedTensorRtLlm(Hosted):
         return self._memory
 
 
-class _EndWithDeadRanks:
-    """Inside, the death of a rank ends this process: the engine may wait for its answer for ever."""
+class _Watch:
+    """Until :meth:`end`, the death of a rank ends this process: the engine may wait for its answer for ever."""
 
     def __init__(self, ranks: list[Rank]) -> None:
-        self._ranks, self._over = ranks, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="ranks")
-
-    def __enter__(self) -> None:
+        self._ranks, self._over = list(ranks), threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True, name="ranks")
         self._thread.start()
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         self._over.set()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _look(self) -> None:
         while not self._over.wait(_LOOK_S):
             for rank in self._ranks:
                 if not rank.lives():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 _TIMEOUT_S = 60.0  # reading waits for the GPU
+_THERE_S, _POLL_S = 15.0, 0.05  # the engine answers when its first rank is ready; the others may come later
 
 
 class Rank:
@@ -17,16 +20,8 @@ class Rank:
         from iserve_step_timer_tensorrt_llm import address
 
         self.number, self.pid = number, 0
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = _connected(address(timer, number), number)
         self._socket.settimeout(_TIMEOUT_S)
-        try:
-            self._socket.connect(address(timer, number))
-        except OSError as error:
-            self._socket.close()
-            raise RuntimeError(
-                f"the step timer of rank {number} is not there ({error}): TensorRT-LLM did not take its module "
-                "along"
-            ) from error
         self._stream = self._socket.makefile("rw")
 
     def call(self, call: str, **given: Any) -> Any:
@@ -35,7 +30,7 @@ class Rank:
             self._stream.flush()
             line = self._stream.readline()
         except OSError as error:
-            raise RuntimeError(f"the step timer of rank {self.number} does not answer: {error}") from error
+            raise RuntimeError(f"the step timer of rank {self.number} does not answer: {error}") from None
         if not line:
             raise RuntimeError(f"the step timer of rank {self.number} ended")
         answer = json.loads(line)
@@ -52,4 +47,24 @@ class Rank:
         return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # of a rank that is gone
+            self._stream.close()
         self._socket.close()
+
+
+def _connected(where: str, number: int) -> socket.socket:
+    end = time.monotonic() + _THERE_S
+    while True:
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            found.connect(where)
+        except OSError as error:
+            found.close()
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"the step timer of rank {number} is not there ({error}): TensorRT-LLM did not take its "
+                    "module along"
+                ) from None
+        else:
+            return found
+        time.sleep(_POLL_S)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.daemon.engines.tensorrt_environment import make_checkpoint, make_tens
 from tests.daemon.engines.vllm_stand_in import costs
 from tests.daemon.test_vllm_worker import Handle
 
+STEP_TIMER = Path(__file__).parents[2] / "daemon" / "step_timer"
 GIB = 2**30
 GPUS = ("GPU-aaaa", "GPU-bbbb")
 LAYERS = 8  # of the whole model
@@ -187,8 +189,10 @@ class TestMeasuring:
         with house.target() as target:
             session = target.open(tp=2, pp=1)
             try:
-                house.load(session)
-                assert [(rank.rank, rank.stage) for rank in session.memory()] == [(0, 0), (1, 0)]
+                house.load(session, behaviour={"others_are_late_s": 0.5})  # than the one whose word is waited for
+                first, second = session.memory()
+                assert (first.rank, first.stage, second.rank, second.stage) == (0, 0, 1, 0)
+                assert second.kv_room_tokens == first.kv_room_tokens  # and not that of its dry run
                 (run,) = bursts(session, most=1)
                 assert len(run.steps) == 3
             finally:
@@ -219,6 +223,23 @@ class TestMeasuring:
         assert (key.tp, key.pp) == (1, 1)
         assert dict(profile.machine.versions)["engine"] == "tensorrt-llm 1.2.1"
         assert not house.processes()
+
+
+@pytest.mark.parametrize(("asked", "hooked"), [("", "False"), ("rpc", "False"), ("unix:x", "True")])
+def test_without_being_asked_the_step_timer_hooks_nothing(house, asked, hooked) -> None:
+    program = (
+        "import iserve_step_timer_tensorrt_llm\n"
+        "from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor\n"
+        "print(hasattr(PyExecutor, 'iserve_hooked'))"
+    )
+    done = subprocess.run(
+        [house.node.extra_env["ISERVE_TENSORRT_LLM_PYTHON"], "-c", program],
+        env={"PYTHONPATH": str(STEP_TIMER), "ISERVE_STEP_TIMER": asked},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == hooked
 
 
 class TestRefusals:

@@ -64,4 +64,6 @@ def create_py_executor(args, rank, world):
     creator = KvCacheCreator(engine, args, config, behaviour)
     dry = PyExecutor(creator.build_managers(estimating=True), engine, rank, world, behaviour)
     creator.configure_kv_cache_capacity(dry)
+    if rank > 0:
+        time.sleep(behaviour.get("others_are_late_s", 0.0))
     return PyExecutor(creator.build_managers(estimating=False), engine, rank, world, behaviour)

@@ -116,15 +116,14 @@ class _Proxy:
             self._pipes.append(ours)
             self._processes.append(process)
         try:
-            said = [pipe.recv() for pipe in self._pipes]
+            kind, error = self._pipes[0].recv()  # the first rank's word is all that is waited for
         except EOFError:
             self.shutdown()
             print("[TRT-LLM] [E] Executor worker died during initialization.", file=sys.stderr, flush=True)
             raise RuntimeError("Executor worker died during initialization") from None
-        for kind, error in said:
-            if kind == "failed":
-                self.shutdown()
-                raise RuntimeError("Executor worker returned error") from error
+        if kind == "failed":
+            self.shutdown()
+            raise RuntimeError("Executor worker returned error") from error
 
     def ask(self, name, given):
         """Waits for ever for a rank that died: nothing says that the engine would notice."""
@@ -134,6 +133,8 @@ class _Proxy:
         for pipe in self._pipes:
             try:
                 answers.append(pipe.recv())
+                if answers[-1][0] == "ready":
+                    answers[-1] = pipe.recv()
             except EOFError:
                 import threading
 

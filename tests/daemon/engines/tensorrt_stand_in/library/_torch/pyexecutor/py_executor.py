@@ -23,7 +23,7 @@ class LlmRequest:
 class PyExecutor:
     def __init__(self, resource_manager, model_engine, rank, world, behaviour):
         self.resource_manager, self.model_engine = resource_manager, model_engine
-        self.global_rank, self.world, self._behaviour = rank, world, behaviour
+        self.dist, self._behaviour = SimpleNamespace(rank=rank, world_size=world), behaviour
         self._is_warmup = True
         self.model_engine.warmup()
         self.is_warmup = False
