@@ -25,7 +25,7 @@ __all__ = ["ModelSource", "existing_path", "is_hub_id", "plain_path", "resolve"]
 HUB_TIMEOUT_S = 5.0  # for the first answer; downloads take as long as they take
 _CONFIG_PATTERNS = ["config.json", *COMPANION_FILES]
 _WEIGHT_PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX_FILE]
-_HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_HUB_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _HUB_ID = re.compile(rf"(?:{_HUB_NAME}/)?{_HUB_NAME}")
 
 
@@ -87,7 +87,7 @@ def existing_path(model: str) -> Path | None:
 
 def is_hub_id(model: str) -> bool:
     """Whether ``model`` can be a Hugging Face id."""
-    return bool(_HUB_ID.fullmatch(model)) and ".." not in model and "--" not in model
+    return bool(_HUB_ID.fullmatch(model)) and not model.endswith(".git") and not re.search(r"\.\.|--", model)
 
 
 def plain_path(path: str) -> str:

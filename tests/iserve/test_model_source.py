@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fingerprint.errors import CheckpointError, ConfigError, NotFoundError
 from fingerprint.generate import generate_dummy
-from iserve.model_source import resolve
+from iserve.model_source import is_hub_id, resolve
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -141,6 +143,15 @@ def test_what_can_be_no_model_is_refused_without_asking_anyone(
     with pytest.raises(NotFoundError, match="not a Hugging Face id") as caught:
         resolve(name)
     assert len(str(caught.value)) < 500
+
+
+@given(st.from_regex(r"\A[A-Za-z0-9._/-]{1,12}\Z") | st.sampled_from(["Y.", "a/b-", "a.git", "x" * 96, "x" * 97]))
+def test_what_is_taken_for_a_hub_id_is_one_for_the_hubs_client(model: str) -> None:
+    """Else it raises what nobody here expects."""
+    from huggingface_hub.utils import validate_repo_id
+
+    if is_hub_id(model):
+        validate_repo_id(model)
 
 
 def test_a_registered_directory_that_is_gone_is_named(tmp_path: Path) -> None:
