@@ -261,15 +261,16 @@ def _judge(
 ) -> list[Ranked]:
     """The verdict on every candidate of ``table``."""
     judged: list[Ranked] = []
+    values = _or_none(table.objectives)
     for row, ((config, estimate, *_), refusal, limits, value, spent, slowdown, weight) in enumerate(
         zip(
             table.rows,
             _refusals(table, intent, objective, cost),
             limits_missed(checks, len(table.rows)),
-            _or_none(table.objectives),
+            values,
             _or_none(table.costs),
             table.load.slowdowns.tolist(),
-            _or_none(table.weights),
+            _or_none(table.weights) if table.load.taken.any() else values,
             strict=True,
         )
     ):
@@ -283,20 +284,13 @@ def _judge(
                 no_room, limits = answer, (Limit(LimitKind.MEMORY, 0.0, answer.reason),)
             else:
                 layout = answer
-        known = (
-            value,
-            spent,
-            layout is not None,
-            refusal,
-            limits,
-            layout,
-            no_room,
-            verdicts,
-            row,
-            slowdown,
-            weight,
-        )
-        judged.append(Ranked(config, estimate, *known))
+        feasible = layout is not None
+        judged.append(
+            Ranked(
+                config, estimate, value, spent, feasible, refusal, limits,
+                layout, no_room, verdicts, row, slowdown, weight,
+            )
+        )  # fmt: skip
     return judged
 
 
