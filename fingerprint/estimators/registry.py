@@ -37,6 +37,7 @@ _CLASSES = {
     Predicts.MEMORY: {
         "M1": "fingerprint.estimators.m1:M1",
         "M2": "fingerprint.estimators.m2:M2",
+        "M2-blocks": "fingerprint.estimators.m2_blocks:M2Blocks",
         "M3": "fingerprint.estimators.m3:M3",
         "counted": "fingerprint.estimators.counted_memory:CountedMemory",
     },

@@ -15,7 +15,7 @@ from fingerprint.estimators.registry import Predicts, estimator_class, estimator
     ("predicts", "names", "method"),
     [
         (Predicts.EVERYTHING, ("corrected", "depth-tied", "fingerprinted", "roofline"), "estimate"),
-        (Predicts.MEMORY, ("M1", "M2", "M3", "counted"), "memory"),
+        (Predicts.MEMORY, ("M1", "M2", "M2-blocks", "M3", "counted"), "memory"),
         (Predicts.LATENCY, ("L1", "L2", "L2-device", "L3"), "latency"),
     ],
 )

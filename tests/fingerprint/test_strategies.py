@@ -20,6 +20,7 @@ from fingerprint.estimators.l2_device import L2Device
 from fingerprint.estimators.l3 import L3
 from fingerprint.estimators.m1 import M1
 from fingerprint.estimators.m2 import M2
+from fingerprint.estimators.m2_blocks import M2Blocks
 from fingerprint.estimators.m3 import M3
 from fingerprint.estimators.registry import Predicts, estimator_names
 from fingerprint.estimators.roofline import RooflineEstimator
@@ -77,6 +78,11 @@ def whole() -> Profile:
 def everywhere() -> Profile:
     """Fingerprints under every configuration of the plan."""
     return take_profile(SyntheticMachine(num_devices=4), PLAN)
+
+
+@pytest.fixture(scope="module")
+def fingerprints() -> Profile:
+    return take_profile(SyntheticMachine(), FINGERPRINTS)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +201,35 @@ class TestM3(MemoryConformance):
         assert M2(profile).memory(config, Workload()).source is Source.SCALED
         with pytest.raises(NotMeasuredError, match="M3 needs"):
             M3(profile).memory(config, Workload())
+
+
+class TestM2Blocks(MemoryConformance):
+    reached = (DeploymentConfig(), DeploymentConfig(tp=4), DeploymentConfig(pp=4), DeploymentConfig(tp=2, pp=2))
+
+    @pytest.fixture
+    def strategy(self, fingerprints: Profile) -> M2Blocks:
+        return M2Blocks(fingerprints)
+
+    @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+    @pytest.mark.parametrize("workload", [Workload(1, 128, 17), Workload(4, 512, 17)])
+    def test_an_even_split_adds_up_to_m2_and_any_split_is_its_layers(
+        self, strategy: M2Blocks, fingerprints: Profile, tp: int, pp: int, workload: Workload
+    ) -> None:
+        config = DeploymentConfig(tp=tp, pp=pp)
+        parts, blocks = M2(fingerprints).memory(config, workload), strategy.memory(config, workload)
+        even = even_split(32, pp)
+        assert blocks.total_bytes(even) == pytest.approx(parts.total_bytes(even), abs=32 * tp)
+        for layers in (1, 5, 31):
+            assert blocks.stage(0, layers).total_bytes == layers * blocks.stage(0, 1).total_bytes
+
+    def test_it_says_too_little_of_the_fullest_gpu_where_one_stage_holds_an_end(self) -> None:
+        """Why a plan is not made by it: an embedding of 40 layers on the first of two GPUs."""
+        machine = SyntheticMachine(truth=Truth(embedding_bytes=40_000_000))
+        profile = take_profile(machine, FINGERPRINTS)
+        config, workload = DeploymentConfig(pp=2), Workload(1, 128, 17)
+        split = even_split(32, 2)
+        true = M2(profile).memory(config, workload).per_gpu_bytes(split)
+        assert M2Blocks(profile).memory(config, workload).per_gpu_bytes(split) < true - 15_000_000
 
 
 class TestL2(LatencyConformance):
@@ -336,7 +371,13 @@ class TestL3(LatencyConformance):
 
 def test_every_registered_strategy_is_held_to_the_suite() -> None:
     suites = {
-        Predicts.MEMORY: {"M1": TestM1, "M2": TestM2, "M3": TestM3, "counted": TestCounted},
+        Predicts.MEMORY: {
+            "M1": TestM1,
+            "M2": TestM2,
+            "M2-blocks": TestM2Blocks,
+            "M3": TestM3,
+            "counted": TestCounted,
+        },
         Predicts.LATENCY: {"L1": TestL1, "L2": TestL2, "L2-device": TestL2Device, "L3": TestL3},
     }
     for predicts, named in suites.items():
