@@ -167,7 +167,8 @@ class _Driver:
 
     def _shapes(self) -> list[_Shape]:
         plan, room = self.plan, self.spec.max_context_tokens
-        shapes = [_Shape(b, n, m) for b in plan.batches for n in plan.input_tokens for m in plan.output_tokens]
+        bursts = [(b, n) for b in plan.batches for n in plan.input_tokens]
+        shapes = [_Shape(b, n, m) for b, n in bursts for m in plan.outputs_of(b, n)]
         fitting = sorted((s for s in shapes if s.input_tokens + s.output_tokens <= room), key=lambda s: s.cost)
         if not fitting:
             raise ConfigError(

@@ -12,6 +12,11 @@ from fingerprint.model_spec import ModelSpec
 
 __all__ = ["ProfilePlan", "Shards", "default_plan", "fingerprint_cuts", "fingerprint_layers"]
 
+# Prompt tokens that take about as long as a decode step. On a CPU 30 to 90 (the demo model, batch 1 to 8); on a
+# GPU some hundred, where this makes more steps than it takes, which cost little.
+_TOKENS_PER_STEP = 64
+_LONGEST_OUTPUT = 49  # three times the steps of small bursts: more would leave a short budget fewer runs of those
+
 
 class Shards(StrEnum):
     """Which degrees a profile takes as one rank of a tensor-parallel group, alone on one GPU."""
@@ -32,6 +37,7 @@ class ProfilePlan:
     input_tokens: tuple[int, ...] = (128, 512)
     split_input_tokens: tuple[int, ...] = ()  # of those, what tp * pp > 1 is run at; empty: all
     output_tokens: tuple[int, int] = (1, 17)
+    longest_output_tokens: int = 0  # of bursts with many prompt tokens: see ``outputs_of``; 0: all alike
     budget_s: float = 60.0  # launches included
     min_repeats: int = 5  # fewer leave nothing to trim
     max_repeats: int = 100
@@ -60,6 +66,16 @@ class ProfilePlan:
                 "must be positive and finite"
             )
 
+    def outputs_of(self, batch: int, input_tokens: int) -> tuple[int, int]:
+        """The two output lengths of a burst.
+
+        A run's noise is a part of all of it, so decode steps drown where the prompts take most of the time: steps
+        of time d after prompts of time P, each run off by a part s of itself, give d with an error of
+        ``s * hypot(P, P + steps * d) / steps``. It falls until the steps take about as long as the prompts.
+        """
+        short, long = self.output_tokens
+        return short, max(long, min(self.longest_output_tokens, 1 + batch * input_tokens // _TOKENS_PER_STEP))
+
 
 def default_plan(
     spec: ModelSpec,
@@ -81,8 +97,9 @@ def default_plan(
     """
     if spec.max_context_tokens < 3:
         raise ConfigError(f"a context of {spec.max_context_tokens} tokens is too short to profile; it needs 3")
-    long_output = max(2, min(17, workload.output_tokens, spec.max_context_tokens // 2))
-    longest = min(workload.input_tokens, spec.max_context_tokens - long_output, max_burst_tokens)
+    most_output = max(2, min(_LONGEST_OUTPUT, workload.output_tokens, spec.max_context_tokens // 2))
+    long_output = min(17, most_output)
+    longest = min(workload.input_tokens, spec.max_context_tokens - most_output, max_burst_tokens)
     batch = workload.batch if workload.batch > 1 else 4
     batch = max(1, min(batch, max_burst_tokens // longest))
     return ProfilePlan(
@@ -93,6 +110,7 @@ def default_plan(
         input_tokens=tuple(sorted({max(1, longest // 4), longest})),
         split_input_tokens=(longest,),  # the time of a split model is wanted at the workload's own length
         output_tokens=(1, long_output),
+        longest_output_tokens=most_output,
         budget_s=budget_s,
         min_repeats=3,  # the least that shows a spread; the budget buys more where that is wide
     )

@@ -411,6 +411,17 @@ class TestPlan:
         assert max(plan.input_tokens) + plan.output_tokens[1] <= context
         assert max(plan.batches) * max(plan.input_tokens) <= max(16_384, max(plan.input_tokens))
 
+    def test_bursts_of_many_tokens_get_more_steps(self):
+        """1 + tokens / 64, between 17 and 49, and no more than were asked for."""
+        bursts = [(1, 704), (4, 704), (8, 704)]
+        assert [default_plan(llama(), Workload(8, 704, 64)).outputs_of(*b) for b in bursts] == [
+            (1, 17),
+            (1, 45),
+            (1, 49),
+        ]
+        assert default_plan(llama(), Workload(8, 704, 30)).outputs_of(8, 704) == (1, 30)
+        assert default_plan(llama(), Workload(8, 704, 5)).outputs_of(8, 704) == (1, 5)
+
     @pytest.mark.parametrize(
         "change",
         [
