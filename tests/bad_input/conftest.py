@@ -4,6 +4,7 @@ of two devices and starts nothing."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,6 +65,7 @@ class Api:
     """Of one home; ``ask`` is one request."""
 
     app: FastAPI
+    client: TestClient
     controller: Controller
     folder: Path  # in which API keys may name models
     keys: dict[str, str] = field(default_factory=dict)
@@ -72,11 +74,10 @@ class Api:
         self, method: str, path: str, body: Any = None, *, token: str | None = TOKEN, **headers: str
     ) -> tuple[int, Any]:
         """Status and body."""
-        client = TestClient(self.app, raise_server_exceptions=False)
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         if token is not None:
             given["Authorization"] = f"Bearer {token}"
-        answer = client.request(method, path, json=body, headers=given)
+        answer = self.client.request(method, path, json=body, headers=given)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
         return answer.status_code, answer.json() if is_json and answer.content else answer.text
 
@@ -86,12 +87,14 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder = tmp_path_factory.mktemp("models")
     settings = Settings(home=tmp_path_factory.mktemp("home"), model_folders=PathList([folder]))
     store = Store.open(settings.state)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr(Controller, "daemon", lambda _self: Daemon())
         controller = Controller(settings, store)
-        made = Api(create_app(controller, TOKEN), controller, folder)
+        app = create_app(controller, TOKEN)
+        client = stack.enter_context(TestClient(app, raise_server_exceptions=False))
+        made = Api(app, client, controller, folder)
         for name, scope in (("admin", "admin"), ("inference", "inference"), ("revoked", "admin")):
             key = controller.create_key(name, scope)
             made.keys[name] = key.key

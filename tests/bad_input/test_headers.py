@@ -162,7 +162,7 @@ def test_the_embedded_engine_reads_no_other_files_than_the_plan_did(folder: Path
                 found = reader.read(name, entry.shape, None, torch.float32, torch.device("cpu"))
                 assert found.numpy().tobytes() == expected.read(name)
 
-    counts = fuzz(folder, 600, seed=3, read=read)
+    counts = fuzz(folder, 300, seed=3, read=read)
     assert min(counts.values()) > 20
 
 

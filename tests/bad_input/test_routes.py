@@ -79,10 +79,8 @@ def test_an_unknown_path_tells_a_stranger_nothing(api: Api) -> None:
 
 
 def test_two_authorizations_are_none(api: Api) -> None:
-    from starlette.testclient import TestClient
-
     two = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer isk-other")]
-    assert TestClient(api.app).get("/api/v1/nodes", headers=two).status_code == 401
+    assert api.client.get("/api/v1/nodes", headers=two).status_code == 401
 
 
 def test_every_application_stands_behind_the_door(api: Api) -> None:

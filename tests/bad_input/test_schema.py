@@ -74,6 +74,6 @@ def test_what_the_schema_allows_and_forbids_is_answered_as_it_says(
 
 @pytest.mark.long
 def test_the_same_at_length(api: Api, quiet: pytest.LogCaptureFixture) -> None:
-    seen = fuzz(api, examples=400)
-    assert seen.total() > 10_000
+    seen = fuzz(api, examples=150)
+    assert seen.total() > 3_000
     assert not [record for record in quiet.records if record.exc_info], quiet.text
