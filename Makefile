@@ -6,6 +6,9 @@ BIN    := $(VENV)/bin
 TORCH_CPU ?= torch==2.13.0
 STAMP  := $(VENV)/.installed
 
+# The tests start hundreds of Python processes, each of which would compile the whole project again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-long accuracy evaluation lint types docs setup clean
 
 setup: $(STAMP)
@@ -28,8 +31,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# Files in their order, which ends with short ones: by their number of tests the longest would come last, alone.
 test: lint types
-	$(BIN)/pytest -m "not long and not gpu" -n 2 --dist loadfile --durations=15
+	$(BIN)/pytest -m "not long and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 test-long: setup
 	$(BIN)/pytest -m "long" --durations=25
