@@ -34,6 +34,7 @@ from importlib import metadata
 from pathlib import Path
 
 from daemon.engines.base import WorkerLimits, WorkerSpec
+from daemon.engines.vllm.adapter import HOSTED_PATH
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
@@ -97,7 +98,7 @@ class _Process:
         (folder / "spec.json").write_bytes(to_json(spec))
         (folder / "machine.json").write_bytes(to_json(machine))
         env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "daemon/step_timer"), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([HOSTED_PATH, os.environ.get("PYTHONPATH", "")]),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

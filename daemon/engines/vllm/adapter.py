@@ -19,13 +19,13 @@ from daemon.worker_stats import WorkerStats
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError
 
-__all__ = ["VllmEngine"]
+__all__ = ["HOSTED_PATH", "VllmEngine"]
 
 _OLDEST, _NEWEST = (0, 20), (0, 24)
 _IMAGE = "vllm/vllm-openai"
 _DAEMON = Path(__file__).parents[2]
 _PROFILING_WORKER = _DAEMON / "vllm_worker" / "__main__.py"
-_HOSTED_PATH = os.pathsep.join(  # vLLM finds the step timer as a plugin when it is on its path
+HOSTED_PATH = os.pathsep.join(  # vLLM finds the step timer as a plugin when it is on its path
     str(_DAEMON / name) for name in ("step_timer", "hosted_worker")
 )
 
@@ -55,7 +55,7 @@ class VllmEngine(ForeignEngine):
             worker = (python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
             machine = to_json(gpu_machine(devices.values(), self.versions())).decode()
             return Command(
-                guarded(spec, worker, python_path=_HOSTED_PATH),
+                guarded(spec, worker, python_path=HOSTED_PATH),
                 launch.environment(spec, devices),
                 (("machine.json", machine),),
             )

@@ -453,7 +453,10 @@ def test_a_profiling_worker_runs_our_own_program_in_its_interpreter(monkeypatch,
     assert program.endswith("/daemon/vllm_worker/__main__.py")
     assert rest == ["--spec", str(tmp_path / "spec.json")]
     path = command.argv[command.argv.index("--python-path") + 1]
-    assert path.endswith("/daemon/step_timer")
+    assert [Path(folder).parts[-2:] for folder in path.split(":")] == [
+        ("daemon", "step_timer"),
+        ("daemon", "hosted_worker"),
+    ]
     assert "VLLM_PP_LAYER_PARTITION" not in dict(command.env)
     ((name, text),) = command.files
     machine = from_json(text, MachineInfo)
