@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
@@ -229,16 +230,33 @@ def postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture(scope="session")
-def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The state of a home where the demo model has been profiled, to begin others with."""
-    installation = Installation(tmp_path_factory.mktemp("profiled") / "home")
+def profiled(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The state of a home where the demo model has been profiled, to begin others with.
+
+    One for the run: of its several processes the first takes the profile, and the others wait for it.
+    """
+    if worker_id == "master":
+        return profile_demo(tmp_path_factory.mktemp("profiled") / "home")
+    run = tmp_path_factory.getbasetemp().parent
+    kept = run / "profiled.db"
+    with (run / "profiled.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            # A rename: what the next process finds is whole, also if this one is killed here.
+            profile_demo(tmp_path_factory.mktemp("profiled") / "home").rename(kept)
+    return kept
+
+
+def profile_demo(home: Path) -> Path:
+    """The ``state.db`` that a profile of the demo model leaves."""
+    installation = Installation(home)
     try:
         done = installation.run("profile", "--max-seconds", "12", check=False)
         if "too short" in done.stderr:
             installation.run("profile", "--max-seconds", "60")
     finally:
         installation.clear()
-    return installation.home / "state.db"
+    return home / "state.db"
 
 
 @pytest.fixture
