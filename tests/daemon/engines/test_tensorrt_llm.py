@@ -249,8 +249,8 @@ async def ask(status: WorkerStatus, path: str, body: object = None) -> tuple[int
     return await asyncio.to_thread(call)
 
 
-def ranks(checkpoint: Path) -> frozenset[int]:
-    file = checkpoint / "ranks"
+def ranks(supervisor: Supervisor) -> frozenset[int]:
+    file = supervisor.log_path("w1").parent / "ranks"
     return frozenset(map(int, file.read_text().split())) if file.exists() else frozenset()
 
 
@@ -294,7 +294,7 @@ def test_it_comes_up_serves_within_its_limits_and_leaves_nothing(on_node, engine
         assert (code, json.loads(body)["error"]["code"]) == (400, "context_length_exceeded")
         code, body = await ask(status, "/v1/completions", {"prompt": "a", "guided_json": "{}"})
         assert (code, "body.guided_json" in json.loads(body)["error"]["message"]) == (400, True)
-        everything = supervisor._workers["w1"].process.pids() | ranks(checkpoint)
+        everything = supervisor._workers["w1"].process.pids() | ranks(supervisor)
         assert len(everything) >= 4  # guard, face, server, one rank
         await supervisor.stop("w1")
         assert not running(everything)
@@ -430,10 +430,10 @@ def test_a_worker_stopped_while_it_loads_leaves_no_rank(on_node, checkpoint):
     async def scene(supervisor: Supervisor) -> None:
         await supervisor.launch(make_spec(checkpoint))
         async with asyncio.timeout(WAIT_S):
-            while not ranks(checkpoint):
+            while not ranks(supervisor):
                 await asyncio.sleep(0.02)
         assert supervisor.worker("w1").state is WorkerState.STARTING
-        everything = supervisor._workers["w1"].process.pids() | ranks(checkpoint)
+        everything = supervisor._workers["w1"].process.pids() | ranks(supervisor)
         assert running(everything) == everything
         await supervisor.stop("w1")
         assert not running(everything)
@@ -452,7 +452,7 @@ def test_whichever_of_its_processes_is_killed_it_is_started_again(on_node, check
     async def scene(supervisor: Supervisor) -> None:
         await supervisor.launch(make_spec(checkpoint))
         first = await in_state(supervisor, WorkerState.READY)
-        (rank,) = ranks(checkpoint)
+        (rank,) = ranks(supervisor)
         server = parent(rank)
         chain = {"server": server, "face": parent(server), "guard": parent(parent(server))}
         assert chain["guard"] == first.pid

@@ -137,7 +137,8 @@ class Engine:
             )
         for _ in range(self.tp * self.pp):
             self.ranks.append(subprocess.Popen([sys.executable, "-S", "-E", "-c", _RANK], start_new_session=True))
-        (self._directory / "ranks").write_text(" ".join(str(rank.pid) for rank in self.ranks))
+        folder = Path(os.environ.get("ISERVE_WORKER_FOLDER", self._directory))  # never a user's checkpoint
+        (folder / "ranks").write_text(" ".join(str(rank.pid) for rank in self.ranks))
         time.sleep(self.behaviour.load_s)
         if self.behaviour.fail is not None:
             lines = FAILURES[self.behaviour.fail]
