@@ -163,7 +163,8 @@ def _number(quantization: Mapping[str, object], name: str, allowed: Sequence[int
     value = quantization.get(name)
     if type(value) is not int or value not in allowed:
         raise UnsupportedModelError(
-            f"{name}={show(value)} of quantization_config is not known; known are {', '.join(map(str, allowed))}"
+            f"the checkpoint is quantized with {name}={show(value)}, which is not known; "
+            f"known are {', '.join(map(str, allowed))}"
         )
     return value
 
