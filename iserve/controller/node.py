@@ -24,6 +24,7 @@ def hardware_of(node: NodeStatus | NodeDocument, gpu: GpuSpec) -> Hardware:
     """
     if not node.devices:
         raise InfeasibleError(f"node {node.node_id} offers no device")
+    num_workers = node.num_workers if isinstance(node, NodeDocument) else len(node.workers)
     gpus = tuple(
         GpuState(
             device_id=device.device_id,
@@ -31,7 +32,7 @@ def hardware_of(node: NodeStatus | NodeDocument, gpu: GpuSpec) -> Hardware:
             gpu_index=device.index,
             total_bytes=device.total_bytes,
             free_bytes=min(device.free_bytes, device.total_bytes),
-            load_fraction=_load_of_those_there(device),
+            load_fraction=_load_of_those_there(device, num_workers),
         )
         for device in node.devices
     )
@@ -41,9 +42,12 @@ def hardware_of(node: NodeStatus | NodeDocument, gpu: GpuSpec) -> Hardware:
 _HELD = 0.02  # of a device's memory: less is the driver's own
 
 
-def _load_of_those_there(device: DeviceStatus) -> float:
+def _load_of_those_there(device: DeviceStatus, num_workers: int) -> float:
     """0 where nobody holds memory: what was seen of the last 120 s is then of who has left, such as the engine of
-    a profile that was taken a moment ago."""
+    a profile that was taken a moment ago. A CPU's memory is always held: there it is 0 without a worker of ours,
+    for what else runs on it ran beside the profile too and is in its times."""
+    if device.kind == "cpu" and not num_workers:
+        return 0.0
     if device.total_bytes - device.free_bytes < _HELD * device.total_bytes:
         return 0.0
     return min(1.0, max(0.0, device.load_fraction))
