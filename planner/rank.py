@@ -158,7 +158,7 @@ def _table(
         costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
         costs_high = np.where(seen.usable, cost.of(seen.at_high, prices), np.nan)
         objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
-    weights = objectives + load.taken * alone.e2e_s if objective.of_all else objectives
+        weights = objectives + load.taken * alone.e2e_s if objective.of_all else objectives
     order = _order(predicted, seen, -weights if objective.maximize else weights)
     rows = [predicted[row] for row in order.tolist()]
     return _Table(
