@@ -54,7 +54,6 @@ class Server:
         self.shared = False  # somebody else has a place on one of its GPUs
         self.meets = self.stages  # where: of GPUs with the same tenants one
         self.in_flight = 1.0  # steps that go through its stages in the time of one: how much it asks of them
-        self.in_flight = 1.0  # steps that go through its stages in the time of one: how much it asks of them
         self.busy = False
         self.queued = False
         self.version = 0  # of its event: older ones are void
