@@ -17,19 +17,16 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import WorkerLimits, WorkerSpec
-from daemon.procfs import processes
-from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
+from daemon.profile_client import WorkerProfileSession
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
 from fingerprint.errors import ConfigError, EngineError, IserveError, UnavailableError
 from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.l3 import whole_points
 from fingerprint.families import load_spec
-from fingerprint.generate import generate_shape
 from tests.daemon.engines.tensorrt_environment import make_checkpoint, make_tensorrt_llm
 from tests.daemon.engines.vllm_stand_in import costs
-from tests.daemon.test_vllm_worker import Handle
+from tests.daemon.test_vllm_worker import House
 
 STEP_TIMER = Path(__file__).parents[2] / "daemon" / "step_timer"
 GIB = 2**30
@@ -38,42 +35,8 @@ LAYERS = 8  # of the whole model
 BITS16, FP8 = WeightFormat.BITS16, WeightFormat.FP8
 
 
-class House:
-    """A node with TensorRT-LLM on two GPUs, and the whole model's folder."""
-
-    def __init__(self, node: Any, folder: Path, checkpoint: Path) -> None:
-        self.node, self.folder, self.model = node, folder, checkpoint
-        self.handles: list[Handle] = []
-
-    def target(self) -> WorkerProfileTarget:
-        def launch(spec: WorkerSpec) -> Handle:
-            status = self.node.client.launch(spec)
-            self.handles.append(Handle(self.node.client, spec.worker_id, status.url))
-            return self.handles[-1]
-
-        limits = WorkerLimits(
-            max_batch=1,
-            max_batched_tokens=256,
-            max_context_tokens=1024,
-            kv_tokens=1024,
-            memory_bytes_per_device=20 * GIB,
-        )
-        return WorkerProfileTarget(
-            launch,
-            checkpoint=self.model,
-            device_ids=GPUS,
-            limits=limits,
-            engine="tensorrt-llm",
-            start_timeout_s=60,
-            call_timeout_s=60,
-        )
-
-    def fingerprint(self, layers: int, **behaviour: object) -> Path:
-        target = self.folder / f"{layers}-layers-{len(list(self.folder.iterdir()))}"
-        generate_shape(self.model, target, layers)
-        if behaviour:
-            (target / "behaviour.json").write_text(json.dumps(behaviour))
-        return target
+class TensorRtHouse(House):
+    engine_name = "tensorrt-llm"
 
     def load(self, session: WorkerProfileSession, layers: int = 2, **changes: Any) -> None:
         behaviour = changes.pop("behaviour", {})
@@ -90,21 +53,8 @@ class House:
         }
         session.load(folder, **(values | changes))
 
-    def processes(self) -> set[int]:
-        """Of the last worker: what carries its folder in its environment."""
-        where = str(Path(self.node.home) / "workers" / self.handles[-1].worker_id).encode()
-        found = set()
-        for stat in processes():
-            with contextlib.suppress(OSError):
-                if where in Path(f"/proc/{stat.pid}/environ").read_bytes():
-                    found.add(stat.pid)
-        return found
-
     def ranks(self) -> list[int]:
         return sorted(pid for pid in self.processes() if "spawn_main" in cmdline(pid))
-
-    def log(self) -> str:
-        return (Path(self.node.home) / "workers" / self.handles[-1].worker_id / "worker.log").read_text()
 
 
 def cmdline(pid: int) -> str:
@@ -115,7 +65,7 @@ def cmdline(pid: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory, make_node: Callable[[Path], Any]) -> Iterator[House]:
+def house(tmp_path_factory: pytest.TempPathFactory, make_node: Callable[[Path], Any]) -> Iterator[TensorRtHouse]:
     folder = tmp_path_factory.mktemp("tensorrt-llm-worker")
     node = make_node(folder / "home")
     node.offer_gpus(folder / "nvml")
@@ -124,13 +74,13 @@ def house(tmp_path_factory: pytest.TempPathFactory, make_node: Callable[[Path], 
     fingerprints.mkdir()
     try:
         node.start(real_engines=True, cpu_devices=None)
-        yield House(node, fingerprints, model)
+        yield TensorRtHouse(node, fingerprints, model)
     finally:
         node.clear()
 
 
 @pytest.fixture(scope="module")
-def kept(house: House) -> Iterator[WorkerProfileSession]:
+def kept(house: TensorRtHouse) -> Iterator[WorkerProfileSession]:
     """One worker for all tests that do not end it; each loads what it needs."""
     with house.target() as target:
         session = target.open(tp=1, pp=1)

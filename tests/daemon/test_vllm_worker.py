@@ -55,7 +55,9 @@ class Handle:
 
 
 class House:
-    """A node with vLLM on two GPUs, and the whole model's folder."""
+    """A node with an engine on two GPUs, and the whole model's folder."""
+
+    engine_name = "vllm"
 
     def __init__(self, node: Any, folder: Path, checkpoint: Path) -> None:
         self.node, self.folder, self.model = node, folder, checkpoint
@@ -79,7 +81,7 @@ class House:
             checkpoint=self.model,
             device_ids=GPUS,
             limits=limits,
-            engine="vllm",
+            engine=self.engine_name,
             start_timeout_s=60,
             call_timeout_s=60,
         )
