@@ -3,30 +3,59 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
 from daemon.devices import Device, DeviceReading
+from fingerprint.errors import ConfigError
 
-__all__ = ["NvmlDevices", "driver_version"]
+__all__ = ["NvmlDevices", "driver_version", "visible_gpus"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
+def visible_gpus(named: str | None, uuids: list[str]) -> list[int]:
+    """Indexes of the GPUs that ``CUDA_VISIBLE_DEVICES`` names, in the driver's order; all where it is unset.
+
+    Args:
+        named: its value: indexes in the driver's order or UUIDs (or their beginnings), with commas; "" hides all.
+        uuids: of the node's GPUs, by index.
+
+    Raises:
+        ConfigError: a name that is none of this node's GPUs, or of several.
+    """
+    if named is None:
+        return list(range(len(uuids)))
+    found = set()
+    for name in filter(None, map(str.strip, named.split(","))):
+        fitting = [
+            i for i, uuid in enumerate(uuids) if (int(name) == i if name.isdecimal() else uuid.startswith(name))
+        ]
+        if len(fitting) != 1:
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES names {name!r}, which is {'no' if not fitting else 'more than one'} GPU of "
+                f"this node; give indexes of 0 to {len(uuids) - 1} or UUIDs, or unset it to offer all GPUs"
+            )
+        found.update(fitting)
+    return sorted(found)
+
+
 class NvmlDevices:
-    """All GPUs of the node, known by UUID."""
+    """The GPUs of the node that are offered, known by UUID: all, or those of ``CUDA_VISIBLE_DEVICES``."""
 
     def __init__(self, nvml: ModuleType) -> None:
         """``nvml`` is an initialised ``pynvml``; use :meth:`open`."""
         self._nvml = nvml
         self._handles: dict[str, Any] = {}
         devices = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = nvml.nvmlDeviceGetUUID(handle)
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        for index in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids):
+            handle, uuid = handles[index], uuids[index]
             self._handles[uuid] = handle
             devices.append(
                 Device(
@@ -42,7 +71,11 @@ class NvmlDevices:
 
     @classmethod
     def open(cls, nvml: ModuleType) -> NvmlDevices | None:
-        """The node's GPUs as ``nvml`` (pynvml) shows them; None where there is no driver, no library or no GPU."""
+        """The node's GPUs as ``nvml`` (pynvml) shows them; None where there is no driver, no library or no GPU.
+
+        Raises:
+            ConfigError: as :func:`visible_gpus`.
+        """
         try:
             nvml.nvmlInit()
         except nvml.NVMLError as error:
@@ -54,6 +87,9 @@ class NvmlDevices:
             log.warning("the GPUs cannot be listed and are left alone: %s", error)
             nvml.nvmlShutdown()
             return None
+        except ConfigError:
+            nvml.nvmlShutdown()
+            raise
         if not found.devices:
             nvml.nvmlShutdown()
             return None

@@ -325,7 +325,13 @@ class SupervisedWorker:
         self._wake_soon()
 
     def _own_devices(self) -> list[Device]:
-        return [self._devices[d] for stage in self.spec.stages for d in stage.device_ids]
+        named = [d for stage in self.spec.stages for d in stage.device_ids]
+        gone = [d for d in named if d not in self._devices]
+        if gone:  # lost, or hidden from a daemon that was started again
+            raise UnavailableError(
+                f"worker {self.worker_id} needs {', '.join(gone)}, which this node does not offer"
+            )
+        return [self._devices[d] for d in named]
 
     def _device_env(self) -> tuple[tuple[str, str], ...]:
         """Exactly its devices, in stage order; a CPU worker sees no GPU."""

@@ -3,7 +3,7 @@
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
     python -m tests.bench.accuracy_measure OUT MODEL_DIR[:FORMAT] [...] [--tp T] [--pp P] [--shards]
-        [--most-prompt-tokens N] [--max-seconds S]
+        [--most-prompt-tokens N] [--max-seconds S] [--first-gpu I]
 
 A MODEL_DIR needs a config.json alone, for all weights are random. Both sides run in the same worker process on the
 same GPU, one after the other: ``vllm.LLM`` in its default mode (compiled, overlapped), prefix caching off,
@@ -182,6 +182,7 @@ class _Bench:
     shards: bool = False
     most_prompt_tokens: int = MOST_PROMPT_TOKENS
     port: int = 18_080
+    first_gpu: int = 0
 
     def target(self, directory: Path, spec: ModelSpec) -> WorkerProfileTarget:
         def launch(worker: WorkerSpec) -> _Process:
@@ -193,7 +194,7 @@ class _Bench:
         return WorkerProfileTarget(
             launch,
             checkpoint=directory,
-            device_ids=[str(index) for index in range(self.tp * self.pp)],
+            device_ids=[str(self.first_gpu + index) for index in range(self.tp * self.pp)],
             limits=WorkerLimits(
                 max_batch=MAX_SEQUENCES,
                 max_batched_tokens=MAX_STEP_TOKENS,
@@ -408,6 +409,7 @@ def main() -> None:
     parser.add_argument(
         "--most-prompt-tokens", type=int, default=MOST_PROMPT_TOKENS, help="of a point's whole batch"
     )
+    parser.add_argument("--first-gpu", type=int, default=0, help="the GPUs from this index on")
     options = parser.parse_args()
     if options.shards and options.tp < 2:
         parser.error("--shards profiles one rank of a group: give --tp 2 or more")
@@ -423,6 +425,8 @@ def main() -> None:
             scratch=Path(scratch),
             shards=options.shards,
             most_prompt_tokens=options.most_prompt_tokens,
+            port=18_080 + 100 * options.first_gpu,
+            first_gpu=options.first_gpu,
         )
         for number, named in enumerate(options.models):
             if time.monotonic() - begun > options.max_seconds:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from daemon.devices import CpuDevices, Device, DeviceReading, read_machine
 from daemon.load import BusyCounter, LoadWindow, union_fraction
 from daemon.monitor import Monitor, WorkerUse
-from daemon.nvml import NvmlDevices
+from daemon.nvml import NvmlDevices, visible_gpus
 from daemon.status import DeviceBusy
 from fingerprint.errors import ConfigError
 
@@ -123,6 +123,43 @@ def test_gpus_are_known_by_uuid_with_one_init_and_cached_handles(fake_nvml):
     assert fake_nvml.CALLS.count("nvmlDeviceGetHandleByIndex") == 2
     gpus.close()
     assert fake_nvml.CALLS[-1] == "nvmlShutdown"
+
+
+@pytest.mark.parametrize(
+    ("named", "offered"),
+    [
+        (None, [0, 1, 2]),
+        ("1", [1]),
+        ("2,0", [0, 2]),
+        (" 1 , 1,", [1]),
+        ("GPU-bb", [1]),
+        ("GPU-aaaa-1,GPU-aaaa-2", [0, 2]),
+        ("", []),
+    ],
+)
+def test_gpus_hidden_by_the_environment_are_not_offered(named, offered):
+    assert visible_gpus(named, ["GPU-aaaa-1", "GPU-bbbb", "GPU-aaaa-2"]) == offered
+
+
+@pytest.mark.parametrize(
+    ("named", "why"), [("3", "no GPU"), ("GPU-cc", "no GPU"), ("-1", "no GPU"), ("GPU-a", "more than one GPU")]
+)
+def test_a_gpu_that_is_not_there_cannot_be_named(fake_nvml, monkeypatch, named, why):
+    with pytest.raises(ConfigError, match=f"is {why}"):
+        visible_gpus(named, ["GPU-aaaa-1", "GPU-bbbb", "GPU-aaaa-2"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(ConfigError, match="'7', which is no GPU of this node; give indexes of 0 to 1"):
+        NvmlDevices.open(fake_nvml)
+    assert fake_nvml.CALLS[-1] == "nvmlShutdown"
+
+
+def test_an_offered_gpu_keeps_the_drivers_index(fake_nvml, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    gpus = NvmlDevices.open(fake_nvml)
+    assert [(d.device_id, d.index) for d in gpus.devices] == [("GPU-bbbb", 1)]
+    assert set(gpus.read()) == {"GPU-bbbb"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert NvmlDevices.open(fake_nvml) is None
 
 
 def test_the_drivers_version_is_known_where_it_tells(fake_nvml):
