@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from daemon.devices import Device, DeviceReading, DeviceSource
 from daemon.load import BusyCounter, LoadWindow, union_fraction
-from daemon.status import DeviceBusy, DeviceStatus
+from daemon.status import DeviceBusy, DeviceHeld, DeviceStatus
 
 __all__ = ["Monitor", "WorkerUse"]
 
@@ -125,6 +125,17 @@ class Monitor:
             if device.kind == "cpu" or reading.free_bytes is None
             else device.total_bytes - reading.free_bytes,
         )
+
+    def held(self, use: WorkerUse) -> tuple[DeviceHeld, ...]:
+        """What the worker holds of each GPU as of the last look, where the driver lists its processes and their
+        sizes."""
+        found = []
+        for device_id in use.slots:
+            by_pid = self.reading(device_id).process_bytes or {}
+            sizes = [size for pid, size in by_pid.items() if pid in use.pids]
+            if sizes and None not in sizes:
+                found.append(DeviceHeld(device_id=device_id, held_bytes=sum(filter(None, sizes))))
+        return tuple(found)
 
     def _cpu_free(self, device: Device, reading: DeviceReading, uses: Sequence[WorkerUse]) -> int:
         """The share, less what others than our workers use of the machine, less the larger of promise and use."""

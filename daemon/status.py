@@ -9,7 +9,7 @@ from daemon.engines.base import WorkerSpec
 from daemon.worker_stats import DeviceBusy, WorkerStats
 from fingerprint.measurements import MachineInfo
 
-__all__ = ["DeviceBusy", "DeviceStatus", "NodeStatus", "WorkerState", "WorkerStats", "WorkerStatus"]
+__all__ = ["DeviceBusy", "DeviceHeld", "DeviceStatus", "NodeStatus", "WorkerState", "WorkerStats", "WorkerStatus"]
 
 
 class WorkerState(StrEnum):
@@ -19,6 +19,14 @@ class WorkerState(StrEnum):
     FAILED = "failed"  # gave up; ``error`` says why
     STOPPING = "stopping"
     STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceHeld:
+    """Memory of a GPU that one worker's processes hold, by the driver's list of processes."""
+
+    device_id: str
+    held_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +40,7 @@ class WorkerStatus:
     restarts: int
     started_at: str  # ISO 8601, UTC
     error: str | None = None
+    held: tuple[DeviceHeld, ...] = ()  # of its GPUs, those whose driver tells; containers hide process ids from it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,8 +124,14 @@ class Supervisor:
 
     # --- answers -----------------------------------------------------------------------------------------------
 
+    def _listed_pids(self) -> set[int]:
+        return {pid for d in self._monitor.devices for pid in (self._monitor.reading(d).process_bytes or {})}
+
+    def _status(self, worker: SupervisedWorker) -> WorkerStatus:
+        return replace(worker.status(), held=self._monitor.held(worker.use(self._listed_pids())))
+
     def _uses(self) -> list[WorkerUse]:
-        pids = {pid for d in self._monitor.devices for pid in (self._monitor.reading(d).process_bytes or {})}
+        pids = self._listed_pids()
         return [worker.use(pids) for worker in self._workers.values() if not (worker.stopped or worker.gave_up)]
 
     def devices(self) -> tuple[DeviceStatus, ...]:
@@ -146,11 +152,11 @@ class Supervisor:
 
     def workers(self) -> tuple[WorkerStatus, ...]:
         """Every worker but the stopped ones."""
-        return tuple(worker.status() for worker in self._workers.values() if not worker.stopped)
+        return tuple(self._status(worker) for worker in self._workers.values() if not worker.stopped)
 
     def worker(self, worker_id: str) -> WorkerStatus:
         """Raises NotFoundError: never heard of, or stopped long ago."""
-        return self._worker(worker_id).status()
+        return self._status(self._worker(worker_id))
 
     def log_path(self, worker_id: str) -> Path:
         """Where the worker's output goes. Raises NotFoundError."""

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _NOT_COUNTED = "not reported: neither the engine nor a driver counts it"
 _OWN_COUNTS = "the worker's own counts, itemised per rank"
+_DRIVER_LISTS = "the driver's count of the worker's processes"
 _DRIVER_COUNTS = "the driver's count, with the worker less before it was launched"
 
 
@@ -180,8 +181,12 @@ def _held(running: CheckTarget, node: NodeStatus, own_bytes: int | None) -> tupl
     """Bytes on the fullest of the worker's devices, and who counted them."""
     if own_bytes:
         return own_bytes, _OWN_COUNTS
-    before, now = running.used_before, used_bytes(node)
     devices = {device_id for stage in running.spec.stages for device_id in stage.device_ids}
+    worker_id = running.spec.worker_id
+    held = [held for worker in node.workers if worker.spec.worker_id == worker_id for held in worker.held]
+    if devices == {one.device_id for one in held}:
+        return max(one.held_bytes for one in held), _DRIVER_LISTS
+    before, now = running.used_before, used_bytes(node)
     if before is None or not devices <= before.keys() & now.keys():
         return None, _NOT_COUNTED
     most_bytes = max(now[device_id] - before[device_id] for device_id in devices)

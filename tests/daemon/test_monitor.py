@@ -16,7 +16,7 @@ from daemon.devices import CpuDevices, Device, DeviceReading, read_machine
 from daemon.load import BusyCounter, LoadWindow, union_fraction
 from daemon.monitor import Monitor, WorkerUse
 from daemon.nvml import NvmlDevices, visible_gpus
-from daemon.status import DeviceBusy
+from daemon.status import DeviceBusy, DeviceHeld
 from fingerprint.errors import ConfigError
 
 GIB = 2**30
@@ -386,6 +386,21 @@ def test_a_gpu_is_free_less_what_is_promised_and_not_taken_yet():
     source.readings = {"a": DeviceReading(free_bytes=45 * GIB, process_bytes={7: 3 * GIB, 8: GIB})}
     assert free_gib(source, use(ready=False, pids=frozenset({7}))) == [44]  # has 3 of its 4
     assert free_gib(source, use(ready=True, pids=frozenset())) == [45]  # not listed (a container): has all
+
+
+def test_what_a_worker_holds_of_its_gpus_is_told_where_the_driver_lists_its_processes():
+    source = Source("cuda", 48 * GIB, "a", "b", "c")
+    source.readings = {
+        "a": DeviceReading(free_bytes=0, process_bytes={7: 3 * GIB, 8: GIB, 9: 5 * GIB}),
+        "b": DeviceReading(free_bytes=0, process_bytes={8: None}),
+        "c": DeviceReading(free_bytes=0, process_bytes={7: GIB}),
+    }
+    monitor = Monitor(source)
+    worker = use(slots={"a": 1, "b": 1}, pids=frozenset({7, 8}))
+    assert monitor.held(worker) == ()  # not looked yet
+    monitor.read()
+    assert monitor.held(worker) == (DeviceHeld(device_id="a", held_bytes=4 * GIB),)  # of b a size is not known
+    assert monitor.held(use(slots={"a": 1}, pids=frozenset())) == ()  # a container's processes have other ids
 
 
 def test_stages_of_an_uneven_split_take_what_each_was_promised():

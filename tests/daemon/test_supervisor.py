@@ -19,7 +19,7 @@ from daemon.engines.torch import TorchEngine
 from daemon.probe import Prober
 from daemon.process import group_members
 from daemon.settings import DaemonSettings
-from daemon.status import WorkerState
+from daemon.status import DeviceHeld, WorkerState
 from daemon.supervised import SupervisedWorker, free_port
 from daemon.worker_process import Phase, WorkerProcess
 from fingerprint.codec import to_json
@@ -50,6 +50,18 @@ def test_a_worker_gets_exactly_its_devices(node):
         "ISERVE_DEVICE_CORES": "cpu:1=" + ",".join(map(str, cores)),
     }
     assert tuple(told["cores"]) == cores
+
+
+def test_what_a_worker_holds_of_a_gpu_is_the_drivers_count_of_its_processes(node, until, tmp_path):
+    node.offer_gpus(tmp_path / "nvml")
+    node.start(cpu_devices=None)
+    status = node.ready(stages=(StageAssignment(device_ids=("GPU-bbbb",), num_layers=2),))
+    assert status.held == ()
+    processes = {"GPU-bbbb": [[os.getpid(), 2**30], [status.pid, 3 * 2**30]]}
+    (tmp_path / "nvml/processes.json").write_text(json.dumps(processes))
+    held = until(lambda: node.client.worker("w1").held, "the driver's list was not read")
+    assert held == (DeviceHeld(device_id="GPU-bbbb", held_bytes=3 * 2**30),)
+    assert node.client.node().workers[0].held == held
 
 
 def test_a_slow_worker_is_starting_until_it_is_healthy(node):

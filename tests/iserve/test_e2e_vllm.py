@@ -5,6 +5,7 @@ Stand-ins are only what cannot be here: two GPUs of a strict NVML, the profile's
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,6 +87,12 @@ def test_deploy_serve_refuse_survive_remove(
 
     (worker_id,) = vllm_home.worker_pids()
     before = vllm_home.worker_pids()[worker_id]
+    (device_id,) = vllm_home.json("ps")[0]["device_ids"]
+    (vllm_home.home.parent / "nvml/processes.json").write_text(json.dumps({device_id: [[before, 3 * 2**20]]}))
+    checked = vllm_home.json("verify", "chat", "--max-seconds", "2")["metrics"]
+    (memory,) = (metric for metric in checked if metric["name"] == "memory_bytes_per_gpu")
+    assert (memory["measured"], memory["how"]) == (3 * 2**20, "the driver's count of the worker's processes")
+
     kill(before)
     until(lambda: vllm_home.worker_pids().get(worker_id) not in (None, before), "the worker is started again")
     until(lambda: "ready" in str(vllm_home.json("status")), "it is ready again")

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
@@ -304,7 +305,8 @@ class Handler(BaseHTTPRequestHandler):
         given = self.engine.given
         if asked.get("model") not in given.served_model_name:
             raise Refusal(404, f"The model `{asked.get('model')}` does not exist.", "model")
-        length = self.prompt_length(asked, chat=chat)
+        lengths = self.prompt_lengths(asked, chat=chat)
+        length = max(lengths)
         limit = given.max_model_len
         max_tokens = asked.get("max_completion_tokens") or asked.get("max_tokens")
         if max_tokens is None:
@@ -321,21 +323,36 @@ class Handler(BaseHTTPRequestHandler):
                 "input_tokens",
             )
         stem = {"id": f"cmpl-{next(self.numbers)}", "created": 1, "model": asked["model"]}
-        pieces = self.engine.generate(length, max_tokens)
-        usage = {"prompt_tokens": length, "completion_tokens": max_tokens, "total_tokens": length + max_tokens}
+        given, made = sum(lengths), max_tokens * len(lengths)
+        usage = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
         if asked.get("stream"):
-            self.stream(stem, pieces, usage, asked, chat=chat)
+            self.stream(stem, self.engine.generate(length, max_tokens), usage, asked, chat=chat)
             return
-        text = "".join(pieces)
-        said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        with ThreadPoolExecutor(len(lengths)) as together:
+            texts = list(together.map(lambda each: "".join(self.engine.generate(each, max_tokens)), lengths))
         kind = "chat.completion" if chat else "text_completion"
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length"}
-        self.answer(200, {**stem, "object": kind, "choices": [choice], "usage": usage})
+        choices = [
+            {
+                "index": index,
+                **({"message": {"role": "assistant", "content": text}} if chat else {"text": text}),
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+            for index, text in enumerate(texts)
+        ]
+        self.answer(200, {**stem, "object": kind, "choices": choices, "usage": usage})
 
-    def prompt_length(self, asked, *, chat):
+    def prompt_lengths(self, asked, *, chat):
+        """Tokens of every prompt. vLLM streams the several of a list too, but nobody here asks for that."""
+        prompts = asked.get("prompt")
+        if chat or not prompts or not isinstance(prompts, list) or not isinstance(prompts[0], list):
+            return [self.prompt_length(asked, prompts, chat=chat)]
+        assert not asked.get("stream")
+        return [self.prompt_length(asked, prompt, chat=False) for prompt in prompts]
+
+    def prompt_length(self, asked, prompt, *, chat):
         if chat:
             return sum(len(message["content"].encode()) for message in asked["messages"])
-        prompt = asked.get("prompt")
         if isinstance(prompt, str):
             if self.engine.given.skip_tokenizer_init:
                 raise Refusal(400, "Tokenizer not available when `skip_tokenizer_init=True`")
