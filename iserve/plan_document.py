@@ -226,8 +226,8 @@ def _beside(plan: Plan) -> tuple[str, ...]:
     told = [] if plan.better_idle is None else [plan.better_idle.text]
     if plan.best is not None and plan.best.slowdown > 1:
         told.append(
-            f"what runs on the GPUs of {plan.best.config} makes it {plan.best.slowdown:.3g} times as slow; its "
-            "cost, objective and limits are judged so, TTFT, TPOT and E2E are listed as on idle GPUs"
+            f"its GPUs are busy: beside what runs there {plan.best.config} is {plan.best.slowdown:.3g} times as "
+            "slow; its cost, objective and limits are judged so, TTFT, TPOT and E2E are listed as on idle GPUs"
         )
     return tuple(told)
 

@@ -1,8 +1,8 @@
 """How far depth-tied predictions were off on whole models that were measured: what follows for another model.
 
 ``fingerprint/data/depth_tied_errors.json`` is written by ``tests/bench/accuracy.py`` on a GPU. What most models
-were off by is taken off, where they were measured with this engine, GPU and weight format, and where nine in ten
-of them lie is the interval. A model's own errors never move its own numbers: they are left out by its shape.
+were off by is taken off, where they were measured with this engine, GPU, weight format and degrees, and where nine
+in ten of them lie is the interval. The own errors of a model never move its numbers: they are left out by shape.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class MeasuredError:
     engine: str  # "vllm 0.24.0"
     gpu: str
     weights: str  # ``kernels_of``
+    tp: int
+    pp: int
     metric: str  # "ttft" | "tpot"
     batch: int
     input_tokens: int
@@ -66,22 +68,32 @@ class Calibration:
     errors: tuple[MeasuredError, ...] = ()
 
     def of_others(
-        self, metric: str, *, prompt_tokens: int, exclude_shape: str, engine: str, gpu: str, weights: str
+        self,
+        metric: str,
+        *,
+        prompt_tokens: int,
+        exclude_shape: str,
+        engine: str,
+        gpu: str,
+        weights: str,
+        tp: int = 1,
+        pp: int = 1,
     ) -> LogErrors:
         """What predictions of other models were off by at points with about as many prompt tokens in all.
 
         Each model counts alike, however many points of it were measured. Of models that were not measured with
-        this engine on this GPU in this weight format the middle is not known here: it is 0, and the interval
-        holds 0. With fewer than two other models it is -0.15 to 0.15, which is an assumption.
+        this engine on this GPU in this weight format at these degrees the middle is not known here: it is 0, and
+        the interval holds 0. With fewer than two other models it is -0.15 to 0.15, which is an assumption.
 
         Args:
             prompt_tokens: batch times input.
             engine: with its version, as in a profile's machine; its patch release does not count.
             weights: ``kernels_of`` the format; others erred to the opposite side (fp8 and 16 bits on an H200).
+            tp: with ``pp``, for where several GPUs share a step, the host has more time for its part of it.
         """
         others = [e for e in self.errors if e.metric == metric and e.shape_hash != exclude_shape]
-        asked = (_release(engine), gpu, weights)
-        here = [e for e in others if (_release(e.engine), e.gpu, e.weights) == asked]
+        asked = (_release(engine), gpu, weights, tp, pp)
+        here = [e for e in others if (_release(e.engine), e.gpu, e.weights, e.tp, e.pp) == asked]
         if _num_models(here) >= _FEWEST_MODELS:
             return _quantiles(here, prompt_tokens)
         if _num_models(others) >= _FEWEST_MODELS:

@@ -27,9 +27,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import nnls
 
-from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload
+from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, Quantity, Source
 from fingerprint.estimators.all_reduce import GroupSums
@@ -230,8 +229,8 @@ class L3:
         between = in_hull([_octaves(p) for p in points], _octaves(workload))
         source = Source.EXTRAPOLATED if between else Source.SCALED
         found = Latency(
-            self._between(points, ttft, workload, asked.ttft_s, "ttft", config.weights, source),
-            self._between(points, tpot, workload, asked.tpot_s, "tpot", config.weights, source),
+            self._between(points, ttft, workload, asked.ttft_s, "ttft", config, source),
+            self._between(points, tpot, workload, asked.tpot_s, "tpot", config, source),
         )
         return self._of_a_group(found, config.tp, points, workload) if key_of(config) in self.shards else found
 
@@ -252,7 +251,7 @@ class L3:
         workload: Workload,
         roofline: Quantity,
         metric: str,
-        weights: WeightFormat,
+        config: DeploymentConfig,
         source: Source,
     ) -> Quantity:
         where = np.log2([[p.batch, p.input_tokens] for p in points])
@@ -272,7 +271,9 @@ class L3:
             exclude_shape=self.profile.spec.shape_hash,
             engine=dict(self.profile.machine.versions).get("engine", self.profile.engine),
             gpu=self.profile.machine.device.name,
-            weights=kernels_of(self.profile.spec, weights),
+            weights=kernels_of(self.profile.spec, config.weights),
+            tp=config.tp,
+            pp=config.pp,
         )
         value = roofline.value * math.exp(mean + shift + others.middle)
         spread = _Z90 * deviation
@@ -347,6 +348,8 @@ def in_hull(points: Sequence[tuple[float, float]], asked: tuple[float, float]) -
 
     One point or several in a row have a hull too.
     """
+    from scipy.optimize import nnls  # half a second to load, and most plans have no such profile
+
     corners = np.array([(x, y, 1.0) for x, y in points]).T
     wanted = np.array([*asked, 1.0])
     weights, _ = nnls(corners, wanted)

@@ -97,7 +97,7 @@ def timer_rows(recorded: Recorded) -> list[TimerRow]:
     return [
         TimerRow(
             model=recorded.model,
-            weights=recorded.weights,
+            variant=_variant(recorded),
             batch=p.batch,
             input_tokens=p.input_tokens,
             calls=len(p.runs),
@@ -112,7 +112,7 @@ def _rows(recorded: Recorded, method: str, truth: Truth, ttft: Quantity, tpot: Q
     return [
         Row(
             model=recorded.model,
-            weights=recorded.weights,
+            variant=_variant(recorded),
             method=method,
             metric=metric,
             batch=truth.batch,
@@ -125,6 +125,12 @@ def _rows(recorded: Recorded, method: str, truth: Truth, ttft: Quantity, tpot: Q
         )
         for metric, true_s, predicted in (("ttft", truth.ttft_s, ttft), ("tpot", truth.tpot_s, tpot))
     ]
+
+
+def _variant(recorded: Recorded) -> str:
+    """Weight format, and the degrees where there are several GPUs."""
+    degrees = [f"{name}={n}" for name, n in (("tp", recorded.tp), ("pp", recorded.pp)) if n > 1]
+    return " ".join((recorded.weights, *degrees))
 
 
 def _config(recorded: Recorded) -> DeploymentConfig:
@@ -225,6 +231,8 @@ def measured_errors(recorded: Sequence[Recorded]) -> tuple[MeasuredError, ...]:
                     engine=versions.get("engine", "vllm"),
                     gpu=one.profile.machine.device.name,
                     weights=kernels_of(one.profile.spec, one.weights),
+                    tp=one.tp,
+                    pp=one.pp,
                     metric=row.metric,
                     batch=row.batch,
                     input_tokens=row.input_tokens,
@@ -243,7 +251,7 @@ def memory_row(recorded: Recorded) -> MemoryRow:
     rank = max(recorded.whole_memory, key=lambda r: r.weights_bytes)
     return MemoryRow(
         model=recorded.model,
-        weights=recorded.weights,
+        variant=_variant(recorded),
         weights_bytes=rank.weights_bytes,
         weights_predicted=stage.weights_bytes,
         non_kv_bytes=rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes + rank.graph_bytes,
@@ -271,7 +279,7 @@ def cost_row(recorded: Recorded) -> CostRow:
     held, whole_held = _held_gib(p for p in profile.timing if p.repeat > 1), _held_gib(recorded.whole)
     return CostRow(
         model=recorded.model,
-        weights=recorded.weights,
+        variant=_variant(recorded),
         profile_s=profile_s,
         profile_gib_s=held and profile_s * held,
         profile_start_s=recorded.profile_start_s,
@@ -321,7 +329,7 @@ def main() -> None:
     if options.points:
         for row in rows:
             print(
-                f"{row.model:14s} {row.weights:5s} {row.metric} {row.batch:4d} {row.input_tokens:5d} "
+                f"{row.model:14s} {row.variant:10s} {row.metric} {row.batch:4d} {row.input_tokens:5d} "
                 f"{1e3 * row.truth_s:9.3f} {1e3 * row.predicted_s:9.3f} {row.error:+7.2%} "
                 f"{'' if row.inside else 'OUTSIDE'}"
             )

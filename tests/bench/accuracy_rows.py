@@ -30,7 +30,7 @@ class Row:
     """One predicted number beside its truth."""
 
     model: str
-    weights: str
+    variant: str  # "16bit", "fp8", "16bit tp=2"
     method: str
     metric: str  # "ttft" | "tpot"
     batch: int
@@ -55,7 +55,7 @@ class MemoryRow:
     """What the engine logged of the whole model, and what was predicted. Bytes per GPU."""
 
     model: str
-    weights: str
+    variant: str  # "16bit", "fp8", "16bit tp=2"
     weights_bytes: int
     weights_predicted: int
     non_kv_bytes: int  # weights, activations, context, graphs
@@ -69,7 +69,7 @@ class CostRow:
     """What the fingerprints and the whole model took of the GPU."""
 
     model: str
-    weights: str
+    variant: str  # "16bit", "fp8", "16bit tp=2"
     profile_s: float
     profile_gib_s: float | None  # None: what was held was not recorded
     profile_start_s: float
@@ -85,7 +85,7 @@ class TimerRow:
     """Calls of the whole model with the step timer off and on: medians, one after the other in one process."""
 
     model: str
-    weights: str
+    variant: str  # "16bit", "fp8", "16bit tp=2"
     batch: int
     input_tokens: int
     calls: int

@@ -42,7 +42,7 @@ def markdown(
             share = f"{inside:.0%}" if group != "AIConfigurator 0.12.0" else "gives none"
             lines.append(f"| {group} | {metric.upper()} | {count} | {median:.1%} | {worst:.1%} | {share} |")
 
-    add(summary(rows, lambda row: f"{row.model} {row.weights}"))
+    add(summary(rows, lambda row: f"{row.model} {row.variant}"))
     add(summary(rows, lambda row: "all"))
     lines += ["", *_by_prompt_tokens(rows)]
     lines += [
@@ -52,7 +52,7 @@ def markdown(
     ]
     for one in memory:
         lines.append(
-            f"| {one.model} {one.weights} | {one.weights_predicted / one.weights_bytes - 1:+.2%} | "
+            f"| {one.model} {one.variant} | {one.weights_predicted / one.weights_bytes - 1:+.2%} | "
             f"{one.non_kv_predicted / one.non_kv_bytes - 1:+.2%} "
             f"({(one.non_kv_predicted - one.non_kv_bytes) / GIB:+.2f} GiB) | "
             f"{one.blocks:,} / {one.blocks_predicted:,} ({one.blocks_predicted / max(1, one.blocks) - 1:+.2%}) |"
@@ -79,7 +79,7 @@ def _cost_line(cost: CostRow) -> str:
         whole = cost.whole_gib_s + (cost.whole_start_gib_s or 0.0)
         starts = f"{whole / (cost.profile_gib_s + (cost.profile_start_gib_s or 0.0)):.1f}"
     return (
-        f"| {cost.model} {cost.weights} | {took} | {whole_took} | {memory_time} | "
+        f"| {cost.model} {cost.variant} | {took} | {whole_took} | {memory_time} | "
         f"{cost.profile_start_s:.0f} s / {cost.whole_start_s:.0f} s | {starts} |"
     )
 
@@ -107,7 +107,7 @@ def _by_prompt_tokens(rows: Sequence[Row]) -> list[str]:
 def _timer_lines(timers: Sequence[TimerRow]) -> list[str]:
     lines = ["| model | batch | input | calls | step timer on, against off |", "| --- | --: | --: | --: | --: |"]
     lines += [
-        f"| {t.model} {t.weights} | {t.batch} | {t.input_tokens} | {t.calls} | {t.on_s / t.off_s - 1:+.1%} |"
+        f"| {t.model} {t.variant} | {t.batch} | {t.input_tokens} | {t.calls} | {t.on_s / t.off_s - 1:+.1%} |"
         for t in timers
         if t.calls > 1
     ]

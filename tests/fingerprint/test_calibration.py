@@ -28,6 +28,8 @@ def error(shape: str, log_error: float, metric: str = "ttft") -> MeasuredError:
         engine="vllm 0.24.0",
         gpu="h200",
         weights="16bit",
+        tp=1,
+        pp=1,
         metric=metric,
         batch=1,
         input_tokens=128,
@@ -109,9 +111,16 @@ def test_each_metric_has_its_own() -> None:
 
 @pytest.mark.parametrize(
     "elsewhere",
-    [{"gpu": "l40s"}, {"engine": "vllm 0.23.0"}, {"engine": "tensorrt-llm 1.2.0"}, {"weights": "fp8"}],
+    [
+        {"gpu": "l40s"},
+        {"engine": "vllm 0.23.0"},
+        {"engine": "tensorrt-llm 1.2.0"},
+        {"weights": "fp8"},
+        {"tp": 2},
+        {"pp": 2},
+    ],
 )
-def test_another_gpu_release_or_format_is_not_moved_by_what_is_typical_of_this_one(elsewhere) -> None:
+def test_another_gpu_release_format_or_degree_is_not_moved_by_what_is_typical_of_this_one(elsewhere) -> None:
     assert bounds(of([0.1, 0.2], [0.1]), **elsewhere) == (0.0, 0.0, 0.2)
     assert bounds(of([-0.1, 0.2], [-0.1]), **elsewhere) == (-0.1, 0.0, 0.2)
 

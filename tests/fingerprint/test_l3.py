@@ -365,6 +365,8 @@ def error_of(model: str, metric: str, log_error: float) -> MeasuredError:
         engine="vllm 0.24.0",
         gpu="h200",
         weights="16bit",
+        tp=1,
+        pp=1,
         metric=metric,
         batch=1,
         input_tokens=128,
