@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from daemon.engines.base import WorkerSpec
 from daemon.torch_engine import exit_codes
+from daemon.torch_engine.light_imports import light_imports
 from fingerprint.codec import from_json
 from fingerprint.errors import (
     BadInputError,
@@ -113,9 +114,10 @@ async def _serve(
     folder: Path | None,
     make_runner: Callable[[], Runner],
 ) -> int:
-    from aiohttp import web
+    with light_imports():
+        from aiohttp import web
 
-    from daemon.torch_engine.server import Worker, make_app
+        from daemon.torch_engine.server import Worker, make_app
 
     loop = asyncio.get_running_loop()
     failure: asyncio.Future[BaseException] = loop.create_future()
@@ -130,7 +132,9 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    worker = Worker(spec, make_runner(), failed=on_failure)
+    with light_imports():
+        runner = make_runner()
+    worker = Worker(spec, runner, failed=on_failure)
     app = web.AppRunner(make_app(worker), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await app.setup()
     await web.SockSite(app, listener).start()

@@ -59,7 +59,7 @@ class _Child:
         path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "daemon.torch_engine.ranks", *argv],
+                [sys.executable, "-P", "-m", "daemon.torch_engine.rank_process", *argv],
                 pass_fds=(theirs.fileno(), lifeline_read),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},

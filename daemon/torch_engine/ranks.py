@@ -1,4 +1,4 @@
-"""A rank beyond the first: ``python -m daemon.torch_engine.ranks``, a child of rank 0 in its process group.
+"""A rank beyond the first: ``python -m daemon.torch_engine.rank_process``, a child of rank 0 in its process group.
 
 Does what rank 0 orders over the control socket; tensors go between ranks over torch.distributed. Ends at once when
 rank 0 is gone, however it went: the child holds the reading end of a pipe whose writing end only rank 0 has.
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -60,8 +58,6 @@ def main(argv: list[str]) -> int:
     threading.Thread(
         target=_end_with_parent, args=(arguments.lifeline_fd, arguments.store.parent), daemon=True
     ).start()
-    gc.collect()
-    gc.freeze()  # what the imports made stays: looking through it again costs a third of a second each time
     place = RankPlace(arguments.rank, arguments.tp, arguments.pp)
     with socket.socket(fileno=arguments.control_fd) as control:
         try:
@@ -111,7 +107,7 @@ def _serve(control: socket.socket, place: RankPlace, device: RankDevice) -> None
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="daemon.torch_engine.ranks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="daemon.torch_engine.rank_process", description=__doc__)
     for name in ("rank", "tp", "pp", "threads", "control-fd", "lifeline-fd"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--device", required=True)
@@ -124,7 +120,3 @@ def _end_with_parent(lifeline_fd: int, folder: Path) -> None:
     time.sleep(0.2)  # a close that was ordered is done by now
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

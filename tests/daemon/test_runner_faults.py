@@ -27,7 +27,9 @@ SECOND = StepPlan((StepItem(1, 7, (9, 90, 12)), StepItem(3, 3, (23,)), StepItem(
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "daemon.torch_engine.ranks" in child.cmdline()]
+    return [
+        child for child in psutil.Process().children() if "daemon.torch_engine.rank_process" in child.cmdline()
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,9 @@ ROUNDING = 2e-5
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "daemon.torch_engine.ranks" in child.cmdline()]
+    return [
+        child for child in psutil.Process().children() if "daemon.torch_engine.rank_process" in child.cmdline()
+    ]
 
 
 @pytest.fixture(scope="module")

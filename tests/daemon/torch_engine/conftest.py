@@ -244,10 +244,15 @@ class Launched:
 
 
 _FLOAT32_MAIN = """
-import sys, torch
+import sys
 from daemon.torch_engine.__main__ import main
-from daemon.torch_engine.runner import LocalRunner
-sys.exit(main(sys.argv[1:], lambda: LocalRunner(torch.float32)))
+
+def runner():
+    import torch
+    from daemon.torch_engine.runner import LocalRunner
+    return LocalRunner(torch.float32)
+
+sys.exit(main(sys.argv[1:], runner))
 """
 
 
@@ -260,15 +265,19 @@ def free_port() -> int:
 _SLOW_LOAD_MAIN = """
 import sys, time
 from daemon.torch_engine import __main__ as worker
-from daemon.torch_engine.runner import LocalRunner
 
-class SlowRunner(LocalRunner):
-    def load(self, *model):
-        print("loading", flush=True)
-        time.sleep(600)
+def runner():
+    from daemon.torch_engine.runner import LocalRunner
+
+    class SlowRunner(LocalRunner):
+        def load(self, *model):
+            print("loading", flush=True)
+            time.sleep(600)
+
+    return SlowRunner()
 
 worker._CLOSE_LIMIT_S = 0.2
-sys.exit(worker.main(sys.argv[1:], SlowRunner))
+sys.exit(worker.main(sys.argv[1:], runner))
 """
 
 

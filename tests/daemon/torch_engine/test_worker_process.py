@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -151,12 +152,23 @@ def test_a_cache_that_no_machine_holds_is_out_of_memory(launch, spec) -> None:
 def test_a_lease_nobody_renews_ends_it(launch, spec, tmp_path: Path) -> None:
     lease = tmp_path / "lease.json"
     lease.write_text("{}")
-    os.utime(lease, times=(0, time.time() + 3600))  # as if renewed all the time
-    worker = launch(spec(lease_ttl_s=1.0), lease=lease)
-    worker.wait_ready()
-    time.sleep(2.5)  # more than its time to live
-    assert worker.process.poll() is None
-    os.utime(lease)  # renewed for the last time
+    enough = threading.Event()
+
+    def renew() -> None:
+        while not enough.wait(0.05):
+            os.utime(lease)
+
+    renewing = threading.Thread(target=renew, daemon=True)
+    renewing.start()
+    try:
+        worker = launch(spec(lease_ttl_s=2.0), lease=lease)
+        worker.wait_ready()
+        time.sleep(3.0)  # more than its time to live
+        assert "lease has run out" not in worker.log()
+        assert worker.process.poll() is None
+    finally:
+        enough.set()
+        renewing.join()
     assert worker.process.wait(PATIENCE_S) == 0
     assert "lease has run out" in worker.log()
 
