@@ -18,7 +18,6 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.linear_model import QuantileRegressor
 
 from fingerprint.errors import NotMeasuredError
 from fingerprint.measurements import RunReading, StepReading, TimingPoint
@@ -244,6 +243,8 @@ def _fit_overhead(seen: list[tuple[Took, float]]) -> Overhead:
 
 def _absolute_fit(work: Array, cost: Array, weight: Array) -> Array:
     """Least absolute deviations without an intercept; columns of zeros get no coefficient."""
+    from sklearn.linear_model import QuantileRegressor  # a second to load, and most plans fit nothing
+
     scale = np.array([max(1.0, float(column.max())) for column in work.T])
     unit = max(float(np.abs(cost).max()), 1e-12)  # the solver's tolerances are absolute
     fit = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)

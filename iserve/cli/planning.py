@@ -40,7 +40,6 @@ def plan(
     from fingerprint.codec import to_json
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import client, model_argument, registered_models
-    from iserve.cli.pareto_text import print_pareto
     from iserve.cli.render import print_plan
     from iserve.plan_document import PlanDocument
     from iserve.plan_service import plan_for_gpus
@@ -61,6 +60,8 @@ def plan(
     else:
         print_plan(document)
         if picture:
+            from iserve.cli.pareto_text import print_pareto  # with the reports' axes: few plans are drawn
+
             print_pareto(document)
 
 

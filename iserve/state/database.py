@@ -20,9 +20,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from alembic.util import CommandError
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
 
 from fingerprint.errors import BadInputError, ConfigError, ConflictError, IserveError, StateUnavailableError
@@ -99,6 +96,10 @@ class Database(ABC):
         Raises:
             ConflictError: another controller runs on this database.
         """
+        from alembic import command  # a quarter of a second to load, and a reader never migrates
+        from alembic.config import Config
+        from alembic.util import CommandError
+
         with self._reported("written"), self._lock:
             self._prepare()
         config = Config()
