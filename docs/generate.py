@@ -174,7 +174,10 @@ def _type(schema: dict[str, object]) -> str:
 
 
 def readme() -> str:
-    """The page as it is, with the answer under every ``$ iserve ...`` as it is now."""
+    """The page as it is, with the answer under every ``$ iserve ...`` as it is now.
+
+    Blocks fenced as ``console`` are of other machines and are left as they are.
+    """
     with TemporaryDirectory() as folder:
         for name, config in CONFIGS.items():
             (Path(folder) / name).mkdir()

@@ -51,7 +51,7 @@ TABLE = EngineCapabilities(
     degree_reason="larger ones are several nodes, which iServe does not span",
     lora_families=_WITH_LORA,
     lora_reason="its model class takes no adapters",
-    verified=(  # vLLM 0.24.0, 2026-11-21: docs/accuracy.md
+    verified=(  # vLLM 0.24.0, 2026-11-21 and 22: docs/accuracy.md
         Verified(
             gpu="h200-sxm",
             families=frozenset({"llama", "mistral", "qwen3", "falcon", "gptj"}),
@@ -65,6 +65,25 @@ TABLE = EngineCapabilities(
             weights=frozenset({WeightFormat.FP8}),
             kv=frozenset({KvFormat.BITS16, KvFormat.FP8}),
             pruning=frozenset({Pruning.NONE}),
+        ),
+        Verified(
+            gpu="h200-sxm",
+            families=frozenset({"llama"}),
+            weights=frozenset({WeightFormat.FP8}),
+            kv=frozenset({KvFormat.BITS16}),
+            pruning=frozenset({Pruning.NONE}),
+        ),
+        *(
+            Verified(
+                gpu="h200-sxm",
+                families=frozenset({"llama"}),
+                weights=frozenset({WeightFormat.BITS16}),
+                kv=frozenset({KvFormat.BITS16}),
+                pruning=frozenset({Pruning.NONE}),
+                max_tp=tp,
+                max_pp=pp,
+            )
+            for tp, pp in ((2, 1), (1, 2))  # one process a rank, through the LLM class; not served over HTTP
         ),
     ),
     step_timed=True,
