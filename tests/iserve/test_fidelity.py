@@ -1,13 +1,15 @@
 """The simulator against a worker with the demo model that a trace is replayed to, on a machine that may be busy.
 
 The simulator is told the steps that the worker took moments before, and what bursts beside the replay say of the
-machine's pace. A disturbed stretch says nothing of the simulator, so the best of several is held to the bound; a
-simulator that is wrong is wrong in all of them, as the tests below with wrong steps show.
+machine's pace. A disturbed stretch says nothing of the simulator, so there are several until one is within the
+bounds, and the best is held to them; a simulator that is wrong is wrong in all of them, as the tests below with
+wrong steps show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -61,6 +63,7 @@ NO_PROFILE = Profile(
     timing=(),
 )
 WITHIN = 1.6  # of the median E2E, either way; CI's cores are shared
+CORRELATED = 0.7  # at least, the order of the requests
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,16 @@ class RooflineMemory:
 
 
 @pytest.fixture(scope="module")
-def deployed(launch: Callable[..., Launched]) -> tuple[Served, list[Stretch]]:
+def calm_collector() -> Iterator[None]:
+    """Each of a hundred replays looks through the heap first; here that is the whole test run's."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def deployed(launch: Callable[..., Launched], calm_collector: None) -> tuple[Served, list[Stretch]]:
     """A worker with the demo, launched as a deploy would; its steps measured; and a trace replayed to it."""
     spec = make_spec(served_model="fidelity", limits=WORKER_LIMITS)
     worker = launch(spec)
@@ -102,7 +114,16 @@ def deployed(launch: Callable[..., Launched]) -> tuple[Served, list[Stretch]]:
         overhead_s=lone.beside_s,
     )
     calm_s = pace_s(target)
-    return served, [stretch(target, served, calm_s, number) for number in range(STRETCHES)]
+    stretches: list[Stretch] = []
+    while len(stretches) < STRETCHES and not agrees(served, stretches):
+        stretches.append(stretch(target, served, calm_s, len(stretches)))
+    return served, stretches
+
+
+def agrees(served: Served, stretches: list[Stretch]) -> bool:
+    """Whether the last one is within both bounds."""
+    last = stretches[-1:]
+    return bool(last) and nearest(ratios(served, last)) < WITHIN and correlations(served, last)[0] > CORRELATED
 
 
 def stretch(target: Target, served: Served, calm_s: float, seed: int) -> Stretch:
@@ -145,6 +166,16 @@ def ratios(served: Served, stretches: list[Stretch]) -> list[float]:
     return found
 
 
+def correlations(served: Served, stretches: list[Stretch]) -> list[float]:
+    """Of each stretch: Spearman's, of the requests by their E2E, simulated and measured."""
+    found = []
+    for one in stretches:
+        sides = (one.real.e2e_from_send_s, simulated(one.real, slower(served, one.pace)).e2e_s)
+        ranks = [np.argsort(np.argsort(side)) for side in sides]
+        found.append(float(np.corrcoef(*ranks)[0, 1]))
+    return found
+
+
 def nearest(found: list[float]) -> float:
     """To 1, as a factor of at least 1."""
     return min(max(ratio, 1 / ratio) for ratio in found)
@@ -176,11 +207,6 @@ def test_steps_that_are_wrong_would_be_found(deployed: tuple[Served, list[Stretc
 
 
 def test_requests_that_take_long_are_those_that_are_simulated_to(deployed: tuple[Served, list[Stretch]]) -> None:
-    """Whatever the pace: the order of the requests by their E2E, as Spearman's correlation."""
-    served, stretches = deployed
-    found = []
-    for one in stretches:
-        sides = (one.real.e2e_from_send_s, simulated(one.real, slower(served, one.pace)).e2e_s)
-        ranks = [np.argsort(np.argsort(side)) for side in sides]
-        found.append(float(np.corrcoef(*ranks)[0, 1]))
-    assert max(found) > 0.7, f"correlations: {found}"
+    """Whatever the pace."""
+    found = correlations(*deployed)
+    assert max(found) > CORRELATED, f"correlations: {found}"

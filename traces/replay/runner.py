@@ -259,8 +259,11 @@ _NO_GAPS: array[float] = array("f")
 
 @contextmanager
 def _calm_collector() -> Iterator[None]:
-    """What is alive stays: a full collection would stop every stream, and the sender, for tens of milliseconds."""
-    before = gc.get_threshold()
+    """What is alive stays: a full collection would stop every stream, and the sender, for tens of milliseconds.
+
+    What was frozen before stays so: the collector cannot thaw a part.
+    """
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
@@ -268,7 +271,8 @@ def _calm_collector() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def _allow_files(wanted: int) -> None:

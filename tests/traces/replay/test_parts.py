@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 
@@ -17,6 +18,7 @@ from traces.replay.exchange import Exchange
 from traces.replay.http_answer import MAX_EVENT_BYTES, EventLines, HttpAnswer, MalformedError
 from traces.replay.pieces import error_words
 from traces.replay.prompts import FIRST_ID, PREFIX_BLOCK_TOKENS, PromptOptions, Prompts
+from traces.replay.runner import _calm_collector
 from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
 
@@ -298,3 +300,17 @@ def test_what_is_no_url(url: str) -> None:
 def test_a_host_that_nobody_knows() -> None:
     with pytest.raises(UnavailableError, match=r"nowhere\.invalid"):
         resolve_endpoint("http://nowhere.invalid:8000")
+
+
+def test_what_others_froze_stays_frozen_after_a_replay() -> None:
+    """A replay that thawed it would have the next one look through the whole heap again."""
+    gc.freeze()
+    try:
+        with _calm_collector():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    with _calm_collector():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
