@@ -16,7 +16,7 @@ from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from placement.fit import demand
-from placement.load_model import Tenant, lost_by_others, shares, slowdown
+from placement.others import Others
 from placement.placers import FindsPlaces, check_placement, make_placer
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.beside import Neighbours
@@ -212,12 +212,8 @@ class FitsOn:
 
     def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
         self._hardware = hardware
-        self._loads = {
-            (gpu.node_id, gpu.device_id): gpu.load_fraction
-            for gpu in hardware.snapshot.gpus
-            if gpu.load_fraction > 0
-        }
-        self._counts = options.weigh_load and bool(self._loads)
+        self._others = Others(hardware.snapshot)
+        self._counts = options.weigh_load and bool(self._others.loads)
         self._placer = self._placer_of(options.policy, options.load_threshold)
         self._calm: FindsPlaces | None = None
 
@@ -239,14 +235,11 @@ class FitsOn:
 
     def slowdown(self, layout: Layout) -> float:
         assert isinstance(layout, Placement), "every place is one of placement's"
-        return max(1.0, slowdown(Tenant(1.0, shares(layout)), self._loads))
+        return self._others.slowdown(layout)
 
     def taken(self, layout: Layout) -> float:
         assert isinstance(layout, Placement), "every place is one of placement's"
-        return sum(
-            share * sum(lost_by_others(self._loads.get(key, 0.0)) for key in keys)
-            for share, keys in shares(layout)
-        )
+        return self._others.lost(layout)
 
     def quietest(self, estimate: Estimate) -> Placement | NoRoom:
         if self._calm is None:

@@ -7,8 +7,7 @@ a decision asks placement until no later configuration can be better, and is the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fingerprint.capability import EngineCapabilities
@@ -17,10 +16,8 @@ from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from iserve.planning import FitsOn, Hardware, PlanOptions, check_context, prices_of, ranked_anywhere, space
-from placement.load_model import LoadedCluster, Tenant, shares
 from placement.types import ClusterSnapshot, Placement
 from planner.costs import objective_of
-from planner.intent import IntentKind
 from planner.plan import Candidate, Layout, NoRoom, Ranked
 from planner.rank import best_of
 from planner.space import MAX_PP, TP_DEGREES
@@ -35,8 +32,6 @@ class Chosen(NamedTuple):
     estimate: Estimate
     placement: Placement
 
-
-_LOOKED_AT = 8  # configurations beside others: each costs a placement
 
 # Once a place is known, others are looked at while GPUs of the cluster times GPUs of the place add up to this: on
 # 1,000 GPUs places of sixteen together, on eight 2,000.
@@ -103,7 +98,7 @@ class RankedModel:
             return None
         fits = FitsOn(Hardware(label="", gpu=self._gpu, snapshot=snapshot), self.options)
         if fits.neighbours is None:
-            return next(self._that_fit(snapshot), None)
+            return self._first_that_fits(len(snapshot.gpus), fits)
         best = self._best_beside(snapshot, fits)
         return None if best is None else _chosen(best)
 
@@ -127,44 +122,14 @@ class RankedModel:
         found.look_at(chunk)
         return found.best
 
-    def choose_beside(self, snapshot: ClusterSnapshot, requests_per_s: float) -> Chosen | None:
-        """The configuration that adds least to the time that *all* requests take, where one that is best alone may
-        slow the others more than it gains. For the intent ``min-latency``; any other chooses as ever
-        (docs/placement.md says why).
-
-        A deployment's requests take its rate times its E2E, per second, as slowed by those beside it
-        (``placement.load_model``). Of every tp and pp the best configuration is looked at, the eight best.
-        The own part alone never falls along the order, so the search ends early where it exceeds the best sum.
-        """
-        if self.options.intent.kind is not IntentKind.MIN_LATENCY or requests_per_s == 0:
-            return self.choose(snapshot)
-        cluster = LoadedCluster.of(snapshot)
-        best: Chosen | None = None
-        least = float("inf")
-        for chosen in islice(self._that_fit(snapshot, one_of_each_degree=True), _LOOKED_AT):
-            busy = requests_per_s * chosen.estimate.e2e_s.value / self.options.workload.batch
-            if busy >= least:
-                break
-            added = cluster.cost_of_adding(Tenant(busy, shares(chosen.placement)), 0.0)
-            if added < least:
-                best, least = chosen, added
-        return best
-
-    def _that_fit(self, snapshot: ClusterSnapshot, *, one_of_each_degree: bool = False) -> Iterator[Chosen]:
-        """Best on idle GPUs first, each where the policy would put it; of each tp and pp all, or the first."""
-        seen: set[tuple[int, int]] = set()
-        if not snapshot.gpus:
-            return
-        fits = FitsOn(Hardware(label="", gpu=self._gpu, snapshot=snapshot), self.options)
-        for (config, estimate, *_), _ in self._order(len(snapshot.gpus)):
-            degrees = (config.tp, config.pp)
-            if one_of_each_degree and degrees in seen:
-                continue
+    def _first_that_fits(self, num_gpus: int, fits: FitsOn) -> Chosen | None:
+        """Best on idle GPUs first, each where the policy would put it."""
+        for (config, estimate, *_), _ in self._order(num_gpus):
             assert estimate is not None, "what is ranked has an estimate"
             answer = fits(estimate)
             if isinstance(answer, Placement):
-                seen.add(degrees)
-                yield Chosen(config, estimate, answer)
+                return Chosen(config, estimate, answer)
+        return None
 
     def _order(self, num_gpus: int) -> list[tuple[Candidate, float]]:
         """What nothing but memory refuses on idle GPUs, best first, and the objective there."""

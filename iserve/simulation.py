@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from daemon.engines.registry import capabilities_for
 from daemon.torch_engine.scheduler import Demand, Scheduler, Work
@@ -126,15 +126,15 @@ class PlannedDeployer:
     (implements ``traces.simulator.scenario.Deployer``).
 
     Args:
-        sees_others: with ``min-latency``, choose by the time of all deployments' requests, not by the model's own
-            alone (``RankedModel.choose_beside``), its rate expected to be the others' mean.
+        knows_rates: of what is deployed there, counted until then; else only how busy each GPU was, as where no
+            gateway tells.
 
     Raises:
         ConfigError: a workload longer than a model's context.
     """
 
-    def __init__(self, gpu: GpuSpec, models: Iterable[SimulatedModel], *, sees_others: bool = False) -> None:
-        self._gpu, self._sees_others = gpu, sees_others
+    def __init__(self, gpu: GpuSpec, models: Iterable[SimulatedModel], *, knows_rates: bool = True) -> None:
+        self._gpu, self._knows_rates = gpu, knows_rates
         self._models = {model.name: model for model in models}
         self._steps: dict[tuple[str, DeploymentConfig], StepModel] = {}
         self._ranked = {
@@ -149,10 +149,9 @@ class PlannedDeployer:
 
     def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
         asked, ranked = self._models[model], self._ranked[model]
-        if self._sees_others:
-            chosen = ranked.choose_beside(snapshot, _mean_rate(snapshot))
-        else:
-            chosen = ranked.choose(snapshot)
+        if not self._knows_rates:
+            snapshot = replace(snapshot, deployments=())
+        chosen = ranked.choose(snapshot)
         if chosen is None:
             return NotDeployed(reason=self._why_not(asked, snapshot))
         config = chosen.config
@@ -176,11 +175,6 @@ class PlannedDeployer:
             limits = launch_limits(model.options.workload, model.step_tokens)
             found = self._steps[model.name, config] = tabulate(model.estimator, config, limits)
         return found
-
-
-def _mean_rate(snapshot: ClusterSnapshot) -> float:
-    rates = [deployment.requests_per_s for deployment in snapshot.deployments]
-    return sum(rates) / len(rates) if rates else 0.0
 
 
 class EngineBatcher:

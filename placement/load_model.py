@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from placement.types import ClusterSnapshot, Placement
 
-__all__ = ["Key", "LoadedCluster", "Tenant", "lost_by_others", "shares", "slowdown", "stretch"]
+__all__ = ["Key", "LoadedCluster", "Tenant", "lost_by_others", "shares", "slope", "slowdown", "stretch"]
 
 Key = tuple[str, str]  # (node_id, device_id)
 
@@ -33,11 +33,15 @@ def stretch(load: float) -> float:
     return 1.0 / idle + (load - _FULL) / idle**2
 
 
+def slope(load: float) -> float:
+    """Of ``stretch``: how much longer a request takes for each further GPU's worth of load."""
+    return stretch(min(load, _FULL)) ** 2
+
+
 def lost_by_others(load: float) -> float:
     """Seconds that the requests of others on a GPU with this load lose by each second that a further one takes
-    alone: the derivative of their number, ``load * stretch``, by what comes. Who stands on several GPUs counts on
-    each."""
-    return load * stretch(min(load, _FULL)) ** 2
+    alone: the derivative of their number, ``load * stretch``, by what comes."""
+    return load * slope(load)
 
 
 def shares(placement: Placement) -> tuple[tuple[float, tuple[Key, ...]], ...]:

@@ -142,6 +142,11 @@ class DeploymentState:
     steady_s: float  # since the number or place of its replicas last changed
 
     @property
+    def is_work_known(self) -> bool:
+        """Whether ``busy_fraction`` tells anything: of who is not called, that is 0 whatever a request takes."""
+        return self.requests_per_s == 0 or self.service_s > 0
+
+    @property
     def busy_fraction(self) -> float:
         """Of each replica's time, were its GPUs its own; above 1: more comes than they serve. 0 without any."""
         return self.requests_per_s * self.service_s / len(self.replicas) if self.replicas else 0.0

@@ -8,7 +8,7 @@ from notebooks.figures.comparison import served
 from notebooks.figures.contest import BASELINES, Contestant, iserve
 from notebooks.figures.figure import NOT_GIVEN, Cell, Chart, Figure, Finding, Table
 from notebooks.figures.load import SEEDS, trace_source
-from notebooks.figures.under_load import BESIDE, FACTORS, FASTEST, LARGE, RULE_CHEAP, RULE_FAST, PaperPlace
+from notebooks.figures.under_load import AS_IF_IDLE, FACTORS, FASTEST, LARGE, RULE_CHEAP, RULE_FAST, PaperPlace
 from planner.intent import IntentKind, Quality
 
 __all__ = ["MULTIPLES", "figure_14"]
@@ -17,7 +17,7 @@ MULTIPLES = (2.5, 5.0, 7.5)
 # The paper's intent, and what else iServe offers to who has an SLO.
 SLO_INTENT = iserve(IntentKind.LATENCY_SLO)
 EXACT = iserve(IntentKind.LATENCY_SLO, Quality.EXACT)
-CONTESTANTS = (SLO_INTENT, EXACT, FASTEST, BESIDE, RULE_FAST, RULE_CHEAP, *BASELINES)
+CONTESTANTS = (SLO_INTENT, EXACT, FASTEST, AS_IF_IDLE, RULE_FAST, RULE_CHEAP, *BASELINES)
 
 Attained = dict[tuple[float, float, str], float | None]  # multiple, rate factor, who: share of all requests
 
@@ -67,12 +67,12 @@ def figure_14(factors: Sequence[float] = FACTORS, multiples: Sequence[float] = M
 
 def _findings(found: Attained, factors: Sequence[float], multiples: Sequence[float]) -> list[Finding]:
     findings = []
-    for ours in (SLO_INTENT, FASTEST, BESIDE):
+    for ours in (SLO_INTENT, FASTEST):
         for rival in ("AlpaServe", "AlpaServe, all"):
             paper = "3.03 to 7.09 times as rates grow" if (ours, rival) == (SLO_INTENT, "AlpaServe") else NOT_GIVEN
             findings.append(Finding(f"{ours.name}: attainment over {rival}'s", paper, _ratios(found, ours, rival)))
     cells = [(m, f) for m in multiples for f in factors]
-    for ours in (SLO_INTENT, FASTEST, BESIDE):
+    for ours in (SLO_INTENT, FASTEST):
         best = sum(_best(found, m, f, ours) for m, f in cells)
         findings.append(
             Finding(f"cells where {ours.name} keeps most of all baselines", "all", f"{best} of {len(cells)}")

@@ -48,7 +48,8 @@ class Contestant:
         kind: what iServe is asked for, and what the rule of thumb is told; no other baseline knows it.
             ``latency-slo``: each model's own SLO, for the longest request, which models are planned for.
         policy: placement, of iServe; the default is its own.
-        sees_others: of iServe's planner, which has it off by default.
+        knows_rates: of iServe's planner, of those who run already; else the busy fractions of their GPUs only.
+        weighs_load: of iServe's planner; else it plans as if GPUs were idle.
     """
 
     name: str
@@ -56,7 +57,8 @@ class Contestant:
     kind: IntentKind = IntentKind.MIN_COST
     quality: Quality = Quality.ANY
     policy: str = "hybrid"
-    sees_others: bool = False
+    knows_rates: bool = True
+    weighs_load: bool = True
 
     def intent(self, slo: Slo) -> Intent:
         """What is wished of a model with this SLO."""
@@ -147,11 +149,11 @@ def serve(world: World, who: Contestant, slo_factor: float = SLO_FACTOR) -> Serv
 
 def _prepared(world: World, who: Contestant, slo_factor: float, slos: Mapping[str, Slo]) -> Prepared | None:
     longest = slos_of(world, slo_factor, world.site.workload)
-    models = world.models(lambda model: who.intent(longest[model]), who.policy)
+    models = world.models(lambda model: who.intent(longest[model]), who.policy, weigh_load=who.weighs_load)
     seen = BaselineWorld(gpu=world.site.gpu, models=models, scenario=world.scenario)
     match who.baseline:
         case Baseline.ISERVE:
-            deployer = PlannedDeployer(world.site.gpu, models.values(), sees_others=who.sees_others)
+            deployer = PlannedDeployer(world.site.gpu, models.values(), knows_rates=who.knows_rates)
             return Prepared(world.scenario, deployer)
         case Baseline.ALPASERVE | Baseline.ALPASERVE_ALL:
             keep_all = who.baseline is Baseline.ALPASERVE_ALL

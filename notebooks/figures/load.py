@@ -97,11 +97,15 @@ class World:
     scenario: Scenario
     requests: tuple[Request, ...]
 
-    def models(self, intent_of: Callable[[str], Intent], policy: str = "hybrid") -> dict[str, SimulatedModel]:
+    def models(
+        self, intent_of: Callable[[str], Intent], policy: str = "hybrid", *, weigh_load: bool = True
+    ) -> dict[str, SimulatedModel]:
         """As each is asked for."""
+        workload = self.site.workload
         return {
             model: self.site.model(
-                model, PlanOptions(intent=intent_of(model), workload=self.site.workload, policy=policy)
+                model,
+                PlanOptions(intent=intent_of(model), workload=workload, policy=policy, weigh_load=weigh_load),
             )
             for model in dict.fromkeys(self.deployments.values())
         }

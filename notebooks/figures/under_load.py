@@ -38,7 +38,9 @@ _DEPLOY_EVERY_S = {LARGE: 300.0, SMALL: 150.0}
 FASTEST = iserve(IntentKind.MIN_LATENCY)
 CHEAPEST = iserve(IntentKind.MIN_COST)
 EXACT = iserve(IntentKind.MIN_LATENCY, Quality.EXACT)
-BESIDE = replace(FASTEST, name="min-latency, sees others", sees_others=True)
+# What it sees of who runs already: rates, as it is; only how busy GPUs are; nothing.
+BY_LOADS = replace(FASTEST, name="min-latency, by loads alone", knows_rates=False)
+AS_IF_IDLE = replace(FASTEST, name="min-latency, as if idle", weighs_load=False)
 RULE_FAST = Contestant(name="rule: max TP, 4 bits", baseline=Baseline.RULE, kind=IntentKind.MIN_LATENCY)
 RULE_CHEAP = Contestant(name="rule: min TP, 4 bits", baseline=Baseline.RULE, kind=IntentKind.MIN_COST)
 SAVING = (IntentKind.MIN_COST, IntentKind.MIN_MEMORY, IntentKind.MIN_GPU_HOURS)
@@ -81,7 +83,7 @@ def _source() -> str:
 
 def figure_11(places: Sequence[PaperPlace] | None = None) -> Figure:
     """min-latency on the larger models, both traces, four rates."""
-    cells = cells_of(places or _large(), (FASTEST, EXACT, BESIDE, RULE_FAST, *BASELINES))
+    cells = cells_of(places or _large(), (FASTEST, EXACT, BY_LOADS, AS_IF_IDLE, RULE_FAST, *BASELINES))
     ours = FASTEST.name
     p50, throughput = OWN[IntentKind.MIN_LATENCY][1], LATENCY["req/s/GPU"]
     return Figure(
@@ -150,7 +152,7 @@ def figure_12(place: PaperPlace | None = None) -> Figure:
         for kind in (IntentKind.MIN_LATENCY, *SAVING)
         for quality in (Quality.ANY, Quality.EXACT)
     ]
-    cells = cells_of((place,), (*intents, BESIDE, *SPREAD, RULE_FAST, RULE_CHEAP, *BASELINES))
+    cells = cells_of((place,), (*intents, BY_LOADS, AS_IF_IDLE, *SPREAD, RULE_FAST, RULE_CHEAP, *BASELINES))
     p95, alpaserve = LATENCY["p95 s"], cells[place, "AlpaServe"]
     return Figure(
         number="12",

@@ -136,7 +136,7 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
         return chosen.placement
 
     def beside(snapshot: ClusterSnapshot) -> object:
-        chosen = seeing.choose_beside(snapshot, 0.2)
+        chosen = seeing.choose(snapshot)
         assert chosen is not None
         return chosen.placement
 

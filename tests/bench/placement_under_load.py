@@ -11,8 +11,8 @@ prompts up to 1,024 and answers up to 512 tokens; each LLM is sent a fraction, d
 alike, of what it serves alone: four LLMs on one pair of GPUs are busy for 30% to 100%, the range of the paper's
 section 8. One trace has some 400 requests, hence forty seeds (ten were meant at first, and one had been seen).
 
-*planner*: the same for the paper's six LLMs (the first two twice), each configuration chosen by the planner, for
-itself alone or with what it takes from the others (``RankedModel.choose_beside``; it was tried for min-cost too).
+*planner*: the same for the paper's six LLMs (the first two twice), each configuration chosen by the planner: as it
+is, seeing only how busy GPUs are ("by loads alone"), or as if they were idle.
 
 *elastic*: continuous batching, 16 slots, an hour; the same three LLMs are sent 0 to 2.5 times what one replica
 serves, a new level every 5 to 8 minutes, one level in four being silence. A start takes 30 s. On eight GPUs, as it
@@ -223,10 +223,10 @@ class FixedDeployer:
         return Deployed(placement=found, steps=steps_of(model, self._batch), what="tp=2")
 
 
-def planned(kind: IntentKind, policy: str, *, sees_others: bool) -> Deployer:
-    options = PlanOptions(intent=Intent(kind=kind), workload=workload(1), policy=policy)
+def planned(kind: IntentKind, policy: str, *, knows_rates: bool = True, weigh_load: bool = True) -> Deployer:
+    options = PlanOptions(intent=Intent(kind=kind), workload=workload(1), policy=policy, weigh_load=weigh_load)
     models = [roofline_model(model, spec(model), A6000, options, "auto") for model in PAPERS]
-    return PlannedDeployer(A6000, models, sees_others=sees_others)
+    return PlannedDeployer(A6000, models, knows_rates=knows_rates)
 
 
 def run(
@@ -311,10 +311,12 @@ def planner_rows(seed: int) -> Iterator[Row]:
     world = figure_10(seed, PAPERS)
     for kind in (IntentKind.MIN_COST, IntentKind.MIN_LATENCY):
         for policy in ("packing", "hybrid", "least-loaded"):
-            for sees_others in (False, True)[: 1 + (kind is IntentKind.MIN_LATENCY)]:
-                name = f"{kind}, {policy}" + (", sees others" if sees_others else "")
-                result = run(world, planned(kind, policy, sees_others=sees_others))
-                yield row("planner", name, world, result)
+            for name, deployer in (
+                ("", planned(kind, policy)),
+                (", by loads alone", planned(kind, policy, knows_rates=False)),
+                (", as if idle", planned(kind, policy, weigh_load=False)),
+            ):
+                yield row("planner", f"{kind}, {policy}{name}", world, run(world, deployer))
 
 
 def elastic_rows(seed: int, num_gpus: int) -> Iterator[Row]:

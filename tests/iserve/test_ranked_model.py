@@ -1,4 +1,4 @@
-"""Decisions from a kept order: those of the whole plan, and what seeing the others changes."""
+"""Decisions from a kept order: those of the whole plan, beside others whose rates are told too."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.planning import Hardware, PlanOptions, make_plan
-from iserve.ranked_model import Chosen, RankedModel
+from iserve.ranked_model import RankedModel
 from iserve.simulation import idle_cluster
-from placement.load_model import LoadedCluster, Tenant, shares
+from placement.load_model import LoadedCluster, Tenant, shares, stretch
 from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState, StagePlacement
 from planner.intent import CostModel, Intent, IntentKind, Slo
+from planner.plan import Ranked
 from tests.fingerprint.step_timed_machine import llama_7b
 
 GIB = 2**30
@@ -68,7 +69,7 @@ def test_nothing_is_chosen_without_gpus_and_no_workload_beyond_the_context() -> 
 
 
 def _beside(busy: float) -> ClusterSnapshot:
-    """Eight GPUs, one deployment on all of them that is ``busy``."""
+    """Eight GPUs that were not seen busy, one deployment on all of them that is now to be busy so much."""
     idle = idle_cluster(A6000, 8)
     stage = StagePlacement(
         node_id="node0",
@@ -84,38 +85,40 @@ def _beside(busy: float) -> ClusterSnapshot:
         name="other", model="other", wanted=1, replicas=(replica,), moving=False, waiting=0,
         requests_per_s=busy, service_s=1.0, idle_s=0.0, steady_s=1000.0,
     )  # fmt: skip
-    gpus = tuple(
-        replace(gpu, free_bytes=gpu.free_bytes - 2 * GIB, load_fraction=min(busy, 1.0)) for gpu in idle.gpus
-    )
+    gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes - 2 * GIB) for gpu in idle.gpus)
     return ClusterSnapshot(gpus, (other,))
 
 
-def test_beside_others_it_adds_least_to_the_time_of_all() -> None:
-    """Compared with the eight best of different degrees that fit, each where the policy puts it."""
-    model, snapshot, rate = MODELS["min-latency"], _beside(0.8), 0.5
-    chosen = model.choose_beside(snapshot, rate)
-    assert chosen is not None
-
-    def added(one: Chosen) -> float:
-        busy = rate * one.estimate.e2e_s.value
-        return LoadedCluster.of(snapshot).cost_of_adding(Tenant(busy, shares(one.placement)), 0.0)
-
-    best: dict[tuple[int, int], float] = {}
-    for one in model._that_fit(snapshot):
-        best.setdefault((one.config.tp, one.config.pp), added(one))
-    assert len(best) > 8
-    looked_at = list(best.values())[:8]
-    assert added(chosen) == min(looked_at)
-    assert added(chosen) < looked_at[0]  # the best alone is not the best here
-
-
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"min-latency"}))
-def test_other_intents_do_not_see_the_others(name: str) -> None:
-    assert MODELS[name].choose_beside(_beside(0.8), 0.5) == MODELS[name].choose(_beside(0.8))
-
-
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_alone_or_uncalled_it_chooses_as_ever(name: str) -> None:
-    idle = idle_cluster(A6000, 8)
-    assert MODELS[name].choose_beside(idle, 1e-6) == MODELS[name].choose(idle)
-    assert MODELS[name].choose_beside(_beside(0.8), 0.0) == MODELS[name].choose(_beside(0.8))
+@pytest.mark.parametrize("busy", [0.0, 0.3, 0.8, 1.5])
+def test_beside_a_rate_it_chooses_what_the_whole_plan_chooses(name: str, busy: float) -> None:
+    snapshot, options = _beside(busy), MODELS[name].options
+    plan = make_plan(SPEC, Hardware(label="", gpu=A6000, snapshot=snapshot), ESTIMATOR, ENGINES, options)
+    chosen = MODELS[name].choose(snapshot)
+    assert (chosen is None) == (plan.best is None)
+    if chosen is not None and plan.best is not None:
+        assert (chosen.config, chosen.placement) == (plan.best.config, plan.best.layout)
+        assert plan.best.slowdown == (1.0 if busy == 0 else pytest.approx(stretch(busy)))
+
+
+def test_beside_a_rate_a_latency_adds_least_to_its_own_time_and_that_of_the_others() -> None:
+    """By differences of the load model, for a request in a long time, over everything that fits. Not seen busy yet,
+    the GPUs are idle to who is told no rate."""
+    model, snapshot = MODELS["min-latency"], _beside(0.8)
+    plan = make_plan(SPEC, Hardware(label="", gpu=A6000, snapshot=snapshot), ESTIMATOR, ENGINES, model.options)
+    rate = 1e-7
+
+    def added(one: Ranked) -> float:
+        assert one.estimate is not None
+        assert isinstance(one.layout, Placement)
+        newcomer = Tenant(rate * one.estimate.e2e_s.value, shares(one.layout))
+        return LoadedCluster.of(snapshot).cost_of_adding(newcomer, 0.0) / rate
+
+    fitting = [one for one in plan.candidates if one.feasible]
+    for one in fitting:
+        assert one.weight == pytest.approx(added(one), rel=1e-4)
+    assert plan.best is not None
+    assert added(plan.best) == pytest.approx(min(map(added, fitting)), rel=1e-4)
+    untold = model.choose(replace(snapshot, deployments=()))
+    assert untold is not None
+    assert untold.config != plan.best.config  # the best alone is not the best here

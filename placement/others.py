@@ -1,0 +1,68 @@
+"""What runs on the GPUs already, to one who would join: how much longer its requests take there, and what those of
+others lose.
+
+A GPU is as loaded as it was seen to be busy, and no less than the deployments ask of it whose rates are told: rate
+times what a request takes, shared among all on a GPU (``placement.load_model``). What was seen holds queues that
+are still worked off and whoever else is there; what is asked may be more than a GPU can do, and is known sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from placement.load_model import Key, LoadedCluster, Tenant, lost_by_others, shares, slope, stretch
+from placement.types import ClusterSnapshot, Placement
+
+__all__ = ["Others"]
+
+_ALIKE = 1 - 1e-9  # loads that differ by rounding only
+
+
+class Others:
+    """Of one snapshot. Pure."""
+
+    def __init__(self, snapshot: ClusterSnapshot) -> None:
+        told = tuple(d for d in snapshot.deployments if d.is_work_known)
+        cluster = LoadedCluster.of(replace(snapshot, deployments=told))
+        self._tenants = cluster.tenants
+        self.loads: dict[Key, float] = {}  # of GPUs that have any
+        for gpu in snapshot.gpus:
+            key = (gpu.node_id, gpu.device_id)
+            load = max(gpu.load_fraction, cluster.loads.get(key, 0.0))
+            if load > 0:
+                self.loads[key] = load
+
+    def slowdown(self, placement: Placement) -> float:
+        """How many times as long as on idle GPUs a request takes at ``placement``; at least 1."""
+        return max(1.0, sum(share * stretch(self._most(keys)) for share, keys in shares(placement)))
+
+    def lost(self, placement: Placement) -> float:
+        """Seconds that the requests of others lose together by each second that one at ``placement`` takes alone:
+        the derivative of their number by what comes.
+
+        A replica whose rate is told counts once, wherever it stands: a stage of it loses by what comes to its
+        slowest GPU. Where only the load is known, those on a stage's GPUs are taken to be the same on all of them.
+        """
+        stages = shares(placement)
+        comes: dict[Key, float] = {}
+        met: dict[str, Tenant] = {}
+        untold = 0.0
+        for share, keys in stages:
+            for key in keys:
+                comes[key] = comes.get(key, 0.0) + share
+                met |= self._tenants.get(key, {})
+            untold += share * lost_by_others(self._most([key for key in keys if key not in self._tenants]))
+        return untold + sum(tenant.busy_fraction * self._grows(tenant, comes) for tenant in met.values())
+
+    def _grows(self, tenant: Tenant, comes: dict[Key, float]) -> float:
+        """The slowdown of ``tenant``, by what ``comes`` to each GPU."""
+        grows = 0.0
+        for share, keys in tenant.stages:
+            most = self._most(keys)
+            slowest = (comes.get(key, 0.0) for key in keys if self.loads.get(key, 0.0) >= most * _ALIKE)
+            grows += share * slope(most) * max(slowest)
+        return grows
+
+    def _most(self, keys: Iterable[Key]) -> float:
+        return max((self.loads.get(key, 0.0) for key in keys), default=0.0)
