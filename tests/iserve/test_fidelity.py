@@ -8,8 +8,7 @@ wrong steps show.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -83,16 +82,7 @@ class RooflineMemory:
 
 
 @pytest.fixture(scope="module")
-def calm_collector() -> Iterator[None]:
-    """Each of a hundred replays looks through the heap first; here that is the whole test run's."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def deployed(launch: Callable[..., Launched], calm_collector: None) -> tuple[Served, list[Stretch]]:
+def deployed(launch: Callable[..., Launched]) -> tuple[Served, list[Stretch]]:
     """A worker with the demo, launched as a deploy would; its steps measured; and a trace replayed to it."""
     spec = make_spec(served_model="fidelity", limits=WORKER_LIMITS)
     worker = launch(spec)

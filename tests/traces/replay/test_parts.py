@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -302,15 +303,17 @@ def test_a_host_that_nobody_knows() -> None:
         resolve_endpoint("http://nowhere.invalid:8000")
 
 
-def test_what_others_froze_stays_frozen_after_a_replay() -> None:
-    """A replay that thawed it would have the next one look through the whole heap again."""
-    gc.freeze()
-    try:
-        with _calm_collector():
-            pass
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+@pytest.mark.parametrize(("frozen_before", "thaws"), [(0, True), (1000, False)])
+def test_a_replay_thaws_what_it_froze_and_nothing_of_others(
+    monkeypatch: pytest.MonkeyPatch, frozen_before: int, thaws: bool
+) -> None:
+    """The collector's own functions, watched: what this test run froze has to stay so."""
+    called: list[str] = []
+    watched = {name: partial(called.append, name) for name in ("collect", "freeze", "unfreeze")}
+    thresholds = {"get_threshold": lambda: (7, 7, 7), "set_threshold": lambda *given: called.append(str(given))}
+    count = {"get_freeze_count": lambda: frozen_before}
+    monkeypatch.setattr("traces.replay.runner.gc", SimpleNamespace(**watched, **thresholds, **count))
     with _calm_collector():
-        assert gc.get_freeze_count() > 0
-    assert gc.get_freeze_count() == 0
+        assert called[:2] == ["collect", "freeze"]
+    assert ("unfreeze" in called) == thaws
+    assert "(7, 7, 7)" in called
