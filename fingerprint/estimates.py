@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from fingerprint.config import DeploymentConfig, Workload
 
@@ -16,6 +16,7 @@ __all__ = [
     "Quantity",
     "Source",
     "StageMemory",
+    "TellsHiddenTime",
 ]
 
 
@@ -140,6 +141,19 @@ class Estimate:
             self.ttft_s.high + steps * self.tpot_s.high,
             self.tpot_s.source if steps else self.ttft_s.source,
         )
+
+
+@runtime_checkable
+class TellsHiddenTime(Protocol):
+    """An estimator that knows more of an engine which prepares a step while the one before runs."""
+
+    def hidden_s(self, config: DeploymentConfig) -> float:
+        """Seconds of a lone prompt's TTFT in which the device waits for the host: nobody does behind another step.
+
+        Raises:
+            NotMeasuredError: the estimator has no measurement that reaches ``config``.
+        """
+        ...
 
 
 class Estimator(Protocol):

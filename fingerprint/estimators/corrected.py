@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
-from fingerprint.estimates import Correction, Estimate, Estimator, MemoryEstimate, Quantity
+from fingerprint.estimates import Correction, Estimate, Estimator, MemoryEstimate, Quantity, TellsHiddenTime
 from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.verification import Reading, Verification
 
@@ -91,6 +91,10 @@ class CorrectedEstimator:
                 memory_bytes=found.more_bytes,
             ),
         )
+
+    def hidden_s(self, config: DeploymentConfig) -> float:
+        """As ``base``, where it tells (``estimates.TellsHiddenTime``): a check of whole bursts does not see it."""
+        return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity,
 from fingerprint.estimators.calibration import Calibration, shipped_calibration
 from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.fingerprinted import nearest, scaled, scaled_memory
+from fingerprint.estimators.hidden_time import hidden_time_s
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.estimators.l3 import L3
 from fingerprint.measurements import Profile
@@ -54,6 +55,12 @@ class DepthTiedEstimator:
         if found is None:
             found = self._estimates[config, workload] = self._estimate(config, workload)
         return found
+
+    def hidden_s(self, config: DeploymentConfig) -> float:
+        """Of the nearest configuration that was run (``estimates.TellsHiddenTime``)."""
+        near = key_of(nearest(config, (self._config(key) for key in self.l3.points)))
+        alike = [p for p in self.profile.timing if MeasuredKey(p.tp, p.pp, p.weights, p.kv) == near]
+        return hidden_time_s(alike)
 
     def _estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         if config.engine != self.profile.engine:

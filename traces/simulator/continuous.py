@@ -7,6 +7,10 @@ be admitted, every step is alike but for one token more of context: such a stret
 closed sum. A request that can be admitted cuts it short at the end of the step it arrives in. ``stepped`` runs the
 engine's own scheduler step by step; both give the same times (tests/traces/simulator/test_continuous.py).
 
+Where the steps say so (``StepModel.plans_ahead``), what is in a step is settled when the one before begins: who
+arrives meanwhile, or waits for a slot that the one before frees, is in the step after it. A worker that has
+nothing to do begins at once.
+
 Beyond the slots, ``kv_tokens`` of the limits bounds admission: a request waits, first in the queue, until its
 prompt and its whole answer fit beside those of all that run. vLLM is less strict: it admits, and preempts.
 Queue, slots and KV are a :class:`Room`, which the batches of a pipeline share (``pipelined``).
@@ -84,21 +88,39 @@ class ContinuousWorker(Server):
         self._room.waiting.append((row, input_tokens, output_tokens))
 
     def begin(self) -> float:
-        decoders = self._decoders
+        decoders, steps = self._decoders, self._steps
         n = len(decoders)
-        if self._prompts or (self._room.waiting and self._room.free):
+        settled = steps.plans_ahead and self.holds
+        tokens, attention_s = 0, 0.0
+        if self._prompts or (not settled and self._room.waiting and self._room.free):
             budget = self._step_tokens - n
             if budget:
-                tokens, attention_s = self._prefill(budget)
-                if tokens:
-                    self._rounds = 1
-                    return self._steps.mixed_s(tokens, attention_s, n, self._cached / n + 1 if n else 0.0)
+                tokens, attention_s = self._prefill(budget, admits=not settled)
+        if steps.plans_ahead and self._room.waiting:
+            self._admit_all()
+        if tokens:
+            self._rounds = 1
+            return steps.mixed_s(tokens, attention_s, n, self._cached / n + 1 if n else 0.0, prepared=settled)
         if not n:
             return 0.0
-        self._rounds = rounds = decoders[0][0] - self._round
-        return self._steps.run_s(n, self._cached / n + 1, rounds)
+        self._rounds = rounds = 1 if steps.plans_ahead and self._prompts else decoders[0][0] - self._round
+        return steps.run_s(n, self._cached / n + 1, rounds)
 
-    def _prefill(self, budget: int) -> tuple[int, float]:
+    def _admit_all(self) -> None:
+        """To the step after the one that begins."""
+        room = self._room
+        while room.takes_next:
+            self._prompts.append(self._admitted())
+
+    def _admitted(self) -> list[int]:
+        """The first of those who wait, who has a slot and room for its KV now."""
+        room = self._room
+        row, input_tokens, output_tokens = room.waiting.popleft()
+        room.free -= 1
+        room.kv_free -= input_tokens + output_tokens
+        return [row, input_tokens, output_tokens, 0]
+
+    def _prefill(self, budget: int, *, admits: bool) -> tuple[int, float]:
         """Fill the step's ``budget`` of tokens with prompts: their tokens, and their attention's time."""
         attention, chunks, left, attention_s = self._steps.attention_s, self._chunks, budget, 0.0
         for prompt in self._prompts:
@@ -109,18 +131,10 @@ class ContinuousWorker(Server):
             left -= tokens
             attention_s += attention[cached + tokens] - attention[cached]
             chunks.append((prompt, tokens))
-        room = self._room
-        waiting = room.waiting
-        while left and waiting and room.free:
-            row, input_tokens, output_tokens = waiting[0]
-            if input_tokens + output_tokens > room.kv_free:
-                break
-            waiting.popleft()
-            room.free -= 1
-            room.kv_free -= input_tokens + output_tokens
-            prompt = [row, input_tokens, output_tokens, 0]
+        while left and admits and self._room.takes_next:
+            prompt = self._admitted()
             self._prompts.append(prompt)
-            tokens = min(left, input_tokens)
+            tokens = min(left, prompt[1])
             left -= tokens
             attention_s += attention[tokens]
             chunks.append((prompt, tokens))

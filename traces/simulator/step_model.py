@@ -12,10 +12,13 @@ step, n sequences that decode, and m their mean context (tokens attended to, the
     attention(e) - attention(s).
 
 A step of prompts takes ``tokens(x) + attention of its chunks``, beside decoders ``tokens(x + n) + attention of its
-chunks + decode(n, m) - decode(n, 1)`` (their tokens go through the same matrices, their KV is read on top), and
-never less than decode(n, m) alone. At the knots, a lone prompt takes the estimator's TTFT and a pure decode step
-its TPOT, so one request alone has the estimator's E2E (but where chunks are smaller than the estimator's own,
-which costs a little: the weights are read for each).
+chunks + decode(n, m) - decode(n, 1)`` (their tokens go through the same matrices, their KV is read on top): never
+less than either part alone, never more than both. At the knots, a lone prompt takes the estimator's TTFT and a
+pure decode step its TPOT, so one request alone has the estimator's E2E (but where chunks are smaller than the
+estimator's own, which costs a little: the weights are read for each).
+
+Some engines plan and prepare a step while the one before runs (:func:`plans_ahead`). A TTFT is that of prompts
+that find the device idle and wait for the host; behind another step those ``hidden_s`` are not paid again.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,17 +34,22 @@ import numpy.typing as npt
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
-from fingerprint.estimates import Estimator
+from fingerprint.estimates import Estimator, Source, TellsHiddenTime
 
-__all__ = ["Limits", "StepModel", "linear_steps", "tabulate"]
+__all__ = ["Limits", "StepModel", "linear_steps", "plans_ahead", "tabulate"]
 
 _SHORT_PROMPT = 128  # tokens: of attention to one another they have next to none
 _HALF_ANSWER = 32  # tokens
 _DENSE_FROM = 64  # tokens: from here on the knots of prompts are closer than a factor of two apart,
 _DENSE_RATIO = 1.25  # because somewhere there reading the weights gives way to arithmetic, with a bend
 
+# vLLM's core holds two steps and schedules the second before the first has ended (``step_with_batch_queue``). Its
+# pipelines hold one per stage. That others overlap host and device likewise was not looked into.
+_AHEAD_ENGINES = frozenset({"vllm"})
+
 Table = npt.NDArray[np.float64]
 _Ttft = Callable[[int, int], float]  # (batch, tokens of each) -> seconds
+_Reached = Callable[[int, int], bool]  # the same: whether it lies between what was measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,15 +85,27 @@ class StepModel:
         decode_s: [max_batch, knots], row n - 1 for n sequences.
         tokens_s: of 0 to ``max_batched_tokens`` new tokens.
         attention_s: of the first 0 to ``max_context_tokens`` tokens of one prompt; starts at 0, never falls.
+        plans_ahead: what is in a step is settled when the one before begins.
+        hidden_s: what a step of prompts takes less behind another step.
 
     Raises:
         ConfigError: a time that is not finite and positive, or tables of other sizes.
     """
 
-    __slots__ = ("_base", "_knots", "_least", "_slope", "attention_s", "limits", "tokens_s")
+    __slots__ = (
+        "_base", "_knots", "_least", "_slope", "attention_s", "hidden_s", "limits", "plans_ahead", "tokens_s",
+    )  # fmt: skip
 
     def __init__(
-        self, limits: Limits, *, contexts: Table, decode_s: Table, tokens_s: Table, attention_s: Table
+        self,
+        limits: Limits,
+        *,
+        contexts: Table,
+        decode_s: Table,
+        tokens_s: Table,
+        attention_s: Table,
+        plans_ahead: bool = False,
+        hidden_s: float = 0.0,
     ) -> None:
         sizes = (decode_s.shape, tokens_s.shape, attention_s.shape)
         wanted = (
@@ -100,7 +120,11 @@ class StepModel:
                 raise ConfigError(f"a {name} time of this deployment is not a positive, finite number of seconds")
         if attention_s[0] or not np.isfinite(attention_s).all() or (np.diff(attention_s) < 0).any():
             raise ConfigError("the attention times must begin at 0 and never fall")
+        if not 0 <= hidden_s < math.inf:
+            raise ConfigError(f"hidden_s must be a number of seconds of at least 0, got {hidden_s}")
         self.limits = limits
+        self.plans_ahead = plans_ahead
+        self.hidden_s = hidden_s
         slope = np.diff(decode_s, axis=1) / np.diff(contexts)
         base = decode_s[:, :-1] - slope * contexts[:-1]
         # Row 0 keeps the number of sequences and the row's index the same.
@@ -116,13 +140,22 @@ class StepModel:
         segment = bisect_right(self._knots, mean_context)
         return self._base[sequences][segment] + self._slope[sequences][segment] * mean_context
 
-    def mixed_s(self, tokens: int, attention_s: float, sequences: int, mean_context: float) -> float:
-        """One step of ``tokens`` of prompts, their attention to themselves, beside ``sequences`` that decode."""
+    def mixed_s(
+        self, tokens: int, attention_s: float, sequences: int, mean_context: float, *, prepared: bool = False
+    ) -> float:
+        """One step of ``tokens`` of prompts, their attention to themselves, beside ``sequences`` that decode.
+
+        Args:
+            prepared: while another step ran.
+        """
+        hidden_s, least = self.hidden_s if prepared else 0.0, self._least
+        whole_s = self.tokens_s[tokens] + attention_s
+        prompts_s = max(whole_s - hidden_s, min(whole_s, least[1]))  # the weights are read for any step
         if not sequences:
-            return self.tokens_s[tokens] + attention_s
+            return prompts_s
         alone_s = self.decode_s(sequences, mean_context)
-        both_s = self.tokens_s[tokens + sequences] + attention_s + alone_s - self._least[sequences]
-        return both_s if both_s > alone_s else alone_s
+        both_s = self.tokens_s[tokens + sequences] + attention_s - hidden_s + alone_s - least[sequences]
+        return max(alone_s, prompts_s, min(both_s, prompts_s + alone_s))
 
     def run_s(self, sequences: int, mean_context: float, steps: int) -> float:
         """``steps`` decode steps in a row, the first at ``mean_context``, each later one at one token more."""
@@ -175,6 +208,11 @@ class StepModel:
         return whole * self.tokens_s[step] + (self.tokens_s[rest] if rest else 0.0) + self.attention_s[tokens]
 
 
+def plans_ahead(config: DeploymentConfig) -> bool:
+    """Whether its engine settles what is in a step when the one before begins."""
+    return config.engine in _AHEAD_ENGINES and config.pp == 1
+
+
 def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> StepModel:
     """The tables of ``config`` from some two hundred answers of ``estimator``.
 
@@ -185,6 +223,9 @@ def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> 
 
     def ttft_s(batch: int, tokens: int) -> float:
         return estimator.estimate(config, Workload(batch, tokens, 1)).ttft_s.value
+
+    def reached(batch: int, tokens: int) -> bool:
+        return estimator.estimate(config, Workload(batch, tokens, 1)).ttft_s.source is not Source.SCALED
 
     def tpot_s(batch: int, context: int) -> float:
         # TPOT is that of the mean context, input + output / 2. Of an answer of two tokens it is the one step after
@@ -199,13 +240,16 @@ def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> 
     decode_s = np.stack(
         [np.interp(np.arange(1, limits.max_batch + 1), batches, column) for column in known.T], axis=1
     )
-    tokens_s = _tokens_table(ttft_s, limits)
+    tokens_s = _tokens_table(ttft_s, reached, limits)
+    ahead = plans_ahead(config)
     return StepModel(
         limits,
         contexts=np.array(contexts, np.float64),
         decode_s=decode_s,
         tokens_s=tokens_s,
         attention_s=_attention_table(ttft_s, limits, tokens_s),
+        plans_ahead=ahead,
+        hidden_s=estimator.hidden_s(config) if ahead and isinstance(estimator, TellsHiddenTime) else 0.0,
     )
 
 
@@ -229,21 +273,36 @@ def linear_steps(
     )
 
 
-def _tokens_table(ttft_s: _Ttft, limits: Limits) -> Table:
-    """As short prompts, but no more of them than run at once: with one at once, one prompt."""
+def _tokens_table(ttft_s: _Ttft, reached: _Reached, limits: Limits) -> Table:
+    """As prompts, as many as run at once: with one slot as one prompt. Fewer tokens never take more."""
     knots: list[float] = []
     times: list[float] = []
     for wanted in _lengths(limits.max_batched_tokens):
-        prompts = min(limits.max_batch, max(1, wanted // _SHORT_PROMPT))
-        length = max(1, wanted // prompts)
-        if not knots or prompts * length > knots[-1]:
-            knots.append(prompts * length)
-            times.append(ttft_s(prompts, length))
+        splits = _splits(wanted, limits, reached)
+        held = splits[0][0] * splits[0][1]
+        if not knots or held > knots[-1]:
+            knots.append(held)
+            times.append(min(ttft_s(*split) for split in splits))
     if knots[-1] < limits.max_batched_tokens:  # not a multiple: the last slope goes on
         slope = (times[-1] - times[-2]) / (knots[-1] - knots[-2]) if len(knots) > 1 else 0.0
         times.append(times[-1] + slope * (limits.max_batched_tokens - knots[-1]))
         knots.append(limits.max_batched_tokens)
-    return np.asarray(np.interp(np.arange(limits.max_batched_tokens + 1), knots, times))
+    return np.asarray(np.interp(np.arange(limits.max_batched_tokens + 1), knots, _never_falling(times)))
+
+
+def _splits(tokens: int, limits: Limits, reached: _Reached) -> list[tuple[int, int]]:
+    """Of ``tokens`` into (prompts, tokens of each) whose TTFTs are no less than what the tokens take but for
+    attention: into the shortest that were measured, and into one.
+
+    Below what was measured an estimator guesses. A guess that is too low would count as attention of longer
+    prompts, and be paid anew by each prompt of a step; one too high would have them take longer than alone.
+    """
+    lengths = [_SHORT_PROMPT * 2**i for i in range((tokens // _SHORT_PROMPT).bit_length())]
+    shorter = [(prompts, tokens // prompts) for prompts in (min(limits.max_batch, tokens // n) for n in lengths)]
+    measured = next((split for split in shorter if reached(*split)), None)
+    several = measured or (shorter[0] if tokens > limits.max_context_tokens and shorter else (1, tokens))
+    held = several[0] * several[1]
+    return [several, (1, held)] if held <= limits.max_context_tokens else [several]
 
 
 def _attention_table(ttft_s: _Ttft, limits: Limits, tokens_s: Table) -> Table:
@@ -251,8 +310,14 @@ def _attention_table(ttft_s: _Ttft, limits: Limits, tokens_s: Table) -> Table:
     whole, rest = np.divmod(length, limits.max_batched_tokens)
     chunks_s = whole * tokens_s[-1] + np.where(rest > 0, tokens_s[rest], 0.0)
     knots = _lengths(limits.max_context_tokens)
-    beyond_s = np.maximum.accumulate([max(0.0, ttft_s(1, x) - float(chunks_s[x])) for x in knots])
+    alone_s = _never_falling([ttft_s(1, x) for x in knots])
+    beyond_s = np.maximum.accumulate([max(0.0, s - chunks_s[x]) for x, s in zip(knots, alone_s, strict=True)])
     return np.asarray(np.interp(length, [0, *knots], [0.0, *beyond_s]))
+
+
+def _never_falling(times: Sequence[float] | Table) -> Table:
+    """The longest that are none longer: where an estimator's fall, it is the fewest tokens that it guesses at."""
+    return np.asarray(np.minimum.accumulate(np.asarray(times)[::-1])[::-1])
 
 
 def _doubled(largest: int) -> list[int]:

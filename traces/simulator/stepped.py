@@ -1,7 +1,8 @@
 """Continuous batching with a scheduler that is handed in, one step after another.
 
 With the engine's own ``Scheduler`` this is the truth that ``continuous`` must equal, and the way to try another
-batching policy: anything that plans steps as :class:`Batcher` says.
+batching policy: anything that plans steps as :class:`Batcher` says. A step is planned when the one before has
+ended, whatever ``StepModel.plans_ahead`` says.
 """
 
 from __future__ import annotations
