@@ -24,12 +24,13 @@ from iserve.demo import demo_model_path
 from iserve.state.store import Store
 from tests.daemon.engines.standin import make_vllm
 from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
+from tests.iserve.conftest import Installation
 
 NVML = Path(__file__).parents[1] / "daemon" / "fake_nvml.py"
 WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "2")
 
 
-def take_to_be_measured(installation: Any) -> None:
+def take_to_be_measured(installation: Installation) -> None:
     """Keep a profile of the demo model on vLLM, as if it had been measured on these GPUs."""
     installation.run("up")
     installation.record("daemon")
@@ -45,19 +46,34 @@ def take_to_be_measured(installation: Any) -> None:
     store.close()
 
 
+def on_two_gpus(folder: Path) -> dict[str, str]:
+    """Settings of a home on a node with two GPUs and vLLM, both installed in ``folder``."""
+    (folder / "nvml").mkdir(parents=True)
+    (folder / "nvml" / "pynvml.py").write_bytes(NVML.read_bytes())
+    python = make_vllm(folder / "env")
+    python_path = os.pathsep.join(filter(None, (str(folder / "nvml"), os.environ.get("PYTHONPATH"))))
+    return {"ISERVE_CPU_DEVICES": "", "ISERVE_VLLM_PYTHON": str(python), "PYTHONPATH": python_path}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state of such a home with the demo model profiled there, to begin others with."""
+    folder = tmp_path_factory.mktemp("measured")
+    settings = on_two_gpus(folder / "node")
+    installation = Installation(folder / "home", settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISERVE_VLLM_PYTHON", settings["ISERVE_VLLM_PYTHON"])
+        try:
+            take_to_be_measured(installation)
+        finally:
+            installation.clear()
+    return installation.home / "state.db"
+
+
 @pytest.fixture
-def vllm_home(tmp_path: Path, make_installation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def vllm_home(tmp_path: Path, measured: Path, make_installation: Callable[..., Any]) -> Any:
     """A home on a node with two GPUs and vLLM, the demo model profiled there."""
-    (tmp_path / "nvml").mkdir()
-    (tmp_path / "nvml" / "pynvml.py").write_bytes(NVML.read_bytes())
-    python = make_vllm(tmp_path / "env")
-    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
-    python_path = os.pathsep.join(filter(None, (str(tmp_path / "nvml"), os.environ.get("PYTHONPATH"))))
-    installation = make_installation(
-        None, ISERVE_CPU_DEVICES="", ISERVE_VLLM_PYTHON=str(python), PYTHONPATH=python_path
-    )
-    take_to_be_measured(installation)
-    return installation
+    return make_installation(measured, **on_two_gpus(tmp_path))
 
 
 def test_deploy_serve_refuse_survive_remove(
