@@ -73,6 +73,7 @@ class DeploymentDemand:
     waiting: int  # requests in the gateway
     outstanding: int  # at workers
     idle_s: float  # since a request was last there; 0 while one is
+    requests_per_s: float | None = None  # that came over the last 120 s; None: an earlier gateway's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
-from iserve.controller.node import devices_of, hardware_of
+from iserve.controller.node import devices_of, hardware_of, serving_on
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.engine_choice import choose_engine
@@ -30,6 +30,7 @@ from iserve.launching import PlannedDeployment, worker_slug
 from iserve.model_source import ModelSource
 from iserve.plan_document import plan_document
 from iserve.planning import PlanOptions, make_plan
+from iserve.routes import Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from planner.intent import Quality
@@ -83,7 +84,9 @@ class Deployer:
         daemon: Callable[[], DaemonClient],
         resolve: Callable[[str | None], ModelSource],
         report_progress: Callable[[str, ProfileProgress | None], None],
+        demand: Callable[[], Demand | None] = lambda: None,
     ) -> None:
+        self._demand = demand
         self._settings, self._store, self._profiler = settings, store, profiler
         self._daemon, self._resolve, self._report_progress = daemon, resolve, report_progress
 
@@ -161,7 +164,8 @@ class Deployer:
     ) -> PlannedDeployment:
         """Rank everything on the devices that are free now; ``notes`` are told with it."""
         node = ask_daemon(self._daemon, DaemonClient.node)
-        hardware = hardware_of(node, profile.machine.device)
+        serving = serving_on(node, self._store.deployments(), self._demand()) if node.workers else ()
+        hardware = hardware_of(node, profile.machine.device, serving)
         estimator = self._profiler.estimator(profile, engine, node)
         table = engine.capabilities().unprepared()  # only 16-bit checkpoints are taken in
         plan = make_plan(source.spec, hardware, estimator, [table], options)

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+from datetime import datetime
+
 from daemon.devices import Device
-from daemon.status import DeviceStatus, NodeStatus
-from fingerprint.errors import InfeasibleError
+from daemon.engines.base import WorkerSpec
+from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
+from fingerprint.codec import from_json
+from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from iserve.api_types import NodeDocument
+from iserve.controller.records import recorded_worker
+from iserve.plan_document import PlanDocument
 from iserve.planning import Hardware
-from placement.types import ClusterSnapshot, GpuState
+from iserve.routes import Demand, DeploymentDemand
+from iserve.state.store import DeploymentRow
+from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement, ReplicaState, StagePlacement
 
-__all__ = ["devices_of", "hardware_of"]
+__all__ = ["devices_of", "hardware_of", "serving_on"]
+
+log = logging.getLogger(__name__)
+
+_WINDOW_S = 120.0  # over which the daemon tells loads, and the gateway rates
 
 
-def hardware_of(node: NodeStatus | NodeDocument, gpu: GpuSpec) -> Hardware:
+def hardware_of(
+    node: NodeStatus | NodeDocument, gpu: GpuSpec, serving: tuple[DeploymentState, ...] = ()
+) -> Hardware:
     """The devices of ``node``, with what is free on them and their load now.
 
     Args:
         gpu: what one device can do, as the profile recorded it or the datasheet says.
+        serving: what serves there and how often it is called, where that is known.
 
     Raises:
         InfeasibleError: the node offers no device.
@@ -36,7 +53,8 @@ def hardware_of(node: NodeStatus | NodeDocument, gpu: GpuSpec) -> Hardware:
         )
         for device in node.devices
     )
-    return Hardware(label=f"{len(gpus)} x {gpu.name} ({node.node_id})", gpu=gpu, snapshot=ClusterSnapshot(gpus))
+    label = f"{len(gpus)} x {gpu.name} ({node.node_id})"
+    return Hardware(label=label, gpu=gpu, snapshot=ClusterSnapshot(gpus, serving))
 
 
 _HELD = 0.02  # of a device's memory: less is the driver's own
@@ -51,6 +69,105 @@ def _load_of_those_there(device: DeviceStatus, num_workers: int) -> float:
     if device.total_bytes - device.free_bytes < _HELD * device.total_bytes:
         return 0.0
     return min(1.0, max(0.0, device.load_fraction))
+
+
+_HERE = frozenset({WorkerState.STARTING, WorkerState.READY, WorkerState.RESTARTING})
+
+
+def serving_on(
+    node: NodeStatus, rows: Iterable[DeploymentRow], demand: Demand | None
+) -> tuple[DeploymentState, ...]:
+    """The deployments with a worker on ``node`` of which the gateway told how often they are called.
+
+    What a request takes is what was predicted when the configuration was chosen, of one as long as was planned
+    for; or less, by how busy the devices of a worker were seen that has been there all the time.
+
+    Args:
+        demand: None: the gateway is away, and nobody tells.
+    """
+    asked = {} if demand is None else {one.name: one for one in demand.deployments}
+    workers = {worker.spec.worker_id: worker for worker in node.workers if worker.state in _HERE}
+    found = []
+    for row in rows:
+        worker, told = workers.get(_worker_id(row)), asked.get(row.name)
+        if worker is not None and told is not None and told.requests_per_s is not None:
+            found.append(_state(row, worker, told, told.requests_per_s, node))
+    return tuple(found)
+
+
+def _worker_id(row: DeploymentRow) -> str:
+    spec = recorded_worker(row)
+    return "" if spec is None else spec.worker_id
+
+
+def _state(
+    row: DeploymentRow, worker: WorkerStatus, told: DeploymentDemand, requests_per_s: float, node: NodeStatus
+) -> DeploymentState:
+    spec, here_s = worker.spec, node.observed_at - datetime.fromisoformat(worker.started_at).timestamp()
+    service_s = _planned_service_s(row, spec)
+    if requests_per_s > 0 and here_s >= _WINDOW_S:
+        service_s = min(service_s, _most_busy(spec, node) / requests_per_s)
+    return DeploymentState(
+        name=row.name,
+        model=row.name,
+        wanted=1,
+        replicas=(
+            ReplicaState(
+                replica_id=spec.worker_id,
+                placement=_placement(spec, node.node_id),
+                ready=worker.state is WorkerState.READY,
+                outstanding=told.outstanding,
+                max_batch=spec.limits.max_batch,
+            ),
+        ),
+        moving=False,
+        waiting=told.waiting,
+        requests_per_s=requests_per_s,
+        service_s=service_s,
+        idle_s=told.idle_s,
+        steady_s=max(0.0, here_s),
+    )
+
+
+def _planned_service_s(row: DeploymentRow, spec: WorkerSpec) -> float:
+    """Seconds of the worker that a request takes while the batch is full; 0: not known."""
+    if row.plan is None:
+        return 0.0
+    try:
+        plan = from_json(row.plan, PlanDocument, what=f"the recorded plan of {row.name}")
+    except BadInputError as error:  # of an iServe of another version
+        log.debug("%s", error)
+        return 0.0
+    estimates = (one.estimate for one in plan.candidates if one.config == spec.config)
+    estimate = next(estimates, None)
+    return 0.0 if estimate is None else estimate.e2e_s.value / plan.workload.batch
+
+
+def _most_busy(spec: WorkerSpec, node: NodeStatus) -> float:
+    """The share of the time that the worker can have been busy, as its devices were: each stage for its layers'
+    share of a step."""
+    seen = {device.device_id: device.load_fraction for device in node.devices}
+    layers = sum(stage.num_layers for stage in spec.stages)
+    return min(
+        min(seen.get(device, 1.0) for device in stage.device_ids) * layers / stage.num_layers
+        for stage in spec.stages
+    )
+
+
+def _placement(spec: WorkerSpec, node_id: str) -> Placement:
+    first, stages = 0, []
+    for stage in spec.stages:
+        stages.append(
+            StagePlacement(
+                node_id=node_id,
+                device_ids=stage.device_ids,
+                first_layer=first,
+                num_layers=stage.num_layers,
+                bytes_per_gpu=stage.room_bytes(spec.limits),
+            )
+        )
+        first += stage.num_layers
+    return Placement(tuple(stages))
 
 
 def devices_of(node: NodeStatus) -> tuple[Device, ...]:

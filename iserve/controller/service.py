@@ -80,7 +80,9 @@ class Controller:
         self.daemon_process: Companion = daemon_companion(settings)
         self.gateway_process: Companion = gateway_companion(settings)
         self.profiler = Profiler(store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s)
-        self._deployer = Deployer(settings, store, self.profiler, self.daemon, self.resolve, self._on_progress)
+        self._deployer = Deployer(
+            settings, store, self.profiler, self.daemon, self.resolve, self._on_progress, lambda: self.demand()
+        )
         targets = Targets(settings, store, self.profiler, self._deployer, self.daemon, self.resolve)
         self.verifier = Verifier(store, self.profiler, targets, self.daemon, self.resolve)
         # As many threads as can have something to do, so that a removal never waits behind those who wait.

@@ -12,6 +12,7 @@ import time
 from bisect import insort
 from dataclasses import dataclass, field
 
+from iserve.gateway.arrivals import Arrivals
 from iserve.gateway.errors import ApiError
 from iserve.routes import DeploymentDemand, Route, RouteTable, WorkerTarget
 
@@ -41,6 +42,7 @@ class Deployment:
         self._down_until_s: dict[str, float] = {}
         self._waiting: list[_Waiting] = []
         self._last_s = time.monotonic()  # a request came or went
+        self._arrivals = Arrivals()
 
     @property
     def num_waiting(self) -> int:
@@ -58,6 +60,11 @@ class Deployment:
     def idle_s(self) -> float:
         """Since a request was last here; 0 while one is."""
         return 0.0 if self._waiting or self._outstanding else time.monotonic() - self._last_s
+
+    @property
+    def requests_per_s(self) -> float:
+        """That came over the last 120 s; one that is tried again elsewhere came once."""
+        return self._arrivals.per_s
 
     def update(self, route: Route, max_queue: int, max_wait_s: float) -> None:
         """Take the route of a new table. Requests already sent stay where they are."""
@@ -91,6 +98,8 @@ class Deployment:
                 can be started, or none had room within ``max_wait_s``; 404 the deployment was removed meanwhile.
         """
         self._last_s = time.monotonic()
+        if not avoid:
+            self._arrivals.count()
         if not self._waiting:
             target = self._take(ticket, avoid)
             if target is not None:
@@ -186,7 +195,13 @@ class Dispatcher:
     def demand(self) -> tuple[DeploymentDemand, ...]:
         """Who asks for what now."""
         return tuple(
-            DeploymentDemand(name=name, waiting=d.num_waiting, outstanding=d.num_outstanding, idle_s=d.idle_s)
+            DeploymentDemand(
+                name=name,
+                waiting=d.num_waiting,
+                outstanding=d.num_outstanding,
+                idle_s=d.idle_s,
+                requests_per_s=d.requests_per_s,
+            )
             for name, d in self.deployments.items()
         )
 

@@ -1,12 +1,28 @@
-"""What of a node's load a plan sees."""
+"""What of a node's load a plan sees, and of who serves there."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 
+import pytest
+
+from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.registry import capabilities_for
+from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from fingerprint.codec import to_json
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
 from iserve.api_types import NodeDocument
-from iserve.controller.node import hardware_of
+from iserve.controller.node import hardware_of, serving_on
+from iserve.demo import demo_model_path
+from iserve.plan_document import plan_document
+from iserve.planning import PlanOptions, hypothetical_hardware, make_plan
+from iserve.routes import Demand, DeploymentDemand
+from iserve.state.store import DeploymentRow
+from placement.others import Others
 from tests.iserve.test_profile_validity import node
 
 GIB = 2**30
@@ -33,3 +49,102 @@ def test_a_cpu_without_a_worker_is_as_loaded_as_when_it_was_profiled() -> None:
         )
         assert hardware_of(document, gpu_spec("a6000")).snapshot.gpus[0].load_fraction == load
     assert hardware_of(cpu, gpu_spec("a6000")).snapshot.gpus[0].load_fraction == 0.0
+
+
+A6000 = gpu_spec("a6000")
+CONFIG = DeploymentConfig(tp=1, pp=2, engine="torch")
+WORKLOAD = Workload(batch=2, input_tokens=64, output_tokens=16)
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture(scope="module")
+def row() -> DeploymentRow:
+    """One that was chosen by a plan for requests of 64 tokens in and 16 out, and runs on two GPUs."""
+    spec = load_spec(demo_model_path())
+    options = PlanOptions(workload=WORKLOAD)
+    hardware = hypothetical_hardware(A6000, 2)
+    plan = make_plan(spec, hardware, RooflineEstimator(spec, A6000), list(capabilities_for("torch")), options)
+    document = plan_document(plan, model="demo", hardware="", workload=WORKLOAD)
+    return DeploymentRow(
+        id=1, name="chat", created_at=0.0, request="{}", desired="running", phase="ready", error=None,
+        plan=to_json(document).decode(), worker=to_json(WORKER).decode(),
+    )  # fmt: skip
+
+
+WORKER = WorkerSpec(
+    worker_id="chat-1",
+    served_model="chat",
+    checkpoint="/m",
+    config=CONFIG,
+    stages=(
+        StageAssignment(device_ids=("GPU-0",), num_layers=3),
+        StageAssignment(device_ids=("GPU-1",), num_layers=1),
+    ),
+    limits=WorkerLimits(
+        max_batch=2, max_batched_tokens=128, max_context_tokens=80, memory_bytes_per_device=GIB, kv_tokens=160
+    ),
+)
+
+
+def running(*, for_s: float, busy: float) -> NodeStatus:
+    status = node()
+    worker = WorkerStatus(
+        spec=WORKER,
+        state=WorkerState.READY,
+        url="",
+        pid=1,
+        restarts=0,
+        started_at=datetime.fromtimestamp(NOW - for_s, UTC).isoformat(),
+    )
+    devices = tuple(replace(device, load_fraction=busy) for device in status.devices)
+    return replace(status, observed_at=NOW, devices=devices, workers=(worker,))
+
+
+def told(requests_per_s: float | None, name: str = "chat") -> Demand:
+    one = DeploymentDemand(name=name, waiting=3, outstanding=2, idle_s=0.0, requests_per_s=requests_per_s)
+    return Demand(routes_version=1, deployments=(one,))
+
+
+def planned_s(row: DeploymentRow) -> float:
+    """Half of what a batch of two takes, by the roofline."""
+    estimate = RooflineEstimator(load_spec(demo_model_path()), A6000).estimate(CONFIG, WORKLOAD)
+    return estimate.e2e_s.value / 2
+
+
+def test_a_plan_is_told_who_serves_where_and_how_often_it_is_called(row: DeploymentRow) -> None:
+    status = running(for_s=1.0, busy=0.0)
+    (state,) = serving_on(status, [row], told(0.25))
+    assert (state.name, state.requests_per_s, state.waiting) == ("chat", 0.25, 3)
+    assert state.service_s == pytest.approx(planned_s(row))
+    (replica,) = state.replicas
+    stages = [(s.device_ids, s.first_layer, s.num_layers) for s in replica.placement.stages]
+    assert stages == [(("GPU-0",), 0, 3), (("GPU-1",), 3, 1)]
+    snapshot = hardware_of(status, A6000, (state,)).snapshot
+    asked = 0.25 * state.service_s
+    loads = Others(snapshot).loads
+    assert loads == {("n", "GPU-0"): pytest.approx(0.75 * asked), ("n", "GPU-1"): pytest.approx(0.25 * asked)}
+
+
+def test_requests_that_are_shorter_than_planned_take_what_was_seen(row: DeploymentRow) -> None:
+    """After 120 s: stages of three layers and one, whose GPUs were busy for 3% of the time at most."""
+    rate = 0.5 / planned_s(row)
+    (fresh,) = serving_on(running(for_s=119.0, busy=0.03), [row], told(rate))
+    assert fresh.busy_fraction == pytest.approx(0.5)
+    (state,) = serving_on(running(for_s=121.0, busy=0.03), [row], told(rate))
+    assert state.busy_fraction == pytest.approx(0.03 * 4 / 3)
+
+
+def test_where_the_rate_is_not_told_only_the_load_is_seen(row: DeploymentRow) -> None:
+    status = running(for_s=300.0, busy=0.4)
+    stopped = replace(status, workers=(replace(status.workers[0], state=WorkerState.STOPPING),))
+    for seen, rows, demand in (
+        (status, [row], None),
+        (status, [row], told(None)),
+        (status, [row], told(1.0, name="another")),
+        (stopped, [row], told(1.0)),
+        (status, [replace(row, worker=None)], told(1.0)),
+    ):
+        assert serving_on(seen, rows, demand) == ()
+    (unknown,) = serving_on(status, [replace(row, plan='{"of": "another version"}')], told(1.0))
+    assert not unknown.is_work_known
+    assert set(Others(hardware_of(status, A6000, (unknown,)).snapshot).loads.values()) == {0.4}

@@ -102,8 +102,8 @@ def test_beside_a_rate_it_chooses_what_the_whole_plan_chooses(name: str, busy: f
 
 
 def test_beside_a_rate_a_latency_adds_least_to_its_own_time_and_that_of_the_others() -> None:
-    """By differences of the load model, for a request in a long time, over everything that fits. Not seen busy yet,
-    the GPUs are idle to who is told no rate."""
+    """By differences of the load model, for a request in a long time, over everything that fits. Not seen busy
+    yet, the GPUs are idle to who is told no rate."""
     model, snapshot = MODELS["min-latency"], _beside(0.8)
     plan = make_plan(SPEC, Hardware(label="", gpu=A6000, snapshot=snapshot), ESTIMATOR, ENGINES, model.options)
     rate = 1e-7

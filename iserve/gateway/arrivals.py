@@ -1,0 +1,41 @@
+"""How often a deployment is called: requests over the last 120 s, as the daemon's loads are over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["WINDOW_S", "Arrivals"]
+
+WINDOW_S = 120
+
+
+class Arrivals:
+    """Counts by the second, in constant memory.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._counts = [0] * WINDOW_S
+        self._second = int(self._began_s)
+
+    def count(self) -> None:
+        """One has come."""
+        self._go_on()
+        self._counts[self._second % WINDOW_S] += 1
+
+    @property
+    def per_s(self) -> float:
+        """Over the window, or since the beginning where that is shorter; at least a second."""
+        self._go_on()
+        return sum(self._counts) / min(float(WINDOW_S), max(1.0, self._clock() - self._began_s))
+
+    def _go_on(self) -> None:
+        now = int(self._clock())
+        for second in range(max(self._second, now - WINDOW_S) + 1, now + 1):
+            self._counts[second % WINDOW_S] = 0
+        self._second = now

@@ -1,0 +1,45 @@
+"""The rate that the gateway tells."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iserve.gateway.arrivals import WINDOW_S, Arrivals
+
+
+class Clock:
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@given(begin_s=st.floats(0, 1e6), gaps_s=st.lists(st.floats(0, 200), max_size=60), after_s=st.floats(0, 300))
+def test_it_is_what_came_in_the_window(begin_s: float, gaps_s: list[float], after_s: float) -> None:
+    """To the second: the oldest may still count, or not any more, for what is left of its second."""
+    clock = Clock(begin_s)
+    arrivals, came = Arrivals(clock), []
+    for gap_s in gaps_s:
+        clock.now_s += gap_s
+        came.append(clock.now_s)
+        arrivals.count()
+    clock.now_s += after_s
+    over_s = min(WINDOW_S, max(1.0, clock.now_s - begin_s))
+    surely = sum(clock.now_s - one <= WINDOW_S - 1 for one in came)
+    perhaps = sum(clock.now_s - one <= WINDOW_S for one in came)
+    assert surely / over_s <= arrivals.per_s <= perhaps / over_s
+
+
+def test_a_new_one_has_not_been_called_and_silence_ends_at_nothing() -> None:
+    clock = Clock(7.75)
+    arrivals = Arrivals(clock)
+    assert arrivals.per_s == 0.0
+    for _ in range(30):
+        arrivals.count()
+    assert arrivals.per_s == 30.0  # within its first second
+    clock.now_s += 60
+    assert arrivals.per_s == 0.5
+    clock.now_s += 1e9
+    assert arrivals.per_s == 0.0
