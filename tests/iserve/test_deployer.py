@@ -17,7 +17,7 @@ from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import get_engine
 from daemon.process import own_record, write_record
 from daemon.status import WorkerState
-from fingerprint.codec import to_json
+from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import NotMeasuredError, StateUnavailableError
 from fingerprint.families import load_spec
@@ -29,6 +29,8 @@ from iserve.controller.service import Controller
 from iserve.demo import demo_model_path
 from iserve.launching import worker_spec
 from iserve.model_source import resolve
+from iserve.plan_document import PlanDocument
+from iserve.routes import Demand, DeploymentDemand
 from iserve.settings import Settings
 from iserve.state.store import Store
 from placement.types import Placement, StagePlacement
@@ -437,3 +439,26 @@ def test_what_was_placed_is_never_refused_for_the_headroom(free_bytes: int, limi
     options = DeployBody().options(default_policy="hybrid", load_threshold=0.5)
     spec = worker_spec("a", source, "a-1", best, options.workload, {"cpu:0": free_bytes, "cpu:1": 1})
     assert spec.limits.memory_bytes_per_device == limit_bytes
+
+
+def test_a_plan_is_told_how_often_who_runs_beside_it_is_called(world: World, ended: Callable[..., str]) -> None:
+    """The stand-in is never busy: all that a plan sees of it is what the gateway counts."""
+    world.start()
+    world.know_demo()
+    world.deploy()
+    assert ended() == "ready"
+    (worker,) = world.node.client.workers()
+    (device,) = worker.spec.stages[0].device_ids
+
+    def slowest(requests_per_s: float | None) -> float:
+        asked = DeploymentDemand(name="a", waiting=0, outstanding=0, idle_s=0.0, requests_per_s=requests_per_s)
+        world.controller.demand = lambda: Demand(routes_version=1, deployments=(asked,))  # type: ignore[method-assign]
+        plan = world.controller.plan(PlanBody(input_tokens=16, output_tokens=16))
+        return max(one.slowdown for one in plan.candidates if one.feasible)
+
+    assert device in {seen.device_id for seen in world.node.client.node().devices}
+    plan = from_json(world.store.deployment("a").plan or "", PlanDocument)
+    chosen = next(one.estimate for one in plan.candidates if one.config == worker.spec.config)
+    assert chosen is not None
+    assert slowest(None) == slowest(0.0) == 1.0
+    assert slowest(0.5 / chosen.e2e_s.value) == pytest.approx(2.0)
