@@ -45,10 +45,19 @@ from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.simulation import launch_limits
 from iserve.verify.bursts import BurstClient
 from iserve.verify.timing import Burst, time_bursts
-from tests.bench.fidelity_compare import Comparison, Metric, Served, compare, paced, saturated_rate, simulated
+from tests.bench.fidelity_compare import (
+    Comparison,
+    Metric,
+    Sent,
+    Served,
+    compare,
+    paced,
+    saturated_rate,
+    simulated,
+)
 from tests.bench.fidelity_page import render_fidelity
 from tests.bench.fidelity_steps import Lone, lone_request, whole_profile
-from tests.bench.kept import read_kept
+from tests.bench.kept import read_kept, write_kept
 from traces.outcomes import Outcomes
 from traces.replay.endpoint import resolve_endpoint
 from traces.replay.runner import Replay, ReplayOptions
@@ -104,6 +113,7 @@ class Load:
     utilisation: float
     pace: float  # of bursts just before and after, over those when steps were measured: 1 on a quiet machine
     found: Comparison
+    requests: Sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +133,8 @@ class Fidelity:
         dict[str, float] | None
     )  # by source of step times; None: the endpoint's was given
     loads: tuple[Load, ...]
+    burst: Sent | None  # that told the rate
+    steps: Profile | None  # of the worker, where they were measured
 
 
 def served_by(target: Target, profile: Profile, check: Verification | None, lone: Lone) -> Served:
@@ -197,17 +209,18 @@ def measure(
     check = checked(target, profile, asked.check_s) if asked.check_s else None
     if check is not None:
         served[CHECKED] = served_by(target, profile, check, lone)
+    whole = None
     if asked.steps_s:
         whole = whole_profile(
             burst, profile, target.config, target.workload, beside_s=lone.beside_s, max_seconds=asked.steps_s
         )
         served[WHOLE] = served_by(target, whole, None, lone)
     calm_s = pace_s(target)
-    capacity, simulated_capacity = asked.capacity, None
+    capacity, simulated_capacity, at_once = asked.capacity, None, None
     if capacity is None:
         slots = target.limits.max_batch
         real = replayed(target, _at_once(asked, target, _PER_SLOT * slots))
-        capacity = saturated_rate(real, slots)
+        capacity, at_once = saturated_rate(real, slots), Sent.of(real)
         simulated_capacity = {name: saturated_rate(simulated(real, s), slots) for name, s in served.items()}
         tell(f"saturated: {capacity:.3g} requests/s, simulated {_rates(simulated_capacity)}")
     loads = []
@@ -218,7 +231,7 @@ def measure(
         real = replayed(target, requests, seed=asked.seed)
         pace = (before_s + pace_s(target)) / 2 / calm_s
         found = compare(real, {name: simulated(real, s) for name, s in served.items()})
-        loads.append(Load(utilisation=utilisation, pace=pace, found=found))
+        loads.append(Load(utilisation=utilisation, pace=pace, found=found, requests=Sent.of(real)))
         tell(told(loads[-1]))
     return Fidelity(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -232,6 +245,8 @@ def measure(
         capacity_requests_per_s=capacity,
         simulated_capacity_requests_per_s=simulated_capacity,
         loads=tuple(loads),
+        burst=at_once,
+        steps=whole,
     )
 
 
@@ -362,6 +377,10 @@ def main(arguments: Sequence[str]) -> None:
         ]
     if options.json:
         options.json.write_bytes(to_json(found, indent=2))
+    if options.keep:
+        from tests.bench.fidelity_again import kept_of
+
+        write_kept(options.keep, to_json(kept_of(found[0], profile)).decode())
     if options.page:
         for number, one in enumerate(found):
             path = options.page.with_stem(options.page.stem + ("-gateway" if number else ""))
@@ -426,6 +445,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path)
+    parser.add_argument("--keep", type=Path, help="what tests.bench.fidelity_again simulates again (.json.xz)")
     return parser
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Comparison",
     "Metric",
     "Prediction",
+    "Sent",
     "Served",
     "compare",
     "paced",
@@ -54,6 +55,26 @@ class Served:
 
     def steps(self) -> StepModel:
         return tabulate(self.estimator, self.config, self.limits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """Requests in order: when they were sent and how long they were."""
+
+    sent_s: tuple[float, ...]
+    input_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, real: Outcomes) -> Sent:
+        """Those of ``real`` that were sent; times to a tenth of a millisecond."""
+        sent = real.select(~np.isnan(real.sent_s))
+        columns = (sent.sent_s.round(4), sent.asked_input_tokens, sent.asked_output_tokens)
+        return cls(**dict(zip(cls.__slots__, (tuple(column.tolist()) for column in columns), strict=True)))
+
+    def requests(self) -> list[Request]:
+        columns = (self.sent_s, self.input_tokens, self.output_tokens)
+        return [Request(*row) for row in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +116,7 @@ class Comparison:
 
 def simulated(real: Outcomes, served: Served) -> Outcomes:
     """The requests of ``real`` that were sent, arriving when they were."""
-    sent = real.select(~np.isnan(real.sent_s))
-    columns = (sent.sent_s, sent.asked_input_tokens, sent.asked_output_tokens)
-    return simulated_requests(
-        [Request(float(at), int(i), int(o)) for at, i, o in zip(*columns, strict=True)], served
-    )
+    return simulated_requests(Sent.of(real).requests(), served)
 
 
 def simulated_requests(requests: Sequence[Request], served: Served) -> Outcomes:

@@ -1,0 +1,71 @@
+"""What was replayed to vLLM on an H200 and kept, simulated again. A guard against steps that become worse, not a
+proof: the model of a step was mended after this was seen (docs/fidelity.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fingerprint.codec import to_json
+from fingerprint.errors import BadInputError
+from tests.bench.fidelity import CHECKED, PROFILE, WHOLE, Asked, Fidelity, Load, served_by
+from tests.bench.fidelity_again import again, kept_of, read
+from tests.bench.fidelity_compare import Sent, compare, simulated_requests
+from tests.bench.kept import write_kept
+
+KEPT = read(Path(__file__).parents[2] / "bench/results/fidelity/h200-vllm.json.xz")
+
+
+def test_a_kept_replay_is_simulated_as_near_as_the_document_says() -> None:
+    ((load, predictions),) = again(KEPT)
+    assert [p.source for p in predictions] == [PROFILE, CHECKED]
+    for found in predictions:
+        assert found.saturated_requests_per_s == pytest.approx(KEPT.saturated_requests_per_s, rel=0.03)
+        assert found.at.e2e_s == pytest.approx(load.measured.e2e_s, rel=0.11)
+        assert found.at.ttft_s == pytest.approx(load.measured.ttft_s, rel=0.16)
+        assert found.at.tpot_s == pytest.approx(load.measured.tpot_s, rel=0.16)
+
+
+def test_what_is_kept_is_what_was_played() -> None:
+    (load,) = KEPT.loads
+    requests, burst = load.requests.requests(), KEPT.burst.requests()
+    rate = (len(requests) - 1) / (requests[-1].arrival_s - requests[0].arrival_s)
+    assert rate == pytest.approx(load.utilisation * KEPT.saturated_requests_per_s, rel=1e-3)
+    assert {request.arrival_s for request in burst} == {0.0}
+    assert len(burst) == 4 * KEPT.target.limits.max_batch
+    longest = max(r.input_tokens + r.output_tokens for r in (*requests, *burst))
+    assert longest <= KEPT.target.limits.max_context_tokens
+
+
+def test_what_the_bench_keeps_is_simulated_again(tmp_path: Path) -> None:
+    """As if the simulator were the machine: then it is right about it, and again."""
+    served = served_by(KEPT.target, KEPT.profile, None, KEPT.lone)
+    played = simulated_requests(KEPT.loads[0].requests.requests()[:80], served)
+    found = Fidelity(
+        date=KEPT.date,
+        machine=KEPT.machine,
+        target=KEPT.target,
+        profile="",
+        check=None,
+        lone=KEPT.lone,
+        overhead_s={},
+        asked=Asked(trace="", minutes=3.0, loads=(0.6,), check_s=0.0, steps_s=0.0, capacity=None),
+        capacity_requests_per_s=10.0,
+        simulated_capacity_requests_per_s={PROFILE: 10.0},
+        loads=(
+            Load(utilisation=0.6, pace=1.0, found=compare(played, {PROFILE: played}), requests=Sent.of(played)),
+        ),
+        burst=KEPT.burst,
+        steps=KEPT.profile,
+    )
+    path = tmp_path / "kept.json.xz"
+    write_kept(path, to_json(kept_of(found, KEPT.profile)).decode())
+    ((load, predictions),) = again(read(path))
+    assert load.measured == load.then[0].at
+    assert [p.source for p in predictions] == [PROFILE, WHOLE]
+    for prediction in predictions:
+        assert prediction.at.e2e_s == pytest.approx(load.measured.e2e_s, rel=1e-3)
+    with pytest.raises(BadInputError, match="leave out --capacity"):
+        kept_of(replace(found, burst=None), KEPT.profile)
