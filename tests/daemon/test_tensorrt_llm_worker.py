@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from daemon.profile_client import WorkerProfileSession
-from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config import KvFormat
 from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
 from fingerprint.errors import ConfigError, EngineError, IserveError, UnavailableError
 from fingerprint.estimators.counted_memory import CountedMemory
@@ -26,13 +26,9 @@ from fingerprint.estimators.l3 import whole_points
 from fingerprint.families import load_spec
 from tests.daemon.engines.tensorrt_environment import make_checkpoint, make_tensorrt_llm
 from tests.daemon.engines.vllm_stand_in import costs
-from tests.daemon.test_vllm_worker import House
+from tests.daemon.hosted_house import BITS16, FP8, LAYERS, House, cmdline
 
 STEP_TIMER = Path(__file__).parents[2] / "daemon" / "step_timer"
-GIB = 2**30
-GPUS = ("GPU-aaaa", "GPU-bbbb")
-LAYERS = 8  # of the whole model
-BITS16, FP8 = WeightFormat.BITS16, WeightFormat.FP8
 
 
 class TensorRtHouse(House):
@@ -55,13 +51,6 @@ class TensorRtHouse(House):
 
     def ranks(self) -> list[int]:
         return sorted(pid for pid in self.processes() if "spawn_main" in cmdline(pid))
-
-
-def cmdline(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
 
 
 @pytest.fixture(scope="module")

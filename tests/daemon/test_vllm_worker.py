@@ -7,22 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import signal
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from daemon.client import DaemonClient
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from daemon.procfs import processes
-from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
-from daemon.status import WorkerState
-from fingerprint.config import KvFormat, WeightFormat
+from daemon.profile_client import WorkerProfileTarget
+from fingerprint.config import KvFormat
 from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
 from fingerprint.errors import ConfigError, ConflictError, EngineError, IserveError, UnavailableError
 from fingerprint.estimators.counted_memory import CountedMemory
@@ -30,158 +22,10 @@ from fingerprint.estimators.l3 import whole_points
 from fingerprint.families import load_spec
 from fingerprint.generate import generate_shape
 from fingerprint.measurements import Profile
-from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_stand_in import costs
+from tests.daemon.hosted_house import BITS16, FP8, GIB, GPUS, LAYERS, Handle, House, bursts, house, kept, session
 
-GIB = 2**30
-GPUS = ("GPU-aaaa", "GPU-bbbb")
-LAYERS = 8  # of the whole model
-BITS16, FP8 = WeightFormat.BITS16, WeightFormat.FP8
-
-
-class Handle:
-    """A worker that a daemon runs, as the profiling client wants it."""
-
-    def __init__(self, client: DaemonClient, worker_id: str, url: str) -> None:
-        self._client, self.worker_id, self.url = client, worker_id, url
-
-    def failure(self) -> str | None:
-        status = self._client.worker(self.worker_id)
-        ended = status.state in (WorkerState.FAILED, WorkerState.STOPPED) or status.restarts
-        return (status.error or f"it is {status.state}") if ended else None
-
-    def stop(self) -> None:
-        self._client.stop(self.worker_id)
-
-
-class House:
-    """A node with an engine on two GPUs, and the whole model's folder."""
-
-    engine_name = "vllm"
-
-    def __init__(self, node: Any, folder: Path, checkpoint: Path) -> None:
-        self.node, self.folder, self.model = node, folder, checkpoint
-        self.handles: list[Handle] = []
-
-    def target(self) -> WorkerProfileTarget:
-        def launch(spec: WorkerSpec) -> Handle:
-            status = self.node.client.launch(spec)
-            self.handles.append(Handle(self.node.client, spec.worker_id, status.url))
-            return self.handles[-1]
-
-        limits = WorkerLimits(
-            max_batch=1,
-            max_batched_tokens=256,
-            max_context_tokens=1024,
-            kv_tokens=1024,
-            memory_bytes_per_device=20 * GIB,
-        )
-        return WorkerProfileTarget(
-            launch,
-            checkpoint=self.model,
-            device_ids=GPUS,
-            limits=limits,
-            engine=self.engine_name,
-            start_timeout_s=60,
-            call_timeout_s=60,
-        )
-
-    def fingerprint(self, layers: int, **behaviour: object) -> Path:
-        """The config.json of that many layers alone, as the controller makes it."""
-        target = self.folder / f"{layers}-layers-{len(list(self.folder.iterdir()))}"
-        generate_shape(self.model, target, layers)
-        if behaviour:
-            (target / "behaviour.json").write_text(json.dumps(behaviour))
-        return target
-
-    def load(self, session: WorkerProfileSession, layers: int = 2, *, stages: int = 1, **changes: Any) -> None:
-        behaviour = changes.pop("behaviour", {})
-        values = {
-            "weights": BITS16,
-            "kv": KvFormat.BITS16,
-            "layers_per_stage": (layers // stages,) * stages,
-            "max_batch": 8,
-            "max_context_tokens": 512,
-            "kv_tokens": 2048,
-        }
-        session.load(self.fingerprint(layers, **behaviour), **(values | changes))
-
-    def processes(self, session: WorkerProfileSession | None = None) -> set[int]:
-        """Of this worker, or the last one: what carries its folder in its environment."""
-        where = str(self._folder_of(session)).encode()
-        found = set()
-        for stat in processes():
-            with contextlib.suppress(OSError):
-                if where in Path(f"/proc/{stat.pid}/environ").read_bytes():
-                    found.add(stat.pid)
-        return found
-
-    def engine(self, session: WorkerProfileSession) -> set[int]:
-        """The processes that vLLM itself started."""
-        return {pid for pid in self.processes(session) if "spawn_main" in cmdline(pid)}
-
-    def log(self, session: WorkerProfileSession) -> str:
-        return (self._folder_of(session) / "worker.log").read_text()
-
-    def _folder_of(self, session: WorkerProfileSession | None) -> Path:
-        handle = self.handles[-1] if session is None else session._handle
-        assert isinstance(handle, Handle)
-        return Path(self.node.home) / "workers" / handle.worker_id
-
-
-@pytest.fixture(scope="module")
-def house(
-    tmp_path_factory: pytest.TempPathFactory,
-    make_node: Callable[[Path], Any],
-    tiny_checkpoint: Callable[[str], Path],
-) -> Iterator[House]:
-    folder = tmp_path_factory.mktemp("vllm-worker")
-    node = make_node(folder / "home")
-    node.offer_gpus(folder / "nvml")
-    node.extra_env["ISERVE_VLLM_PYTHON"] = str(make_vllm(folder / "env"))
-    model, fingerprints = folder / "model", folder / "fingerprints"
-    shutil.copytree(tiny_checkpoint("llama"), model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": LAYERS, "max_position_embeddings": 1024})
-    )
-    fingerprints.mkdir()
-    try:
-        node.start(real_engines=True, cpu_devices=None)
-        yield House(node, fingerprints, model)
-    finally:
-        node.clear()
-
-
-@contextlib.contextmanager
-def opened(house: House) -> Iterator[WorkerProfileSession]:
-    with house.target() as target:
-        session = target.open(tp=1, pp=1)
-        try:
-            yield session
-        finally:
-            session.close()
-
-
-@pytest.fixture
-def session(house: House) -> Iterator[WorkerProfileSession]:
-    """A worker of one's own."""
-    with opened(house) as session:
-        yield session
-
-
-@pytest.fixture(scope="class")
-def kept(house: House) -> Iterator[WorkerProfileSession]:
-    """One worker for a class of tests, each of which loads what it needs."""
-    with opened(house) as session:
-        yield session
-
-
-def bursts(
-    session: WorkerProfileSession, batch: int = 2, input_tokens: int = 20, output_tokens: int = 3, **changes
-):
-    values = {"repeat": 1, "most": 2, "until_s": 60.0} | changes
-    return session.bursts(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, **values)
+__all__ = ["house", "kept", "session"]  # fixtures
 
 
 class TestMeasuring:
@@ -360,13 +204,6 @@ def assert_whole(profile: Profile, house: House) -> None:
     assert {point.num_layers for point in profile.memory} == {1, 2}
 
 
-def cmdline(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
 class TestRefusals:
     def test_before_a_load_there_is_nothing_to_measure(self, session) -> None:
         for ask in (lambda: bursts(session), session.memory):
@@ -408,118 +245,6 @@ class TestRefusals:
     def test_a_path_that_is_none(self, kept) -> None:
         with pytest.raises(IserveError, match="no route /profile/nothing"):
             kept._call("POST", "/profile/nothing", {}, dict[str, str])
-
-
-class TestFailures:
-    def test_an_engine_that_does_not_start_is_told_and_another_load_goes_well(self, house, kept) -> None:
-        words = "ValueError: No available memory for the cache blocks."
-        with pytest.raises(EngineError, match="vLLM did not start: "):
-            house.load(kept, behaviour={"start_error": words})
-        assert words in house.log(kept)
-        assert not house.engine(kept)
-        house.load(kept)
-        assert bursts(kept)
-
-    def test_an_argument_that_vllm_refuses_itself_is_told(self, house, kept) -> None:
-        with pytest.raises(EngineError, match=r"max_model_len \(2048\) is greater than the derived"):
-            house.load(kept, max_context_tokens=2048, kv_tokens=4096)
-
-    @pytest.mark.parametrize(
-        "behaviour", [{"dies_at_batch": 4}, {"no_memory_at_tokens": 100}], ids=["killed", "out-of-memory"]
-    )
-    def test_an_engine_that_dies_in_a_run_leaves_nothing_and_the_worker_goes_on(
-        self, house, kept, behaviour
-    ) -> None:
-        house.load(kept, behaviour=behaviour)
-        assert bursts(kept, 2, 20)
-        with pytest.raises(EngineError, match="vLLM failed in a run: EngineDeadError"):
-            bursts(kept, 4, 60)
-        if "no_memory_at_tokens" in behaviour:
-            assert "torch.OutOfMemoryError: CUDA out of memory" in house.log(kept)
-        assert not house.engine(kept)
-        with pytest.raises(UnavailableError, match="nothing is loaded"):
-            bursts(kept)
-        house.load(kept)
-        assert bursts(kept, 4, 60)
-
-    def test_a_point_that_kills_the_engine_costs_a_profile_that_point_alone(self, house) -> None:
-        plan = DepthTiedPlan(
-            points=((1, 32), (2, 32), (4, 64)),
-            shallow_points=((1, 32), (4, 64)),
-            long_output=9,
-            max_batch=8,
-            max_context_tokens=128,
-            settle_s=0.0,
-            budget_s=60.0,
-        )
-        fragile = [house.fingerprint(2, dies_at_batch=4)]
-
-        def fingerprints(layers: int) -> Path:
-            return fragile.pop() if layers == 2 and fragile else house.fingerprint(layers)
-
-        with house.target() as target:
-            profile = depth_tied_profile("m", load_spec(house.model), target, fingerprints, plan)
-        (note,) = profile.notes
-        assert "2 layers, batch 4 with 64 in failed: vLLM failed in a run: EngineDeadError" in note
-        assert {(t.num_layers, t.batch) for t in profile.timing} == {(2, 1), (2, 2), (1, 1)}
-        assert not house.processes()
-
-
-class TestTheEnd:
-    def test_a_stopped_worker_takes_its_engine_with_it(self, house, session) -> None:
-        house.load(session)
-        engine = house.processes()
-        assert len(engine) >= 3  # guard, worker, engine core
-        session.close()
-        assert not house.processes()
-        exit_file = house.node.home / "workers" / house.handles[-1].worker_id / "exit.json"
-        assert json.loads(exit_file.read_text())["exit_code"] == 0
-
-    def test_sigterm_during_a_run_finishes_it_first(self, house, session, until) -> None:
-        house.load(session)
-        results: list[object] = []
-
-        def run() -> None:
-            while not results:
-                with contextlib.suppress(ConflictError):
-                    results.append(bursts(session, 8, 60, 100, most=4, until_s=60.0, repeat=4))
-
-        def is_running() -> bool:
-            try:
-                session.memory()
-            except ConflictError:
-                return True
-            return False
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        until(is_running)
-        (worker,) = (p for p in house.processes() if "vllm_worker" in cmdline(p) and "guard" not in cmdline(p))
-        os.kill(worker, signal.SIGTERM)
-        thread.join()
-        assert len(results) == 1
-        until(lambda: worker not in house.processes() and not house.engine(session), "it is gone with its engine")
-
-    @pytest.mark.parametrize("who", ["worker", "guard", "engine"])
-    def test_kill_9_of_any_process_leaves_none(self, house, session, until, who) -> None:
-        house.load(session)
-        marks = {"worker": "vllm_worker", "guard": "daemon.engines.guard", "engine": "spawn_main"}
-        found = [p for p in house.processes() if marks[who] in cmdline(p)]
-        (victim,) = (p for p in found if who != "worker" or "guard" not in cmdline(p))
-        before = house.processes()
-        os.kill(victim, signal.SIGKILL)
-        if who == "engine":
-            with pytest.raises(EngineError, match="EngineDeadError"):
-                bursts(session)
-            assert not house.engine(session)
-        else:
-            until(lambda: not (before - keepers(house)) & house.processes(), "all that ran is gone")
-        session.close()
-        assert not house.processes()
-
-
-def keepers(house: House) -> set[int]:
-    return {p for p in house.processes() if "daemon.keeper" in cmdline(p)}
 
 
 def test_stages_are_of_the_devices_given() -> None:
