@@ -4,15 +4,17 @@ others lose.
 A GPU is as loaded as it was seen to be busy, and no less than the deployments ask of it whose rates are told: rate
 times what a request takes, shared among all on a GPU (``placement.load_model``). What was seen holds queues that
 are still worked off and whoever else is there; what is asked may be more than a GPU can do, and is known sooner.
+
+Of workers that batch only what was seen counts: one that is slowed takes more requests at once instead, so that
+its rate does not tell how much it asks of a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from placement.load_model import Key, LoadedCluster, Tenant, lost_by_others, shares, slope, stretch
-from placement.types import ClusterSnapshot, Placement
+from placement.types import ClusterSnapshot, DeploymentState, Placement
 
 __all__ = ["Others"]
 
@@ -23,7 +25,7 @@ class Others:
     """Of one snapshot. Pure."""
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
-        told = tuple(d for d in snapshot.deployments if d.is_work_known)
+        told = tuple(d for d in snapshot.deployments if d.is_work_known and _one_at_a_time(d))
         cluster = LoadedCluster.of(replace(snapshot, deployments=told))
         self._tenants = cluster.tenants
         self.loads: dict[Key, float] = {}  # of GPUs that have any
@@ -42,7 +44,7 @@ class Others:
         the derivative of their number by what comes.
 
         A replica whose rate is told counts once, wherever it stands: a stage of it loses by what comes to its
-        slowest GPU. Where only the load is known, those on a stage's GPUs are taken to be the same on all of them.
+        slowest GPU. Where only the load is known, nobody knows who stands on several GPUs: each GPU counts.
         """
         stages = shares(placement)
         comes: dict[Key, float] = {}
@@ -51,8 +53,10 @@ class Others:
         for share, keys in stages:
             for key in keys:
                 comes[key] = comes.get(key, 0.0) + share
-                met |= self._tenants.get(key, {})
-            untold += share * lost_by_others(self._most([key for key in keys if key not in self._tenants]))
+                if key in self._tenants:
+                    met |= self._tenants[key]
+                else:
+                    untold += share * lost_by_others(self.loads.get(key, 0.0))
         return untold + sum(tenant.busy_fraction * self._grows(tenant, comes) for tenant in met.values())
 
     def _grows(self, tenant: Tenant, comes: dict[Key, float]) -> float:
@@ -64,5 +68,9 @@ class Others:
             grows += share * slope(most) * max(slowest)
         return grows
 
-    def _most(self, keys: Iterable[Key]) -> float:
-        return max((self.loads.get(key, 0.0) for key in keys), default=0.0)
+    def _most(self, keys: tuple[Key, ...]) -> float:
+        return max(self.loads.get(key, 0.0) for key in keys)
+
+
+def _one_at_a_time(deployment: DeploymentState) -> bool:
+    return all(replica.max_batch == 1 for replica in deployment.replicas)

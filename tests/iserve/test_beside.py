@@ -132,7 +132,7 @@ def test_every_figure_is_that_of_the_place(
         elif isinstance(one.layout, Placement):
             lost = 0.0
             for stage in one.layout.stages:
-                lost += stage.num_layers * max(_lost(load_of[device]) for device in stage.device_ids)
+                lost += stage.num_layers * sum(_lost(load_of[device]) for device in stage.device_ids)
             assert one.weight == pytest.approx(one.objective + idle * lost / 32, rel=1e-5)
     values = [
         -one.weight if plan.maximize else one.weight for one in plan.candidates if one.feasible and one.weight
@@ -172,7 +172,7 @@ def _exhaustive(name: str, loads: list[float]) -> float:
             )
             weight = late * (1 / one.objective if plan.maximize else one.objective)
             if name in LATENCIES:
-                lost = sum(n * max(_lost(loads[g]) for g in some) for n, some in zip(layers, groups, strict=True))
+                lost = sum(n * sum(_lost(loads[g]) for g in some) for n, some in zip(layers, groups, strict=True))
                 weight += one.objective * lost / 32
             if _keeps(name, one.estimate, late):
                 best = min(best, -1 / weight if plan.maximize else weight)

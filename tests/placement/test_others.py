@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,23 @@ from hypothesis import strategies as st
 from placement.load_model import LoadedCluster, Tenant, lost_by_others, shares, slowdown, stretch
 from placement.others import Others
 from placement.types import ClusterSnapshot
-from tests.placement.fleets import fleet, fleets, place, serving
+from tests.placement import fleets as small
+from tests.placement.fleets import fleet, fleets, place
 
 LOADS = st.floats(0, 1)
 PLACES = st.sampled_from([place(0), place(0, 1), place(0, 1, 2, 3), place(0, 1, pp=2), place(2, 1, 0, 3, pp=2)])
+
+
+serving = partial(small.serving, max_batch=1)
+
+
+def one_at_a_time(snapshot: ClusterSnapshot) -> ClusterSnapshot:
+    return replace(
+        snapshot,
+        deployments=tuple(
+            replace(d, replicas=tuple(replace(r, max_batch=1) for r in d.replicas)) for d in snapshot.deployments
+        ),
+    )
 
 
 def seen(snapshot: ClusterSnapshot, *loads: float) -> ClusterSnapshot:
@@ -50,7 +64,7 @@ def test_more_rate_of_others_is_never_faster(where, low: float, more: float, loa
 def test_told_rates_are_the_load_model(snapshot: ClusterSnapshot, where) -> None:
     """Where GPUs were seen less busy than that: own and others' time of one more request in a long time, by a
     difference of the number of requests."""
-    snapshot = seen(snapshot, *[0.0] * len(snapshot.gpus))
+    snapshot = one_at_a_time(seen(snapshot, *[0.0] * len(snapshot.gpus)))
     cluster, rate = LoadedCluster.of(snapshot), 1e-9
     others = Others(snapshot)
     assert others.slowdown(where) == pytest.approx(max(1.0, slowdown(Tenant(0.0, shares(where)), cluster.loads)))
@@ -58,12 +72,13 @@ def test_told_rates_are_the_load_model(snapshot: ClusterSnapshot, where) -> None
     assert others.slowdown(where) + others.lost(where) == pytest.approx(added, rel=1e-3, abs=1e-4)
 
 
-@given(where=PLACES, loads=st.lists(LOADS, min_size=4, max_size=4))
-def test_untold_the_load_that_was_seen_counts_once_for_a_group(where, loads: list[float]) -> None:
-    others = Others(seen(fleet(4), *loads))
-    most = [(share, max(loads[int(device[1:])] for _, device in keys)) for share, keys in shares(where)]
-    assert others.slowdown(where) == pytest.approx(sum(share * stretch(load) for share, load in most))
-    assert others.lost(where) == pytest.approx(sum(share * lost_by_others(load) for share, load in most))
+@given(where=PLACES, loads=st.lists(LOADS, min_size=4, max_size=4), batch=st.booleans())
+def test_where_no_rate_counts_it_is_the_load_that_was_seen(where, loads: list[float], batch: bool) -> None:
+    """Nobody is told, or who is told batches."""
+    others = Others(seen(fleet(4, *[small.serving("a", place(0, 1), busy=0.7)] * batch), *loads))
+    of = [(share, [loads[int(device[1:])] for _, device in keys]) for share, keys in shares(where)]
+    assert others.slowdown(where) == pytest.approx(sum(share * stretch(max(on)) for share, on in of))
+    assert others.lost(where) == pytest.approx(sum(share * sum(map(lost_by_others, on)) for share, on in of))
 
 
 def test_a_replica_counts_once_on_all_its_gpus() -> None:
