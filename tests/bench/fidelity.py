@@ -56,7 +56,7 @@ from tests.bench.fidelity_compare import (
     simulated,
 )
 from tests.bench.fidelity_page import render_fidelity
-from tests.bench.fidelity_steps import Lone, lone_request, whole_profile
+from tests.bench.fidelity_steps import Lone, WholeSteps, lone_request, whole_profile
 from tests.bench.kept import read_kept, write_kept
 from traces.outcomes import Outcomes
 from traces.replay.endpoint import resolve_endpoint
@@ -76,6 +76,7 @@ __all__ = [
     "pace_s",
     "replayed",
     "served_by",
+    "served_whole",
     "streamed_burst_s",
 ]
 
@@ -143,6 +144,16 @@ def served_by(target: Target, profile: Profile, check: Verification | None, lone
     estimator: Estimator = estimator_for(profile)
     if check is not None:
         estimator = CorrectedEstimator(estimator, [check])
+    return _served(target, profile, estimator, lone)
+
+
+def served_whole(target: Target, whole: Profile, lone: Lone) -> Served:
+    """By the worker's own steps; the embedded engine's lie on L2's lines, and noise is averaged by them."""
+    estimator = estimator_for(whole) if whole.engine == "torch" else WholeSteps(whole)
+    return _served(target, whole, estimator, lone)
+
+
+def _served(target: Target, profile: Profile, estimator: Estimator, lone: Lone) -> Served:
     predicted_s = estimator.estimate(target.config, Workload(1, 1, 1)).ttft_s.value
     return Served(
         gpu=profile.machine.device,
@@ -214,7 +225,7 @@ def measure(
         whole = whole_profile(
             burst, profile, target.config, target.workload, beside_s=lone.beside_s, max_seconds=asked.steps_s
         )
-        served[WHOLE] = served_by(target, whole, None, lone)
+        served[WHOLE] = served_whole(target, whole, lone)
     calm_s = pace_s(target)
     capacity, simulated_capacity, at_once = asked.capacity, None, None
     if capacity is None:

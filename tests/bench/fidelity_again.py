@@ -19,7 +19,7 @@ from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError
 from fingerprint.measurements import Profile
 from fingerprint.verification import Verification
-from tests.bench.fidelity import CHECKED, PROFILE, WHOLE, Fidelity, Target, served_by
+from tests.bench.fidelity import CHECKED, PROFILE, WHOLE, Fidelity, Target, served_by, served_whole
 from tests.bench.fidelity_compare import PERCENTS, Prediction, Sent, Served, saturated_rate, simulated_requests
 from tests.bench.fidelity_steps import Lone
 from tests.bench.kept import read_kept
@@ -118,7 +118,7 @@ def again(kept: Kept) -> Iterator[tuple[KeptLoad, tuple[Simulated, ...]]]:
     if kept.check is not None:
         served[CHECKED] = served_by(kept.target, kept.profile, kept.check, kept.lone)
     if kept.steps is not None:
-        served[WHOLE] = served_by(kept.target, kept.steps, None, kept.lone)
+        served[WHOLE] = served_whole(kept.target, kept.steps, kept.lone)
     rates = {name: _saturated(kept, one) for name, one in served.items()}
     for load in kept.loads:
         yield (

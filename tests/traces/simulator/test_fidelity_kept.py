@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from fingerprint.codec import to_json
+from fingerprint.config import Workload
 from fingerprint.errors import BadInputError
+from fingerprint.measurements import Profile
+from iserve.controller.estimating import estimator_for
 from tests.bench.fidelity import CHECKED, PROFILE, WHOLE, Asked, Fidelity, Load, served_by
 from tests.bench.fidelity_again import again, kept_of, read
 from tests.bench.fidelity_compare import Sent, compare, simulated_requests
+from tests.bench.fidelity_steps import WholeSteps, whole_profile
 from tests.bench.kept import write_kept
 
 KEPT = read(Path(__file__).parents[2] / "bench/results/fidelity/h200-vllm.json.xz")
@@ -39,7 +43,37 @@ def test_what_is_kept_is_what_was_played() -> None:
     assert longest <= KEPT.target.limits.max_context_tokens
 
 
-def test_what_the_bench_keeps_is_simulated_again(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole() -> Profile:
+    """The worker's own steps, were it as the profile says."""
+    estimator = estimator_for(KEPT.profile)
+    target = KEPT.target
+
+    def burst(work: Workload) -> float:
+        return estimator.estimate(target.config, work).e2e_s.value
+
+    return whole_profile(burst, KEPT.profile, target.config, target.workload, beside_s=0.0, max_seconds=0.0)
+
+
+def test_own_steps_are_those_that_were_measured(whole: Profile) -> None:
+    steps, truth, config = WholeSteps(whole), estimator_for(KEPT.profile), KEPT.target.config
+    for p in whole.timing:
+        work = Workload(p.batch, p.input_tokens, 33)
+        found, true = steps.estimate(config, work), truth.estimate(config, work)
+        assert found.ttft_s.value == pytest.approx(true.ttft_s.value, rel=1e-6)
+        assert found.tpot_s.value == pytest.approx(true.tpot_s.value, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 10, 20, 32])
+@pytest.mark.parametrize("tokens", [200, 500, 1168, 2496])
+def test_own_steps_between_are_near_the_truth(whole: Profile, batch: int, tokens: int) -> None:
+    work, config = Workload(batch, tokens, 64), KEPT.target.config
+    found, true = (e.estimate(config, work) for e in (WholeSteps(whole), estimator_for(KEPT.profile)))
+    assert found.tpot_s.value == pytest.approx(true.tpot_s.value, rel=0.1)
+    assert found.ttft_s.value == pytest.approx(true.ttft_s.value, rel=0.25)
+
+
+def test_what_the_bench_keeps_is_simulated_again(tmp_path: Path, whole: Profile) -> None:
     """As if the simulator were the machine: then it is right about it, and again."""
     served = served_by(KEPT.target, KEPT.profile, None, KEPT.lone)
     played = simulated_requests(KEPT.loads[0].requests.requests()[:80], served)
@@ -58,14 +92,15 @@ def test_what_the_bench_keeps_is_simulated_again(tmp_path: Path) -> None:
             Load(utilisation=0.6, pace=1.0, found=compare(played, {PROFILE: played}), requests=Sent.of(played)),
         ),
         burst=KEPT.burst,
-        steps=KEPT.profile,
+        steps=whole,
     )
     path = tmp_path / "kept.json.xz"
     write_kept(path, to_json(kept_of(found, KEPT.profile)).decode())
     ((load, predictions),) = again(read(path))
     assert load.measured == load.then[0].at
     assert [p.source for p in predictions] == [PROFILE, WHOLE]
-    for prediction in predictions:
-        assert prediction.at.e2e_s == pytest.approx(load.measured.e2e_s, rel=1e-3)
+    by_profile, by_steps = predictions
+    assert by_profile.at.e2e_s == pytest.approx(load.measured.e2e_s, rel=1e-3)
+    assert by_steps.at.e2e_s == pytest.approx(load.measured.e2e_s, rel=0.1)  # nothing is hidden from them
     with pytest.raises(BadInputError, match="leave out --capacity"):
         kept_of(replace(found, burst=None), KEPT.profile)
