@@ -31,7 +31,7 @@ from fingerprint.measurements import (
 )
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_budget import Action, Budget, OutOfTimeError
-from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_cuts, fingerprint_layers
+from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_layers
 from fingerprint.robust import locate
 
 __all__ = ["ProfilePlan", "ProfileProgress", "default_plan", "fingerprint_layers", "profile"]
@@ -186,14 +186,14 @@ class _Driver:
         plan, num_layers = self.plan, self.spec.num_layers
         sessions: dict[tuple[int, int], list[_Visit]] = {}
         for tp, pp in plan.degrees:
-            cuts = fingerprint_cuts(self.spec, pp)
+            cuts = plan.cuts(self.spec, pp)
             if tp * pp > num_devices:
                 self.notes.append(f"tp={tp} pp={pp} left out: needs {tp * pp} devices, there are {num_devices}")
                 continue
             if not cuts:
                 self.notes.append(f"tp={tp} pp={pp} left out: the model has {num_layers} layers, {pp} are needed")
                 continue
-            if len(cuts) < 1 + len(self.spec.kinds):
+            if not plan.whole and len(cuts) < 1 + len(self.spec.kinds):
                 self.notes.append(
                     f"tp={tp} pp={pp}: no fingerprint of {2 * pp} layers"
                     + (" for each kind of layers" if self.spec.layer_windows else "")

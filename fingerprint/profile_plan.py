@@ -42,6 +42,7 @@ class ProfilePlan:
     min_repeats: int = 5  # fewer leave nothing to trim
     max_repeats: int = 100
     target_relative_interval: float = 0.05  # half of the 90% interval of a point's run time, over that time
+    whole: bool = False  # the model itself instead of its fingerprints: what M1 and L1 are made of
 
     def __post_init__(self) -> None:
         for name in ("degrees", "weights", "kv", "batches", "input_tokens"):
@@ -65,6 +66,12 @@ class ProfilePlan:
                 f"budget_s={self.budget_s} and target_relative_interval={self.target_relative_interval} "
                 "must be positive and finite"
             )
+
+    def cuts(self, spec: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
+        """Layers of the model in each checkpoint that is run at ``pp``; none where it has fewer than stages."""
+        if not self.whole:
+            return fingerprint_cuts(spec, pp)
+        return (tuple(range(spec.num_layers)),) if spec.num_layers >= pp else ()
 
     def outputs_of(self, batch: int, input_tokens: int) -> tuple[int, int]:
         """The two output lengths of a burst.

@@ -24,7 +24,7 @@ from fingerprint.estimators.m2_blocks import M2Blocks
 from fingerprint.estimators.m3 import M3
 from fingerprint.estimators.registry import Predicts, estimator_names
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.measurements import MemoryPoint, Profile, RunReading, StepReading, TimingPoint
+from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 from fingerprint.profile import ProfilePlan
 from tests.fingerprint.estimator_conformance import EstimatorConformance
 from tests.fingerprint.step_timed_machine import StepTimedMachine, StepTruth, take_depth_tied
@@ -39,34 +39,9 @@ PLAN = ProfilePlan(
 FINGERPRINTS = replace(PLAN, degrees=((1, 1), (2, 1), (1, 2)))
 
 
-def whole_model(
-    machine: SyntheticMachine, degrees: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2))
-) -> Profile:
+def whole_model(machine: SyntheticMachine) -> Profile:
     """What :func:`take_profile` measures of fingerprints, of the whole model."""
-    layers, timing, memory = machine.spec.num_layers, [], []
-    for tp, pp in degrees:
-        session = machine.open(tp=tp, pp=pp)
-        where = {"num_layers": layers, "tp": tp, "pp": pp, "weights": BITS16, "kv": KvFormat.BITS16}
-        for batch in PLAN.batches:
-            for n in PLAN.input_tokens:
-                session.load(
-                    machine.fingerprint(range(layers)),
-                    weights=BITS16,
-                    kv=KvFormat.BITS16,
-                    layers_per_stage=even_split(layers, pp),
-                    max_batch=batch,
-                    max_context_tokens=n + 17,
-                )
-                for m in PLAN.output_tokens:
-                    order = {"batch": batch, "input_tokens": n, "output_tokens": m}
-                    runs = tuple(session.run(**order) for _ in range(3))
-                    timing.append(TimingPoint(**where, **order, runs=runs))  # type: ignore[arg-type]
-                memory.append(MemoryPoint(**where, max_batched_tokens=batch * n, ranks=session.memory()))  # type: ignore[arg-type]
-        session.close()
-    taken = take_profile(
-        SyntheticMachine(spec=machine.spec, truth=machine.truth), replace(FINGERPRINTS, degrees=((1, 1),))
-    )
-    return replace(taken, timing=tuple(timing), memory=tuple(memory))
+    return take_profile(machine, replace(FINGERPRINTS, whole=True))
 
 
 @pytest.fixture(scope="module")
