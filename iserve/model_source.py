@@ -155,7 +155,7 @@ def _cached(model: str) -> Path | None:
 def _ask_hub(model: str, missing: str) -> list[str]:
     """File names of ``model``, or why they cannot be had."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
         HfHubHTTPError,
         HTTPError,  # of the HTTP library that the installed hub client uses; a refused connection is one
@@ -185,7 +185,7 @@ def _ask_hub(model: str, missing: str) -> list[str]:
 
 def _download(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HTTPError
+    from huggingface_hub.errors import GatedRepoError, HTTPError  # type: ignore[attr-defined]
 
     try:
         return Path(snapshot_download(model, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))

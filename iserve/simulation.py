@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from daemon.engines.registry import capabilities_for
 from daemon.torch_engine.scheduler import Demand, Scheduler, Work
@@ -32,6 +33,7 @@ from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies, Scenario
 from traces.simulator.simulation import Progress, simulate
 from traces.simulator.step_model import Limits, StepModel, tabulate
+from traces.simulator.stepped import Chunk
 
 __all__ = [
     "EngineBatcher",
@@ -194,8 +196,8 @@ class EngineBatcher:
     def plan(self) -> Sequence[Work]:
         return self._scheduler.plan()
 
-    def complete(self, plan: Sequence[Work]) -> Sequence[int]:
-        return self._scheduler.complete(plan)
+    def complete(self, plan: Sequence[Chunk]) -> Sequence[int]:
+        return self._scheduler.complete(cast("Sequence[Work]", plan))  # what ``plan`` answered
 
 
 _NO_BOUND = 2**62

@@ -76,11 +76,12 @@ def take_down(settings: Settings) -> Iterator[str]:
     if companion.record() is None and any((settings.home / "workers").glob("*/lease.json")):
         companion.ensure()  # it adopts what was left, so that it can be ended properly
     daemon = _daemon(settings)
-    for worker in () if daemon is None else daemon.workers():
-        if worker.state is not WorkerState.STOPPED:
-            with contextlib.suppress(NotFoundError):
-                daemon.stop(worker.spec.worker_id)
-            yield f"worker {worker.spec.worker_id} ended"
+    if daemon is not None:
+        for worker in daemon.workers():
+            if worker.state is not WorkerState.STOPPED:
+                with contextlib.suppress(NotFoundError):
+                    daemon.stop(worker.spec.worker_id)
+                yield f"worker {worker.spec.worker_id} ended"
     yield "daemon ended" if companion.stop() else "nothing else runs"
 
 

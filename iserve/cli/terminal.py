@@ -17,11 +17,11 @@ __all__ = ["HarmlessConsole"]
 class HarmlessConsole(Console):
     """Rich itself drops some control characters of a text, but not the one that begins an escape sequence."""
 
-    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:  # type: ignore[override]
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def _stream(self) -> TextIO:
-        return beneath(Console.file.fget(self))  # type: ignore[attr-defined,no-any-return]
+        return beneath(Console.file.fget(self))  # type: ignore[attr-defined]
 
-    file = property(_stream, Console.file.fset)  # type: ignore[attr-defined,assignment]
+    file = property(_stream, Console.file.fset)  # type: ignore[attr-defined]

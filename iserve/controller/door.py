@@ -57,10 +57,11 @@ class Door:
             await send(message)
 
         headers = Headers(scope=scope)
-        answer: ASGIApp = self._app
+        refusal = None
         if scope["path"] not in _OPEN_PATHS:
             state = scope.setdefault("state", {})
-            answer = await run_in_threadpool(self._refusal, headers, state) or answer
+            refusal = await run_in_threadpool(self._refusal, headers, state)
+        answer: ASGIApp = self._app if refusal is None else refusal
         await answer(scope, receive, counted)
 
     def _refusal(self, headers: Headers, state: MutableMapping[str, object]) -> JSONResponse | None:

@@ -137,7 +137,7 @@ class Verifier:
             )
             stats = worker.stats()
         node = ask_daemon(self._daemon, DaemonClient.node)
-        held_bytes, memory_how = _held(running, node, stats and worker.held_bytes(stats))
+        held_bytes, memory_how = _held(running, node, None if stats is None else worker.held_bytes(stats))
         verification = Verification(
             config=running.spec.config,
             workload=times.workload,
@@ -148,7 +148,9 @@ class Verifier:
             tpot_s=times.tpot_s,
             memory_bytes_per_gpu=held_bytes,
             kv_tokens=None if stats is None else stats.kv_tokens_total or None,
-            alone=alone and Alone(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),
+            alone=None
+            if alone is None
+            else Alone(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),
         )
         estimator = self._profiler.estimator(running.profile, running.engine, node)
         predicted = estimator.estimate(running.spec.config, times.workload)

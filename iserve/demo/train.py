@@ -72,7 +72,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
     return prompt + answer, len(prompt)
 
 
-class Batches(Dataset):
+class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Batch ``i`` is a function of the seed and ``i``, whichever process draws it."""
 
     def __init__(self, steps: int, batch: int, seed: int) -> None:
@@ -122,7 +122,7 @@ def exact_match(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, per
             prompt = torch.tensor(
                 [[0, *tokenizer.encode(prompt_text(example.question), add_special_tokens=False)]]
             )
-            out = model.generate(prompt.to(device), max_new_tokens=112, do_sample=False, pad_token_id=1)
+            out = model.generate(prompt.to(device), max_new_tokens=112, do_sample=False, pad_token_id=1)  # type: ignore[misc]
             text = tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
             right += text == example.answer
         scores[f"{task} ({len(seen)})"] = right / len(seen)

@@ -103,7 +103,9 @@ def time_bursts(
     many = _affordable(workload, first_s, step_s, end_s - clock(), max_seconds)
     pair_s = first_s if many == one else 2 * first_s + (many.output_tokens - 1) * step_s
     planned = max(_FEWEST_PAIRS, min(_MOST_PAIRS, int((end_s - clock()) / pair_s) if pair_s > 0 else _MOST_PAIRS))
-    ttft, tpot, disturbed = [], [], 0
+    ttft: list[float] = []
+    tpot: list[float] = []
+    disturbed = 0
     while len(ttft) < _MOST_PAIRS:
         progress(len(ttft), planned, clock() - started_s)
         short = burst(one)
