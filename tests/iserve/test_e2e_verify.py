@@ -181,7 +181,7 @@ def test_what_a_killed_controller_launched_for_a_check_is_ended_by_the_next(
 def test_a_check_goes_on_when_its_command_is_killed_and_ends_with_its_worker(
     shared_home: Any, begin: Callable[[int], Any], until: Callable[..., Any]
 ) -> None:
-    begin(10).kill()
+    begin(5).kill()
     until(lambda: kept(shared_home), "the check has ended")
     until(lambda: shared_home.worker_pids() == {}, "its worker is gone")
     shared_home.run("verify", DEMO, "--forget")
