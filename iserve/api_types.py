@@ -13,7 +13,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.plain_text import UNPRINTABLE, is_plain
 from fingerprint.profile_plan import Shards
-from iserve.planning import PlanOptions
+from iserve.planning.making import PlanOptions
 from placement.placers import check_placement
 from planner.intent import CostModel, Intent, IntentKind, Level, Quality, Slo, Traffic
 

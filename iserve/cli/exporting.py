@@ -19,7 +19,7 @@ from iserve.cli import options as o
 
 if TYPE_CHECKING:
     from iserve.export.worker import ExportedWorker
-    from iserve.launching import LaunchDocument
+    from iserve.planning.launching import LaunchDocument
 
 __all__ = ["Export", "ExportGpus", "ExportImage", "ExportOption", "ExportOutput", "ExportVolume", "export"]
 
@@ -106,8 +106,8 @@ def _launch(asked: Export, model: str | None, name: str | None, wish: o.Wish) ->
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import client, model_argument, registered_models
     from iserve.demo import DEMO_MODEL_NAME
-    from iserve.launching import LaunchDocument
-    from iserve.plan_service import launch_for_gpus
+    from iserve.planning.hypothetical import launch_for_gpus
+    from iserve.planning.launching import LaunchDocument
     from iserve.settings import load_settings
 
     settings = load_settings()

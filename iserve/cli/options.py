@@ -20,7 +20,7 @@ from fingerprint.errors import BadInputError
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic, parse_slo
 
 if TYPE_CHECKING:
-    from iserve.planning import PlanOptions
+    from iserve.planning.making import PlanOptions
     from iserve.settings import Settings
 
 __all__ = [
@@ -190,7 +190,7 @@ class Wish:
         Raises:
             typer.BadParameter: a value that cannot be used.
         """
-        from iserve.planning import PlanOptions
+        from iserve.planning.making import PlanOptions
         from placement.placers import check_placement
 
         workload = workload_of(self.batch, self.input_tokens, self.output_tokens)

@@ -13,7 +13,7 @@ from fingerprint.report.charts import pareto_front
 from iserve.cli.render import console, seconds, short
 
 if TYPE_CHECKING:
-    from iserve.plan_document import PlanDocument
+    from iserve.planning.document import PlanDocument
 
 __all__ = ["LEAST_WIDTH", "pareto_picture", "print_pareto"]
 

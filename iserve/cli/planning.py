@@ -41,8 +41,8 @@ def plan(
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import client, model_argument, registered_models
     from iserve.cli.render import print_plan
-    from iserve.plan_document import PlanDocument
-    from iserve.plan_service import plan_for_gpus
+    from iserve.planning.document import PlanDocument
+    from iserve.planning.hypothetical import plan_for_gpus
     from iserve.settings import load_settings
 
     settings = load_settings()
@@ -89,7 +89,7 @@ def estimate(
     from fingerprint.gpus import gpu_spec
     from iserve.cli.live import registered_models
     from iserve.cli.render import print_estimate
-    from iserve.plan_service import estimate_for_gpu
+    from iserve.planning.hypothetical import estimate_for_gpu
     from iserve.settings import load_settings
 
     with o.usage_errors("--gpu"):

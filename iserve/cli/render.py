@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from fingerprint.config import DeploymentConfig, Workload
     from fingerprint.estimates import Correction, Quantity
-    from iserve.plan_document import CandidateDocument, EstimateDocument, PlanDocument, ServedDocument
-    from iserve.plan_service import OneEstimateDocument
+    from iserve.planning.document import CandidateDocument, EstimateDocument, PlanDocument, ServedDocument
+    from iserve.planning.hypothetical import OneEstimateDocument
 
 __all__ = [
     "console",

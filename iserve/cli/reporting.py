@@ -15,7 +15,7 @@ from iserve.cli import options as o
 
 if TYPE_CHECKING:
     from fingerprint.report import AccuracyRecord, Report
-    from iserve.report_service import ReportOptions
+    from iserve.reporting.gathering import ReportOptions
 
 __all__ = ["check_target", "register", "write_page"]
 
@@ -59,7 +59,7 @@ def report(
     """
     from fingerprint.codec import to_json
     from fingerprint.report import render_markdown, render_report
-    from iserve.report_service import ReportOptions, read_accuracy
+    from iserve.reporting.gathering import ReportOptions, read_accuracy
     from iserve.settings import load_settings
 
     settings = load_settings()
@@ -98,10 +98,10 @@ def _hypothetical(
     from fingerprint.estimators.roofline import RooflineEstimator
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import registered_models
-    from iserve.engine_choice import by_preference
     from iserve.model_source import resolve
-    from iserve.planning import hypothetical_hardware
-    from iserve.report_service import build_report
+    from iserve.planning.engine_choice import by_preference
+    from iserve.planning.making import hypothetical_hardware
+    from iserve.reporting.gathering import build_report
     from iserve.settings import load_settings
 
     with o.usage_errors("--gpus"):
@@ -118,7 +118,6 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     from daemon.engines.registry import get_engine
     from fingerprint.estimators.corrected import CorrectedEstimator
     from fingerprint.measurements import Profile
-    from iserve.accuracy_store import find_accuracy
     from iserve.api_types import ModelDocument, NodeDocument
     from iserve.cli.live import client
     from iserve.controller.deployer import deployable_engine
@@ -126,7 +125,8 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     from iserve.controller.profile_validity import differences
     from iserve.controller.profiling import estimator_for
     from iserve.model_source import resolve
-    from iserve.report_service import build_report, find_profile
+    from iserve.reporting.accuracy_store import find_accuracy
+    from iserve.reporting.gathering import build_report, find_profile
     from iserve.settings import load_settings
     from iserve.verify.documents import StoredVerification
 

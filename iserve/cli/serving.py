@@ -119,7 +119,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
     from iserve.api_types import DeploymentDocument
     from iserve.cli.progress import StepDisplay
     from iserve.cli.render import console, print_plan
-    from iserve.plan_document import PlanDocument
+    from iserve.planning.document import PlanDocument
 
     path = f"/api/v1/deployments/{accepted.name}"
     with StepDisplay(quiet=as_json) as display:

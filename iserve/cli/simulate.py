@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from fingerprint.gpu_spec import GpuSpec
     from fingerprint.measurements import Profile
-    from iserve.baselines import Prepared, World
     from iserve.cli.progress import StepDisplay
-    from iserve.planning import PlanOptions
-    from iserve.simulation import SimulatedModel
-    from iserve.simulation_document import SimulationDocument
+    from iserve.planning.making import PlanOptions
+    from iserve.simulation.baselines import Prepared, World
+    from iserve.simulation.document import SimulationDocument
+    from iserve.simulation.running import SimulatedModel
     from placement.orders import Steering
     from placement.routing import Router
     from traces.request import Request
@@ -71,11 +71,11 @@ def simulate(
     batching; models that share a GPU share its time. What was deployed stays as it is, unless it is told to scale,
     to sleep or to move. What it takes for granted: docs/simulation.md.
     """
-    from iserve.baselines import World, check_steerable, parse_planner, prepare
     from iserve.cli.progress import StepDisplay
     from iserve.cli.reporting import check_target
     from iserve.settings import load_settings
-    from iserve.simulation_document import simulation_document
+    from iserve.simulation.baselines import World, check_steerable, parse_planner, prepare
+    from iserve.simulation.document import simulation_document
     from placement.routing import make_router
 
     options = wish.checked(load_settings(), sees_load=True)
@@ -127,7 +127,7 @@ def _followed(
     steering: Steering | None,
     display: StepDisplay,
 ) -> SimulationResult:
-    from iserve.simulation import simulate_cluster
+    from iserve.simulation.running import simulate_cluster
 
     return simulate_cluster(
         requests,
@@ -147,7 +147,7 @@ def _show(document: SimulationDocument, report: Path | None, *, as_json: bool) -
 
     if report is not None:
         from iserve.cli.reporting import write_page
-        from iserve.simulation_page import render_simulation
+        from iserve.simulation.page import render_simulation
 
         write_page(report, render_simulation(document))
     if as_json:
@@ -177,7 +177,7 @@ def _models(
     from iserve.cli.live import registered_models
     from iserve.model_source import resolve
     from iserve.settings import load_settings
-    from iserve.simulation import measured_model, roofline_model
+    from iserve.simulation.running import measured_model, roofline_model
 
     settings = load_settings()
     prepared, times = {}, []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fingerprint.gpu_spec import GpuSpec
-    from iserve.planning import PlanOptions
+    from iserve.planning.making import PlanOptions
     from placement.types import ClusterSnapshot
     from traces.request import Request
     from traces.simulator.scenario import Action, Scenario, Service
@@ -56,7 +56,7 @@ class ClusterOptions:
     def hardware(self) -> tuple[GpuSpec, ClusterSnapshot]:
         """Raises ConfigError: GPUs of several kinds, none, or none in a node."""
         from fingerprint.gpus import parse_gpus
-        from iserve.simulation import idle_cluster
+        from iserve.simulation.running import idle_cluster
 
         if "," in self.gpus:
             raise ConfigError(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iserve.cli.render import console, gib, print_rows, seconds, workload_words
-from iserve.simulation_document import devices_told, steering_words
+from iserve.simulation.document import devices_told, steering_words
 
 if TYPE_CHECKING:
-    from iserve.simulation_document import DeploymentOutcome, SimulationDocument
+    from iserve.simulation.document import DeploymentOutcome, SimulationDocument
     from traces.summary import Percentiles, Summary
 
 __all__ = ["print_simulation"]

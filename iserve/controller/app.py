@@ -35,8 +35,8 @@ from iserve.controller.door import Door, problem
 from iserve.controller.metrics import Metrics
 from iserve.controller.reach import Reach
 from iserve.controller.service import Controller
-from iserve.launching import LaunchDocument
-from iserve.plan_document import PlanDocument
+from iserve.planning.document import PlanDocument
+from iserve.planning.launching import LaunchDocument
 from iserve.verify.documents import StoredVerification, VerificationJobDocument
 
 __all__ = ["create_app"]

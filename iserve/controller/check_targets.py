@@ -34,7 +34,7 @@ from iserve.controller.deployer import Deployer, deployable_engine, engine_for
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_worker
 from iserve.model_source import ModelSource
-from iserve.planning import PlanOptions
+from iserve.planning.making import PlanOptions
 from iserve.settings import Settings
 from iserve.state.store import Store
 

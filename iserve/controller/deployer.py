@@ -25,11 +25,11 @@ from iserve.api_types import DeployBody
 from iserve.controller.node import devices_of, hardware_of, serving_on
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_worker
-from iserve.engine_choice import choose_engine
-from iserve.launching import PlannedDeployment, worker_slug
 from iserve.model_source import ModelSource
-from iserve.plan_document import plan_document
-from iserve.planning import PlanOptions, make_plan
+from iserve.planning.document import plan_document
+from iserve.planning.engine_choice import choose_engine
+from iserve.planning.launching import PlannedDeployment, worker_slug
+from iserve.planning.making import PlanOptions, make_plan
 from iserve.routes import Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store

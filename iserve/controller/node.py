@@ -14,8 +14,8 @@ from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from iserve.api_types import NodeDocument
 from iserve.controller.records import recorded_worker
-from iserve.plan_document import PlanDocument
-from iserve.planning import Hardware
+from iserve.planning.document import PlanDocument
+from iserve.planning.making import Hardware
 from iserve.routes import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement, ReplicaState, StagePlacement

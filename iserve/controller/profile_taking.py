@@ -26,7 +26,7 @@ from fingerprint.sharded_profile import profile_with_shards
 from iserve.controller.profile_room import STEP_TOKENS, Room, fitting, quietest
 from iserve.controller.profile_worth import lacking, why_needless
 from iserve.model_source import ModelSource
-from iserve.planning import PlanOptions
+from iserve.planning.making import PlanOptions
 from planner.intent import Quality, allows
 from planner.space import shape_refusal
 

@@ -9,8 +9,8 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.measurements import Profile
 from iserve.controller.estimating import estimator_for
 from iserve.controller.node import hardware_of
-from iserve.planning import PlanOptions
-from iserve.worth_measuring import cannot_change_plan
+from iserve.planning.making import PlanOptions
+from iserve.planning.worth_measuring import cannot_change_plan
 from planner.intent import allows
 
 __all__ = ["lacking", "why_needless"]

@@ -40,7 +40,7 @@ from iserve.controller.profile_taking import Fingerprints, Order, take
 from iserve.controller.profile_validity import covers, key_without_driver, machine_key, why_unused
 from iserve.controller.profile_worth import lacking
 from iserve.model_source import ModelSource
-from iserve.planning import PlanOptions
+from iserve.planning.making import PlanOptions
 from iserve.state.store import Store
 from planner.intent import Quality
 

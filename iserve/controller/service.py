@@ -53,11 +53,11 @@ from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before
 from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.keys import new_key
-from iserve.launching import LaunchDocument, PlannedDeployment
 from iserve.model_source import ModelSource, resolve
-from iserve.plan_document import PlanDocument
-from iserve.plan_service import launch_for_gpus, plan_for_gpus
-from iserve.planning import PlanOptions
+from iserve.planning.document import PlanDocument
+from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
+from iserve.planning.launching import LaunchDocument, PlannedDeployment
+from iserve.planning.making import PlanOptions
 from iserve.routes import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store

@@ -11,7 +11,7 @@ from daemon.engines.base import Container, Engine, Inside, WorkerSpec
 from daemon.settings import DaemonSettings
 from fingerprint.errors import ConfigError
 from iserve import __version__
-from iserve.launching import LaunchDocument
+from iserve.planning.launching import LaunchDocument
 
 __all__ = ["FILES", "PORT", "ExportedWorker", "exported_worker"]
 

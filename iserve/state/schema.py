@@ -66,7 +66,7 @@ deployments = Table(
     Column("desired", String(20), nullable=False),  # "running" | "removed"
     Column("phase", String(20), nullable=False),  # last step taken; what runs now is asked of the daemon
     Column("error", Text),
-    Column("plan", Text),  # iserve.plan_document.PlanDocument as JSON
+    Column("plan", Text),  # iserve.planning.document.PlanDocument as JSON
     Column("worker", Text),  # daemon.engines.base.WorkerSpec as JSON, written before it is launched
     sqlite_autoincrement=True,  # no id twice: it names workers, and what is done about them in the background
 )

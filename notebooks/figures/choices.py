@@ -14,8 +14,8 @@ from daemon.engines.registry import capabilities_for
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
-from iserve.engine_choice import by_preference
-from iserve.planning import PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.engine_choice import by_preference
+from iserve.planning.making import PlanOptions, hypothetical_hardware, make_plan
 from notebooks.figures.effects import point
 from notebooks.figures.figure import NOT_GIVEN, Chart, Figure, Finding, Table
 from notebooks.figures.setting import (

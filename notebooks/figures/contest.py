@@ -11,9 +11,9 @@ import numpy as np
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import InfeasibleError
-from iserve.baselines import Baseline, Prepared, alpaserve, knowledge_of, static_deployer
-from iserve.baselines import World as BaselineWorld
-from iserve.simulation import PlannedDeployer
+from iserve.simulation.baselines import Baseline, Prepared, alpaserve, knowledge_of, static_deployer
+from iserve.simulation.baselines import World as BaselineWorld
+from iserve.simulation.running import PlannedDeployer
 from notebooks.figures.load import World
 from placement.routing import LeastOutstanding
 from placement.types import Placement

@@ -18,9 +18,9 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
-from iserve.baselines import Baseline
-from iserve.planning import PlanOptions
-from iserve.simulation import SimulatedModel, measured_model
+from iserve.planning.making import PlanOptions
+from iserve.simulation.baselines import Baseline
+from iserve.simulation.running import SimulatedModel, measured_model
 from notebooks.figures.comparison import COST, LATENCY, OWN, against_each, cells_of, chart, lost, table
 from notebooks.figures.contest import BASELINES, Contestant, iserve
 from notebooks.figures.figure import Figure, Finding

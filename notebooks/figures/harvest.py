@@ -14,7 +14,7 @@ from functools import cache
 from statistics import fmean
 
 from fingerprint.config import WeightFormat
-from iserve.simulation import PlannedDeployer
+from iserve.simulation.running import PlannedDeployer
 from notebooks.figures.contest import SLO_FACTOR, slos_of
 from notebooks.figures.figure import Chart, Figure, Finding, Table
 from notebooks.figures.launches import Launch, cost_of

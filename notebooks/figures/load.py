@@ -27,8 +27,8 @@ from pathlib import Path
 
 from fingerprint.config import Workload
 from fingerprint.gpu_spec import GpuSpec
-from iserve.planning import PlanOptions
-from iserve.simulation import SimulatedModel, idle_cluster
+from iserve.planning.making import PlanOptions
+from iserve.simulation.running import SimulatedModel, idle_cluster
 from notebooks.figures.setting import GPU, NUM_GPUS, PAPER_ENGINE, estimator_of, spec_of
 from planner.intent import Intent, Quality
 from traces.compression import compress

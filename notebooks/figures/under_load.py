@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from iserve.baselines import Baseline
+from iserve.simulation.baselines import Baseline
 from notebooks.figures.choices import SETS
 from notebooks.figures.comparison import (
     COST,

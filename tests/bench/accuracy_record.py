@@ -24,7 +24,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.report import AccuracyRecord, AccuracyRow
 from fingerprint.report.accuracy import machine_key
 from fingerprint.robust import locate
-from iserve.accuracy_store import store_accuracy
+from iserve.reporting.accuracy_store import store_accuracy
 from iserve.settings import load_settings
 from tests.bench.accuracy import RESULTS, budget_bytes, load, memory_row, truths
 from tests.bench.accuracy_measure import OUTPUT, Recorded

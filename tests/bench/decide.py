@@ -22,8 +22,8 @@ from fingerprint.codec import to_json
 from fingerprint.config import Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.planning import Hardware, PlanOptions, make_plan
-from iserve.ranked_model import RankedModel
+from iserve.planning.making import Hardware, PlanOptions, make_plan
+from iserve.planning.ranked_model import RankedModel
 from placement.consolidation import consolidate
 from placement.lookahead import LookAhead
 from placement.migration import Migration, best_move

@@ -32,8 +32,8 @@ from daemon.engines.registry import capabilities_for
 from fingerprint.codec import to_json
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.engine_choice import by_preference
-from iserve.planning import PlanOptions, ranked_anywhere, space
+from iserve.planning.engine_choice import by_preference
+from iserve.planning.making import PlanOptions, ranked_anywhere, space
 from placement.exact import Layout, place_together
 from placement.fit import demand
 from placement.layout import Choice, Wanted, largest_first, one_by_one

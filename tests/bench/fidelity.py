@@ -42,7 +42,7 @@ from fingerprint.measurements import Profile
 from fingerprint.report.text import seconds
 from fingerprint.verification import Verification
 from iserve.controller.estimating import estimator_for, step_tokens_of
-from iserve.simulation import launch_limits
+from iserve.simulation.running import launch_limits
 from iserve.verify.bursts import BurstClient
 from iserve.verify.timing import Burst, time_bursts
 from tests.bench.fidelity_compare import (

@@ -15,7 +15,7 @@ from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.errors import BadInputError
 from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
-from iserve.simulation import idle_cluster
+from iserve.simulation.running import idle_cluster
 from placement.types import ClusterSnapshot, Placement, StagePlacement
 from traces.outcomes import Floats, Outcomes
 from traces.request import Request

@@ -43,8 +43,8 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning import PlanOptions
-from iserve.simulation import PlannedDeployer, idle_cluster, launch_limits, roofline_model
+from iserve.planning.making import PlanOptions
+from iserve.simulation.running import PlannedDeployer, idle_cluster, launch_limits, roofline_model
 from placement.elastic import Elastic
 from placement.fit import Placer, demand
 from placement.lookahead import LookAhead

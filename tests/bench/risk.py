@@ -34,7 +34,7 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.simulation import EngineBatcher, idle_cluster
+from iserve.simulation.running import EngineBatcher, idle_cluster
 from planner.attainment import Attainment, Paces, paces
 from planner.costs import figures
 from planner.intent import Traffic

@@ -26,7 +26,7 @@ from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.simulation import EngineBatcher, idle_cluster
+from iserve.simulation.running import EngineBatcher, idle_cluster
 from placement.types import ClusterSnapshot, Placement, StagePlacement
 from tests.bench.rank import machine
 from tests.fingerprint.step_timed_machine import llama_7b

@@ -16,7 +16,8 @@ from fingerprint.errors import BadInputError, ConfigError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
-from iserve.baselines import (
+from iserve.planning.making import PlanOptions
+from iserve.simulation.baselines import (
     MOST_REQUESTS,
     Baseline,
     World,
@@ -26,8 +27,7 @@ from iserve.baselines import (
     prepare,
     static_deployer,
 )
-from iserve.planning import PlanOptions
-from iserve.simulation import SimulatedModel, idle_cluster, roofline_model, simulate_cluster
+from iserve.simulation.running import SimulatedModel, idle_cluster, roofline_model, simulate_cluster
 from placement.routing import make_router
 from planner.intent import Intent, IntentKind, Slo
 from planner.space import shape_refusal

@@ -15,10 +15,10 @@ from fingerprint.config import Workload
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.plan_document import plan_document
-from iserve.planning import Hardware, PlanOptions, make_plan, ranked_anywhere, space
-from iserve.ranked_model import RankedModel
-from iserve.simulation import idle_cluster
+from iserve.planning.document import plan_document
+from iserve.planning.making import Hardware, PlanOptions, make_plan, ranked_anywhere, space
+from iserve.planning.ranked_model import RankedModel
+from iserve.simulation.running import idle_cluster
 from placement.load_model import stretch
 from placement.types import ClusterSnapshot, Placement
 from planner.costs import total_bytes

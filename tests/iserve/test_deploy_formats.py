@@ -17,7 +17,7 @@ from iserve.controller import deployer as module
 from iserve.controller.deployer import Deployer
 from iserve.controller.estimating import estimator_for
 from iserve.model_source import ModelSource
-from iserve.planning import PlanOptions
+from iserve.planning.making import PlanOptions
 from iserve.settings import Settings
 from planner.intent import Intent, Quality
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile

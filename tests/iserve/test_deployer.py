@@ -27,9 +27,9 @@ from iserve.controller.profiling import launched, machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.demo import demo_model_path
-from iserve.launching import worker_spec
 from iserve.model_source import resolve
-from iserve.plan_document import PlanDocument
+from iserve.planning.document import PlanDocument
+from iserve.planning.launching import worker_spec
 from iserve.routes import Demand, DeploymentDemand
 from iserve.settings import Settings
 from iserve.state.store import Store

@@ -15,9 +15,9 @@ from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.errors import UnsupportedModelError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
-from iserve.engine_choice import EngineChoice, by_preference, choose_engine
-from iserve.plan_service import estimate_for_gpu, plan_for_gpus
-from iserve.planning import EngineChooser, PlanOptions
+from iserve.planning.engine_choice import EngineChoice, by_preference, choose_engine
+from iserve.planning.hypothetical import estimate_for_gpu, plan_for_gpus
+from iserve.planning.making import EngineChooser, PlanOptions
 from planner.intent import CostModel, Quality
 from tests.fingerprint.synthetic_machine import llama
 from tests.iserve.test_report import LLAMA_2_7B

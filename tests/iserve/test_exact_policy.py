@@ -12,9 +12,9 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.api_types import DeployBody
-from iserve.planning import Hardware, PlanOptions, make_plan
+from iserve.planning.making import Hardware, PlanOptions, make_plan
 from iserve.settings import Settings
-from iserve.simulation import idle_cluster
+from iserve.simulation.running import idle_cluster
 from placement.types import ClusterSnapshot, Placement
 from planner.intent import Intent, IntentKind
 from tests.fingerprint.step_timed_machine import llama_7b

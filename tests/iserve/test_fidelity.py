@@ -24,7 +24,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_config, read_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import MachineInfo, Profile
-from iserve.simulation import launch_limits
+from iserve.simulation.running import launch_limits
 from tests.bench.fidelity import Target, pace_s, replayed, streamed_burst_s
 from tests.bench.fidelity_compare import Served, paced, saturated_rate, simulated, simulated_requests
 from tests.bench.fidelity_steps import lone_request, whole_profile

@@ -18,8 +18,8 @@ from fingerprint.gpus import gpu_spec
 from iserve.api_types import NodeDocument
 from iserve.controller.node import hardware_of, serving_on
 from iserve.demo import demo_model_path
-from iserve.plan_document import plan_document
-from iserve.planning import PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.document import plan_document
+from iserve.planning.making import PlanOptions, hypothetical_hardware, make_plan
 from iserve.routes import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.others import Others

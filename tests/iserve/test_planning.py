@@ -15,9 +15,9 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
 from fingerprint.gpus import parse_gpus
 from fingerprint.model_spec import ModelSpec
-from iserve.plan_document import PlanDocument
-from iserve.plan_service import OneEstimateDocument, estimate_for_gpu, plan_for_gpus
-from iserve.planning import EngineChooser, FitsOn, Hardware, PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.document import PlanDocument
+from iserve.planning.hypothetical import OneEstimateDocument, estimate_for_gpu, plan_for_gpus
+from iserve.planning.making import EngineChooser, FitsOn, Hardware, PlanOptions, hypothetical_hardware, make_plan
 from placement.types import ClusterSnapshot, GpuState
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import LimitKind, NoRoom, Plan

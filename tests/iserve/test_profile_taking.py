@@ -28,9 +28,9 @@ from iserve.controller.node import hardware_of
 from iserve.controller.profile_room import STEP_TOKENS
 from iserve.controller.profile_taking import Fingerprints, Order, take
 from iserve.controller.profile_worth import lacking
-from iserve.launching import worker_spec
 from iserve.model_source import ModelSource
-from iserve.planning import PlanOptions, make_plan
+from iserve.planning.launching import worker_spec
+from iserve.planning.making import PlanOptions, make_plan
 from planner.intent import Intent, IntentKind, Quality, Slo
 from planner.plan import Plan
 from tests.fingerprint.step_timed_machine import StepTimedMachine, llama_7b

@@ -13,9 +13,9 @@ from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.planning import Hardware, PlanOptions, make_plan
-from iserve.ranked_model import RankedModel
-from iserve.simulation import idle_cluster
+from iserve.planning.making import Hardware, PlanOptions, make_plan
+from iserve.planning.ranked_model import RankedModel
+from iserve.simulation.running import idle_cluster
 from placement.load_model import LoadedCluster, Tenant, shares, stretch
 from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState, StagePlacement
 from planner.intent import CostModel, Intent, IntentKind, Slo

@@ -27,14 +27,14 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfilePlan
 from fingerprint.report import AccuracyRecord, AccuracyRow, Report, render_report
-from iserve.accuracy_store import find_accuracy, store_accuracy
 from iserve.api_types import ModelDocument, NodeDocument
 from iserve.cli.app import app
 from iserve.cli.profile_text import print_profile
 from iserve.client import ControllerClient
 from iserve.controller.estimating import estimator_for
-from iserve.planning import PlanOptions, hypothetical_hardware, make_plan
-from iserve.report_service import ReportOptions, build_report, find_profile, read_accuracy
+from iserve.planning.making import PlanOptions, hypothetical_hardware, make_plan
+from iserve.reporting.accuracy_store import find_accuracy, store_accuracy
+from iserve.reporting.gathering import ReportOptions, build_report, find_profile, read_accuracy
 from planner.intent import Intent, IntentKind
 from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
 

@@ -24,11 +24,11 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import StepReading
 from fingerprint.report import AccuracyRecord, Report, WholeModel, render_report
 from fingerprint.report.text import seconds
-from iserve.accuracy_store import find_accuracy
 from iserve.cli.app import app
 from iserve.cli.profile_text import print_profile
-from iserve.planning import hypothetical_hardware
-from iserve.report_service import ReportOptions, build_report, read_accuracy
+from iserve.planning.making import hypothetical_hardware
+from iserve.reporting.accuracy_store import find_accuracy
+from iserve.reporting.gathering import ReportOptions, build_report, read_accuracy
 from tests.bench.accuracy import RESULTS, load, memory_row, truths
 from tests.bench.accuracy_measure import OUTPUT, Recorded
 from tests.bench.accuracy_record import accuracy_records

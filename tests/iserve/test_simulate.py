@@ -14,7 +14,7 @@ import pytest
 
 from fingerprint.codec import to_json
 from iserve.cli import main
-from iserve.simulation_document import devices_told
+from iserve.simulation.document import devices_told
 from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
 from traces.request import Request
 from traces.writing import write_trace

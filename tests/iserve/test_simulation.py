@@ -14,11 +14,11 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
-from iserve.engine_choice import by_preference
-from iserve.launching import worker_spec
 from iserve.model_source import ModelSource
-from iserve.planning import Hardware, PlanOptions, make_plan
-from iserve.simulation import (
+from iserve.planning.engine_choice import by_preference
+from iserve.planning.launching import worker_spec
+from iserve.planning.making import Hardware, PlanOptions, make_plan
+from iserve.simulation.running import (
     PlannedDeployer,
     SimulatedModel,
     idle_cluster,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from iserve.baselines import Baseline
+from iserve.simulation.baselines import Baseline
 from notebooks.figures.comparison import against_all, changes, lost, served
 from notebooks.figures.contest import BASELINES, Contestant, Served, averaged, fewest_gpus, iserve, serve, slos_of
 from notebooks.figures.harvest import attained

@@ -30,9 +30,9 @@ from iserve.demo import demo_model_path
 from iserve.export.compose import compose_file
 from iserve.export.kubernetes import kubernetes_objects
 from iserve.export.worker import FILES, PORT, ExportedWorker, exported_worker
-from iserve.launching import LaunchDocument
-from iserve.plan_service import launch_for_gpus, plan_for_gpus
-from iserve.planning import PlanOptions
+from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
+from iserve.planning.launching import LaunchDocument
+from iserve.planning.making import PlanOptions
 from tests.daemon.engines.standin import make_vllm
 from tests.iserve.test_cli import Done, iserve, model
 

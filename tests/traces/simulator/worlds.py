@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from iserve.simulation import EngineBatcher
+from iserve.simulation.running import EngineBatcher
 from placement.types import ClusterSnapshot, GpuState, Placement, StagePlacement
 from traces.request import Request
 from traces.simulator.result import SimulationResult

@@ -15,11 +15,11 @@ from fingerprint.estimates import MemoryEstimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from iserve.api_types import check_name
-from iserve.engine_choice import by_preference, choose_engine
-from iserve.launching import LaunchDocument, PlannedDeployment
 from iserve.model_source import resolve
-from iserve.plan_document import EstimateDocument, PlanDocument, estimate_document, plan_document
-from iserve.planning import (
+from iserve.planning.document import EstimateDocument, PlanDocument, estimate_document, plan_document
+from iserve.planning.engine_choice import by_preference, choose_engine
+from iserve.planning.launching import LaunchDocument, PlannedDeployment
+from iserve.planning.making import (
     EngineChooser,
     FitsOn,
     PlanOptions,

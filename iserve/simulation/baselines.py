@@ -16,8 +16,8 @@ from pathlib import Path
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError
 from fingerprint.gpu_spec import GpuSpec
-from iserve.planning import EngineChooser
-from iserve.simulation import PlannedDeployer, SimulatedModel, launch_limits
+from iserve.planning.making import EngineChooser
+from iserve.simulation.running import PlannedDeployer, SimulatedModel, launch_limits
 from placement.routing import Router
 from placement.types import ClusterSnapshot
 from planner.intent import Slo, allows

@@ -15,7 +15,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning import FitsOn, Hardware, PlanOptions, check_context, prices_of, ranked_anywhere, space
+from iserve.planning.making import FitsOn, Hardware, PlanOptions, check_context, prices_of, ranked_anywhere, space
 from placement.types import ClusterSnapshot, Placement
 from planner.costs import objective_of
 from planner.plan import Candidate, Layout, NoRoom, Ranked

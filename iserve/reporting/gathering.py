@@ -33,7 +33,7 @@ from fingerprint.report import (
     time_panels,
     whole_models,
 )
-from iserve.planning import Hardware, PlanOptions, make_plan
+from iserve.planning.making import Hardware, PlanOptions, make_plan
 from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Plan, Ranked

@@ -204,7 +204,7 @@ def plan_document(
     conditions_of: Callable[[DeploymentConfig], tuple[str, ...]] = _no_conditions,
     notes: tuple[str, ...] = (),
 ) -> PlanDocument:
-    """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning``)."""
+    """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning.making``)."""
     return PlanDocument(
         model=model,
         intent=str(plan.intent.kind),

@@ -13,7 +13,7 @@ from fingerprint.errors import NotFoundError
 from fingerprint.measurements import MachineInfo
 from fingerprint.report import AccuracyRecord
 from fingerprint.report.accuracy import machine_key
-from iserve.report_service import read_accuracy
+from iserve.reporting.gathering import read_accuracy
 
 __all__ = ["find_accuracy", "store_accuracy"]
 

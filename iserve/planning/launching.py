@@ -13,7 +13,7 @@ from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.measurements import Profile
 from iserve.controller.estimating import step_tokens_of
 from iserve.model_source import ModelSource
-from iserve.plan_document import PlanDocument
+from iserve.planning.document import PlanDocument
 from placement.types import Placement, StagePlacement
 from planner.plan import Ranked
 

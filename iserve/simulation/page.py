@@ -6,7 +6,7 @@ from fingerprint.report.markup import Markup, el, join
 from fingerprint.report.shell import html_page, sectioned
 from fingerprint.report.tables import bullets, facts, table
 from fingerprint.report.text import gib, number, seconds
-from iserve.simulation_document import DeploymentOutcome, SimulationDocument, devices_told, steering_words
+from iserve.simulation.document import DeploymentOutcome, SimulationDocument, devices_told, steering_words
 from traces.panels import over_time, quantiles
 from traces.summary import Percentiles, Summary
 

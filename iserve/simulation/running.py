@@ -20,9 +20,9 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.controller.estimating import estimator_for, step_tokens_of
-from iserve.engine_choice import by_preference
-from iserve.planning import Hardware, PlanOptions, make_plan
-from iserve.ranked_model import RankedModel
+from iserve.planning.engine_choice import by_preference
+from iserve.planning.making import Hardware, PlanOptions, make_plan
+from iserve.planning.ranked_model import RankedModel
 from placement.harvesting import spare_gpu
 from placement.orders import Steering
 from placement.routing import Router
