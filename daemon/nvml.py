@@ -15,6 +15,8 @@ __all__ = ["NvmlDevices", "driver_version", "visible_gpus"]
 
 log = logging.getLogger(__name__)
 
+_NO_MORE = ("-1", "NoDevFiles")
+
 T = TypeVar("T")
 
 
@@ -22,7 +24,8 @@ def visible_gpus(named: str | None, uuids: list[str]) -> list[int]:
     """Indexes of the GPUs that ``CUDA_VISIBLE_DEVICES`` names, in the driver's order; all where it is unset.
 
     Args:
-        named: its value: indexes in the driver's order or UUIDs (or their beginnings), with commas; "" hides all.
+        named: its value: indexes in the driver's (PCI) order or UUIDs (or their beginnings), with commas; "" hides
+            all. As CUDA does, what follows -1 or NoDevFiles is not read.
         uuids: of the node's GPUs, by index.
 
     Raises:
@@ -32,9 +35,13 @@ def visible_gpus(named: str | None, uuids: list[str]) -> list[int]:
         return list(range(len(uuids)))
     found = set()
     for name in filter(None, map(str.strip, named.split(","))):
-        fitting = [
-            i for i, uuid in enumerate(uuids) if (int(name) == i if name.isdecimal() else uuid.startswith(name))
-        ]
+        if name in _NO_MORE:
+            break
+        if name.startswith("MIG-"):
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES names {name!r}: parts of a GPU (MIG) are not supported; name whole GPUs"
+            )
+        fitting = [i for i, uuid in enumerate(uuids) if (str(i) == name or uuid.startswith(name))]
         if len(fitting) != 1:
             raise ConfigError(
                 f"CUDA_VISIBLE_DEVICES names {name!r}, which is {'no' if not fitting else 'more than one'} GPU of "

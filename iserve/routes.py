@@ -73,7 +73,7 @@ class DeploymentDemand:
     waiting: int  # requests in the gateway
     outstanding: int  # at workers
     idle_s: float  # since a request was last there; 0 while one is
-    requests_per_s: float | None = None  # that came over the last 120 s; None: an earlier gateway's
+    requests_per_s: float | None = None  # over the last 120 s; None: it has counted for too short
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

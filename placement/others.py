@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from placement.load_model import Key, LoadedCluster, Tenant, lost_by_others, shares, slope, stretch
+from placement.load_model import Key, LoadedCluster, Tenant, shares, slope, stretch
 from placement.types import ClusterSnapshot, DeploymentState, Placement
 
 __all__ = ["Others"]
@@ -27,7 +27,10 @@ class Others:
     def __init__(self, snapshot: ClusterSnapshot) -> None:
         told = tuple(d for d in snapshot.deployments if d.is_work_known and _one_at_a_time(d))
         cluster = LoadedCluster.of(replace(snapshot, deployments=told))
-        self._tenants = cluster.tenants
+        self._tenants, self._told = cluster.tenants, cluster.loads
+        untold = (d for d in snapshot.deployments if not (d.is_work_known and _one_at_a_time(d)))
+        stood_on = (keys for d in untold for replica in d.replicas for _, keys in shares(replica.placement))
+        self._beside_untold = {key for keys in stood_on for key in keys}
         self.loads: dict[Key, float] = {}  # of GPUs that have any
         for gpu in snapshot.gpus:
             key = (gpu.node_id, gpu.device_id)
@@ -44,7 +47,9 @@ class Others:
         the derivative of their number by what comes.
 
         A replica whose rate is told counts once, wherever it stands: a stage of it loses by what comes to its
-        slowest GPU. Where only the load is known, nobody knows who stands on several GPUs: each GPU counts.
+        slowest GPU. Of load that no rate explains, on a GPU where a deployment stands whose rate is not told or
+        where none is known to stand, nobody knows who stands on several GPUs: each GPU counts. Elsewhere what was
+        seen beyond the rates is a queue of those who are told, and theirs.
         """
         stages = shares(placement)
         comes: dict[Key, float] = {}
@@ -53,10 +58,10 @@ class Others:
         for share, keys in stages:
             for key in keys:
                 comes[key] = comes.get(key, 0.0) + share
-                if key in self._tenants:
-                    met |= self._tenants[key]
-                else:
-                    untold += share * lost_by_others(self.loads.get(key, 0.0))
+                met |= self._tenants.get(key, {})
+                if key in self._beside_untold or key not in self._tenants:
+                    load = self.loads.get(key, 0.0)
+                    untold += share * max(0.0, load - self._told.get(key, 0.0)) * slope(load)
         return untold + sum(tenant.busy_fraction * self._grows(tenant, comes) for tenant in met.values())
 
     def _grows(self, tenant: Tenant, comes: dict[Key, float]) -> float:

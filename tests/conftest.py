@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no-clock")
 
 gc.disable()  # until all is imported: half of what that takes would be the collector's
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput"):
+        gc.enable()  # this process hands tests out and collects none
 
 
 def pytest_collection_finish() -> None:

@@ -21,7 +21,8 @@ _LOSSES = "transformers.loss.loss_utils"
 class _NoLosses(ModuleType):
     """In place of transformers' table of training losses, which loads scipy for those of object detection.
 
-    Whatever else a release of transformers looks for there, it gets from the real module.
+    Whatever else a release of transformers looks for there, it gets from the real module; but models built here
+    know no loss: a worker trains nothing, and ``model(labels=...)`` fails.
     """
 
     LOSS_MAPPING: dict[str, Any] = {}  # noqa: RUF012 - a module's attribute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from datetime import datetime
 
@@ -24,6 +25,7 @@ __all__ = ["devices_of", "hardware_of", "serving_on"]
 
 log = logging.getLogger(__name__)
 
+_SATURATED = 0.95  # busy for so much of the time: how much more it is asked for does not show
 _WINDOW_S = 120.0  # over which the daemon tells loads, and the gateway rates
 
 
@@ -80,7 +82,8 @@ def serving_on(
     """The deployments with a worker on ``node`` of which the gateway told how often they are called.
 
     What a request takes is what was predicted when the configuration was chosen, of one as long as was planned
-    for; or less, by how busy the devices of a worker were seen that has been there all the time.
+    for; or less, by how busy the devices of a worker were seen that has been there all the time and keeps up. One
+    that was not seen for long, or has only begun to queue, is taken to be asked for all of its time at most.
 
     Args:
         demand: None: the gateway is away, and nobody tells.
@@ -105,8 +108,14 @@ def _state(
 ) -> DeploymentState:
     spec, here_s = worker.spec, node.observed_at - datetime.fromisoformat(worker.started_at).timestamp()
     service_s = _planned_service_s(row, spec)
-    if requests_per_s > 0 and here_s >= _WINDOW_S:
-        service_s = min(service_s, _most_busy(spec, node) / requests_per_s)
+    if requests_per_s > 0:
+        seen = _most_busy(spec, node) if here_s >= _WINDOW_S else 0.0
+        queues = told.waiting + told.outstanding > spec.limits.max_batch
+        if not 0 < seen < _SATURATED:  # a busy one that queues may be asked for any more than it can do
+            seen = math.inf if seen and queues else 1.0
+        elif queues:  # a queue that began just now is not in what was seen
+            seen = 1.0
+        service_s = min(service_s, seen / requests_per_s)
     return DeploymentState(
         name=row.name,
         model=row.name,

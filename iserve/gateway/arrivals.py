@@ -8,6 +8,7 @@ from collections.abc import Callable
 __all__ = ["WINDOW_S", "Arrivals"]
 
 WINDOW_S = 120
+_LEAST_S = 30.0  # of a second after a start one request would be a rate of one a second
 
 
 class Arrivals:
@@ -29,10 +30,11 @@ class Arrivals:
         self._counts[self._second % WINDOW_S] += 1
 
     @property
-    def per_s(self) -> float:
-        """Over the window, or since the beginning where that is shorter; at least a second."""
+    def per_s(self) -> float | None:
+        """Over the window, or since the beginning where that is shorter; None: it was too short ago to tell."""
         self._go_on()
-        return sum(self._counts) / min(float(WINDOW_S), max(1.0, self._clock() - self._began_s))
+        counted_s = self._clock() - self._began_s
+        return None if counted_s < _LEAST_S else sum(self._counts) / min(float(WINDOW_S), counted_s)
 
     def _go_on(self) -> None:
         now = int(self._clock())

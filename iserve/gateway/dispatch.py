@@ -62,7 +62,7 @@ class Deployment:
         return 0.0 if self._waiting or self._outstanding else time.monotonic() - self._last_s
 
     @property
-    def requests_per_s(self) -> float:
+    def requests_per_s(self) -> float | None:
         """That came over the last 120 s; one that is tried again elsewhere came once."""
         return self._arrivals.per_s
 
@@ -87,6 +87,11 @@ class Deployment:
             waiting.turn.set_exception(error)
         self._waiting.clear()
 
+    def _count(self, avoid: str) -> None:
+        """One more that is served: not one refused, which may come again at once, nor a second attempt."""
+        if not avoid:
+            self._arrivals.count()
+
     async def acquire(self, ticket: int, avoid: str = "") -> WorkerTarget:
         """A worker with room; the caller releases it. Waits its turn, in order of tickets.
 
@@ -98,11 +103,10 @@ class Deployment:
                 can be started, or none had room within ``max_wait_s``; 404 the deployment was removed meanwhile.
         """
         self._last_s = time.monotonic()
-        if not avoid:
-            self._arrivals.count()
         if not self._waiting:
             target = self._take(ticket, avoid)
             if target is not None:
+                self._count(avoid)
                 return target
         if self.route.refusal is not None and not self.num_ready:
             raise ApiError.cannot_start(self.route.name, self.route.refusal, self.route.retry_after_s)
@@ -113,6 +117,7 @@ class Deployment:
         loop = asyncio.get_running_loop()
         waiting = _Waiting(ticket, avoid, loop.create_future())
         insort(self._waiting, waiting)
+        self._count(avoid)
         self._serve()
         try:
             return await self._wait(waiting.turn, loop.time() + self.max_wait_s)

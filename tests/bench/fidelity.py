@@ -364,6 +364,8 @@ def demo(workload: Workload, profile_s: float) -> Iterator[tuple[Profile, Target
 
 def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
+    if options.keep and options.capacity is not None:
+        raise SystemExit("--keep needs the burst that tells the saturated rate; leave out --capacity")
     workload = Workload(options.batch, options.input_tokens, options.output_tokens)
     asked = Asked(
         trace=options.trace,
@@ -388,14 +390,14 @@ def main(arguments: Sequence[str]) -> None:
         ]
     if options.json:
         options.json.write_bytes(to_json(found, indent=2))
-    if options.keep:
-        from tests.bench.fidelity_again import kept_of
-
-        write_kept(options.keep, to_json(kept_of(found[0], profile)).decode())
     if options.page:
         for number, one in enumerate(found):
             path = options.page.with_stem(options.page.stem + ("-gateway" if number else ""))
             path.write_text(page(one), encoding="utf-8")
+    if options.keep:
+        from tests.bench.fidelity_again import kept_of
+
+        write_kept(options.keep, to_json(kept_of(found[0], profile)).decode())
 
 
 def _read_profile(path: Path) -> Profile:

@@ -135,15 +135,16 @@ def test_gpus_are_known_by_uuid_with_one_init_and_cached_handles(fake_nvml):
         ("GPU-bb", [1]),
         ("GPU-aaaa-1,GPU-aaaa-2", [0, 2]),
         ("", []),
+        ("-1", []),
+        ("2,-1,0", [2]),
+        ("NoDevFiles", []),
     ],
 )
 def test_gpus_hidden_by_the_environment_are_not_offered(named, offered):
     assert visible_gpus(named, ["GPU-aaaa-1", "GPU-bbbb", "GPU-aaaa-2"]) == offered
 
 
-@pytest.mark.parametrize(
-    ("named", "why"), [("3", "no GPU"), ("GPU-cc", "no GPU"), ("-1", "no GPU"), ("GPU-a", "more than one GPU")]
-)
+@pytest.mark.parametrize(("named", "why"), [("3", "no GPU"), ("GPU-cc", "no GPU"), ("GPU-a", "more than one GPU")])
 def test_a_gpu_that_is_not_there_cannot_be_named(fake_nvml, monkeypatch, named, why):
     with pytest.raises(ConfigError, match=f"is {why}"):
         visible_gpus(named, ["GPU-aaaa-1", "GPU-bbbb", "GPU-aaaa-2"])

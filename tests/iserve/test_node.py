@@ -100,8 +100,10 @@ def running(*, for_s: float, busy: float) -> NodeStatus:
     return replace(status, observed_at=NOW, devices=devices, workers=(worker,))
 
 
-def told(requests_per_s: float | None, name: str = "chat") -> Demand:
-    one = DeploymentDemand(name=name, waiting=3, outstanding=2, idle_s=0.0, requests_per_s=requests_per_s)
+def told(requests_per_s: float | None, name: str = "chat", *, waiting: int = 0, outstanding: int = 1) -> Demand:
+    one = DeploymentDemand(
+        name=name, waiting=waiting, outstanding=outstanding, idle_s=0.0, requests_per_s=requests_per_s
+    )
     return Demand(routes_version=1, deployments=(one,))
 
 
@@ -113,7 +115,7 @@ def planned_s(row: DeploymentRow) -> float:
 
 def test_a_plan_is_told_who_serves_where_and_how_often_it_is_called(row: DeploymentRow) -> None:
     status = running(for_s=1.0, busy=0.0)
-    (state,) = serving_on(status, [row], told(0.25))
+    (state,) = serving_on(status, [row], told(0.25, waiting=3))
     assert (state.name, state.requests_per_s, state.waiting) == ("chat", 0.25, 3)
     assert state.service_s == pytest.approx(planned_s(row))
     (replica,) = state.replicas
@@ -132,6 +134,27 @@ def test_requests_that_are_shorter_than_planned_take_what_was_seen(row: Deployme
     assert fresh.busy_fraction == pytest.approx(0.5)
     (state,) = serving_on(running(for_s=121.0, busy=0.03), [row], told(rate))
     assert state.busy_fraction == pytest.approx(0.03 * 4 / 3)
+
+
+@pytest.mark.parametrize(
+    ("for_s", "busy", "waiting", "planned", "expected"),
+    [
+        (300.0, 0.3, 0, 3.0, 0.4),  # shorter than planned, and it keeps up
+        (300.0, 0.3, 1, 3.0, 1.0),  # has only begun to queue
+        (300.0, 0.3, 1, 0.7, 0.7),
+        (300.0, 0.75, 9, 3.0, 3.0),  # always busy, and queues: how much is asked of it was not seen
+        (300.0, 0.75, 0, 3.0, 1.0),
+        (10.0, 0.3, 9, 3.0, 1.0),  # a worker that was just started, or a daemon that has just begun to look
+        (300.0, 0.0, 0, 3.0, 1.0),
+    ],
+)
+def test_what_is_asked_is_bounded_by_what_was_seen_of_a_worker_that_keeps_up(
+    row: DeploymentRow, for_s: float, busy: float, waiting: int, planned: float, expected: float
+) -> None:
+    """``planned``: busy for so much of its time, were all requests as long as planned for."""
+    rate = planned / planned_s(row)
+    (state,) = serving_on(running(for_s=for_s, busy=busy), [row], told(rate, waiting=waiting))
+    assert state.busy_fraction == pytest.approx(expected)
 
 
 def test_where_the_rate_is_not_told_only_the_load_is_seen(row: DeploymentRow) -> None:

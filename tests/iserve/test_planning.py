@@ -173,10 +173,8 @@ def test_a_table_that_nobody_ran_is_said_to_be_one() -> None:
     ("gpu", "config", "ran"),
     [
         ("h200:1", DeploymentConfig(engine="vllm"), True),
-        ("h200:2", DeploymentConfig(engine="vllm", tp=2), True),
-        ("h200:2", DeploymentConfig(engine="vllm", pp=2), True),
-        ("h200:4", DeploymentConfig(engine="vllm", tp=2, pp=2), False),
-        ("h200:2", DeploymentConfig(engine="vllm", tp=2, weights=WeightFormat.FP8), False),
+        ("h200:2", DeploymentConfig(engine="vllm", tp=2), False),
+        ("h200:1", DeploymentConfig(engine="vllm", weights=WeightFormat.FP8), True),
         ("h200:1", DeploymentConfig(engine="vllm", kv=KvFormat.INT8), False),
         ("a6000:1", DeploymentConfig(engine="vllm"), False),
     ],

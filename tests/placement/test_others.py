@@ -99,6 +99,18 @@ def test_a_gpu_is_as_loaded_as_the_more_of_what_was_seen_and_what_is_asked(
     assert others.loads == {("n", "g0"): pytest.approx(expected)}
 
 
+@given(where=PLACES, busy=st.floats(0, 0.7), load=st.floats(0.01, 1))
+def test_who_is_told_hides_nobody_who_is_not(where, busy: float, load: float) -> None:
+    """Beside a worker that batches: what was seen beyond the rate counts as it does where nobody is told."""
+    batching = small.serving("b", place(0, 1, 2, 3), busy=0.4)
+    both = Others(seen(fleet(4, serving("a", place(0), busy=busy), batching), load, load, load, load))
+    alone = Others(seen(fleet(4, batching), load, load, load, load))
+    assert both.lost(where) >= (1 - busy / load) * alone.lost(where) - 1e-9
+    assert both.slowdown(where) >= alone.slowdown(where)
+    if not busy:
+        assert both.lost(where) == pytest.approx(alone.lost(where))
+
+
 def test_of_whose_requests_nobody_knows_what_they_take_only_the_load_counts() -> None:
     unknown = replace(serving("a", place(0), busy=0.5), service_s=0.0)
     others = Others(seen(fleet(1, unknown), 0.3))

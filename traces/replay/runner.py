@@ -261,11 +261,12 @@ _NO_GAPS: array[float] = array("f")
 def _calm_collector() -> Iterator[None]:
     """What is alive stays: a full collection would stop every stream, and the sender, for tens of milliseconds.
 
-    What was frozen before stays so: the collector cannot thaw a part.
+    Where something was frozen before, that stays so and nothing is added: the collector cannot thaw a part.
     """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    gc.collect()
-    gc.freeze()
+    if not frozen:
+        gc.collect()
+        gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     try:
         yield

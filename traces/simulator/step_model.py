@@ -205,7 +205,9 @@ class StepModel:
         """TTFT of one prompt alone, in chunks of the largest step."""
         step = self.limits.max_batched_tokens
         whole, rest = divmod(tokens, step)
-        return whole * self.tokens_s[step] + (self.tokens_s[rest] if rest else 0.0) + self.attention_s[tokens]
+        chunks_s = whole * self.tokens_s[step] + (self.tokens_s[rest] if rest else 0.0)
+        behind = max(0, whole + (rest > 0) - 1)  # another chunk: the host prepares them while that runs
+        return chunks_s - self.hidden_s * behind + self.attention_s[tokens]
 
 
 def plans_ahead(config: DeploymentConfig) -> bool:
@@ -242,14 +244,15 @@ def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> 
     )
     tokens_s = _tokens_table(ttft_s, reached, limits)
     ahead = plans_ahead(config)
+    hidden_s = estimator.hidden_s(config) if ahead and isinstance(estimator, TellsHiddenTime) else 0.0
     return StepModel(
         limits,
         contexts=np.array(contexts, np.float64),
         decode_s=decode_s,
         tokens_s=tokens_s,
-        attention_s=_attention_table(ttft_s, limits, tokens_s),
+        attention_s=_attention_table(ttft_s, limits, tokens_s, hidden_s),
         plans_ahead=ahead,
-        hidden_s=estimator.hidden_s(config) if ahead and isinstance(estimator, TellsHiddenTime) else 0.0,
+        hidden_s=hidden_s,
     )
 
 
@@ -305,10 +308,12 @@ def _splits(tokens: int, limits: Limits, reached: _Reached) -> list[tuple[int, i
     return [several, (1, held)] if held <= limits.max_context_tokens else [several]
 
 
-def _attention_table(ttft_s: _Ttft, limits: Limits, tokens_s: Table) -> Table:
+def _attention_table(ttft_s: _Ttft, limits: Limits, tokens_s: Table, hidden_s: float) -> Table:
+    """What a lone prompt's TTFT has beyond its chunks, of which all but the first come behind another step."""
     length = np.arange(limits.max_context_tokens + 1)
     whole, rest = np.divmod(length, limits.max_batched_tokens)
-    chunks_s = whole * tokens_s[-1] + np.where(rest > 0, tokens_s[rest], 0.0)
+    behind = np.maximum(0, whole + (rest > 0) - 1)
+    chunks_s = whole * tokens_s[-1] + np.where(rest > 0, tokens_s[rest], 0.0) - hidden_s * behind
     knots = _lengths(limits.max_context_tokens)
     alone_s = _never_falling([ttft_s(1, x) for x in knots])
     beyond_s = np.maximum.accumulate([max(0.0, s - chunks_s[x]) for x, s in zip(knots, alone_s, strict=True)])

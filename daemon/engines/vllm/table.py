@@ -73,18 +73,6 @@ TABLE = EngineCapabilities(
             kv=frozenset({KvFormat.BITS16}),
             pruning=frozenset({Pruning.NONE}),
         ),
-        *(
-            Verified(
-                gpu="h200-sxm",
-                families=frozenset({"llama"}),
-                weights=frozenset({WeightFormat.BITS16}),
-                kv=frozenset({KvFormat.BITS16}),
-                pruning=frozenset({Pruning.NONE}),
-                max_tp=tp,
-                max_pp=pp,
-            )
-            for tp, pp in ((2, 1), (1, 2))  # one process a rank, through the LLM class; not served over HTTP
-        ),
     ),
     step_timed=True,
     exclusions=(

@@ -48,11 +48,7 @@ def test_a_request_is_held_until_its_worker_is_started(
     gateway.publish(asleep)
     answer = in_background(gateway)
     (now,) = demand(gateway).deployments
-    assert now.requests_per_s is not None
-    assert 1 / 120 <= now.requests_per_s <= 1
-    assert now == DeploymentDemand(
-        name="m", waiting=1, outstanding=0, idle_s=0.0, requests_per_s=now.requests_per_s
-    )
+    assert now == DeploymentDemand(name="m", waiting=1, outstanding=0, idle_s=0.0, requests_per_s=None)
     gateway.publish(route(worker.target()))
     assert answer().status == 200
     (then,) = demand(gateway).deployments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from itertools import pairwise
 
@@ -123,6 +124,25 @@ class TestQueue:
                 task.cancel()
             await asyncio.gather(*waiting.values(), return_exceptions=True)
             assert line.num_waiting == 0
+
+        asyncio.run(run())
+
+    def test_who_is_taken_in_is_counted_and_who_is_refused_or_tried_again_is_not(self, monkeypatch) -> None:
+        async def run() -> None:
+            line = deployment(1, max_queue=1)
+            assert line.requests_per_s is None
+            await line.acquire(0)
+            waits = asyncio.create_task(line.acquire(1))
+            await asyncio.sleep(0)
+            again = asyncio.create_task(line.acquire(0, avoid="http://127.0.0.1:1"))
+            with pytest.raises(ApiError, match="already wait"):
+                await line.acquire(2)
+            now_s = time.monotonic()
+            monkeypatch.setattr(line._arrivals, "_clock", lambda: now_s + 60)
+            assert line.requests_per_s == pytest.approx(2 / 60, rel=0.05)
+            for task in (waits, again):
+                task.cancel()
+            await asyncio.gather(waits, again, return_exceptions=True)
 
         asyncio.run(run())
 

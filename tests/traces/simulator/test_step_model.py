@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
+from fingerprint.estimates import Estimate
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
@@ -20,7 +21,8 @@ from iserve.controller.estimating import estimator_for
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.kept import read_kept
 from tests.fingerprint.step_timed_machine import llama_7b
-from tests.traces.simulator.worlds import limits
+from tests.traces.simulator.worlds import limits, serve
+from traces.request import Request
 from traces.simulator.step_model import Limits, StepModel, linear_steps, plans_ahead, tabulate
 
 CONFIG = DeploymentConfig(tp=2)
@@ -45,6 +47,33 @@ def test_decode_is_near_the_estimators_everywhere(batch: int, context: int) -> N
 @pytest.mark.parametrize("tokens", [1, 64, 80, 125, 4096])
 def test_a_lone_prompt_takes_the_estimators_ttft(tokens: int) -> None:
     assert STEPS.prompt_s(tokens) == pytest.approx(ROOFLINE.ttft_s(CONFIG, Workload(1, tokens, 1)), rel=1e-9)
+
+
+class _Hides:
+    """The roofline, of whose lone prompts the host takes so much."""
+
+    def hidden_s(self, config: DeploymentConfig) -> float:
+        return 0.01
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        return ROOFLINE.estimate(config, workload)
+
+
+@pytest.mark.parametrize("step_tokens", [256, 512, 2048, 8192])
+@pytest.mark.parametrize("tokens", [64, 500, 1024, 4000])
+def test_a_lone_prompt_is_served_in_its_ttft_however_it_is_cut(step_tokens: int, tokens: int) -> None:
+    """Its later chunks come behind another step: what the host hides there, the TTFT has hidden too."""
+    bounds = Limits(max_batch=4, max_context_tokens=4096, max_batched_tokens=step_tokens)
+    config = DeploymentConfig(tp=2, engine="vllm")
+    steps = tabulate(_Hides(), config, bounds)
+    assert (steps.plans_ahead, steps.hidden_s) == (True, 0.01)
+    (served_s,) = serve([Request(0.0, tokens, 1)], steps).outcomes.first_token_s
+    assert served_s == pytest.approx(steps.prompt_s(tokens), rel=1e-3)  # a chunk takes a decode step at least
+    ttft_s = ROOFLINE.ttft_s(config, Workload(1, tokens, 1))
+    assert ttft_s * 0.97 <= served_s
+    if step_tokens >= 2048:
+        assert served_s <= ttft_s * 1.03
+    assert np.diff(steps.attention_s).min() >= 0
 
 
 @given(tokens=st.integers(1, 4096))
