@@ -101,7 +101,8 @@ def smallest(
     while len(places):
         if best is not None:
             places = places[bounds[places] <= best[0]]
-            places = places[reach(rows[places], best[0])]
+            if best[0] < np.inf:  # nothing is above that
+                places = places[reach(rows[places], best[0])]
         batch = np.array([place for place in places[:_BATCH].tolist() if admits(int(rows[place]))], np.intp)
         places = places[_BATCH:]
         if len(batch):

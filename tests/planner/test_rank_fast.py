@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
@@ -79,6 +79,18 @@ def intents(draw: st.DrawFn) -> Intent:
 
 
 @settings(max_examples=20, deadline=None)
+@example(  # nothing keeps the limit at any rate: all are infinitely far
+    intent=Intent(
+        kind=IntentKind.LATENCY_SLO,
+        slo=Slo(e2e_s=6.0),
+        rate_per_s=3.0,
+        percentile=95.0,
+        quality=Quality.EXACT,
+        traffic=Traffic(burstiness=3.0, input_cv=0.5, output_cv=1.0),
+    ),
+    seed=98,
+    batch=1,
+)
 @given(intent=intents(), seed=st.integers(0, 1000), batch=st.sampled_from([1, 16]))
 def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
     """Also where few rows are worked out at once, so that bounds have to tell the others apart."""

@@ -303,9 +303,9 @@ def test_a_host_that_nobody_knows() -> None:
         resolve_endpoint("http://nowhere.invalid:8000")
 
 
-@pytest.mark.parametrize(("frozen_before", "thaws"), [(0, True), (1000, False)])
-def test_a_replay_thaws_what_it_froze_and_nothing_of_others(
-    monkeypatch: pytest.MonkeyPatch, frozen_before: int, thaws: bool
+@pytest.mark.parametrize(("frozen_before", "freezes"), [(0, True), (1000, False)])
+def test_a_replay_thaws_what_it_froze_and_touches_nothing_that_others_froze(
+    monkeypatch: pytest.MonkeyPatch, frozen_before: int, freezes: bool
 ) -> None:
     """The collector's own functions, watched: what this test run froze has to stay so."""
     called: list[str] = []
@@ -314,6 +314,7 @@ def test_a_replay_thaws_what_it_froze_and_nothing_of_others(
     count = {"get_freeze_count": lambda: frozen_before}
     monkeypatch.setattr("traces.replay.runner.gc", SimpleNamespace(**watched, **thresholds, **count))
     with _calm_collector():
-        assert called[:2] == ["collect", "freeze"]
-    assert ("unfreeze" in called) == thaws
+        assert called[:-1] == (["collect", "freeze"] if freezes else [])
+        assert called[-1] not in ("(7, 7, 7)", "freeze")  # collections are rarer meanwhile
+    assert ("unfreeze" in called) == freezes
     assert "(7, 7, 7)" in called
