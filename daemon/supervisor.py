@@ -127,8 +127,8 @@ class Supervisor:
     def _listed_pids(self) -> set[int]:
         return {pid for d in self._monitor.devices for pid in (self._monitor.reading(d).process_bytes or {})}
 
-    def _status(self, worker: SupervisedWorker) -> WorkerStatus:
-        return replace(worker.status(), held=self._monitor.held(worker.use(self._listed_pids())))
+    def _status(self, worker: SupervisedWorker, listed_pids: set[int]) -> WorkerStatus:
+        return replace(worker.status(), held=self._monitor.held(worker.use(listed_pids)))
 
     def _uses(self) -> list[WorkerUse]:
         pids = self._listed_pids()
@@ -152,11 +152,12 @@ class Supervisor:
 
     def workers(self) -> tuple[WorkerStatus, ...]:
         """Every worker but the stopped ones."""
-        return tuple(self._status(worker) for worker in self._workers.values() if not worker.stopped)
+        pids = self._listed_pids()
+        return tuple(self._status(worker, pids) for worker in self._workers.values() if not worker.stopped)
 
     def worker(self, worker_id: str) -> WorkerStatus:
         """Raises NotFoundError: never heard of, or stopped long ago."""
-        return self._status(self._worker(worker_id))
+        return self._status(self._worker(worker_id), self._listed_pids())
 
     def log_path(self, worker_id: str) -> Path:
         """Where the worker's output goes. Raises NotFoundError."""
