@@ -14,6 +14,7 @@ from typing import Any
 from iserve_hosted import Hosted, Nvml, Rows
 
 BLOCK_TOKENS = 16
+GRAPH_TOKENS = 512  # as in daemon/engines/vllm/launch.py, which cannot be imported here
 _KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
 _END_S = 20.0  # for vLLM's processes to end by themselves
 
@@ -61,11 +62,12 @@ class HostedVllm(Hosted):
             "tensor_parallel_size": tp,
             "pipeline_parallel_size": pp,
             "seed": 0,
+            "compilation_config": {"max_cudagraph_capture_size": GRAPH_TOKENS},
         }
         if order["weights"] == "fp8":
             arguments["quantization"] = "fp8"
         if tp > 1:
-            arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+            arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
         return arguments
 
     def _fraction(self, memory_bytes: int) -> float:

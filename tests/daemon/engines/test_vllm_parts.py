@@ -108,6 +108,7 @@ def test_every_limit_is_on_the_command_line(checkpoint):
         "--load-format": "safetensors",
         "--generation-config": "vllm",
         "--shutdown-timeout": "30",
+        "--compilation-config": '{"max_cudagraph_capture_size": 512}',
         "--disable-uvicorn-access-log": "",
         "--skip-tokenizer-init": "",
     }
@@ -187,7 +188,16 @@ def test_options_that_depend_on_the_configuration(checkpoint):
     assert found["--quantization"] == "fp8"
     assert found["--kv-cache-dtype"] == "fp8"
     assert found["--distributed-executor-backend"] == "mp"
-    assert json.loads(found["--compilation-config"]) == {"pass_config": {"fuse_allreduce_rms": False}}
+    assert json.loads(found["--compilation-config"])["pass_config"] == {"fuse_allreduce_rms": False}
+
+
+def test_graphs_are_as_large_however_few_the_sequences(checkpoint):
+    """vLLM's own default, twice the sequences, leaves prompts of a hundred tokens to the host's pace."""
+    for tp in (1, 2):
+        found = options(worker(checkpoint(), tp=tp))
+        assert json.loads(found["--compilation-config"])["max_cudagraph_capture_size"] == launch.GRAPH_TOKENS
+    hosted = (Path(launch.__file__).parents[2] / "vllm_worker" / "hosted.py").read_text()
+    assert f"\nGRAPH_TOKENS = {launch.GRAPH_TOKENS} " in hosted  # a profile is of the engine that is deployed
 
 
 def test_a_checkpoint_with_a_tokenizer_keeps_it(checkpoint):

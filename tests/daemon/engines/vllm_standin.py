@@ -154,6 +154,8 @@ class Engine:
             fail(f"ValueError: {self.num_gpus} GPUs are needed, {len(devices)} are visible")
         if self.num_gpus > 1 and given.distributed_executor_backend not in (None, "mp"):
             fail("ValueError: this stand-in has the mp executor only")
+        if unknown := given.compilation_config.keys() - {"max_cudagraph_capture_size", "pass_config"}:
+            fail(f"ValidationError: CompilationConfig: Unexpected keyword argument {sorted(unknown)}")
         if given.tensor_parallel_size > 1:
             passes = given.compilation_config.get("pass_config", {})
             on = [name for name, value in MULTICAST_OFF.items() if os.environ.get(name) != value]

@@ -73,6 +73,7 @@ class Core:
         folder = Path(arguments["model"])
         told = [file for where in (folder, Path(sys.prefix)) if (file := where / "behaviour.json").exists()]
         self.behaviour = json.loads(told[0].read_text()) if told else {}  # of this model, or of every one
+        self.seen = set()
         self.config = config = json.loads((folder / "config.json").read_text())
         self.check()
         tp, pp = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
@@ -110,8 +111,13 @@ class Core:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if len(visible) != tp * given["pipeline_parallel_size"] or not all(v.isdigit() for v in visible):
             raise RuntimeError(f"Failed to infer device type (CUDA_VISIBLE_DEVICES={visible})")
+        compilation = given["compilation_config"] or {}
+        if unknown := compilation.keys() - {"max_cudagraph_capture_size", "pass_config"}:
+            raise ValueError(f"Unexpected keyword argument: {unknown}")
+        if compilation.get("max_cudagraph_capture_size", 1) < 1:
+            raise AssertionError("Maximum cudagraph size should be greater than or equal to 1")
         if tp > 1:
-            passes = (given["compilation_config"] or {}).get("pass_config", {})
+            passes = compilation.get("pass_config", {})
             on = [name for name, value in MULTICAST_OFF.items() if os.environ.get(name) != value]
             if on or passes.get("fuse_allreduce_rms") is not False:
                 raise RuntimeError(f"CUDA driver error: multicast is not supported on this host ({on})")
@@ -158,6 +164,9 @@ class Core:
         # Of a sliding layer's blocks none is given back while a prompt is computed.
         blocks = len(self.tables) * sum(-(-(length + output_tokens) // BLOCK_TOKENS) for length in lengths)
         assert blocks < self.blocks, f"{blocks} blocks are needed of {self.blocks - 1}: this would preempt"
+        if tuple(lengths) not in self.seen:  # kernels are made for what is new
+            self.seen.add(tuple(lengths))
+            time.sleep(behaviour.get("kernels_s", 0.0))
         begun_s, queued_s = time.perf_counter(), self.each("gpu_now")[0]
         for step in schedule(lengths, output_tokens, self.arguments, set(self.windows)):
             self.each("execute_model", step)
