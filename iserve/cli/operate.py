@@ -17,6 +17,7 @@ from daemon.process import group_members, is_alive, kill_group, read_record
 from daemon.status import WorkerState
 from fingerprint.errors import IserveError, NotFoundError, UnavailableError
 from iserve.controller.processes import daemon_companion, end_controllers, gateway_companion
+from iserve.gateway.event_loop import event_loop
 from iserve.settings import Settings
 
 __all__ = ["Finding", "ProcessState", "examine", "process_states", "take_down"]
@@ -93,6 +94,7 @@ def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
         findings.append(
             Finding(ok, f"{state.name}: {f'pid {state.pid}, {state.url}' if ok else 'not running; `iserve up`'}")
         )
+    findings.append(Finding(True, f"gateway's event loop: {event_loop().text}"))
     findings += _leftovers(settings, fix=fix)
     findings += _engines(settings)
     return tuple(findings)

@@ -139,6 +139,7 @@ def run(settings: Settings) -> None:
         server = uvicorn.Server(
             uvicorn.Config(
                 create_app(controller, token),
+                loop="asyncio",  # with uvloop installed, which is for the gateway, uvicorn would take that
                 http=BoundedProtocol,
                 backlog=_BACKLOG,
                 log_config=None,

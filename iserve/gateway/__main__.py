@@ -23,6 +23,7 @@ from daemon.own_log import bound_own_log, log_to_stderr
 from daemon.process import own_record, read_record, write_record
 from fingerprint.errors import IserveError
 from iserve.gateway.app import Gateway
+from iserve.gateway.event_loop import EventLoop, event_loop
 from iserve.gateway.http_server import GatewayProtocol
 
 __all__ = ["main"]
@@ -53,9 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     except IserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"iserve gateway on {record.url}, routes from {run / 'routes.json'}", file=sys.stderr, flush=True)
+    loop = event_loop()
+    print(f"iserve gateway on {record.url}, routes from {run / 'routes.json'}", file=sys.stderr)
+    print(f"event loop: {loop.text}", file=sys.stderr, flush=True)
     try:
-        _serve(Gateway(run / "routes.json", record.token), listener, args.grace)
+        _serve(Gateway(run / "routes.json", record.token), listener, loop, args.grace)
     except KeyboardInterrupt:
         pass
     finally:
@@ -64,9 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _serve(gateway: Gateway, listener: socket.socket, grace_s: int) -> None:
+def _serve(gateway: Gateway, listener: socket.socket, loop: EventLoop, grace_s: int) -> None:
     config = uvicorn.Config(
         gateway,
+        loop=loop.name,
         http=GatewayProtocol,
         ws="none",
         lifespan="on",

@@ -31,6 +31,7 @@ import psutil
 
 from daemon.process import read_record, write_file_atomically
 from fingerprint.codec import to_json
+from iserve.gateway.event_loop import event_loop
 from iserve.keys import new_key
 from iserve.routes import GatewayLimits, Route, RouteTable, WorkerTarget
 
@@ -379,6 +380,7 @@ def machine() -> dict[str, str]:
         "?",
     )
     packages = {name: version(name) for name in ("uvicorn", "httptools", "msgspec")}
+    packages["event_loop"] = event_loop().text
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return {
         "cpu": f"{cpu}, {os.cpu_count()} cores",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,14 @@ def test_a_database_is_told_to_be_there_or_not(postgres: PostgresServer, tmp_pat
     assert not away.ok
     assert away.text.startswith("the state database cannot be read: ")
     assert "secret" not in away.text
+
+
+def test_the_gateways_event_loop_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> Finding:
+        (found,) = [f for f in examine(Settings(home=tmp_path), fix=False) if "event loop" in f.text]
+        return found
+
+    assert told() == Finding(True, f"gateway's event loop: uvloop {version('uvloop')}")
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # as if it were not installed
+    assert told().ok
+    assert told().text.startswith("gateway's event loop: asyncio (uvloop cannot be loaded: ")

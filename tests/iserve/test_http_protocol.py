@@ -48,7 +48,14 @@ def serve() -> Iterator[Callable[[type[BoundedProtocol]], int]]:
     def start(protocol: type[BoundedProtocol]) -> int:
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(
-            uvicorn.Config(slow_app, http=protocol, lifespan="off", log_config=None, timeout_keep_alive=30)
+            uvicorn.Config(
+                slow_app,
+                loop="asyncio",  # as the controller
+                http=protocol,
+                lifespan="off",
+                log_config=None,
+                timeout_keep_alive=30,
+            )
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
