@@ -16,8 +16,8 @@ LOAD_MARK = "iserve: starting the engine"  # as in daemon/profile_client.py, whi
 _SAMPLE_S = 0.05  # between looks at clock and power
 _STEP = ("tokens", "sequences", "prefill_tokens", "context_tokens", "attention_pairs")
 _TIMES = ("gap_s", "lead_s", "forward_s", "tail_s")
-# An engine makes some kernels when first they are wanted, and which ones depends on how a burst falls into steps: such
-# a burst takes a second more than its like (seen on a mixture of experts, 1.3 s where 60 ms were due).
+# An engine makes some kernels when first they are wanted, and which ones depends on how a burst falls into steps:
+# such a burst takes a second more than its like (seen on a mixture of experts, 1.3 s where 60 ms were due).
 _ONCE_S, _ONCE_FACTOR = 0.3, 2.0
 _MOST_ONCE = 3  # bursts more than were asked for, at most
 _DIGITS = 9  # of times in seconds; a recording is kept, and CUDA events tell half a microsecond
@@ -168,7 +168,7 @@ def _alike(runs: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _is_enough(runs: list[tuple[float, float]], most: int, until: float) -> bool:
     """Whether no further burst is to begin: there are ``most``, or it is late and one has its like.
 
-    A lone burst is taken as it is where no more than one is wanted, or where it was too short to be told from others.
+    A lone burst is taken as it is where no more is wanted, or where it was too short to hold what is done once.
     """
     if not runs:
         return False

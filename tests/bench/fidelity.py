@@ -28,14 +28,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload, even_split
-from fingerprint.errors import EngineError
+from fingerprint.errors import EngineError, NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
@@ -80,6 +80,7 @@ __all__ = [
     "streamed_burst_s",
 ]
 
+_SEEDS = count(1_000_000)  # of bursts; those of replays are small
 PROFILE, CHECKED, WHOLE = "the profile", "the profile, corrected by a check", "the worker's own steps"
 _PER_SLOT = 4  # requests of the burst that saturates
 _STRETCH = 16  # of every so many requests one is in the burst
@@ -196,12 +197,15 @@ def replayed(target: Target, requests: Sequence[Request], *, seed: int = 0) -> O
 
 
 def streamed_burst_s(target: Target, work: Workload) -> float:
-    """Seconds of a burst as clients call it: every sequence a stream of its own.
+    """Seconds of a burst as clients call it: every sequence a stream of its own, its prompt sent never before.
+
+    An engine may keep the KV of prompts (vLLM does, unless told not to) and would compute a repeated one in no time.
 
     Raises:
         EngineError: not all were answered.
     """
-    outcomes = replayed(target, [Request(0.0, work.input_tokens, work.output_tokens)] * work.batch)
+    requests = [Request(0.0, work.input_tokens, work.output_tokens)] * work.batch
+    outcomes = replayed(target, requests, seed=next(_SEEDS))
     if not outcomes.completed.all():
         raise EngineError(
             f"{target.url} answered {int(outcomes.completed.sum())} of a burst of {work.batch} requests"
@@ -225,7 +229,10 @@ def measure(
         whole = whole_profile(
             burst, profile, target.config, target.workload, beside_s=lone.beside_s, max_seconds=asked.steps_s
         )
-        served[WHOLE] = served_whole(target, whole, lone)
+        try:
+            served[WHOLE] = served_whole(target, whole, lone)
+        except NotMeasuredError as error:
+            tell(f"not simulated by {WHOLE}: {error}")
     calm_s = pace_s(target)
     capacity, simulated_capacity, at_once = asked.capacity, None, None
     if capacity is None:
@@ -268,7 +275,7 @@ def _at_once(asked: Asked, target: Target, count: int) -> list[Request]:
 
 
 def pace_s(target: Target) -> float:
-    """A burst that is always the same: how fast this machine is just now."""
+    """A burst of the same lengths: how fast this machine is just now."""
     work = Workload(max(1, target.workload.batch // 2), max(1, target.workload.context_tokens // 4), 33)
     return float(np.median([streamed_burst_s(target, work) for _ in range(3)]))
 

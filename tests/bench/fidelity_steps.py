@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Quantity, Source
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import Profile, RunReading, TimingPoint
@@ -105,6 +106,9 @@ class WholeSteps:
 
     No straight line is laid through all points: of two seconds of prompts it misses some percent, and a fit of
     whole runs puts that on the few decode steps behind them.
+
+    Raises:
+        NotMeasuredError: a longer answer took no longer.
     """
 
     name = "whole steps"
@@ -122,6 +126,13 @@ class WholeSteps:
             [(read[b, p, long] - read[b, p, short]) / (long - short) for p in self._prompts] for b in self._batches
         ]
         self._least_s = min(map(min, self._tpot_s))
+        if self._least_s <= 0:
+            rows = zip(self._batches, self._tpot_s, strict=True)
+            b, p = next((b, p) for b, row in rows for p, s in zip(self._prompts, row, strict=True) if s <= 0)
+            raise NotMeasuredError(
+                f"{b} prompts of {p} tokens took {read[b, p, short]:.3f} s with {short} tokens of answer and "
+                f"{read[b, p, long]:.3f} s with {long}: no decode step can be told from that; measure for longer"
+            )
         self._roofline = RooflineEstimator(whole.spec, whole.machine.device)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:

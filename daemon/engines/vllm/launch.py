@@ -24,11 +24,20 @@ from fingerprint.formats import layers_per_block
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import METHODS
 
-__all__ = ["BLOCK_TOKENS", "DRAIN_S", "GRAPH_TOKENS", "Model", "arguments", "environment", "kv_cache_bytes", "read_model"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "DRAIN_S",
+    "GRAPH_TOKENS",
+    "Model",
+    "arguments",
+    "environment",
+    "kv_cache_bytes",
+    "read_model",
+]
 
 BLOCK_TOKENS = 16  # the size that every attention backend of these models on NVIDIA GPUs takes
-# Of the largest CUDA graph. vLLM's own default is twice the sequences, 512 at most: with few sequences a prompt of a
-# hundred tokens is beyond it, and each of its kernels waits for the host (decision 17). 512 takes 0.3 GiB of an 8B model.
+# Of the largest CUDA graph. vLLM's own default is twice the sequences, 512 at most: with few of them a prompt of a
+# hundred tokens is beyond it, and each of its kernels waits for the host (decision 17).
 GRAPH_TOKENS = 512
 DRAIN_S = 30  # between SIGTERM and the end of what is being answered; the daemon kills after 35
 
