@@ -199,7 +199,7 @@ def replayed(target: Target, requests: Sequence[Request], *, seed: int = 0) -> O
 def streamed_burst_s(target: Target, work: Workload) -> float:
     """Seconds of a burst as clients call it: every sequence a stream of its own, its prompt sent never before.
 
-    An engine may keep the KV of prompts (vLLM does, unless told not to) and would compute a repeated one in no time.
+    An engine may keep the KV of prompts (vLLM does, unless told not to) and compute a repeated one in no time.
 
     Raises:
         EngineError: not all were answered.

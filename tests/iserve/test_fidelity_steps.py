@@ -61,7 +61,7 @@ def test_steps_of_a_known_worker_are_found_between_the_points() -> None:
 
 
 def test_an_engine_that_keeps_prompts_is_found_out() -> None:
-    """vLLM computes no prompt twice: the burst with the longer answer came back sooner, and steps took less than none."""
+    """vLLM computes no prompt twice: the burst with the longer answer came back the sooner."""
     seen: set[tuple[int, int]] = set()
 
     def kept(work: Workload) -> float:

@@ -19,7 +19,9 @@ from tests.bench.fidelity_compare import Sent, compare, simulated_requests
 from tests.bench.fidelity_steps import WholeSteps, whole_profile
 from tests.bench.kept import write_kept
 
-KEPT = read(Path(__file__).parents[2] / "bench/results/fidelity/h200-vllm.json.xz")
+RESULTS = Path(__file__).parents[2] / "bench/results/fidelity"
+KEPT = read(RESULTS / "h200-vllm.json.xz")
+FRESH = read(RESULTS / "h200-vllm-fresh.json.xz")  # played after the step model was mended
 
 
 def test_a_kept_replay_is_simulated_as_near_as_the_document_says() -> None:
@@ -30,6 +32,13 @@ def test_a_kept_replay_is_simulated_as_near_as_the_document_says() -> None:
         assert found.at.e2e_s == pytest.approx(load.measured.e2e_s, rel=0.11)
         assert found.at.ttft_s == pytest.approx(load.measured.ttft_s, rel=0.16)
         assert found.at.tpot_s == pytest.approx(load.measured.tpot_s, rel=0.16)
+
+
+def test_a_replay_that_nobody_had_seen_is_simulated_within_a_tenth() -> None:
+    ((load, (found,)),) = again(FRESH)
+    assert found.saturated_requests_per_s == pytest.approx(FRESH.saturated_requests_per_s, rel=0.1)
+    for name in ("ttft_s", "tpot_s", "e2e_s"):  # at P50, P90, P99
+        assert getattr(found.at, name) == pytest.approx(getattr(load.measured, name), rel=0.1)
 
 
 def test_what_is_kept_is_what_was_played() -> None:
