@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
@@ -13,7 +13,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.plain_text import UNPRINTABLE, is_plain
 from fingerprint.profile_plan import Shards
-from iserve.planning.making import PlanOptions
+from iserve.planning.making import MAX_REPLICAS, PlanOptions
 from placement.placers import check_placement
 from planner.intent import CostModel, Intent, IntentKind, Level, Quality, Slo, Traffic
 
@@ -33,6 +33,7 @@ __all__ = [
     "ProfileBody",
     "ProfileJobDocument",
     "ProgressDocument",
+    "ReplicaDocument",
     "VerifyBody",
     "check_idempotency_key",
     "check_label",
@@ -143,7 +144,15 @@ class _Wish(_Body):
         )
 
 
-class PlanBody(_Wish):
+class _ReplicatedWish(_Wish):
+    replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS)  # each on devices of its own; the rate is of all
+
+    def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
+        wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
+        return replace(wish, replicas=self.replicas)
+
+
+class PlanBody(_ReplicatedWish):
     """``POST /api/v1/plans``: choose, start nothing."""
 
     model: _Text | None = None  # None: the bundled demo model
@@ -156,7 +165,7 @@ class LaunchBody(PlanBody):
     name: _Text | None = None  # what clients would put in ``model``; None: the model's own name
 
 
-class DeployBody(_Wish):
+class DeployBody(_ReplicatedWish):
     """``POST /api/v1/deployments``."""
 
     model: _Text | None = None
@@ -217,13 +226,28 @@ class ProgressDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaDocument:
+    """One worker of a deployment as it is now."""
+
+    worker_id: str
+    status: str  # as its worker is seen; "lost": the daemon does not know it, "unreachable": the daemon is away
+    device_ids: tuple[str, ...]
+    layers_per_stage: tuple[int, ...]
+    url: str | None
+    restarts: int
+    error: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentDocument:
     """One deployment as it is now.
 
     ``status``: ``accepted``, ``resolving``, ``profiling``, ``planning``, ``launching`` (the steps of a deploy);
-    ``ready``, ``restarting``, ``unreachable`` (observed of its worker); ``asleep`` (nobody called for
-    ``scale_to_zero_s`` and its worker has ended; ``error``: why the last try to start it again came to nothing),
-    ``waking`` (somebody did); ``refused`` (nothing is feasible), ``failed`` (``error`` says why), ``removing``.
+    ``ready`` (a worker serves, of several replicas at least one: ``num_ready`` of ``num_replicas``),
+    ``restarting``, ``unreachable`` (observed of its workers); ``asleep`` (nobody called for
+    ``scale_to_zero_s`` and its workers have ended; ``error``: why the last try to start them again came to
+    nothing), ``waking`` (somebody did); ``refused`` (nothing is feasible), ``failed`` (``error`` says why),
+    ``removing``.
     """
 
     name: str
@@ -233,13 +257,16 @@ class DeploymentDocument:
     error: str | None
     base_url: str | None  # of the OpenAI API, once there is a gateway
     config: DeploymentConfig | None
-    layers_per_stage: tuple[int, ...]
-    device_ids: tuple[str, ...]
-    worker_url: str | None
-    restarts: int
+    layers_per_stage: tuple[int, ...]  # of the first replica
+    device_ids: tuple[str, ...]  # of all replicas
+    worker_url: str | None  # of the first replica
+    restarts: int  # of all replicas
     created_at: float
     progress: ProgressDocument | None = None
     scale_to_zero_s: float | None = None
+    num_replicas: int = 1  # asked for
+    num_ready: int = 0
+    replicas: tuple[ReplicaDocument, ...] = ()  # those that were chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,10 +69,11 @@ class Export:
     volume: str | None
 
 
-def export(asked: Export, model: str | None, name: str | None, wish: o.Wish) -> None:
+def export(asked: Export, model: str | None, name: str | None, wish: o.Wish, replicas: int) -> None:
     """Plan as a deploy does, and write.
 
     Raises:
+        typer.BadParameter: several replicas in a Compose file.
         InfeasibleError: a deploy would be refused.
         NotMeasuredError: a deploy would measure first.
         ConflictError: the file is there already.
@@ -86,8 +87,14 @@ def export(asked: Export, model: str | None, name: str | None, wish: o.Wish) -> 
     if asked.volume is not None:
         with o.usage_errors("--volume"):
             _check_volume(asked.kind, asked.volume)
+    if replicas > 1 and asked.kind is ExportKind.COMPOSE:
+        raise typer.BadParameter(
+            f"a Compose file starts one worker on one port, {replicas} were asked for; export them as k8s, or "
+            "leave --replicas out and start the file elsewhere too",
+            param_hint="'--replicas'",
+        )
     settings = load_settings()
-    launch = _launch(asked, model, name, wish)
+    launch = _launch(asked, model, name, wish, replicas)
     worker = exported_worker(
         launch,
         get_engine(launch.worker.config.engine),
@@ -101,7 +108,7 @@ def export(asked: Export, model: str | None, name: str | None, wish: o.Wish) -> 
     typer.echo(f"  {start.format(output)}")
 
 
-def _launch(asked: Export, model: str | None, name: str | None, wish: o.Wish) -> LaunchDocument:
+def _launch(asked: Export, model: str | None, name: str | None, wish: o.Wish, replicas: int) -> LaunchDocument:
     """By the stored profile on what is free here, or by datasheets on GPUs that are not here."""
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import client, model_argument, registered_models
@@ -111,10 +118,10 @@ def _launch(asked: Export, model: str | None, name: str | None, wish: o.Wish) ->
     from iserve.settings import load_settings
 
     settings = load_settings()
-    options = wish.checked(settings)
+    options = o.replicated(wish.checked(settings), replicas)
     if asked.gpus is None:
         given = None if model is None else model_argument(model, settings)
-        body = wish.body() | {"model": given, "name": name}
+        body = wish.body() | {"model": given, "name": name, "replicas": replicas}
         return client(settings).post("/api/v1/plans/launch", body, LaunchDocument)
     with o.usage_errors("--gpus"):
         gpu, count = parse_gpus(asked.gpus)

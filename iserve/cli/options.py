@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -33,9 +33,11 @@ __all__ = [
     "OptionalModel",
     "OutputTokens",
     "QualityOption",
+    "Replicas",
     "Wish",
     "grouped",
     "not_empty",
+    "replicated",
     "usage_errors",
     "workload_of",
 ]
@@ -86,6 +88,14 @@ Batch = Annotated[int, typer.Option("--batch", help="Requests at once; also the 
 EngineOption = Annotated[
     str, typer.Option("--engine", callback=_known_engine, help="torch, vllm, tensorrt-llm or auto.")
 ]
+Replicas = Annotated[
+    int,
+    typer.Option(
+        "--replicas",
+        metavar="N",
+        help="Workers of the configuration, each on devices of its own; --rate is that of all together.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -96,6 +106,12 @@ def usage_errors(option: str | None = None) -> Iterator[None]:
         yield
     except BadInputError as error:
         raise typer.BadParameter(str(error), param_hint=option and f"'{option}'") from error
+
+
+def replicated(options: PlanOptions, replicas: int) -> PlanOptions:
+    """``options`` for so many replicas, checked."""
+    with usage_errors("--replicas"):
+        return replace(options, replicas=replicas)
 
 
 def workload_of(batch: int, input_tokens: int, output_tokens: int) -> Workload:

@@ -28,6 +28,7 @@ def plan(
         str | None, typer.Option("--gpus", help="Plan for these instead, such as a6000:8. Needs no GPU.")
     ] = None,
     wish: o.Wish,
+    replicas: o.Replicas = 1,
     picture: Annotated[
         bool, typer.Option("--picture", help="Draw the Pareto front: cost against latency, in characters.")
     ] = False,
@@ -46,9 +47,9 @@ def plan(
     from iserve.settings import load_settings
 
     settings = load_settings()
-    options = wish.checked(settings)
+    options = o.replicated(wish.checked(settings), replicas)
     if gpus is None:
-        body = wish.body() | {"model": model_argument(model, settings)}
+        body = wish.body() | {"model": model_argument(model, settings), "replicas": replicas}
         document = client(settings).post("/api/v1/plans", body, PlanDocument)
     else:
         with o.usage_errors("--gpus"):

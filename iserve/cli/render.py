@@ -105,7 +105,8 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
     if document.chosen is not None:
         chosen = document.candidates[document.chosen]
         layers = "" if chosen.layers_per_stage is None else f", layers per stage {list(chosen.layers_per_stage)}"
-        words = f": {short(chosen.config)} on {chosen.config.engine}{layers}"
+        times = f", {document.replicas} replicas" if document.replicas > 1 else ""
+        words = f": {short(chosen.config)} on {chosen.config.engine}{layers}{times}"
         out.print(Text.assemble(("chosen", "bold green"), words))
         _print_indented(out, chosen.conditions)
     else:

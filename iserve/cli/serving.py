@@ -39,12 +39,13 @@ def deploy(
     *,
     wish: o.Wish,
     name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None,
+    replicas: o.Replicas = 1,
     scale_to_zero: Annotated[
         float | None,
         typer.Option(
             "--scale-to-zero",
             metavar="SECONDS",
-            help="End the worker after so long without a request; the next one starts it again.",
+            help="End the workers after so long without a request; the next one starts them again.",
         ),
     ] = None,
     export: e.ExportOption = None,
@@ -77,7 +78,7 @@ def deploy(
     from iserve.settings import load_settings
 
     settings = load_settings()
-    wish.checked(settings)  # here already: a bad value must not start a controller
+    o.replicated(wish.checked(settings), replicas)  # here already: a bad value must not start a controller
     if name is not None:
         with o.usage_errors("--name"):
             check_name(name)
@@ -91,7 +92,8 @@ def deploy(
             raise typer.BadParameter("--export writes a file; leave --json out")
         if scale_to_zero is not None:
             raise typer.BadParameter("nobody watches what is exported; leave --scale-to-zero out")
-        e.export(e.Export(kind=export, output=output, gpus=gpus, image=image, volume=volume), model, name, wish)
+        where = e.Export(kind=export, output=output, gpus=gpus, image=image, volume=volume)
+        e.export(where, model, name, wish, replicas)
         return
     given = {"--output": output, "--gpus": gpus, "--image": image, "--volume": volume}
     if alone := [option for option, value in given.items() if value is not None]:
@@ -100,7 +102,7 @@ def deploy(
     controller, accepted = post_once(
         lambda: client(settings),
         "/api/v1/deployments",
-        wish.body() | {"model": model, "name": name, "scale_to_zero_s": scale_to_zero},
+        wish.body() | {"model": model, "name": name, "scale_to_zero_s": scale_to_zero, "replicas": replicas},
         DeploymentDocument,
         secrets.token_hex(16) if idempotency_key is None else idempotency_key,
     )
@@ -159,15 +161,16 @@ def ps(as_json: o.JsonOption = False) -> None:
         typer.echo(to_json(documents, indent=2).decode())
         return
     print_rows(
-        ("name", "model", "intent", "status", "configuration", "devices", "restarts", "error"),
+        ("name", "model", "intent", "status", "ready", "configuration", "devices", "restarts", "error"),
         [
             (
                 d.name,
                 d.model,
                 d.intent,
                 d.status,
+                f"{d.num_ready}/{d.num_replicas}",
                 "" if d.config is None else short(d.config),
-                " ".join(d.device_ids),
+                " | ".join(" ".join(replica.device_ids) for replica in d.replicas),
                 str(d.restarts),
                 d.error or "",
             )
@@ -177,12 +180,15 @@ def ps(as_json: o.JsonOption = False) -> None:
 
 
 def logs(
-    name: NameArgument, lines: Annotated[int, typer.Option("--lines", min=1, max=10_000, help="How many.")] = 100
+    name: NameArgument,
+    lines: Annotated[int, typer.Option("--lines", min=1, max=10_000, help="How many.")] = 100,
+    replica: Annotated[int, typer.Option("--replica", min=1, help="Of several replicas, which.")] = 1,
 ) -> None:
     """Print the end of a deployment's worker log."""
     from iserve.cli.live import client
 
-    typer.echo(client(start=False).text(f"/api/v1/deployments/{name}/log", lines=lines), nl=False)
+    path = f"/api/v1/deployments/{name}/log"
+    typer.echo(client(start=False).text(path, lines=lines, replica=replica), nl=False)
 
 
 def rm(name: NameArgument) -> None:

@@ -37,6 +37,7 @@ from iserve.controller.reach import Reach
 from iserve.controller.service import Controller
 from iserve.planning.document import PlanDocument
 from iserve.planning.launching import LaunchDocument
+from iserve.planning.making import MAX_REPLICAS
 from iserve.verify.documents import StoredVerification, VerificationJobDocument
 
 __all__ = ["create_app"]
@@ -213,8 +214,13 @@ def _deployment_routes(api: APIRouter, controller: Controller) -> None:
         return controller.deployment_plan(name)
 
     @api.get("/deployments/{name}/log", response_class=PlainTextResponse, responses=_PROBLEMS_BESIDE_TEXT)
-    def logs(name: str, lines: Annotated[int, Query(ge=1, le=10_000)] = 200) -> str:
-        return controller.logs(name, lines)
+    def logs(
+        name: str,
+        lines: Annotated[int, Query(ge=1, le=10_000)] = 200,
+        replica: Annotated[int, Query(ge=1, le=MAX_REPLICAS)] = 1,
+    ) -> str:
+        """The end of a worker's log, of several replicas that of one."""
+        return controller.logs(name, lines, replica)
 
     @api.delete("/deployments/{name}", status_code=202)
     def remove(name: str) -> DeploymentDocument:

@@ -3,8 +3,8 @@
 Whether to is decided by ``placement.scaling``, as in the simulator. Here are its carrying out and its record, each
 step of which is written down before it is taken:
 
-``ready`` -> ``asleep``: recorded first. The gateway then sends nothing to the worker any more. Only when it says
-so, and that it has nothing left there, the worker is ended: no request is cut short by it.
+``ready`` -> ``asleep``: recorded first. The gateway then sends nothing to the workers any more. Only when it says
+so, and that it has nothing left there, they are ended: no request is cut short by it.
 
 ``asleep`` -> ``waking``: when requests wait in the gateway. The deployer takes it to ``ready``, or back to
 ``asleep`` with the reason, which those who wait are told.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.errors import ConfigError
-from iserve.controller.records import recorded_wish, recorded_worker
+from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.controller.service import Controller
 from iserve.routes import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
@@ -70,8 +70,7 @@ class Autoscaler:
             if row.phase == "asleep":
                 self._keep_asleep(row, node, asked, steady_s)
             elif row.phase == "ready" and limit_s is not None and asked is not None:
-                worker = _living_worker(row, node)
-                is_ready = worker is not None and worker.state is WorkerState.READY
+                is_ready = any(worker.state is WorkerState.READY for worker in _living_workers(row, node))
                 if is_ready and replicas_for(_state(row, asked, steady_s), _rule(limit_s)) == 0:
                     self._put_to_sleep(row, limit_s)
 
@@ -96,18 +95,15 @@ class Autoscaler:
     def _keep_asleep(
         self, row: DeploymentRow, node: NodeStatus, asked: DeploymentDemand | None, steady_s: float
     ) -> None:
-        worker = _living_worker(row, node)
-        is_ending = worker is not None and (
-            worker.state is WorkerState.STOPPING or self._controller.is_ending(worker.spec.worker_id)
-        )
-        if is_ending:
+        workers = _living_workers(row, node)
+        if any(w.state is WorkerState.STOPPING or self._controller.is_ending(w.spec.worker_id) for w in workers):
             return
         wanted = asked is not None and replicas_for(_state(row, asked, steady_s), _rule(None)) > 0
         if wanted and self.refusal(row) is None:
             self._record(row, "waking", f"{row.name}: waking, it is called")
             return
         drained = steady_s > _DRAIN_PATIENCE_S if asked is None else not asked.outstanding
-        if worker is not None and drained:
+        for worker in workers if drained else ():
             self._controller.end_worker(worker.spec.worker_id, f"{row.name} is asleep")
 
     def _record(self, row: DeploymentRow, phase: str, message: str) -> None:
@@ -131,7 +127,8 @@ def _rule(idle_s: float | None) -> Scaling:
 
 
 def _state(row: DeploymentRow, asked: DeploymentDemand, steady_s: float) -> DeploymentState:
-    """As the decision sees it. With one replica at most its rate decides nothing, and is not told."""
+    """As the decision sees it: all replicas sleep and wake together, so that the rate decides nothing, and is not
+    told."""
     return DeploymentState(
         name=row.name,
         model=row.name,
@@ -146,9 +143,6 @@ def _state(row: DeploymentRow, asked: DeploymentDemand, steady_s: float) -> Depl
     )
 
 
-def _living_worker(row: DeploymentRow, node: NodeStatus) -> WorkerStatus | None:
-    spec = recorded_worker(row)
-    if spec is None:
-        return None
-    found = (w for w in node.workers if w.spec.worker_id == spec.worker_id)
-    return next((w for w in found if w.state is not WorkerState.STOPPED), None)
+def _living_workers(row: DeploymentRow, node: NodeStatus) -> tuple[WorkerStatus, ...]:
+    own = {spec.worker_id for spec in recorded_workers(row)}
+    return tuple(w for w in node.workers if w.spec.worker_id in own and w.state is not WorkerState.STOPPED)

@@ -32,11 +32,11 @@ from fingerprint.measurements import Profile
 from iserve.api_types import DeployBody, VerifyBody
 from iserve.controller.deployer import Deployer, deployable_engine, engine_for
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
-from iserve.controller.records import recorded_wish, recorded_worker
+from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
 from iserve.settings import Settings
-from iserve.state.store import Store
+from iserve.state.store import DeploymentRow, Store
 
 __all__ = ["CheckTarget", "Find", "Targets", "Tell", "used_bytes"]
 
@@ -59,6 +59,7 @@ class CheckTarget:
     room: Workload  # what it was launched for
     deployment: str | None
     used_before: dict[str, int] | None  # bytes by device before it was launched; None: it ran already
+    num_replicas: int = 1  # of the deployment; the one that is checked is among them
 
 
 Find = Callable[[Tell], contextlib.AbstractContextManager[CheckTarget]]
@@ -110,14 +111,11 @@ class Targets:
                 row = self._store.deployment(name)
                 if row.phase != "ready":  # it was put to sleep meanwhile, say
                     raise ConflictError(f"the deployment {name!r} is {row.phase}; verify it when it is ready")
-                spec, room = recorded_worker(row), self._deployer.options(recorded_wish(row)).workload
-                if spec is None:
-                    raise ConflictError(f"the deployment {name!r} has no worker; `iserve ps` tells")
+                room = self._deployer.options(recorded_wish(row)).workload
+                status = self._first_ready(row)
+                spec = status.spec
                 source = self._served(recorded_wish(row), spec)
                 engine = get_engine(spec.config.engine)
-                status = ask_daemon(self._daemon, lambda daemon: daemon.worker(spec.worker_id))
-                if status.state is not WorkerState.READY:
-                    raise ConflictError(f"the worker of {name!r} is {status.state}; verify it when it is ready")
                 yield CheckTarget(
                     source=source,
                     engine=engine,
@@ -127,9 +125,23 @@ class Targets:
                     room=room,
                     deployment=name,
                     used_before=None,
+                    num_replicas=len(recorded_workers(row)),
                 )
 
         return name, find
+
+    def _first_ready(self, row: DeploymentRow) -> WorkerStatus:
+        """Of the replicas, which are all of one configuration."""
+        workers = [worker.worker_id for worker in recorded_workers(row)]
+        if not workers:
+            raise ConflictError(f"the deployment {row.name!r} has no worker; `iserve ps` tells")
+        there = {worker.spec.worker_id: worker for worker in self._node().workers}
+        seen = [there[worker_id] for worker_id in workers if worker_id in there]
+        ready = next((worker for worker in seen if worker.state is WorkerState.READY), None)
+        if ready is None:
+            state = str(seen[0].state) if seen else "lost"
+            raise ConflictError(f"the worker of {row.name!r} is {state}; verify it when it is ready")
+        return ready
 
     def _served(self, wish: DeployBody, spec: WorkerSpec) -> ModelSource:
         """What the worker loaded, under the name it was deployed by unless that means another folder by now."""
@@ -171,7 +183,7 @@ class Targets:
             worker_id = f"verify-{uuid.uuid4().hex[:12]}"
             with self._profiler.paused(lambda: None), self._profiler.owning(worker_id):
                 planned = self._deployer.plan(source, engine, profile, options)
-                spec = planned.worker("verify", source, worker_id, options.workload, profile)
+                (spec,) = planned.workers("verify", source, worker_id, options.workload, profile)
                 # Should no controller ever come back to end it.
                 spec = replace(
                     spec, ends_at=time.time() + self._settings.start_timeout_s + 2 * body.max_seconds + _SLACK_S

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerSpec
 from daemon.engines.registry import capabilities_for, get_engine
-from daemon.status import NodeStatus
+from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
 from fingerprint.errors import InfeasibleError, IserveError, NotFoundError, StateUnavailableError
@@ -22,9 +23,10 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
+from iserve.controller.ending import end_workers
 from iserve.controller.node import devices_of, hardware_of, serving_on
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
-from iserve.controller.records import recorded_wish, recorded_worker
+from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.planning.document import plan_document
 from iserve.planning.engine_choice import choose_engine
@@ -38,6 +40,8 @@ from planner.intent import Quality
 __all__ = ["Deployer", "deployable_engine", "engine_for"]
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # at a worker whose time is up when the others of its deployment have been waited for
 
 
 def deployable_engine(name: str) -> Engine:
@@ -112,13 +116,17 @@ class Deployer:
 
     def _run(self, row: DeploymentRow) -> None:
         body = recorded_wish(row)
-        recorded = recorded_worker(row)
-        if recorded is not None:
+        recorded = recorded_workers(row)
+        if row.phase == "ready" and self._any_is_there(recorded):
+            self._mend(row, recorded)
+            return
+        if recorded:
             try:
                 self._launch(row, lambda: recorded)
                 return
             except InfeasibleError as error:
                 log.info("%s: what it ran on is no longer free, so it is planned anew: %s", row.name, error)
+                ask_daemon(self._daemon, lambda daemon: end_workers(daemon, recorded))  # replicas that had room
         self._move(row, "resolving")
         source = self._resolve(body.model)
         Checkpoint.open(source.directory)  # before minutes are spent on measuring what cannot be served
@@ -170,7 +178,12 @@ class Deployer:
         table = engine.capabilities().unprepared()  # only 16-bit checkpoints are taken in
         plan = make_plan(source.spec, hardware, estimator, [table], options)
         document = plan_document(
-            plan, model=source.name, hardware=hardware.label, workload=options.workload, notes=notes
+            plan,
+            model=source.name,
+            hardware=hardware.label,
+            workload=options.workload,
+            notes=notes,
+            replicas=options.replicas,
         )
         return PlannedDeployment(
             document, plan.best, devices_of(node), {d.device_id: d.free_bytes for d in node.devices}
@@ -184,8 +197,8 @@ class Deployer:
         profile: Profile,
         options: PlanOptions,
         notes: tuple[str, ...],
-    ) -> WorkerSpec:
-        """The best worker for what is free now, recorded with its plan.
+    ) -> tuple[WorkerSpec, ...]:
+        """The best workers for what is free now, recorded with their plan.
 
         Raises:
             InfeasibleError: nothing runs here; the message says what comes nearest.
@@ -193,28 +206,59 @@ class Deployer:
         planned = self.plan(source, engine, profile, options, notes)
         self._store.update_deployment(row.id, plan=to_json(planned.document))
         worker_id = f"{worker_slug(row.name)}-{row.id}"
-        spec = planned.worker(row.name, source, worker_id, options.workload, profile)
-        self._store.update_deployment(row.id, worker=to_json(spec))
-        return spec
+        specs = planned.workers(row.name, source, worker_id, options.workload, profile)
+        self._store.update_deployment(row.id, workers=to_json(specs))
+        return specs
 
-    def _launch(self, row: DeploymentRow, choose: Callable[[], WorkerSpec]) -> None:
+    def _any_is_there(self, workers: tuple[WorkerSpec, ...]) -> bool:
+        node = ask_daemon(self._daemon, DaemonClient.node)
+        there = {worker.spec.worker_id for worker in node.workers if worker.state is not WorkerState.STOPPED}
+        return any(worker.worker_id in there for worker in workers)
+
+    def _mend(self, row: DeploymentRow, workers: tuple[WorkerSpec, ...]) -> None:
+        """Start the replicas again that were lost, while the others serve on. It stays ready whatever comes of it;
+        what cannot be started is told, and tried again by the reconciler."""
+        try:
+            self._launch(row, lambda: workers, mending=True)
+        except StateUnavailableError:
+            raise
+        except IserveError as error:
+            if str(error) != row.error:
+                self._record(row, "ready", error=str(error))
+
+    def _launch(
+        self, row: DeploymentRow, choose: Callable[[], tuple[WorkerSpec, ...]], *, mending: bool = False
+    ) -> None:
         """Have the daemon run what ``choose`` says, and see it serve. Of two deploys at once the second chooses
         when the first has its memory. A worker that does not come to serve is ended by the reconciler."""
-
-        def go_on() -> None:
-            self._check_not_removed(row)
-
-        with self._profiler.paused(go_on):
-            spec = choose()
-            self._move(row, "launching")
-            ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
-        try:
-            status = wait_until_ready(self._daemon, spec.worker_id, self._settings.start_timeout_s, go_on=go_on)
-        except NotFoundError:  # the daemon was killed when it had just begun; the next one knows nothing of it
-            ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
-            status = wait_until_ready(self._daemon, spec.worker_id, self._settings.start_timeout_s, go_on=go_on)
-        self._store.update_deployment(row.id, worker=to_json(status.spec))
+        with self._profiler.paused(lambda: self._check_not_removed(row)):
+            specs = choose()
+            if not mending:
+                self._move(row, "launching")
+            for spec in specs:
+                self._ask_to_run(spec)
+        deadline_s = time.monotonic() + self._settings.start_timeout_s  # they start at the same time
+        serving = tuple(self._once_ready(row, spec, deadline_s) for spec in specs)
+        self._store.update_deployment(row.id, workers=to_json(serving))
         self._move(row, "ready")
+
+    def _ask_to_run(self, spec: WorkerSpec) -> None:
+        ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
+
+    def _once_ready(self, row: DeploymentRow, spec: WorkerSpec, deadline_s: float) -> WorkerSpec:
+        """As it serves, its port included."""
+
+        def wait() -> WorkerStatus:
+            left_s = max(_LOOK_S, deadline_s - time.monotonic())
+            return wait_until_ready(
+                self._daemon, spec.worker_id, left_s, go_on=lambda: self._check_not_removed(row)
+            )
+
+        try:
+            return wait().spec
+        except NotFoundError:  # the daemon was killed when it had just begun; the next one knows nothing of it
+            self._ask_to_run(spec)
+            return wait().spec
 
     def _move(self, row: DeploymentRow, phase: str) -> None:
         """The next step, if it is still to be taken. One that wakes is waking until it serves, so that whoever

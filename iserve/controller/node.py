@@ -14,7 +14,7 @@ from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from iserve.api_types import NodeDocument
-from iserve.controller.records import recorded_worker
+from iserve.controller.records import recorded_workers
 from iserve.planning.document import PlanDocument
 from iserve.planning.making import Hardware
 from iserve.routes import Demand, DeploymentDemand
@@ -82,8 +82,9 @@ def serving_on(
     """The deployments with a worker on ``node`` of which the gateway told how often they are called.
 
     What a request takes is what was predicted when the configuration was chosen, of one as long as was planned
-    for; or less, by how busy the devices of a worker were seen that has been there all the time and keeps up. One
-    that was not seen for long, or has only begun to queue, is taken to be asked for all of its time at most.
+    for; or less, by how busy the devices of its workers were seen that have been there all the time and keep up.
+    Those that were not seen for long, or have only begun to queue, are taken to be asked for all of their time at
+    most.
 
     Args:
         demand: None: the gateway is away, and nobody tells.
@@ -92,42 +93,46 @@ def serving_on(
     workers = {worker.spec.worker_id: worker for worker in node.workers if worker.state in _HERE}
     found = []
     for row in rows:
-        worker, told = workers.get(_worker_id(row)), asked.get(row.name)
-        if worker is not None and told is not None and told.requests_per_s is not None:
-            found.append(_state(row, worker, told, told.requests_per_s, node))
+        specs, told = recorded_workers(row), asked.get(row.name)
+        here = tuple(workers[spec.worker_id] for spec in specs if spec.worker_id in workers)
+        if here and told is not None and told.requests_per_s is not None:
+            found.append(_state(row, here, told, told.requests_per_s, node))
     return tuple(found)
 
 
-def _worker_id(row: DeploymentRow) -> str:
-    spec = recorded_worker(row)
-    return "" if spec is None else spec.worker_id
-
-
 def _state(
-    row: DeploymentRow, worker: WorkerStatus, told: DeploymentDemand, requests_per_s: float, node: NodeStatus
+    row: DeploymentRow,
+    workers: tuple[WorkerStatus, ...],
+    told: DeploymentDemand,
+    requests_per_s: float,
+    node: NodeStatus,
 ) -> DeploymentState:
-    spec, here_s = worker.spec, node.observed_at - datetime.fromisoformat(worker.started_at).timestamp()
-    service_s = _planned_service_s(row, spec)
+    """Requests go to whoever has the fewest: each replica has as many as the others."""
+    specs, number = [worker.spec for worker in workers], len(workers)
+    last_start_s = max(datetime.fromisoformat(worker.started_at).timestamp() for worker in workers)
+    here_s = node.observed_at - last_start_s
+    service_s = _planned_service_s(row, specs[0])
     if requests_per_s > 0:
-        seen = _most_busy(spec, node) if here_s >= _WINDOW_S else 0.0
-        queues = told.waiting + told.outstanding > spec.limits.max_batch
-        if not 0 < seen < _SATURATED:  # a busy one that queues may be asked for any more than it can do
-            seen = math.inf if seen and queues else 1.0
+        seen = sum(_most_busy(spec, node) for spec in specs) if here_s >= _WINDOW_S else 0.0
+        queues = told.waiting + told.outstanding > sum(spec.limits.max_batch for spec in specs)
+        if not 0 < seen < _SATURATED * number:  # busy ones that queue may be asked for any more than they can do
+            seen = math.inf if seen and queues else float(number)
         elif queues:  # a queue that began just now is not in what was seen
-            seen = 1.0
+            seen = float(number)
         service_s = min(service_s, seen / requests_per_s)
     return DeploymentState(
         name=row.name,
         model=row.name,
-        wanted=1,
-        replicas=(
+        wanted=len(recorded_workers(row)),
+        replicas=tuple(
             ReplicaState(
-                replica_id=spec.worker_id,
-                placement=_placement(spec, node.node_id),
+                replica_id=worker.spec.worker_id,
+                placement=_placement(worker.spec, node.node_id),
                 ready=worker.state is WorkerState.READY,
-                outstanding=told.outstanding,
-                max_batch=spec.limits.max_batch,
-            ),
+                outstanding=told.outstanding // number + (place < told.outstanding % number),
+                max_batch=worker.spec.limits.max_batch,
+            )
+            for place, worker in enumerate(workers)
         ),
         moving=False,
         waiting=told.waiting,

@@ -10,12 +10,13 @@ import logging
 import threading
 import time
 
+from daemon.engines.base import WorkerSpec
 from daemon.process import write_file_atomically
-from daemon.status import NodeStatus, WorkerState
+from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 from iserve.controller.autoscaling import Autoscaler
-from iserve.controller.records import recorded_worker
+from iserve.controller.records import recorded_workers
 from iserve.controller.service import Controller
 from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from iserve.state.store import DeploymentRow
@@ -29,6 +30,7 @@ _GIVEN_UP = frozenset({"refused", "failed"})
 _SERVED = frozenset({"launching", "ready", "waking"})  # a worker is there, or about to be
 _STARTED_ON_CALL = frozenset({"asleep", "waking"})  # its clients wait for as long as a start may take
 _SAY_AGAIN_S = 60.0
+_TRY_AGAIN_S = 10.0  # a replica that could not be started again, while others serve
 _ORPHAN_GRACE_S = 5.0  # a worker may be launched a moment before its record is read
 
 
@@ -43,6 +45,7 @@ class Reconciler:
         self._version = 0
         self._orphans: dict[str, float] = {}
         self._said_s: dict[str, float] = {}
+        self._tried_s: dict[int, float] = {}  # deployment -> when a lost worker of it was started again
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="reconcile", daemon=True)
 
@@ -91,15 +94,18 @@ class Reconciler:
             self._end_orphans(rows, node)
 
     def _settle(self, row: DeploymentRow, node: NodeStatus | None) -> None:
-        lost = row.phase == "ready" and node is not None and _is_lost(row, node)
-        if row.desired == "removed" or row.phase in _UNFINISHED or lost:
+        if row.desired == "removed" or row.phase in _UNFINISHED:
             self._controller.work_on(row)
+        elif row.phase == "ready" and node is not None and _is_lost(row, node):
+            now_s = time.monotonic()
+            if row.error is None or now_s - self._tried_s.get(row.id, -_TRY_AGAIN_S) >= _TRY_AGAIN_S:
+                self._tried_s[row.id] = now_s
+                self._controller.work_on(row)
 
     def _end_orphans(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
         """Stop workers that no deployment owns: those of a profile whose controller was killed, say, or one that
         did not come to serve in time and would hold its memory for nobody."""
-        workers = (recorded_worker(row) for row in rows if row.phase not in _GIVEN_UP)
-        owned = {worker.worker_id for worker in workers if worker is not None}
+        owned = {w.worker_id for row in rows if row.phase not in _GIVEN_UP for w in recorded_workers(row)}
         present = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
         now = time.monotonic()
         orphans = present - owned - self._controller.profiler.workers
@@ -150,35 +156,37 @@ class Reconciler:
         self._published, self._version = content, table.version
 
     def _route(self, row: DeploymentRow, node: NodeStatus | None) -> Route | None:
-        spec = recorded_worker(row)
-        if spec is None or row.phase not in _SERVED | _STARTED_ON_CALL:
+        specs = recorded_workers(row)
+        if not specs or row.phase not in _SERVED | _STARTED_ON_CALL:
             return None
-        seen = next((w for w in node.workers if w.spec.worker_id == spec.worker_id), None) if node else None
+        there = {} if node is None else {w.spec.worker_id: w for w in node.workers}
         refusal = self._autoscaler.refusal(row)
         patience_s = self._controller.settings.start_timeout_s if row.phase in _STARTED_ON_CALL else None
-        target = WorkerTarget(
-            worker_id=spec.worker_id,
-            url=f"http://{spec.host}:{spec.port}" if seen is None else seen.url,
-            ready=seen is not None and seen.state is WorkerState.READY and row.phase in _SERVED,
-            # As many again wait at the worker as run there, so that a slot that frees is filled at once.
-            max_outstanding=2 * spec.limits.max_batch,
-        )
+        first = specs[0]
         return Route(
             name=row.name,
-            model=spec.served_model,
+            model=first.served_model,
             created=int(row.created_at),
-            max_context_tokens=spec.limits.max_context_tokens,
-            workers=(target,),
+            max_context_tokens=first.limits.max_context_tokens,
+            workers=tuple(_target(spec, there.get(spec.worker_id), row.phase) for spec in specs),
             ready_wait_s=patience_s,
             refusal=None if refusal is None else refusal.reason,
             retry_after_s=1 if refusal is None else refusal.retry_after_s,
         )
 
 
+def _target(spec: WorkerSpec, seen: WorkerStatus | None, phase: str) -> WorkerTarget:
+    return WorkerTarget(
+        worker_id=spec.worker_id,
+        url=f"http://{spec.host}:{spec.port}" if seen is None else seen.url,
+        ready=seen is not None and seen.state is WorkerState.READY and phase in _SERVED,
+        # As many again wait at the worker as run there, so that a slot that frees is filled at once.
+        max_outstanding=2 * spec.limits.max_batch,
+    )
+
+
 def _is_lost(row: DeploymentRow, node: NodeStatus) -> bool:
-    """Whether the daemon does not know the worker of a deployment that was ready, or it was stopped there."""
-    worker = recorded_worker(row)
-    if worker is None:
-        return True
-    states = [w.state for w in node.workers if w.spec.worker_id == worker.worker_id]
-    return not states or states[0] is WorkerState.STOPPED
+    """Whether the daemon does not know a worker of a deployment that was ready, or it was stopped there."""
+    there = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
+    workers = recorded_workers(row)
+    return not workers or any(worker.worker_id not in there for worker in workers)

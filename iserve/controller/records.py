@@ -13,7 +13,7 @@ from fingerprint.errors import BadInputError, ConfigError
 from iserve.api_types import DeployBody
 from iserve.state.store import DeploymentRow
 
-__all__ = ["recorded_wish", "recorded_worker"]
+__all__ = ["recorded_wish", "recorded_workers"]
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,13 @@ def recorded_wish(row: DeploymentRow) -> DeployBody:
         ) from error
 
 
-def recorded_worker(row: DeploymentRow) -> WorkerSpec | None:
-    """The worker that was chosen; None before that, and where it cannot be read: then it is chosen anew."""
-    if row.worker is None:
-        return None
+def recorded_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
+    """The workers that were chosen, one for each replica; none before that, and where they cannot be read: then
+    they are chosen anew."""
+    if row.workers is None:
+        return ()
     try:
-        return from_json(row.worker, WorkerSpec, what=f"the recorded worker of {row.name}")
+        return from_json(row.workers, tuple[WorkerSpec, ...], what=f"the recorded workers of {row.name}")
     except BadInputError as error:
         log.warning("%s", error)
-        return None
+        return ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from daemon.client import DaemonClient
 from daemon.engines.registry import ENGINES
 from daemon.json_http import JsonHttp
-from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.status import NodeStatus, WorkerState
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json
 from fingerprint.config import Workload
@@ -45,11 +44,13 @@ from iserve.api_types import (
 )
 from iserve.controller.check_targets import Targets
 from iserve.controller.deployer import Deployer, deployable_engine, engine_for
+from iserve.controller.ending import end_workers
 from iserve.controller.jobs import Jobs
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
 from iserve.controller.profiling import Profiler, ask_daemon
-from iserve.controller.records import recorded_wish, recorded_worker
+from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before
+from iserve.controller.seen import replicas_seen, status_of
 from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.keys import new_key
@@ -321,10 +322,8 @@ class Controller:
         self._pool.submit(work)
 
     def _remove(self, row: DeploymentRow) -> None:
-        worker = recorded_worker(row)  # one that cannot be read is nobody's once the row is gone, and ended then
-        if worker is not None:
-            with contextlib.suppress(NotFoundError):
-                self.daemon().stop(worker.worker_id)
+        if workers := recorded_workers(row):  # those that cannot be read are nobody's once the row is gone
+            end_workers(self.daemon(), workers)
         self.store.delete_deployment(row.id)
         self.store.add_event(None, "removed", f"{row.name}: removed")
 
@@ -372,12 +371,15 @@ class Controller:
             raise NotFoundError(f"the deployment {name!r} has no plan yet (it is {row.phase})")
         return from_json(row.plan, PlanDocument, what="the stored plan")
 
-    def logs(self, name: str, lines: int) -> str:
+    def logs(self, name: str, lines: int, replica: int = 1) -> str:
+        """Of one replica, counted from 1."""
         row = self.store.deployment(name)
-        worker = recorded_worker(row)
-        if worker is None:
+        workers = recorded_workers(row)
+        if not workers:
             raise NotFoundError(f"the deployment {name!r} has no worker yet (it is {row.phase})")
-        return self.daemon().log(worker.worker_id, lines)
+        if replica > len(workers):
+            raise NotFoundError(f"the deployment {name!r} has no replica {replica}, it has {len(workers)}")
+        return self.daemon().log(workers[replica - 1].worker_id, lines)
 
     def events(self, *, after: int, name: str | None, limit: int) -> tuple[EventRow, ...]:
         deployment_id = None if name is None else self.store.deployment(name).id
@@ -407,15 +409,17 @@ class Controller:
             restarts=0,
             created_at=time.time(),
             scale_to_zero_s=body.scale_to_zero_s,
+            num_replicas=body.replicas,
         )
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
-        spec, wish, error = recorded_worker(row), DeployBody(model="?"), row.error
+        wish, error = DeployBody(model="?"), row.error
         try:
             wish = recorded_wish(row)
         except IserveError as unreadable:
             error = str(unreadable)
-        seen = None if node is None or spec is None else _worker(node, spec.worker_id)
+        workers = recorded_workers(row)
+        replicas = replicas_seen(workers, node)
         with self._lock:
             progress = self._progress.get(row.name)
         gateway = self.gateway_process.record()
@@ -423,17 +427,20 @@ class Controller:
             name=row.name,
             model=wish.model or DEMO_MODEL_NAME,
             intent=str(wish.intent),
-            status=_status(row, node, seen),
-            error=error or (None if seen is None else seen.error),
+            status=status_of(row, node, replicas),
+            error=error or next((replica.error for replica in replicas if replica.error is not None), None),
             base_url=None if gateway is None else f"{gateway.url}/v1",
-            config=None if spec is None else spec.config,
-            layers_per_stage=() if spec is None else tuple(stage.num_layers for stage in spec.stages),
-            device_ids=() if spec is None else tuple(d for stage in spec.stages for d in stage.device_ids),
-            worker_url=None if seen is None else seen.url,
-            restarts=0 if seen is None else seen.restarts,
+            config=workers[0].config if workers else None,
+            layers_per_stage=replicas[0].layers_per_stage if replicas else (),
+            device_ids=tuple(device for replica in replicas for device in replica.device_ids),
+            worker_url=replicas[0].url if replicas else None,
+            restarts=sum(replica.restarts for replica in replicas),
             created_at=row.created_at,
             progress=None if progress is None else _progress_document(progress),
             scale_to_zero_s=wish.scale_to_zero_s,
+            num_replicas=wish.replicas,
+            num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
+            replicas=replicas,
         )
 
     # keys
@@ -453,23 +460,6 @@ class Controller:
         self.verifier.close()
         self._profile_jobs.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _worker(node: NodeStatus, worker_id: str) -> WorkerStatus | None:
-    return next((w for w in node.workers if w.spec.worker_id == worker_id), None)
-
-
-def _status(row: DeploymentRow, node: NodeStatus | None, seen: WorkerStatus | None) -> str:
-    """What is so now; the recorded phase only where nothing can be observed yet."""
-    if row.desired == "removed":
-        return "removing"
-    if row.phase != "ready":
-        return row.phase
-    if node is None:
-        return "unreachable"
-    if seen is None:
-        return "restarting"
-    return "ready" if seen.state is WorkerState.READY else str(seen.state)
 
 
 def _progress_document(progress: ProfileProgress) -> ProgressDocument:

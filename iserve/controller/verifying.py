@@ -206,6 +206,10 @@ def _notes(running: CheckTarget, times: Times, unknown: str | None) -> tuple[str
             f"answers of {times.workload.output_tokens} tokens were run, not of {running.room.output_tokens}, to "
             "stay within --max-seconds; times are predicted for the same"
         )
+    if running.num_replicas > 1:
+        notes.append(
+            f"one of {running.num_replicas} replicas was checked, {running.spec.worker_id}; the others served on"
+        )
     if times.disturbed:
         notes.append(f"{times.disturbed} pairs of bursts are left out: others were served meanwhile")
     return tuple(notes)

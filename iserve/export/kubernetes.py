@@ -74,8 +74,8 @@ def _deployment(worker: ExportedWorker, claim: str) -> dict[str, Value]:
         "kind": "Deployment",
         "metadata": _metadata(worker),
         "spec": {
-            "replicas": 1,
-            "strategy": {"type": "Recreate"},  # there need not be room for two
+            "replicas": worker.num_replicas,
+            "strategy": {"type": "Recreate"},  # there need not be room for more
             "selector": {"matchLabels": {"app.kubernetes.io/name": worker.label}},
             "template": {"metadata": {"labels": _labels(worker)}, "spec": pod},
         },
@@ -129,6 +129,11 @@ def _probes(worker: ExportedWorker) -> dict[str, Value]:
 
 def _own_remarks(worker: ExportedWorker, claim: str) -> list[str]:
     remarks = [f"The claim {claim} must have the checkpoint's files (config.json and the others) in its root."]
+    if worker.num_replicas > 1:
+        remarks.append(
+            f"{worker.num_replicas} replicas: the Service spreads connections over them, whatever each has to do; "
+            "iServe's gateway would send each request to the one with the fewest. All of them read the claim."
+        )
     if worker.num_gpus:
         remarks.append(
             "Kubernetes chooses the GPUs: where nodes differ, add a nodeSelector for the kind planned for."

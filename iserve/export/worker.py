@@ -48,6 +48,7 @@ class ExportedWorker:
     probe_misses: int
     unresponsive_s: float
     remarks: tuple[str, ...]  # on the whole, for the head of a file
+    num_replicas: int = 1
 
 
 def exported_worker(
@@ -94,6 +95,7 @@ def exported_worker(
         probe_misses=times.probe_misses,
         unresponsive_s=times.unresponsive_s,
         remarks=(*_remarks(launch, engine.name), *(container.notes if image is None else ())),
+        num_replicas=launch.plan.replicas,
     )
 
 

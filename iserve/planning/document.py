@@ -154,6 +154,7 @@ class PlanDocument:
     why_not: WhyNotDocument
     notes: tuple[str, ...] = ()  # on the plan as a whole: engines passed over, profiles that are not used
     served: ServedDocument | None = None  # what the chosen one gives under the rate
+    replicas: int = 1  # of the chosen one; all figures, the rate among them, are of one
 
 
 def estimate_document(
@@ -203,6 +204,7 @@ def plan_document(
     workload: Workload,
     conditions_of: Callable[[DeploymentConfig], tuple[str, ...]] = _no_conditions,
     notes: tuple[str, ...] = (),
+    replicas: int = 1,
 ) -> PlanDocument:
     """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning.making``)."""
     return PlanDocument(
@@ -216,9 +218,18 @@ def plan_document(
         candidates=tuple(_candidate(ranked, conditions_of) for ranked in plan.candidates),
         chosen=plan.chosen,
         why_not=_why_not(plan.why_not),
-        notes=(*notes, *_beside(plan)),
+        notes=(*notes, *_replicated(plan.intent, replicas), *_beside(plan)),
         served=None if plan.served is None else _served(plan.served, plan.intent),
+        replicas=replicas,
     )
+
+
+def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
+    """What the figures are of, where there are several replicas."""
+    if replicas == 1:
+        return ()
+    share = f" at its share of the rate, {intent.rate_per_s:.4g} requests/s" if intent.rate_per_s else ""
+    return (f"{replicas} replicas, each on devices of its own; all figures are of one{share}",)
 
 
 def _beside(plan: Plan) -> tuple[str, ...]:

@@ -73,6 +73,7 @@ def plan_for_gpus(
         hardware=hardware.label,
         workload=options.workload,
         conditions_of=EngineChooser(source.spec, gpu, engines).conditions,
+        replicas=options.replicas,
     )
 
 
@@ -106,7 +107,12 @@ def launch_for_gpus(
     hardware = hypothetical_hardware(gpu, count)
     plan = make_plan(source.spec, hardware, RooflineEstimator(source.spec, gpu), [table], options)
     document = plan_document(
-        plan, model=source.name, hardware=hardware.label, workload=options.workload, notes=notes
+        plan,
+        model=source.name,
+        hardware=hardware.label,
+        workload=options.workload,
+        notes=notes,
+        replicas=options.replicas,
     )
     kind = "cpu" if gpu.compute_capability is None else "cuda"
     devices = tuple(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from daemon.devices import Device
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from fingerprint.config import Workload
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import InfeasibleError
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.measurements import Profile
 from iserve.controller.estimating import step_tokens_of
 from iserve.model_source import ModelSource
 from iserve.planning.document import PlanDocument
+from iserve.planning.making import placements_of
 from placement.types import Placement, StagePlacement
 from planner.plan import Ranked
 
@@ -27,7 +28,7 @@ class LaunchDocument:
     """What a deploy would start, and on what; nothing is started by asking."""
 
     plan: PlanDocument
-    worker: WorkerSpec
+    worker: WorkerSpec  # the first, where there are several replicas
     devices: tuple[Device, ...]  # of the worker
     release: str | None  # of the engine that was measured; None: nothing was
     has_weights: bool  # beside the config.json that was planned with
@@ -42,24 +43,34 @@ class PlannedDeployment:
     devices: tuple[Device, ...]
     free_bytes: Mapping[str, int]  # by device: what was free when it was made
 
-    def worker(
+    def workers(
         self, name: str, source: ModelSource, worker_id: str, workload: Workload, profile: Profile | None
-    ) -> WorkerSpec:
-        """The launch of the best. Raises InfeasibleError: there is none; the message says what comes nearest.
+    ) -> tuple[WorkerSpec, ...]:
+        """The launch of the best, of each replica. Raises InfeasibleError: there is none; the message says what
+        comes nearest.
 
         Args:
+            worker_id: of one; of several with ``-r1`` and so on, which no id that ends in a number looks like.
             profile: that it was planned with; None: with datasheets.
         """
-        if self.best is None:
+        best = self.best
+        if best is None or best.layout is None:
             raise InfeasibleError(_why_nothing(self.document))
         steps = None if profile is None else step_tokens_of(profile)
-        return worker_spec(name, source, worker_id, self.best, workload, self.free_bytes, steps)
+        placements = placements_of(best.layout)
+        ids = [worker_id] if len(placements) == 1 else [f"{worker_id}-r{i + 1}" for i in range(len(placements))]
+        return tuple(
+            worker_spec(name, source, one_id, best.config, placement, workload, self.free_bytes, steps)
+            for one_id, placement in zip(ids, placements, strict=True)
+        )
 
     def launch(
         self, name: str, source: ModelSource, workload: Workload, profile: Profile | None
     ) -> LaunchDocument:
-        """What a deploy of ``name`` would start. Raises as :meth:`worker`."""
-        worker = self.worker(name, source, worker_slug(name), workload, profile)
+        """What a deploy of ``name`` would start. Raises as :meth:`workers`."""
+        worker = replace(
+            self.workers(name, source, worker_slug(name), workload, profile)[0], worker_id=worker_slug(name)
+        )
         used = {device_id for stage in worker.stages for device_id in stage.device_ids}
         return LaunchDocument(
             plan=self.document,
@@ -74,19 +85,18 @@ def worker_spec(
     name: str,
     source: ModelSource,
     worker_id: str,
-    best: Ranked,
+    config: DeploymentConfig,
+    placement: Placement,
     workload: Workload,
     free_bytes: Mapping[str, int],
     step_tokens: int | None = None,
 ) -> WorkerSpec:
-    """The launch that enforces what ``best`` was estimated and placed with on devices with ``free_bytes``.
+    """The launch that enforces what ``config`` was estimated and placed with on devices with ``free_bytes``.
 
     Args:
         step_tokens: tokens of the largest step that the engine was measured with, whose activations and chunks of
             prompts the estimate therefore has; None: the estimate has those of this workload's own largest step.
     """
-    placement = best.layout
-    assert isinstance(placement, Placement), "a feasible candidate of make_plan carries its placement"
     context = min(workload.context_tokens, source.spec.max_context_tokens)
 
     def limit_bytes(stage: StagePlacement) -> int:
@@ -97,7 +107,7 @@ def worker_spec(
         worker_id=worker_id,
         served_model=name,
         checkpoint=str(source.directory),
-        config=best.config,
+        config=config,
         stages=tuple(
             StageAssignment(
                 device_ids=stage.device_ids,

@@ -18,6 +18,7 @@ from fingerprint.model_spec import ModelSpec
 from placement.fit import demand
 from placement.others import Others
 from placement.placers import FindsPlaces, check_placement, make_placer
+from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.beside import Neighbours
 from planner.costs import Prices
@@ -27,6 +28,7 @@ from planner.rank import rank
 from planner.space import configuration_space, shape_refusal
 
 __all__ = [
+    "MAX_REPLICAS",
     "EngineChooser",
     "FitsOn",
     "Hardware",
@@ -34,10 +36,13 @@ __all__ = [
     "check_context",
     "hypothetical_hardware",
     "make_plan",
+    "placements_of",
     "prices_of",
     "ranked_anywhere",
     "space",
 ]
+
+MAX_REPLICAS = 64  # a node has no more devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +50,7 @@ class PlanOptions:
     """What is wished, and for which requests.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: there is no such policy, or a number of replicas that cannot be.
     """
 
     intent: Intent = field(default_factory=Intent)
@@ -53,9 +58,21 @@ class PlanOptions:
     policy: str = "hybrid"
     load_threshold: float = 0.5
     weigh_load: bool = True  # count what runs on the GPUs now; else plan as if they were idle
+    replicas: int = 1  # of the configuration, each on devices of its own
 
     def __post_init__(self) -> None:
         check_placement(self.policy)
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise ConfigError(f"a deployment has 1 to {MAX_REPLICAS} replicas, got {self.replicas}")
+
+    @property
+    def replica_intent(self) -> Intent:
+        """That of each replica. Requests are spread evenly, so that it gets its share of the rate; taken to come
+        as irregularly as the whole (sent to who has the fewest, they come more evenly)."""
+        rate_per_s = self.intent.rate_per_s
+        if rate_per_s is None or self.replicas == 1:
+            return self.intent
+        return replace(self.intent, rate_per_s=rate_per_s / self.replicas)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +142,9 @@ def _plan_on(
 ) -> Plan:
     num_gpus, fits = len(hardware.snapshot.gpus), FitsOn(hardware, options)
     candidates = space(spec, hardware.gpu, num_gpus, estimator, engines, options)
-    return rank(candidates, options.intent, fits=fits, prices=prices_of(hardware.gpu), neighbours=fits.neighbours)
+    return rank(
+        candidates, options.replica_intent, fits=fits, prices=prices_of(hardware.gpu), neighbours=fits.neighbours
+    )
 
 
 def space(
@@ -206,48 +225,58 @@ class EngineChooser:
         return (*table.conditions(self._spec, config, self._gpu), *(() if unseen is None else (unseen,)))
 
 
+def placements_of(layout: Layout) -> tuple[Placement, ...]:
+    """One for each replica."""
+    if isinstance(layout, Replicas):
+        return layout.placements
+    assert isinstance(layout, Placement), "every place is one of placement's"
+    return (layout,)
+
+
 class FitsOn:
-    """The planner's questions about one snapshot, answered by placement: does it fit, at the upper end of the
-    memory's interval, and how much longer do requests take there (``planner.beside.Neighbours``)?"""
+    """The planner's questions about one snapshot, answered by placement: does it fit as often as it is to, at the
+    upper end of the memory's interval, and how much longer do requests take there
+    (``planner.beside.Neighbours``)?"""
 
     def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
-        self._hardware = hardware
+        self._hardware, self._replicas = hardware, options.replicas
         self._others = Others(hardware.snapshot)
         self._counts = options.weigh_load and bool(self._others.loads)
         self._placer = self._placer_of(options.policy, options.load_threshold)
-        self._calm: FindsPlaces | None = None
+        self._calm: FindsPlaces | ReplicaPlacer | None = None
 
-    def _placer_of(self, policy: str, threshold: float) -> FindsPlaces:
-        return make_placer(
-            policy,
-            self._hardware.snapshot,
-            threshold=threshold,
-            link_group_size=self._hardware.gpu.link_group_size,
-        )
+    def _placer_of(self, policy: str, threshold: float) -> FindsPlaces | ReplicaPlacer:
+        def placer_on(snapshot: ClusterSnapshot) -> FindsPlaces:
+            link_group_size = self._hardware.gpu.link_group_size
+            return make_placer(policy, snapshot, threshold=threshold, link_group_size=link_group_size)
+
+        snapshot = self._hardware.snapshot
+        return placer_on(snapshot) if self._replicas == 1 else ReplicaPlacer(snapshot, self._replicas, placer_on)
 
     @property
     def neighbours(self) -> Neighbours | None:
         """None where nothing runs, or where it is not to count."""
         return self if self._counts else None
 
-    def __call__(self, estimate: Estimate) -> Placement | NoRoom:
+    def __call__(self, estimate: Estimate) -> Placement | Replicas | NoRoom:
         return _answer(self._placer, estimate)
 
     def slowdown(self, layout: Layout) -> float:
-        assert isinstance(layout, Placement), "every place is one of placement's"
-        return self._others.slowdown(layout)
+        """At the slowest replica."""
+        return max(self._others.slowdown(placement) for placement in placements_of(layout))
 
     def taken(self, layout: Layout) -> float:
-        assert isinstance(layout, Placement), "every place is one of placement's"
-        return self._others.lost(layout)
+        """On average over the replicas, each of which serves as many requests."""
+        placements = placements_of(layout)
+        return sum(self._others.lost(placement) for placement in placements) / len(placements)
 
-    def quietest(self, estimate: Estimate) -> Placement | NoRoom:
+    def quietest(self, estimate: Estimate) -> Placement | Replicas | NoRoom:
         if self._calm is None:
             self._calm = self._placer_of("least-loaded", 0.0)
         return _answer(self._calm, estimate)
 
 
-def _answer(placer: FindsPlaces, estimate: Estimate) -> Placement | NoRoom:
+def _answer(placer: FindsPlaces | ReplicaPlacer, estimate: Estimate) -> Placement | Replicas | NoRoom:
     answer = placer.fit(demand(estimate.memory))
     if isinstance(answer, Refusal):
         return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus)

@@ -53,7 +53,7 @@ def cannot_change_plan(
     return cannot_become_best(
         [estimator.estimate(other, options.workload) for other in told],
         [estimator.estimate(other, options.workload) for other in measured],
-        options.intent,
+        options.replica_intent,
         fits=fits,
         neighbours=fits.neighbours,
         prices=Prices(usd_per_gpu_hour=hardware.gpu.price_usd_per_gpu_hour),

@@ -67,7 +67,7 @@ deployments = Table(
     Column("phase", String(20), nullable=False),  # last step taken; what runs now is asked of the daemon
     Column("error", Text),
     Column("plan", Text),  # iserve.planning.document.PlanDocument as JSON
-    Column("worker", Text),  # daemon.engines.base.WorkerSpec as JSON, written before it is launched
+    Column("workers", Text),  # list of daemon.engines.base.WorkerSpec as JSON, written before any is launched
     sqlite_autoincrement=True,  # no id twice: it names workers, and what is done about them in the background
 )
 

@@ -55,7 +55,7 @@ class DeploymentRow:
     phase: str
     error: str | None
     plan: str | None
-    worker: str | None
+    workers: str | None  # one for each replica
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,7 +324,7 @@ class Store:
         desired: str | None = None,
         error: str | None = None,
         plan: bytes | None = None,
-        worker: bytes | None = None,
+        workers: bytes | None = None,
     ) -> None:
         """Change what is given. A new phase without an error clears the error."""
         values: dict[str, object] = {}
@@ -334,8 +334,8 @@ class Store:
             values["desired"] = desired
         if plan is not None:
             values["plan"] = plan.decode()
-        if worker is not None:
-            values["worker"] = worker.decode()
+        if workers is not None:
+            values["workers"] = workers.decode()
         with self._write() as connection:
             connection.execute(sa.update(deployments).where(deployments.c.id == deployment_id).values(**values))
 

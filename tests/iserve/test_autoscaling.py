@@ -53,7 +53,7 @@ class Napping(World):
     def deploy_one(self, until: Until, *, scale_to_zero_s: float | None = LIMIT_S) -> None:
         body = DeployBody(name="a", scale_to_zero_s=scale_to_zero_s)
         row = self.store.add_deployment("a", body.model_dump_json().encode())
-        self.store.update_deployment(row.id, phase="launching", worker=to_json(self.node.spec("a-1")))
+        self.store.update_deployment(row.id, phase="launching", workers=to_json((self.node.spec("a-1"),)))
         self.tick_until(until, "ready")
 
     def tick_until(self, until: Until, phase: str) -> None:

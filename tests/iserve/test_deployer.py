@@ -34,7 +34,6 @@ from iserve.routes import Demand, DeploymentDemand
 from iserve.settings import Settings
 from iserve.state.store import Store
 from placement.types import Placement, StagePlacement
-from planner.plan import Ranked
 from tests.daemon.conftest import Node
 from tests.daemon.engines.standin import make_vllm
 from tests.fingerprint.synthetic_machine import SyntheticMachine, Truth, take_profile
@@ -74,7 +73,7 @@ class World:
     def record(self, spec: WorkerSpec, name: str = "a") -> None:
         """A deployment whose worker has been chosen and recorded, as when its controller was killed then."""
         row = self.store.add_deployment(name, DeployBody(name=name).model_dump_json().encode())
-        self.store.update_deployment(row.id, phase="launching", worker=to_json(spec))
+        self.store.update_deployment(row.id, phase="launching", workers=to_json((spec,)))
 
     def work(self, name: str = "a") -> None:
         self.controller.work_on(self.store.deployment(name))
@@ -434,10 +433,11 @@ def test_removing_what_is_removed_meanwhile_is_no_error(world: World, monkeypatc
 )
 def test_what_was_placed_is_never_refused_for_the_headroom(free_bytes: int, limit_bytes: int) -> None:
     stage = StagePlacement(node_id="n", device_ids=("cpu:0",), first_layer=0, num_layers=8, bytes_per_gpu=1000)
-    best = Ranked(DeploymentConfig(), None, 1.0, 1.0, True, layout=Placement((stage,)))
+    config, placement = DeploymentConfig(), Placement((stage,))
     source = resolve(str(demo_model_path()), {})
     options = DeployBody().options(default_policy="hybrid", load_threshold=0.5)
-    spec = worker_spec("a", source, "a-1", best, options.workload, {"cpu:0": free_bytes, "cpu:1": 1})
+    free = {"cpu:0": free_bytes, "cpu:1": 1}
+    spec = worker_spec("a", source, "a-1", config, placement, options.workload, free)
     assert spec.limits.memory_bytes_per_device == limit_bytes
 
 

@@ -67,7 +67,7 @@ def row() -> DeploymentRow:
     document = plan_document(plan, model="demo", hardware="", workload=WORKLOAD)
     return DeploymentRow(
         id=1, name="chat", created_at=0.0, request="{}", desired="running", phase="ready", error=None,
-        plan=to_json(document).decode(), worker=to_json(WORKER).decode(),
+        plan=to_json(document).decode(), workers=to_json((WORKER,)).decode(),
     )  # fmt: skip
 
 

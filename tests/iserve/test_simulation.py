@@ -28,6 +28,7 @@ from iserve.simulation.running import (
     simulate_cluster,
 )
 from placement.routing import make_router
+from placement.types import Placement
 from planner.intent import Intent, IntentKind, Slo
 from tests.fingerprint.step_timed_machine import StepTimedMachine, llama_7b, take_depth_tied
 from traces.outcomes import Failure
@@ -120,11 +121,13 @@ def test_limits_are_those_a_worker_is_launched_with() -> None:
         asked.options,
     )
     assert plan.best is not None
+    assert isinstance(plan.best.layout, Placement)
     source = ModelSource("chat", Path("chat"), True, asked.spec)
     free = {gpu.device_id: gpu.free_bytes for gpu in idle_cluster(A6000, 2).gpus}
     for workload in (WORKLOAD, Workload(1, 64, 32), Workload(64, 3000, 1000)):
         for step_tokens in (None, 2048):
-            launched = worker_spec("chat", source, "w", plan.best, workload, free, step_tokens).limits
+            best = plan.best.config, plan.best.layout
+            launched = worker_spec("chat", source, "w", *best, workload, free, step_tokens).limits
             assert launched is not None
             ours = launch_limits(workload, step_tokens)
             assert (ours.max_batch, ours.max_context_tokens, ours.max_batched_tokens, ours.kv_tokens) == (

@@ -1,0 +1,49 @@
+"""A deployment as people are shown it: its row joined with what the daemon sees of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from daemon.engines.base import WorkerSpec
+from daemon.status import NodeStatus, WorkerState
+from iserve.api_types import ReplicaDocument
+from iserve.state.store import DeploymentRow
+
+__all__ = ["replicas_seen", "status_of"]
+
+_LOST = "lost"
+
+
+def replicas_seen(workers: Sequence[WorkerSpec], node: NodeStatus | None) -> tuple[ReplicaDocument, ...]:
+    """Those that were chosen, as they are on ``node`` now; None: the daemon is away."""
+    there = {} if node is None else {w.spec.worker_id: w for w in node.workers}
+    documents = []
+    for spec in workers:
+        seen = there.get(spec.worker_id)
+        unseen = "unreachable" if node is None else _LOST
+        documents.append(
+            ReplicaDocument(
+                worker_id=spec.worker_id,
+                status=unseen if seen is None else str(seen.state),
+                device_ids=tuple(device for stage in spec.stages for device in stage.device_ids),
+                layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
+                url=None if seen is None else seen.url,
+                restarts=0 if seen is None else seen.restarts,
+                error=None if seen is None else seen.error,
+            )
+        )
+    return tuple(documents)
+
+
+def status_of(row: DeploymentRow, node: NodeStatus | None, replicas: Sequence[ReplicaDocument]) -> str:
+    """What is so now; the recorded phase only where nothing can be observed yet. Ready while one serves."""
+    if row.desired == "removed":
+        return "removing"
+    if row.phase != "ready":
+        return row.phase
+    if node is None:
+        return "unreachable"
+    states = [replica.status for replica in replicas]
+    if WorkerState.READY in states:
+        return str(WorkerState.READY)
+    return next((state for state in states if state != _LOST), str(WorkerState.RESTARTING))
