@@ -15,6 +15,7 @@ __all__ = [
     "Refusal",
     "ReplicaState",
     "StagePlacement",
+    "Stays",
 ]
 
 
@@ -124,6 +125,15 @@ class ReplicaState:
     ready: bool
     outstanding: int  # requests that it has, running and waiting
     max_batch: int  # of those, how many can run at once
+    batches: int = 1  # under way at once: the stages of a pipeline that keeps them full
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stays:
+    """How long a request stays in a replica that batches, on GPUs of its own."""
+
+    alone_s: float  # while no other is there
+    full_s: float  # while as many as can run at once run in one batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +150,7 @@ class DeploymentState:
     service_s: float  # replica-seconds of one such request on GPUs of its own, at a full batch; 0: not known
     idle_s: float  # since a request was last there
     steady_s: float  # since the number or place of its replicas last changed
+    stays: Stays | None = None  # of one such request; None: not known
 
     @property
     def is_work_known(self) -> bool:

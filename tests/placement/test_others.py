@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placement.batch_load import Batching
 from placement.load_model import LoadedCluster, Tenant, lost_by_others, shares, slowdown, stretch
 from placement.others import Others
-from placement.types import ClusterSnapshot
+from placement.types import ClusterSnapshot, DeploymentState, Placement, Stays
 from tests.placement import fleets as small
 from tests.placement.fleets import fleet, fleets, place
 
@@ -116,3 +117,91 @@ def test_of_whose_requests_nobody_knows_what_they_take_only_the_load_counts() ->
     others = Others(seen(fleet(1, unknown), 0.3))
     assert others.loads == {("n", "g0"): 0.3}
     assert others.lost(place(0)) == pytest.approx(lost_by_others(0.3))
+
+
+STAYS = Stays(alone_s=2.0, full_s=5.0)
+
+
+def batching(
+    name: str, where: Placement, rate: float, *, outstanding: int = 0, waiting: int = 0
+) -> DeploymentState:
+    """Of four slots."""
+    state = small.serving(name, where, outstanding=(outstanding,), waiting=waiting, stays=STAYS)
+    return replace(state, requests_per_s=rate)
+
+
+@given(where=PLACES, load=LOADS)
+def test_a_batching_worker_that_nobody_calls_costs_nothing(where, load: float) -> None:
+    """Its GPUs were busy while it was started, and nobody else has memory there."""
+    uncalled = fleet(4, batching("a", place(0, 1), 0.0), batching("b", place(0, 1, 2, 3), 0.0))
+    others = Others(seen(uncalled, load, load, load, load))
+    assert (others.slowdown(where), others.lost(where), others.loads) == (1.0, 0.0, {})
+
+
+def test_what_was_seen_counts_where_somebody_else_has_memory() -> None:
+    uncalled = seen(fleet(1, batching("a", place(0), 0.0)), 0.6)
+    for held, expected in ((2, 0.0), (3, 0.6)):  # of 100
+        gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes - held) for gpu in uncalled.gpus)
+        assert Others(replace(uncalled, gpus=gpus)).loads.get(("n", "g0"), 0.0) == expected
+    beside_unknown = fleet(1, batching("a", place(0), 0.0), small.serving("b", place(0), busy=0.2))
+    assert Others(seen(beside_unknown, 0.6)).loads == {("n", "g0"): 0.6}
+
+
+@pytest.mark.parametrize(("outstanding", "waiting"), [(1, 0), (0, 1), (40, 7)])
+def test_a_queue_that_is_worked_off_is_what_was_seen_up_to_an_even_share(outstanding: int, waiting: int) -> None:
+    asking = batching("a", place(0), 0.0, outstanding=outstanding, waiting=waiting)
+    quiet = batching("b", place(0), 0.0)
+    for load, expected in ((0.3, 0.3), (1.0, 0.5)):
+        assert Others(seen(fleet(1, asking, quiet), load)).loads == {("n", "g0"): expected}
+    both = fleet(1, asking, replace(quiet, waiting=1))
+    assert Others(seen(both, 1.0)).loads == {("n", "g0"): pytest.approx(2 / 3)}
+
+
+@given(where=PLACES, low=st.floats(0, 2), more=st.floats(0, 2), load=LOADS, one=st.floats(0, 0.5))
+def test_more_rate_of_those_that_batch_is_never_faster(where, low, more, load, one) -> None:
+    def beside(rate: float) -> Others:
+        others = (
+            batching("a", place(0, 1, 2), rate),
+            batching("b", place(0), 0.3),
+            serving("c", place(3), busy=one),
+        )
+        return Others(seen(fleet(4, *others), load, load, load, load))
+
+    less, busier = beside(low), beside(low + more)
+    assert 1.0 <= less.slowdown(where) <= busier.slowdown(where) * (1 + 1e-3)
+    assert 0.0 <= less.lost(where) <= busier.lost(where) * (1 + 2e-2) + 1e-9
+
+
+@given(where=PLACES, rates=st.lists(st.floats(0, 50), min_size=1, max_size=5), load=LOADS)
+def test_those_that_batch_leave_an_even_share(where, rates: list[float], load: float) -> None:
+    asking = (batching(str(i), place(0, 1, 2, 3), rate, outstanding=1) for i, rate in enumerate(rates))
+    others = Others(seen(fleet(4, *asking), load, load, load, load))
+    assert others.slowdown(where) <= len(rates) + 1 + 1e-6
+
+
+def test_a_batching_worker_is_slowed_by_who_is_beside_it() -> None:
+    """A lone one: the derivative of the number of its requests, by the time that the newcomer is there."""
+    rate, by = 0.4, 1e-6
+    others = Others(fleet(1, batching("a", place(0), rate)))
+    alone = Batching(rate, STAYS.alone_s, STAYS.full_s, 4, 1, shares(place(0)))
+    grown = (alone.crowd(1 + by).requests - alone.crowd(1.0).requests) / by
+    assert others.lost(place(0)) == pytest.approx(others.slowdown(place(0)) * grown, rel=1e-4)
+    assert others.slowdown(place(0)) == pytest.approx(1 / (1 - alone.crowd(2.0).batches / 2))
+
+
+@given(rate=st.floats(0.01, 0.45))
+def test_a_batch_that_gains_nothing_is_one_at_a_time(rate: float) -> None:
+    """Up to half of a GPU, from where on it shares and does not let anybody wait."""
+    gains_nothing = replace(batching("a", place(0), rate), stays=Stays(alone_s=1.0, full_s=4.0))
+    one = replace(serving("a", place(0)), requests_per_s=rate, service_s=1.0)
+    batches, waits = Others(fleet(1, gains_nothing)), Others(fleet(1, one))
+    assert batches.slowdown(place(0)) == pytest.approx(waits.slowdown(place(0)), rel=1e-3)
+
+
+def test_beside_one_at_a_time_both_ask() -> None:
+    """Nobody is less busy for the other."""
+    batch, one = batching("a", place(0), 0.4), serving("b", place(0), busy=0.3)
+    both, without = Others(fleet(1, batch, one)), Others(fleet(1, batch))
+    (load,), (alone,) = both.loads.values(), without.loads.values()
+    assert load >= alone + 0.3
+    assert both.lost(place(0)) > without.lost(place(0)) + Others(fleet(1, one)).lost(place(0))

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from placement.types import DeploymentState, ReplicaState
+from placement.types import DeploymentState, ReplicaState, Stays
 from traces.simulator.gpus import LOAD_WINDOW_S
+from traces.simulator.pipelined import PipelinedWorker
 from traces.simulator.requests import Requests
 from traces.simulator.scenario import Deployed
 from traces.simulator.servers import Server
 from traces.simulator.step_model import StepModel
 
-__all__ = ["Deployment", "service_s", "states"]
+__all__ = ["Deployment", "service_s", "states", "stays"]
 
 
 @dataclass(slots=True)
@@ -70,6 +71,19 @@ def service_s(steps: StepModel, input_tokens: float, output_tokens: float, slots
     return steps.prompt_s(round(input_tokens)) + decode_s / slots
 
 
+def stays(steps: StepModel, input_tokens: float, output_tokens: float) -> Stays:
+    """Of requests of such a length. A prompt beside others that decode takes what it adds to their step: the
+    weights are read for them in any case."""
+    slots, tokens = steps.limits.max_batch, round(input_tokens)
+    prompt_s, to_come = steps.prompt_s(tokens), max(0, round(output_tokens) - 1)
+    added_s = prompt_s - min(steps.decode_s(1, 1), prompt_s)
+    alone_s = prompt_s + steps.run_s(1, input_tokens + 1, to_come)
+    return Stays(
+        alone_s=alone_s,
+        full_s=prompt_s + (slots - 1) * added_s + steps.run_s(slots, input_tokens + 1, to_come),
+    )
+
+
 def states(deployments: Iterable[Deployment], requests: Requests, now_s: float) -> tuple[DeploymentState, ...]:
     """Of those that have, or are to have, replicas. ``service_s`` is that of the recent requests' mean lengths."""
     here = [d for d in deployments if d.latest is not None and (d.wanted or d.asleep or d.coming)]
@@ -87,7 +101,10 @@ def _state(d: Deployment, now_s: float, count: float, input_sum: float, output_s
     assert d.latest is not None
     steps = d.latest.steps
     longest = steps.limits.max_context_tokens
-    each_s = service_s(steps, min(input_sum / count, longest), output_sum / count, d.slots) if count else 0.0
+    each_s, each = 0.0, None
+    if count:
+        length = min(input_sum / count, longest), output_sum / count
+        each_s, each = service_s(steps, *length, d.slots), stays(steps, *length)
     window_s = min(LOAD_WINDOW_S, max(now_s - d.born_s, 1.0))
     busy = bool(d.queue) or any(server.outstanding for server in d.replicas)
     return DeploymentState(
@@ -101,6 +118,7 @@ def _state(d: Deployment, now_s: float, count: float, input_sum: float, output_s
                 ready=server.ready_s <= now_s,
                 outstanding=server.outstanding,
                 max_batch=server.max_batch,
+                batches=len(server.stages) if isinstance(server, PipelinedWorker) else 1,
             )
             for server in d.replicas
         ),
@@ -110,4 +128,5 @@ def _state(d: Deployment, now_s: float, count: float, input_sum: float, output_s
         service_s=each_s,
         idle_s=0.0 if busy else now_s - d.last_s,
         steady_s=now_s - d.since_s,
+        stays=each,
     )

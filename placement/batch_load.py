@@ -1,0 +1,160 @@
+"""What a worker that batches asks of its GPUs at a rate: how much of the time a step of it runs, and how many
+requests it holds.
+
+*One worker.* While n requests run in one batch each stays ``T(n) = A + B n`` seconds, of which the estimates of
+one request and of a full batch tell two points; ``n / T(n)`` leave in a second. With Poisson arrivals at the rate
+r, n is a birth-death chain: ``p(n) = p(n - 1) * r T(n) / n``, and ``T(slots) / slots`` beyond the slots, where the
+rest wait. A step runs while anybody is there, for ``1 - p(0)`` of the time; by Little's law the mean of n is r
+times the mean stay. Only means of the stays matter while there are slots (processor sharing whose pace depends on
+n is insensitive: Cohen, The multiple phase service network with generalized processor sharing, 1979); waiting for
+a slot is as for exponential ones. With B = 0 and slots for all it is M/G/infinity, ``1 - exp(-r A)``; with one
+slot M/M/1, ``r T(1)``. At ``r T(slots) / slots`` of 1 it is saturated: always busy, and the number has no mean.
+
+A pipeline that keeps its stages full spreads its requests over up to one batch for each stage: n of them stay
+``T(n / batches)``, and each stage runs for its layers' share of every batch under way.
+
+*Several on a GPU.* All that run share its time evenly, and a worker that is slowed s times has ``s T(n)``: it runs
+for more of the time and takes more requests at once, so each of them asks for less. The fixed point is found from
+below: being slowed makes nobody less busy, so it is the least one. Workers are taken to run independently of one
+another.
+
+Left out: that a step waits for whoever comes during the one before, and that arrivals may be burstier than
+Poisson. How well it does: docs/placement.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from placement.load_model import Key
+
+__all__ = ["Batching", "Crowd", "Settled", "mean_speed", "settle"]
+
+_FULL = 0.95  # beyond, the number of requests has no mean worth telling: it is told as of here
+_NEGLIGIBLE = 1e-12  # of the weight of all states
+_LARGE = 1e200
+_TURNS, _CLOSE = 50, 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """In the long run, at a rate."""
+
+    batches: float  # under way: without a pipeline the share of the time that a step runs
+    requests: float  # in the worker, those that wait for a slot included
+    variance: float  # of that number; by so much it grows with the logarithm of all stays
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """A replica that batches, were its GPUs its own."""
+
+    requests_per_s: float
+    alone_s: float  # that a request stays when no other is there
+    full_s: float  # when as many as there are slots run in one batch
+    slots: int
+    batches: int  # at most under way at once: the stages of a pipeline that keeps them full, else 1
+    stages: tuple[tuple[float, tuple[Key, ...]], ...]  # shares of a step, and GPUs
+
+    def crowd(self, slowed: float) -> Crowd:
+        """Where everything takes ``slowed`` times as long."""
+        rate = self.requests_per_s * slowed
+        return _crowd(rate * self.alone_s, rate * self.full_s, self.slots, min(self.batches, self.slots))
+
+
+@lru_cache(maxsize=4096)
+def _crowd(alone: float, full: float, slots: int, batches: int) -> Crowd:
+    """``alone``, ``full``: rate times stay. A batch is no slower than its requests one after the other."""
+    alone = max(alone, full / slots)
+    if alone <= 0:
+        return Crowd(0.0, 0.0, 0.0)
+    grows = max(0.0, (full - alone) / (slots - 1)) if slots > 1 else 0.0
+    fixed = alone - grows
+    saturation = (fixed + grows * slots / batches) / slots
+    if saturation > _FULL * (1 + _CLOSE):
+        near = _crowd(alone * _FULL / saturation, full * _FULL / saturation, slots, batches)
+        under_way = float(batches)
+        if saturation < 1:  # towards always busy
+            under_way += (near.batches - batches) * (1 - saturation) / (1 - _FULL)
+        return Crowd(under_way, near.requests, near.variance)
+    weight = total = 1.0
+    under_way = first = second = 0.0
+    for n in range(1, slots):
+        flying = min(n, batches)
+        weight *= (fixed + grows * n / flying) / n
+        total += weight
+        under_way += weight * flying
+        first += weight * n
+        second += weight * n * n
+        if weight < _NEGLIGIBLE * total and n > batches:
+            break
+        if total > _LARGE:
+            weight, total, under_way, first, second = (
+                x / _LARGE for x in (weight, total, under_way, first, second)
+            )
+    else:  # the slots are taken, and any number wait
+        weight *= saturation
+        tail = weight / (1 - saturation)
+        waiting = saturation / (1 - saturation)  # the mean of those who wait, slots taken
+        total += tail
+        under_way += tail * batches
+        first += tail * (slots + waiting)
+        second += tail * (slots**2 + 2 * slots * waiting + waiting * (1 + 2 * waiting))
+    mean = first / total
+    return Crowd(under_way / total, mean, max(0.0, second / total - mean**2))
+
+
+def mean_speed(running: Sequence[float], beside: int = 1) -> float:
+    """Of one that always runs where ``beside``, itself included, do so: the mean of ``1 / (beside + X)``, X of
+    ``running`` (shares of the time, independent of one another) running at a moment."""
+    chances = [1.0]  # that so many run
+    for share in running:
+        more = [0.0, *(share * chance for chance in chances)]
+        chances = [(1 - share) * chance for chance in chances] + [0.0]
+        chances = [a + b for a, b in zip(chances, more, strict=True)]
+    return sum(chance / (beside + count) for count, chance in enumerate(chances))
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Where the loads of all came to rest."""
+
+    slowed: Mapping[str, float]  # how many times as long the steps of each take
+    running: Mapping[
+        Key, tuple[tuple[str, float], ...]
+    ]  # who is on a GPU, and for which share of the time it runs
+
+
+def settle(tenants: Mapping[str, Batching], *, joined: bool) -> Settled:
+    """The fixed point of ``tenants``, by their replica's name.
+
+    Args:
+        joined: beside one more that always runs on every GPU; else as they are.
+    """
+    here: dict[Key, list[tuple[str, float]]] = {}  # who, for which share of its steps
+    for name, tenant in tenants.items():
+        for share, keys in tenant.stages:
+            for key in keys:
+                here.setdefault(key, []).append((name, share))
+    under_way, slowed = dict.fromkeys(tenants, 0.0), dict.fromkeys(tenants, 1.0)
+    least = 2 if joined else 1
+
+    def beside(name: str, keys: tuple[Key, ...]) -> set[tuple[float, ...]]:
+        """The shares of the others, of which GPUs in a group mostly have the same."""
+        return {tuple(min(1.0, d * under_way[other]) for other, d in here[key] if other != name) for key in keys}
+
+    for _ in range(_TURNS):
+        moved = 0.0
+        for name, tenant in tenants.items():
+            slowed[name] = sum(
+                share / min(mean_speed(running, least) for running in beside(name, keys))
+                for share, keys in tenant.stages
+            )
+            before, under_way[name] = under_way[name], tenant.crowd(slowed[name]).batches
+            moved = max(moved, under_way[name] - before)
+        if moved < _CLOSE:
+            break
+    running = {key: tuple((name, min(1.0, d * under_way[name])) for name, d in who) for key, who in here.items()}
+    return Settled(slowed, running)

@@ -1,0 +1,57 @@
+"""The load model of workers that batch, beside what the simulator does with the same requests.
+
+The bounds are what was measured over all of ``tests.bench.beside_batches`` (docs/placement.md), rounded up.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench.beside_batches import ONE, PIPE, RARE, WORLDS, Compared, World, beside, busy
+
+FEW, MANY = 800, 5000  # requests
+CONV, CODE = WORLDS[::2], WORLDS[1::2]
+
+
+def _check_slower(world: World, slower: Compared) -> None:
+    """A group is slowed where any of its GPUs is in use; the model knows how much each is on average."""
+    bound = 0.2 if len(world.newcomer.device_ids) > 1 else 0.12
+    assert slower.predicted == pytest.approx(slower.simulated, rel=bound)
+
+
+@pytest.mark.parametrize("load", [0.1, 0.6])
+@pytest.mark.parametrize("trace", ["azure-conv", "azure-code"])
+def test_a_lone_worker_is_as_busy_as_it_is_simulated(trace: str, load: float) -> None:
+    for place, bound in ((ONE, 0.03), (PIPE, 0.1)):
+        found = busy(trace, load, MANY, place)
+        assert found.predicted == pytest.approx(found.simulated, abs=bound)
+
+
+@pytest.mark.parametrize("world", [*CONV[::2], *CODE[1::2]], ids=lambda world: world.label)
+def test_a_newcomer_is_slowed_as_it_is_simulated(world: World) -> None:
+    slower, lost = beside(world, 0.1, FEW)
+    _check_slower(world, slower)
+    assert 0.5 < lost.predicted / lost.simulated < 2
+
+
+def test_beside_one_that_is_asked_for_more_than_it_serves_half_is_left() -> None:
+    slower, _ = beside(CONV[0], 1.2, FEW)
+    _check_slower(CONV[0], slower)
+    assert slower.predicted == pytest.approx(2.0)
+
+
+def test_beside_an_idle_worker_requests_take_as_long_as_alone() -> None:
+    slower, lost = beside(CONV[0], RARE / 10, FEW)
+    assert slower.simulated == pytest.approx(slower.predicted, abs=0.01)
+    assert 1 <= slower.predicted < 1.02
+    assert 0 <= lost.predicted < 0.02
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.label)
+@pytest.mark.parametrize("load", [0.02, 0.1, 0.3, 0.6, 1.2])
+def test_everywhere(world: World, load: float) -> None:
+    slower, lost = beside(world, load, MANY)
+    _check_slower(world, slower)
+    if load < 0.3:  # beyond, some have queues that grow for as long as the simulation lasts
+        assert 0.5 < lost.predicted / lost.simulated < 2
