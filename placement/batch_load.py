@@ -35,7 +35,7 @@ __all__ = ["Batching", "Crowd", "Settled", "mean_speed", "settle"]
 _FULL = 0.95  # beyond, the number of requests has no mean worth telling: it is told as of here
 _NEGLIGIBLE = 1e-12  # of the weight of all states
 _LARGE = 1e200
-_TURNS, _CLOSE = 50, 1e-4
+_TURNS, _CLOSE = 50, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,52 +109,71 @@ def _crowd(alone: float, full: float, slots: int, batches: int) -> Crowd:
 def mean_speed(running: Sequence[float], beside: int = 1) -> float:
     """Of one that always runs where ``beside``, itself included, do so: the mean of ``1 / (beside + X)``, X of
     ``running`` (shares of the time, independent of one another) running at a moment."""
-    chances = [1.0]  # that so many run
-    for share in running:
-        more = [0.0, *(share * chance for chance in chances)]
-        chances = [(1 - share) * chance for chance in chances] + [0.0]
-        chances = [a + b for a, b in zip(chances, more, strict=True)]
+    if not running:
+        return 1 / beside
+    chances = [1 - running[0], running[0]]  # that so many run
+    for share in running[1:]:
+        without, more = [*chances, 0.0], [0.0, *chances]
+        chances = [a + share * (b - a) for a, b in zip(without, more, strict=True)]
     return sum(chance / (beside + count) for count, chance in enumerate(chances))
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Where the loads of all came to rest."""
+    """Where the loads of all came to rest, by the replica's name."""
 
     slowed: Mapping[str, float]  # how many times as long the steps of each take
-    running: Mapping[
-        Key, tuple[tuple[str, float], ...]
-    ]  # who is on a GPU, and for which share of the time it runs
+    batches: Mapping[str, float]  # that each has under way (``Crowd.batches``)
 
 
-def settle(tenants: Mapping[str, Batching], *, joined: bool) -> Settled:
-    """The fixed point of ``tenants``, by their replica's name.
+# Of each stage of a tenant its share of the step, and of each kind of its GPUs who else stands there, for which
+# share of their steps. The GPUs of a group mostly have the same tenants.
+_Beside = list[tuple[float, list[tuple[tuple[str, float], ...]]]]
 
-    Args:
-        joined: beside one more that always runs on every GPU; else as they are.
-    """
-    here: dict[Key, list[tuple[str, float]]] = {}  # who, for which share of its steps
+
+def settle(tenants: Mapping[str, Batching]) -> tuple[Settled, Settled]:
+    """The fixed point of ``tenants``, by their replica's name: as they are, and beside one more that always runs
+    on every GPU."""
+    beside = _beside(tenants)
+    alone = _at_rest(tenants, beside, 1, dict.fromkeys(tenants, 0.0))
+    return alone, _at_rest(tenants, beside, 2, dict(alone.batches))
+
+
+def _at_rest(
+    tenants: Mapping[str, Batching], beside: Mapping[str, _Beside], least: int, batches: dict[str, float]
+) -> Settled:
+    """From ``batches``, which no fixed point is below, upwards."""
+    slowed, due = dict.fromkeys(tenants, 0.0), set(tenants)
+    for _ in range(_TURNS):
+        for name, tenant in tenants.items():
+            if name not in due:
+                continue
+            due.discard(name)
+            slower = 0.0
+            for share, groups in beside[name]:
+                speeds = [mean_speed([min(1.0, d * batches[other]) for other, d in who], least) for who in groups]
+                slower += share / min(speeds)
+            if slower <= slowed[name] * (1 + _CLOSE):
+                continue
+            slowed[name], before = slower, batches[name]
+            batches[name] = max(before, tenant.crowd(slower).batches)
+            if batches[name] > before:
+                due.update(other for _, groups in beside[name] for who in groups for other, _ in who)
+        if not due:
+            break
+    return Settled(slowed, batches)
+
+
+def _beside(tenants: Mapping[str, Batching]) -> dict[str, _Beside]:
+    here: dict[Key, list[tuple[str, float]]] = {}
     for name, tenant in tenants.items():
         for share, keys in tenant.stages:
             for key in keys:
                 here.setdefault(key, []).append((name, share))
-    under_way, slowed = dict.fromkeys(tenants, 0.0), dict.fromkeys(tenants, 1.0)
-    least = 2 if joined else 1
-
-    def beside(name: str, keys: tuple[Key, ...]) -> set[tuple[float, ...]]:
-        """The shares of the others, of which GPUs in a group mostly have the same."""
-        return {tuple(min(1.0, d * under_way[other]) for other, d in here[key] if other != name) for key in keys}
-
-    for _ in range(_TURNS):
-        moved = 0.0
-        for name, tenant in tenants.items():
-            slowed[name] = sum(
-                share / min(mean_speed(running, least) for running in beside(name, keys))
-                for share, keys in tenant.stages
-            )
-            before, under_way[name] = under_way[name], tenant.crowd(slowed[name]).batches
-            moved = max(moved, under_way[name] - before)
-        if moved < _CLOSE:
-            break
-    running = {key: tuple((name, min(1.0, d * under_way[name])) for name, d in who) for key, who in here.items()}
-    return Settled(slowed, running)
+    return {
+        name: [
+            (share, list({tuple(one for one in here[key] if one[0] != name) for key in keys}))
+            for share, keys in tenant.stages
+        ]
+        for name, tenant in tenants.items()
+    }

@@ -58,15 +58,17 @@ class Others:
         """Adds to what is told what those ask that batch."""
         batching = dict(tenant for d in batch for tenant in _batching(d))
         everybody = batching | dict(tenant for d in told for tenant in _batching(d))
-        joined, alone = settle(everybody, joined=True), settle(everybody, joined=False)
+        alone, joined = settle(everybody)
+        running: dict[Key, list[float]] = {}
         for name, tenant in batching.items():
-            for key in {key for _, keys in tenant.stages for key in keys}:
-                self._batching.setdefault(key, {})[name] = tenant
             slowed = alone.slowed[name]
             self._grows[name] = tenant.crowd(slowed).variance / slowed
-        for key, tenants in self._batching.items():
-            running = [share for name, share in joined.running[key] if name in tenants]
-            self._told[key] = self._told.get(key, 0.0) + 1 - mean_speed(running)
+            for share, keys in tenant.stages:
+                for key in keys:
+                    self._batching.setdefault(key, {})[name] = tenant
+                    running.setdefault(key, []).append(min(1.0, share * joined.batches[name]))
+        for key, here in running.items():
+            self._told[key] = self._told.get(key, 0.0) + 1 - mean_speed(here)
 
     def slowdown(self, placement: Placement) -> float:
         """How many times as long as on idle GPUs a request takes at ``placement``; at least 1."""

@@ -1,7 +1,7 @@
 """How long decisions on 1,000 GPUs with 200 models take. Run: ``python -m tests.bench.decide [--json FILE]``.
 
 Clusters of 125 nodes with 8 A6000; deployments of one to four replicas at tp 1, 2, 4 or 8 take random places,
-and are busy for up to 80% each, so that some GPUs are crowded and some empty. Each decision begins with a new
+batch, and are busy for up to 80% each, so that some GPUs are crowded and some empty. Each decision begins with a new
 snapshot: nothing is kept between them but a model's order of configurations (``RankedModel``), which is made once.
 Every answer is checked. Times are CPU time of the process, which has one thread; the first cluster is warm-up.
 """
@@ -29,7 +29,15 @@ from placement.lookahead import LookAhead
 from placement.migration import Migration, best_move
 from placement.orders import Move
 from placement.scaling import Scaling, scale
-from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement, ReplicaState, StagePlacement
+from placement.types import (
+    ClusterSnapshot,
+    DeploymentState,
+    GpuState,
+    Placement,
+    ReplicaState,
+    StagePlacement,
+    Stays,
+)
 from planner.intent import Intent, IntentKind
 from tests.bench.place import model
 from tests.bench.rank import machine
@@ -96,6 +104,7 @@ def cluster(rng: random.Random) -> ClusterSnapshot:
                 service_s=2.0,
                 idle_s=0.0,
                 steady_s=1000.0,
+                stays=Stays(alone_s=8.0, full_s=32.0),
             )
         )
     states = [
@@ -140,10 +149,14 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
         assert chosen is not None
         return chosen.placement
 
+    def by_loads(snapshot: ClusterSnapshot) -> object:
+        return beside(replace(snapshot, deployments=()))
+
     return {
         "plan, whole": whole_plan,
         "plan, order kept": kept_order,
         "plan, order kept, sees others": beside,
+        "plan, order kept, sees loads": by_loads,
         "look-ahead, tp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(2, 1)),
         "look-ahead, tp=8,pp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(8, 2)),
         "scaling of all": lambda snapshot: scale(snapshot, Scaling()),
