@@ -20,7 +20,7 @@ from iserve.gateway.errors import ApiError
 from iserve.gateway.limits import BodyBudget, ClientGoneError, check_headers, parse_head, read_body
 from iserve.gateway.metrics import GatewayMetrics
 from iserve.gateway.proxy import InferenceRequest, forward
-from iserve.gateway.reply import ClientWatch, Incoming, Receive, Reply, Send
+from iserve.gateway.reply import WRITE_NOW, ClientWatch, Incoming, Receive, Reply, Send
 from iserve.gateway.routes_file import RoutesFile
 from iserve.gateway.worker_client import WorkerClient
 from iserve.routes import DEMAND_PATH, Demand, Route, RouteTable
@@ -102,7 +102,7 @@ class Gateway:
                 return
 
     async def _http(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        reply = Reply(send, _request_id(scope["headers"]))
+        reply = Reply(send, _request_id(scope["headers"]), scope.get("extensions", {}).get(WRITE_NOW))
         incoming = Incoming(receive, scope["headers"])
         try:
             await self._route(scope, incoming, reply)

@@ -7,6 +7,7 @@ ever, and one whose client stops reading for as long as the client likes.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from iserve.gateway.errors import error_body
 from iserve.gateway.limits import MAX_HEADER_BYTES
+from iserve.gateway.reply import WRITE_NOW
 
 __all__ = ["HEADER_TIMEOUT_S", "STALLED_CLIENT_S", "GatewayProtocol"]
 
@@ -149,7 +151,15 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.scope["extensions"] = {WRITE_NOW: partial(self._write_now, cycle)}  # type: ignore[dict-item]
         super()._start_asgi_task(cycle, app)
+
+    def _write_now(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """A piece of a stream, without a message and a coroutine; False where ``send`` would wait or drop it."""
+        if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+            return False  # not chunked: not begun, or of a known length
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
         """The client would like another protocol (some ask for HTTP/2 with every request) and is not given it.

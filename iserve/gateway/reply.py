@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-__all__ = ["ClientWatch", "Incoming", "Reply"]
+__all__ = ["WRITE_NOW", "ClientWatch", "Incoming", "Reply", "WriteNow"]
 
 _DRAIN_S = 2.0  # how long an early refusal reads on, so that the client gets to see it
 _DRAIN_BYTES = 64 * 2**20
@@ -16,6 +16,9 @@ _DRAIN_BYTES = 64 * 2**20
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+WriteNow = Callable[[bytes], bool]
+
+WRITE_NOW = "iserve.write_now"  # ASGI extension of our server: see Reply.piece_now
 
 
 class Incoming:
@@ -37,10 +40,11 @@ class Incoming:
 class Reply:
     """Writes the answer; remembers whether it began (no other status can follow then) and whether it ended."""
 
-    __slots__ = ("_send", "ended", "request_id", "started", "status")
+    __slots__ = ("_send", "_write_now", "ended", "request_id", "started", "status")
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
+    def __init__(self, send: Send, request_id: bytes, write_now: WriteNow | None = None) -> None:
         self._send = send
+        self._write_now = write_now
         self.request_id = request_id
         self.started = False
         self.ended = False
@@ -81,6 +85,11 @@ class Reply:
     async def piece(self, data: bytes) -> None:
         """Waits while the client is slower than the worker."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def piece_now(self, data: bytes) -> bool:
+        """As ``piece``, from outside the task that answers. False, and nothing written: it would have to wait, for
+        the answer to begin or for the client; or nobody is there."""
+        return self._write_now is not None and self._write_now(data)
 
     async def end(self) -> None:
         self.ended = True

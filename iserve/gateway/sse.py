@@ -58,6 +58,10 @@ class FrameBuffer:
             self._tail_bytes -= len(self._tail.popleft())
         return data
 
+    def is_plain(self, chunk: bytes) -> bool:
+        """Whether ``feed`` would give it back as it is, and the stream cannot end with it."""
+        return not self._held and chunk.endswith(_ENDS) and b"[DONE]" not in chunk
+
     @property
     def is_done(self) -> bool:
         """Whether the stream said that it is complete."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 from typing import cast
 from urllib.parse import urlsplit
@@ -122,14 +123,18 @@ class WorkerAnswer:
         self.status = status
         self.content_type = content_type  # "text/event-stream", without parameters, in lower case
 
-    async def read(self, silence_s: float) -> bytes:
+    async def read(self, silence_s: float, take: Callable[[bytes], bool] | None = None) -> bytes:
         """What has come of the body; waits for something; empty at its end.
+
+        Args:
+            take: is offered what comes while this waits, in the very callback that read it, which spares a task
+                switch for each token. What it takes (True) is not returned, and the wait goes on.
 
         Raises:
             TimeoutError: nothing came for ``silence_s``.
             WorkerLostError: the answer broke off.
         """
-        return await self._connection.read(silence_s)
+        return await self._connection.read(silence_s, take)
 
     def release(self) -> None:
         """Done with it: the connection is kept if the answer is complete."""
@@ -149,7 +154,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._due_s = 0.0  # when the present silence is too long
+        self._silence_s = 0.0  # the longest
+        self._due_s = 0.0  # when the present one is too long
+        self._take: Callable[[bytes], bool] | None = None
         self._failure: WorkerLostError | None = None
         self._begin()
         self._over = True  # nothing was asked yet
@@ -183,16 +190,19 @@ class _Connection(asyncio.BufferedProtocol):
             await self._news(silence_s)
         return self._answer
 
-    async def read(self, silence_s: float) -> bytes:
+    async def read(self, silence_s: float, take: Callable[[bytes], bool] | None) -> bytes:
         while not self._parts:
             if self._over:
                 return b""
             if self._failure is not None:
                 raise self._failure
-            await self._news(silence_s)
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
-        self._held_bytes = 0
+            self._take = take
+            try:
+                await self._news(silence_s)
+            finally:
+                self._take = None
+        data = self._all_parts()
+        self._forget_parts()
         if self._paused:
             self._paused = False
             assert self._transport is not None
@@ -212,8 +222,24 @@ class _Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def _all_parts(self) -> bytes:
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+    def _forget_parts(self) -> None:
+        self._parts.clear()
+        self._held_bytes = 0
+
+    def _is_taken(self) -> bool:
+        """Whether who waits, if it waits, took what has come. Not with the answer's end, which must wake it."""
+        if self._take is None or self._over or not self._parts or not self._take(self._all_parts()):
+            return False
+        self._forget_parts()
+        self._due_s = self._loop.time() + self._silence_s
+        return True
+
     async def _news(self, silence_s: float) -> None:
         """Wait until something has come or gone wrong. One timer outlives many waits."""
+        self._silence_s = silence_s
         self._due_s = self._loop.time() + silence_s
         if self._timer is None or self._timer.when() > self._due_s:
             if self._timer is not None:
@@ -279,12 +305,13 @@ class _Connection(asyncio.BufferedProtocol):
             assert self._transport is not None
             self._transport.abort()
             return
+        if self._unused_bytes or self._is_taken():  # it is as silent as it was, or goes on as it was
+            return
         if self._held_bytes > _MAX_HELD_BYTES and not self._paused and not self._over:
             self._paused = True
             assert self._transport is not None
             self._transport.pause_reading()
-        if not self._unused_bytes:  # else it is as silent as it was
-            self._wake()
+        self._wake()
 
     # the parser's callbacks
 

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from iserve.routes import GatewayLimits, WorkerTarget
@@ -20,9 +22,15 @@ from iserve.routes import GatewayLimits, WorkerTarget
 STREAM = {"model": "m", "prompt": "x", "stream": True}
 
 
-def open_stream(gateway) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+def open_stream(
+    gateway, receive_bytes: int | None = None, **fields
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=20)
-    connection.request("POST", "/v1/completions", json.dumps(STREAM), {"Content-Type": "application/json"})
+    connection.connect()
+    if receive_bytes is not None:
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    body = json.dumps({**STREAM, **fields})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     response = connection.getresponse()
     assert response.status == 200
     return connection, response
@@ -214,6 +222,32 @@ class TestRestart:
             until(lambda: gateway.metric('iserve_gateway_waiting_requests{deployment="m"}') == 1, "it waits")
             gateway.publish()
             assert (answer.result().status, answer.result().error["code"]) == (404, "model_not_found")
+
+
+def test_a_client_that_reads_late_gets_all_of_it_and_the_gateway_holds_little(
+    gateway, make_worker, make_route, until
+) -> None:
+    """Pieces go on at once until they would have to wait; then the worker is slowed down. None is overtaken."""
+    words = tuple(f"{number} {'x' * 4096}" for number in range(5000))
+    gateway.publish(make_route(make_worker(words=words).target()))
+    tokens = 'iserve_gateway_completion_tokens_total{deployment="m"}'
+    process, counted = psutil.Process(gateway.process.pid), gateway.metric(tokens)
+    held_bytes = process.memory_info().rss
+    connection, response = open_stream(gateway, stream_options={"include_usage": True}, receive_bytes=65_536)
+
+    def is_full() -> bool:
+        read = process.io_counters().read_chars
+        time.sleep(0.2)
+        return process.io_counters().read_chars == read
+
+    until(is_full, "it reads no more of the worker")
+    assert process.memory_info().rss - held_bytes < 8 * 2**20  # of 20 MiB
+    *told, usage, done = frames(response.read())
+    assert done == "[DONE]"
+    assert [json.loads(item)["choices"][0]["text"] for item in told] == list(words)
+    assert json.loads(usage)["usage"]["completion_tokens"] == 5
+    until(lambda: gateway.metric(tokens) == counted + 5, "it has counted the usage once")
+    connection.close()
 
 
 class TestClientLeaves:

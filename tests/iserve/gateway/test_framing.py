@@ -7,6 +7,7 @@ and never another one because they came in other pieces.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -114,6 +115,45 @@ async def answer_of_ours(pieces: list[bytes]) -> tuple[int, bytes] | None:
         connection.eof_received()
     connection.connection_lost(None)
     return await task
+
+
+@law
+@given(
+    turns=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    wanted=st.lists(st.booleans(), min_size=1, max_size=5),
+)
+def test_what_is_taken_on_the_way_is_not_overtaken_nor_overtakes(turns: list[int], wanted: list[bool]) -> None:
+    """Pieces may come before the task that was woken for the one before had its turn."""
+
+    async def pieces_in_order() -> list[bytes]:
+        loop, came, offers = asyncio.get_running_loop(), [], itertools.cycle(wanted)
+        connection = worker_client._Connection(loop, WorkerClient(), "http://127.0.0.1:1")
+        connection.connection_made(Wire())
+
+        def take(data: bytes) -> bool:
+            is_wanted = next(offers)
+            if is_wanted:
+                came.append(data)
+            return is_wanted
+
+        async def ask() -> None:
+            answer = await connection.ask(b"", b"", 20.0)
+            while part := await answer.read(20.0, take):
+                came.append(part)
+
+        task = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        fed(connection, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for number, num_turns in enumerate(turns):
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            fed(connection, b"4\r\n%04d\r\n" % number)
+        fed(connection, b"0\r\n\r\n")
+        await task
+        connection.connection_lost(None)
+        return came
+
+    assert b"".join(asyncio.run(pieces_in_order())) == b"".join(b"%04d" % number for number in range(len(turns)))
 
 
 def answer_of_h11(data: bytes) -> tuple[int, bytes] | None:

@@ -15,6 +15,7 @@ import uvicorn
 from iserve.gateway import http_server, limits
 from iserve.gateway.errors import ApiError
 from iserve.gateway.limits import BodyBudget
+from iserve.gateway.reply import WRITE_NOW
 
 
 class Endless:
@@ -25,6 +26,7 @@ class Endless:
         self.asked = threading.Event()
         self.answered = threading.Event()
         self.bodies: list[bytes] = []
+        self.written: list[bytes] = []  # on "/now", at once
         self.connections: Callable[[], set[object]] = set
 
     async def __call__(self, scope, receive, send) -> None:
@@ -41,6 +43,9 @@ class Endless:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         await receive()
+        if scope["path"] == "/now":
+            await self._write_now(scope["extensions"][WRITE_NOW], receive, send)
+            return
         if scope["path"] == "/never":
             self.asked.set()
             await receive()
@@ -60,15 +65,32 @@ class Endless:
             await asyncio.sleep(0)
         self.client_gone.set()
 
+    async def _write_now(self, write_now, receive, send) -> None:
+        """Pieces at once, until one would have to wait; that one waits."""
+        assert not write_now(b"too early")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(1000):
+            piece = b"piece %06d;" % number * 1000
+            if not write_now(piece):
+                break
+            self.written.append(piece)
+        assert not write_now(b"while another waits")
+        await send({"type": "http.response.body", "body": b"waited", "more_body": True})
+        assert write_now(b"again")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        assert not write_now(b"too late")
+        self.answered.set()
 
-@pytest.fixture
-def served(monkeypatch):
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def served(monkeypatch, request):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
     monkeypatch.setattr(http_server, "STALLED_CLIENT_S", 0.3)
     monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.2)
     app = Endless()
     config = uvicorn.Config(
         app,
+        loop=request.param,
         http=http_server.GatewayProtocol,
         lifespan="off",
         ws="none",
@@ -169,6 +191,20 @@ def test_a_client_that_reads_is_kept(served) -> None:
     while read < 20 * 2**20:
         read += len(client.recv(2**20))
     assert not app.client_gone.is_set()
+
+
+def test_what_is_written_at_once_comes_in_its_order_and_not_without_bounds(served) -> None:
+    """It stops as soon as the client does not read; what waits for the client then comes behind it."""
+    client, app = served
+    client.sendall(b"GET /now HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    said = rest(client)
+    assert app.answered.wait(20)
+    body, data = b"", said.partition(b"\r\n\r\n")[2]
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        body, data = body + data[: int(size, 16)], data[int(size, 16) + 2 :]
+    assert body == b"".join(app.written) + b"waitedagain"
+    assert 0 < len(app.written) * 13_000 < 2**20  # the sockets' buffers are small
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,19 @@ class TestFrames:
         assert not buffer.ended_in_error
         assert buffer.usage() == Usage(prompt_tokens=3, completion_tokens=4)
 
+    @given(
+        frames=st.lists(FRAME | st.just(b"data: [DONE]"), max_size=6),
+        end=st.sampled_from([b"\n\n", b"\r\n\r\n"]),
+        at=st.lists(st.integers(0, 200), max_size=8),
+    )
+    def test_what_is_plain_passes_as_it_is_and_is_not_the_end(self, frames, end, at) -> None:
+        buffer = FrameBuffer()
+        for chunk in cut(b"".join(frame + end for frame in frames), at):
+            is_plain = buffer.is_plain(chunk)
+            passed = buffer.feed(chunk)
+            assert not is_plain or (passed == chunk and not buffer.is_done and not buffer.broken_frame)
+        assert FrameBuffer().is_plain(b"data: a" + end)
+
     def test_done_inside_a_frame_is_not_the_end(self) -> None:
         buffer = FrameBuffer()
         buffer.feed(b'data: {"text": "data: [DONE]"}\n\n')

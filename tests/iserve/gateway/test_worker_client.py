@@ -200,6 +200,71 @@ def test_silence_is_bounded_by_each_wait() -> None:
     run(Server(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhold"), test)
 
 
+@given(
+    sizes=st.lists(st.integers(1, 40), max_size=12),
+    wanted=st.lists(st.booleans(), min_size=1, max_size=5),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_is_taken_and_what_is_read_are_the_answer_in_its_order(sizes: list[int], wanted: list[bool]) -> None:
+    """However it comes, and whatever of it is taken on the way."""
+    places = [0, *(sum(sizes[: i + 1]) for i in range(len(sizes)))]
+    answer = CHUNKED.replace(b"0\r\n\r\n", b"".join(b"5\r\n<%03d>\r\n" % i for i in range(60)) + b"0\r\n\r\n")
+    pieces = [piece for a, b in pairwise([*places, len(answer)]) if (piece := answer[a:b])]
+    came: list[bytes] = []
+    offered: list[bool] = []
+
+    def take(data: bytes) -> bool:
+        offered.append(wanted[len(offered) % len(wanted)])
+        if offered[-1]:
+            came.append(data)
+        return offered[-1]
+
+    async def test(client: WorkerClient, url: str) -> None:
+        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+        while part := await answer.read(PATIENCE_S, take):
+            came.append(part)
+        answer.release()
+        assert b"".join(came) == b"onetwo!" + b"".join(b"<%03d>" % i for i in range(60))
+
+    run(Server(pieces), test)
+
+
+def test_what_is_taken_is_no_silence_and_what_is_not_wakes() -> None:
+    """One wait, as long as pieces come; who reads late is not overtaken."""
+    taken: list[bytes] = []
+
+    def take(data: bytes) -> bool:
+        if data == b"stop":
+            return False
+        taken.append(data)
+        return True
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for piece in (*[b"goon"] * 20, b"stop", b"late"):
+            await asyncio.sleep(0.02)
+            writer.write(b"4\r\n%b\r\n" % piece)
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    async def test(client: WorkerClient, url: str) -> None:
+        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+        assert await answer.read(0.3, take) == b"stop"  # twenty pieces take longer than that
+        assert taken == [b"goon"] * 20
+        while b"late" not in (held := answer._connection._parts):
+            await asyncio.sleep(0.001)
+        assert taken == [b"goon"] * 20
+        assert await answer.read(PATIENCE_S, take) == b"late"
+        assert not held
+        with pytest.raises(TimeoutError):
+            await answer.read(0.05, take)
+        answer.close()
+
+    run(answer, test)
+
+
 def test_a_request_that_is_cancelled_ends_its_connection() -> None:
     server = Server(b"HTTP/1.1 200 OK\r\nX: hold")
 
