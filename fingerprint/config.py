@@ -108,29 +108,42 @@ def parse_config(text: str, *, engine: str) -> DeploymentConfig:
         raise ConfigError(f"cannot read the configuration {text!r}: {error}") from error
 
 
+_MOST_TOKENS = 100_000_000
+SLOT_ENGINES = frozenset({"torch"})  # whose KV cache is a slot per sequence; the others share pages
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Workload:
-    """The requests a configuration is judged on: ``batch`` at once, all of one shape."""
+    """The requests a configuration is judged on: ``batch`` at once, all of one shape; longer ones are taken."""
 
     batch: int = 1
     input_tokens: int = 512
     output_tokens: int = 128
+    longest_tokens: int = 0  # of any request, prompt and answer together; 0: none is longer than these
 
     def __post_init__(self) -> None:
         for name in ("batch", "input_tokens", "output_tokens"):
             value = getattr(self, name)
-            if not 1 <= value <= 100_000_000:
-                raise ConfigError(f"{name} must be between 1 and 100,000,000, got {value}")
+            if not 1 <= value <= _MOST_TOKENS:
+                raise ConfigError(f"{name} must be between 1 and {_MOST_TOKENS:,}, got {value}")
+        usual = self.input_tokens + self.output_tokens
+        if self.longest_tokens and not usual <= self.longest_tokens <= _MOST_TOKENS:
+            raise ConfigError(
+                f"the longest request has {self.longest_tokens} tokens, the one that is planned for {usual}: "
+                f"it must have as many at least, and {_MOST_TOKENS:,} at most"
+            )
 
     @property
     def context_tokens(self) -> int:
-        """Tokens one sequence holds at its end."""
-        return self.input_tokens + self.output_tokens
+        """Tokens of the longest sequence at its end."""
+        return max(self.input_tokens + self.output_tokens, self.longest_tokens)
 
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens the KV cache holds at the end of the whole batch."""
-        return self.batch * self.context_tokens
+    def kv_tokens(self, engine: str) -> int:
+        """Room of the KV cache. Where every sequence has a slot of its own, ``batch`` of the longest; where they
+        share pages, ``batch`` of the usual length and at least one of the longest: many long ones at once wait."""
+        if engine in SLOT_ENGINES:
+            return self.batch * self.context_tokens
+        return max(self.batch * (self.input_tokens + self.output_tokens), self.context_tokens)
 
 
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:

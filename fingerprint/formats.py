@@ -127,7 +127,9 @@ def kv_heads_per_gpu(spec: ModelSpec, tp: int) -> float:
     return spec.num_kv_heads / min(tp, spec.num_kv_heads)
 
 
-def kv_tokens_per_layer(spec: ModelSpec, pp: int, workload: Workload, step_tokens: int = 0) -> float:
+def kv_tokens_per_layer(
+    spec: ModelSpec, config: DeploymentConfig, workload: Workload, step_tokens: int = 0
+) -> float:
     """Tokens whose K and V one layer holds at the end of ``workload``: a sliding layer no more than its window.
 
     Where the kinds of layers do not fall on all stages alike, it is the mean over the layers of the stage that
@@ -142,7 +144,7 @@ def kv_tokens_per_layer(spec: ModelSpec, pp: int, workload: Workload, step_token
     """
 
     def held(window: int | None) -> float:
-        whole = workload.kv_tokens
+        whole = workload.kv_tokens(config.engine)
         if window is None:
             return whole
         return min(whole, workload.batch * min(window, workload.context_tokens) + step_tokens)
@@ -150,7 +152,7 @@ def kv_tokens_per_layer(spec: ModelSpec, pp: int, workload: Workload, step_token
     if not spec.layer_windows:
         return held(spec.sliding_window)
     means, first = [], 0
-    for layers in even_split(spec.num_layers, pp):
+    for layers in even_split(spec.num_layers, config.pp):
         means.append(sum(map(held, spec.layer_windows[first : first + layers])) / layers)
         first += layers
     return max(means)

@@ -110,6 +110,7 @@ class _Wish(_Body):
     budget: float | None = None
     input_tokens: int = Workload().input_tokens
     output_tokens: int = Workload().output_tokens
+    context_tokens: int | None = Field(default=None, ge=1)  # of the longest request taken; None: input and output
     batch: int = Workload().batch
     engine: str = "auto"
     policy: str | None = None  # None: the installation's
@@ -138,7 +139,12 @@ class _Wish(_Body):
                 quality=self.quality,
                 budget=self.budget,
             ),
-            workload=Workload(batch=self.batch, input_tokens=self.input_tokens, output_tokens=self.output_tokens),
+            workload=Workload(
+                batch=self.batch,
+                input_tokens=self.input_tokens,
+                output_tokens=self.output_tokens,
+                longest_tokens=self.context_tokens or 0,
+            ),
             policy=self.policy or default_policy,
             load_threshold=load_threshold,
         )

@@ -192,7 +192,7 @@ class CountedMemory:
 
     def _kv_tokens(self, config: DeploymentConfig, points: list[MemoryPoint], workload: Workload) -> float:
         step_tokens = max(point.max_batched_tokens for point in points)
-        return kv_tokens_per_layer(self._spec, config.pp, workload, step_tokens)
+        return kv_tokens_per_layer(self._spec, config, workload, step_tokens)
 
     def _graph_bytes(self, points: list[MemoryPoint], layers: int) -> int:
         shallow = min(points, key=lambda point: point.num_layers)

@@ -302,7 +302,7 @@ class M2:
         spec = self.spec
         disagreeing = [check.ratio for check in self.kv_checks if check.kv == config.kv and check.disagrees]
         per_token = spec.kv_bytes_per_token_per_layer(config.kv) / min(config.tp, spec.num_kv_heads)
-        tokens = kv_tokens_per_layer(spec, config.pp, workload)
+        tokens = kv_tokens_per_layer(spec, config, workload)
         return per_token * max(disagreeing, default=1.0) * tokens
 
 

@@ -303,7 +303,7 @@ class RooflineEstimator:
             num_layers=spec.num_layers,
             layer_weight_bytes=math.ceil(shard.layer_bytes),
             layer_kv_bytes=math.ceil(
-                shard.kv_token_bytes * kv_tokens_per_layer(spec, config.pp, workload, step_tokens)
+                shard.kv_token_bytes * kv_tokens_per_layer(spec, config, workload, step_tokens)
             ),
             first_stage_bytes=math.ceil(embedding_bytes(spec) / tp),
             last_stage_bytes=math.ceil(last_bytes),

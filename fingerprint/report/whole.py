@@ -299,7 +299,7 @@ def _counted(estimator: DepthTiedEstimator, config: DeploymentConfig) -> Counted
             context_bytes=fullest.runtime_bytes - graph_bytes,
             pp_buffer_bytes=fullest.pp_buffer_bytes,
             graph_bytes=graph_bytes,
-            kv_bytes_per_token=fullest.kv_bytes / some_tokens.kv_tokens,
+            kv_bytes_per_token=fullest.kv_bytes / some_tokens.context_tokens,
         ),
         block_tokens=block_tokens,
         blocks=counted.kv_blocks(config, budget_bytes),

@@ -114,10 +114,12 @@ def replicated(options: PlanOptions, replicas: int) -> PlanOptions:
         return replace(options, replicas=replicas)
 
 
-def workload_of(batch: int, input_tokens: int, output_tokens: int) -> Workload:
-    """The checked workload of three options."""
+def workload_of(batch: int, input_tokens: int, output_tokens: int, longest_tokens: int | None = None) -> Workload:
+    """The checked workload of these options."""
     with usage_errors():
-        return Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
+        return Workload(
+            batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, longest_tokens=longest_tokens or 0
+        )
 
 
 @functools.cache
@@ -167,6 +169,15 @@ class Wish:
     ] = None
     input_tokens: InputTokens = DEFAULT_WORKLOAD.input_tokens
     output_tokens: OutputTokens = DEFAULT_WORKLOAD.output_tokens
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=1,
+            help="Tokens of the longest request that is taken, prompt and answer together; else no longer than "
+            "what is planned for.",
+        ),
+    ] = None
     batch: Batch = DEFAULT_WORKLOAD.batch
     engine: EngineOption = "auto"
     policy: Annotated[
@@ -209,7 +220,7 @@ class Wish:
         from iserve.planning.making import PlanOptions
         from placement.placers import check_placement
 
-        workload = workload_of(self.batch, self.input_tokens, self.output_tokens)
+        workload = workload_of(self.batch, self.input_tokens, self.output_tokens, self.context)
         limits, traffic = self.limits, self.traffic
         policy = settings.policy if self.policy is None else self.policy
         with usage_errors():
@@ -247,6 +258,7 @@ class Wish:
             "budget": self.budget,
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
+            "context_tokens": self.context,
             "batch": self.batch,
             "engine": self.engine,
             "policy": self.policy,

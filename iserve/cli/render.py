@@ -68,7 +68,8 @@ def _interval(quantity: Quantity) -> str:
 
 def workload_words(work: Workload) -> str:
     """A workload in a sentence."""
-    return f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens"
+    longest = f", requests of up to {work.longest_tokens}" if work.longest_tokens else ""
+    return f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens{longest}"
 
 
 def short(config: DeploymentConfig) -> str:

@@ -97,7 +97,7 @@ def worker_spec(
         step_tokens: tokens of the largest step that the engine was measured with, whose activations and chunks of
             prompts the estimate therefore has; None: the estimate has those of this workload's own largest step.
     """
-    context = min(workload.context_tokens, source.spec.max_context_tokens)
+    context = workload.context_tokens
 
     def limit_bytes(stage: StagePlacement) -> int:
         room_bytes = min(free_bytes[device_id] for device_id in stage.device_ids)
@@ -121,7 +121,7 @@ def worker_spec(
             max_batched_tokens=step_tokens
             or min(DEFAULT_MAX_BATCHED_TOKENS, max(workload.batch * workload.input_tokens, context)),
             max_context_tokens=context,
-            kv_tokens=workload.batch * context,
+            kv_tokens=workload.kv_tokens(config.engine),
             memory_bytes_per_device=max(limit_bytes(stage) for stage in placement.stages),
         ),
     )

@@ -194,6 +194,11 @@ def _alone(estimator: Estimator, config: DeploymentConfig, options: PlanOptions)
 
 def check_context(spec: ModelSpec, workload: Workload) -> None:
     """Raises ConfigError: the workload is longer than the model's context."""
+    if workload.longest_tokens > spec.max_context_tokens:
+        raise ConfigError(
+            f"requests of {workload.longest_tokens} tokens are longer than the model's context of "
+            f"{spec.max_context_tokens}; lower --context"
+        )
     if workload.context_tokens > spec.max_context_tokens:
         raise ConfigError(
             f"{workload.input_tokens} input and {workload.output_tokens} output tokens are "

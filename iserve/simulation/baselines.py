@@ -91,7 +91,7 @@ def knowledge_of(model: SimulatedModel, gpu: GpuSpec, cluster: ClusterSnapshot) 
             for config in space
             if shape_refusal(model.spec, config, num_gpus) is None and chooser.refusal(config) is None
         ),
-        limits=lambda workload: launch_limits(workload, model.step_tokens),
+        limits=lambda workload, engine: launch_limits(workload, engine, model.step_tokens),
     )
 
 

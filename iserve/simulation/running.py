@@ -81,15 +81,15 @@ def idle_cluster(gpu: GpuSpec, count: int, *, per_node: int = 8) -> ClusterSnaps
     )
 
 
-def launch_limits(workload: Workload, step_tokens: int | None = None) -> Limits:
-    """With what a worker planned for ``workload`` is launched, as ``iserve.controller.deployer`` does it."""
+def launch_limits(workload: Workload, engine: str, step_tokens: int | None = None) -> Limits:
+    """With what a worker of ``engine`` planned for ``workload`` is launched, as a deploy does it."""
     context = workload.context_tokens
     largest = step_tokens or min(DEFAULT_MAX_BATCHED_TOKENS, max(workload.batch * workload.input_tokens, context))
     return Limits(
         max_batch=workload.batch,
         max_context_tokens=context,
         max_batched_tokens=max(largest, workload.batch),
-        kv_tokens=workload.batch * context,
+        kv_tokens=workload.kv_tokens(engine),
     )
 
 
@@ -174,7 +174,7 @@ class PlannedDeployer:
     def _step_model(self, model: SimulatedModel, config: DeploymentConfig) -> StepModel:
         found = self._steps.get((model.name, config))
         if found is None:
-            limits = launch_limits(model.options.workload, model.step_tokens)
+            limits = launch_limits(model.options.workload, config.engine, model.step_tokens)
             found = self._steps[model.name, config] = tabulate(model.estimator, config, limits)
         return found
 

@@ -362,7 +362,7 @@ def demo(workload: Workload, profile_s: float) -> Iterator[tuple[Profile, Target
                 model="demo",
                 config=from_json(to_json(deployed["config"]), DeploymentConfig),
                 workload=workload,
-                limits=launch_limits(workload, step_tokens_of(profile)),
+                limits=launch_limits(workload, "torch", step_tokens_of(profile)),
             )
             yield profile, replace(target, url=deployed["base_url"], behind_gateway=True), target
         finally:
@@ -416,7 +416,7 @@ def _read_profile(path: Path) -> Profile:
 
 
 def _target(options: argparse.Namespace, profile: Profile, workload: Workload) -> Target:
-    limits = launch_limits(workload, options.step_tokens or step_tokens_of(profile))
+    limits = launch_limits(workload, profile.engine, options.step_tokens or step_tokens_of(profile))
     return Target(
         url=options.url,
         model=options.model,

@@ -131,7 +131,7 @@ def workload(batch: int) -> Workload:
 @cache
 def steps_of(model: str, batch: int) -> StepModel:
     """At tp=2, 16-bit."""
-    return tabulate(RooflineEstimator(spec(model), A6000), DeploymentConfig(tp=2), launch_limits(workload(batch)))
+    return tabulate(RooflineEstimator(spec(model), A6000), DeploymentConfig(tp=2), launch_limits(workload(batch), DeploymentConfig().engine))
 
 
 @dataclass(frozen=True)

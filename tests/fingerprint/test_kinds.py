@@ -163,11 +163,14 @@ class TestMemory:
     ) -> None:
         spec = spec_of(windows)
         pp = min(pp, len(windows))
-        tokens = kv_tokens_per_layer(spec, pp, workload, step_tokens)
-        assert min(workload.context_tokens, 8) * workload.batch <= tokens <= workload.kv_tokens
+        config = DeploymentConfig(pp=pp, engine="vllm")
+        tokens = kv_tokens_per_layer(spec, config, workload, step_tokens)
+        assert min(workload.context_tokens, 8) * workload.batch <= tokens <= workload.kv_tokens(config.engine)
         exact = sum(workload.batch * min(w or workload.context_tokens, workload.context_tokens) for w in windows)
         assert tokens * len(windows) >= exact - 1e-6
-        assert kv_tokens_per_layer(replace(spec, sliding_window=None, layer_windows=()), pp, workload) >= tokens
+        assert (
+            kv_tokens_per_layer(replace(spec, sliding_window=None, layer_windows=()), config, workload) >= tokens
+        )
 
 
 class TestRoofline:

@@ -13,7 +13,7 @@ import yaml
 
 DEMO = "iserve-demo"
 # Long enough for a prompt and an answer of the demo model (one byte is one token).
-WORK = ("--input-tokens", "128", "--output-tokens", "64")
+WORK = ("--input-tokens", "128", "--output-tokens", "64", "--context", "256")
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,21 @@ def test_chat_answers_what_the_model_was_trained_to(client: openai.OpenAI) -> No
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize(("prompt", "answer", "taken"), [(240, 16, True), (240, 17, False)])
+def test_requests_are_taken_up_to_the_context_and_no_longer(
+    client: openai.OpenAI, prompt: int, answer: int, taken: bool
+) -> None:
+    """Longer than what was planned for, 192 tokens."""
+    wish: dict[str, Any] = {"model": DEMO, "prompt": [65] * prompt, "max_tokens": answer, "temperature": 0}
+    if taken:
+        usage = client.completions.create(**wish, extra_body={"ignore_eos": True}).usage
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (prompt, answer)
+    else:
+        with pytest.raises(openai.BadRequestError, match="256"):
+            client.completions.create(**wish)
 
 
 def test_a_text_completion_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
@@ -172,6 +187,7 @@ def _without_steps(done: Any) -> Any:
     [
         (("--batch", "100000"), "no configuration is feasible"),
         (("--input-tokens", "100000"), "context"),
+        (("--context", "100000"), "lower --context"),
         (("--engine", "vllm"), "set ISERVE_VLLM_PYTHON"),
         (("no-such-model",), "no directory"),
     ],

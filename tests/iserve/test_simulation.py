@@ -124,12 +124,12 @@ def test_limits_are_those_a_worker_is_launched_with() -> None:
     assert isinstance(plan.best.layout, Placement)
     source = ModelSource("chat", Path("chat"), True, asked.spec)
     free = {gpu.device_id: gpu.free_bytes for gpu in idle_cluster(A6000, 2).gpus}
-    for workload in (WORKLOAD, Workload(1, 64, 32), Workload(64, 3000, 1000)):
+    for workload in (WORKLOAD, Workload(1, 64, 32), Workload(64, 3000, 1000), Workload(4, 64, 32, 4000)):
         for step_tokens in (None, 2048):
             best = plan.best.config, plan.best.layout
             launched = worker_spec("chat", source, "w", *best, workload, free, step_tokens).limits
             assert launched is not None
-            ours = launch_limits(workload, step_tokens)
+            ours = launch_limits(workload, plan.best.config.engine, step_tokens)
             assert (ours.max_batch, ours.max_context_tokens, ours.max_batched_tokens, ours.kv_tokens) == (
                 launched.max_batch,
                 launched.max_context_tokens,

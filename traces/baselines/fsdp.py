@@ -161,7 +161,7 @@ class FsdpDeployer:
         key = (model.name, sharding, batch)
         if key not in self._made:
             estimator = FsdpEstimator(model.estimator, model.spec, self._gpu, sharding)
-            limits = model.limits(replace(model.workload, batch=batch))
+            limits = model.limits(replace(model.workload, batch=batch), config.engine)
             self._made[key] = tabulate(estimator, config, limits)
         return Deployed(
             placement=Placement((stage,)),

@@ -18,7 +18,7 @@ __all__ = ["MOST_BATCH", "Knowledge", "Places", "StepTimes", "halvings", "larges
 
 MOST_BATCH = 256  # sequences at once: no "largest batch" goes beyond, though memory may allow it
 
-LimitsOf = Callable[[Workload], Limits]  # with what a worker planned for a workload is launched
+LimitsOf = Callable[[Workload, str], Limits]  # with what a worker of an engine planned for a workload is launched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class StepTimes:
     def __call__(self, model: Knowledge, config: DeploymentConfig, batch: int) -> StepModel:
         key = (model.name, config, batch)
         if key not in self._made:
-            limits = model.limits(replace(model.workload, batch=batch))
+            limits = model.limits(replace(model.workload, batch=batch), config.engine)
             self._made[key] = tabulate(model.estimator, config, limits)
         return self._made[key]
 

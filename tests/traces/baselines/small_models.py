@@ -45,7 +45,7 @@ class ByHand:
         return Estimate(config=config, workload=workload, memory=memory, ttft_s=quantity, tpot_s=quantity)
 
 
-def limits_of(workload: Workload) -> Limits:
+def limits_of(workload: Workload, _engine: str) -> Limits:
     return Limits(max_batch=workload.batch, max_context_tokens=64, max_batched_tokens=max(64, workload.batch))
 
 
