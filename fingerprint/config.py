@@ -138,6 +138,11 @@ class Workload:
         """Tokens of the longest sequence at its end."""
         return max(self.input_tokens + self.output_tokens, self.longest_tokens)
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Prompt tokens that may be handed over at once: of the batch, or of the longest request."""
+        return max(self.batch * self.input_tokens, self.longest_tokens)
+
     def kv_tokens(self, engine: str) -> int:
         """Room of the KV cache. Where every sequence has a slot of its own, ``batch`` of the longest; where they
         share pages, ``batch`` of the usual length and at least one of the longest: many long ones at once wait."""

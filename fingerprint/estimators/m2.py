@@ -145,7 +145,7 @@ class M2:
             NotMeasuredError: this weight format, or any tp (pp) above 1 where ``config`` has one, was not run.
         """
         weights = self.rank_weights(config)
-        tokens = min(workload.batch * workload.input_tokens, self._max_batched_tokens)
+        tokens = min(workload.most_prompt_tokens, self._max_batched_tokens)
         activation, buffer = self._activation(config, tokens), self._pp_buffer(config, tokens)
         runtime = self._runtime(config)
         kv, layers = self.layer_kv_bytes(config, workload), even_split(self.spec.num_layers, config.pp)[0]

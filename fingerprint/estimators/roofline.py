@@ -290,7 +290,7 @@ class RooflineEstimator:
     def _memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
         spec, constants, tp = self._spec, self._constants, config.tp
         shard = self._shard(config)
-        step_tokens = min(workload.batch * workload.input_tokens, self._max_batched_tokens)
+        step_tokens = min(workload.most_prompt_tokens, self._max_batched_tokens)
         shared_head = spec.tied_embeddings and config.pp == 1
         last_bytes = spec.final_norm_params * WEIGHT_16BIT_BYTES + (0.0 if shared_head else head_bytes(spec) / tp)
         if self._gpu.compute_capability is None:

@@ -40,6 +40,7 @@ def test_the_longest_moves_memory_and_no_time() -> None:
     )
     assert (both.ttft_s, both.tpot_s) == (usual.ttft_s, usual.tpot_s)
     assert both.memory.layer_kv_bytes > usual.memory.layer_kv_bytes
+    assert both.memory.activation_bytes > usual.memory.activation_bytes  # its prompt is a step
     slots = DeploymentConfig(engine="torch")
     most = estimator.estimate(slots, Workload(8, 100, 50, LLAMA_2_7B.max_context_tokens)).memory.layer_kv_bytes
     assert most > both.memory.layer_kv_bytes
