@@ -55,7 +55,7 @@ class ReplicaPlacer:
         placed: list[Placement] = []
         taken: frozenset[tuple[str, str]] = frozenset()
         for _ in range(self._count):
-            if len(taken) + demand.tp * demand.pp > len(self._snapshot.gpus):
+            if taken and len(taken) + demand.tp * demand.pp > len(self._snapshot.gpus):
                 return self._refusal(demand, len(placed), None)
             answer = self._placer(taken).fit(demand)
             if isinstance(answer, Refusal):
@@ -74,7 +74,7 @@ class ReplicaPlacer:
         """With what would do for all: so much on each GPU of the roomiest groups that any stage of the even split
         goes on any of them. With one stage that is also the least that would."""
         if demand.pp > demand.num_layers:
-            assert of_next is not None, "more stages than layers are refused by every placer"
+            assert of_next is not None, "the first was refused, as every placer does"
             return of_next
         groups = self._count * demand.pp
         rooms = self._rooms(demand.tp)[:groups]

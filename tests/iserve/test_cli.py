@@ -15,7 +15,7 @@ import pytest
 
 from iserve.api_types import PlanBody
 from iserve.cli.live import folder_argument, model_argument
-from iserve.cli.options import Wish
+from iserve.cli.options import Wish, replicated
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
 from tests.iserve.command_line import MODELS, Done, iserve, model
@@ -171,11 +171,12 @@ def test_doctor_looks_and_makes_nothing(
 
 def test_the_command_line_and_the_rest_api_wish_alike() -> None:
     """The same fields with the same defaults, whatever is left out."""
-    assert PlanBody().model_dump(exclude={"model", "gpus"}) == Wish().body()
+    assert PlanBody().model_dump(exclude={"model", "gpus", "replicas"}) == Wish().body()
     asked = Wish(slo="ttft=0.5,e2e=10", rate=2.0, percentile=99, policy="packing", engine="torch", batch=4)
-    assert PlanBody.model_validate(asked.body()).options(
-        default_policy="hybrid", load_threshold=0.25
-    ) == asked.checked(Settings(load_threshold=0.25))
+    for replicas in (PlanBody().replicas, 3):
+        body = PlanBody.model_validate(asked.body() | {"replicas": replicas})
+        options = replicated(asked.checked(Settings(load_threshold=0.25)), replicas)
+        assert body.options(default_policy="hybrid", load_threshold=0.25) == options
 
 
 def test_what_cannot_be_written_is_one_line(model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -85,6 +85,11 @@ _ESTIMATE = ("estimate", "{}", "--gpu", "h200", "--config")
         ("deploy", "--engine", "no-such"),
         ("deploy", "--policy", "best"),
         ("deploy", "--policy", "look-ahead"),  # nobody tells it the load
+        ("deploy", "--replicas", "0"),
+        ("deploy", "--replicas", "-1"),
+        ("deploy", "--replicas", "65"),
+        ("deploy", "--replicas", "1.5"),
+        ("deploy", "--replicas", "2", "--export", "compose"),
         ("deploy", "--scale-to-zero", "0"),
         ("deploy", "--scale-to-zero", "nan"),
         ("profile", "--max-seconds", "0"),

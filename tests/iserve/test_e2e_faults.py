@@ -20,8 +20,8 @@ WORK = ("--input-tokens", "64", "--output-tokens", LONG, "--batch", "2")
 class Stream:
     """A long completion, read by a thread of its own."""
 
-    def __init__(self, client: openai.OpenAI) -> None:
-        self.tokens = 0
+    def __init__(self, client: openai.OpenAI, length: int = LONG) -> None:
+        self.tokens, self.length = 0, length
         self.finish_reason: str | None = None
         self.error: Exception | None = None
         self._client = client
@@ -33,7 +33,7 @@ class Stream:
             for chunk in self._client.completions.create(
                 model=DEMO,
                 prompt="Once",
-                max_tokens=LONG,
+                max_tokens=self.length,
                 stream=True,
                 stream_options={"include_usage": True},
                 extra_body={"ignore_eos": True},
@@ -55,7 +55,7 @@ class Stream:
 
     def check_whole(self) -> None:
         self.end()
-        assert (self.error, self.finish_reason, self.tokens) == (None, "length", LONG)
+        assert (self.error, self.finish_reason, self.tokens) == (None, "length", self.length)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,10 @@ from alembic.command import downgrade
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import Connection, create_engine, text
 
+from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import (
     ConflictError,
@@ -26,6 +28,7 @@ from fingerprint.errors import (
     UnavailableError,
 )
 from fingerprint.verification import Reading, Verification
+from iserve.controller.records import recorded_workers
 from iserve.routes import ApiKeyRecord
 from iserve.state.database import open_database
 from iserve.state.schema import metadata
@@ -206,19 +209,68 @@ def test_a_state_of_the_first_schema_is_migrated_whole(where: Where, at: Callabl
         (3, None, "kept"),
     ]
     assert [k.label for k in store.api_keys()] == ["laptop"]
+    assert [d.workers for d in store.deployments()] == [None, None]
     store.delete_deployment(2)
     assert [e.message for e in store.events()] == ["a", "kept"]
     assert store.add_deployment("c", b"{}").id > 2
 
 
-def test_migrations_lead_back_too(where: Where, at: Callable[[], Store]) -> None:
-    """Each undoes what it did, so that a row of the first tables outlives the way there and back."""
-    at().add_deployment("a", b"{}")
+WORKER = WorkerSpec(
+    worker_id="a-1",
+    served_model="a",
+    checkpoint="/m",
+    config=DeploymentConfig(),
+    stages=(StageAssignment(device_ids=("cpu:0",), num_layers=2),),
+    limits=WorkerLimits(
+        max_batch=1, max_batched_tokens=64, max_context_tokens=64, kv_tokens=64, memory_bytes_per_device=1000
+    ),
+)
+
+
+def migrated_back(where: Where, to: str) -> None:
     with as_file(files("iserve.state") / "migrations") as scripts, connected(where) as connection:
         config = Config()
         config.set_main_option("script_location", str(scripts))
         config.attributes["connection"] = connection
-        downgrade(config, "0001")
+        downgrade(config, to)
+
+
+def test_the_worker_of_an_earlier_iserve_is_the_first_of_several(where: Where, at: Callable[[], Store]) -> None:
+    """It is adopted as it runs; events stay. Leading back keeps the first; what cannot be read is chosen anew."""
+    database = open_database(where)
+    database.migrate(to="0004")
+    with database.write() as connection:
+        columns = "id, name, created_at, request, desired, phase, worker"
+        for number, name, worker in ((1, "a", to_json(WORKER).decode()), (2, "b", "no JSON"), (3, "c", None)):
+            values = {"id": number, "name": name, "worker": worker}
+            row = ":id, :name, 1.5, '{}', 'running', 'ready', :worker"
+            connection.execute(text(f"INSERT INTO deployments ({columns}) VALUES ({row})"), values)
+        event = "(id, at, deployment_id, kind, message) VALUES (1, 1.5, 1, 'accepted', 'a')"
+        connection.execute(text(f"INSERT INTO events {event}"))
+    database.close()
+    store = at()
+    rows = store.deployments()
+    assert [recorded_workers(row) for row in rows] == [(WORKER,), (), ()]
+    assert [(e.deployment_id, e.message) for e in store.events()] == [(1, "a")]
+    both = (WORKER, replace(WORKER, worker_id="a-1-r2"))
+    store.update_deployment(1, workers=to_json(both))
+    assert recorded_workers(store.deployment("a")) == both
+    store.close()
+    migrated_back(where, "0004")
+    database = open_database(where)
+    with database.read() as connection:
+        kept = connection.execute(text("SELECT worker FROM deployments ORDER BY id")).scalars().all()
+    database.close()
+    assert [None if one is None else from_json(one, WorkerSpec) for one in kept] == [WORKER, None, None]
+    store = at()
+    assert recorded_workers(store.deployment("a")) == (WORKER,)
+    assert [(e.deployment_id, e.message) for e in store.events()] == [(1, "a")]
+
+
+def test_migrations_lead_back_too(where: Where, at: Callable[[], Store]) -> None:
+    """Each undoes what it did, so that a row of the first tables outlives the way there and back."""
+    at().add_deployment("a", b"{}")
+    migrated_back(where, "0001")
     execute(where, "SELECT key_id, sha256, scope, label, created_at, revoked FROM api_keys")
     assert [d.name for d in at().deployments()] == ["a"]
 

@@ -114,6 +114,27 @@ def test_vllm_is_started_with_the_limits_of_the_plan(kind: str, written: Any, mo
     assert chosen.estimate.memory_bytes_per_gpu * 0.99 < share < chosen.estimate.memory_bytes_per_gpu * 1.2
 
 
+def test_several_replicas_are_one_deployment_in_kubernetes_and_none_in_compose(
+    written: Any, iserve: Run, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Each with what one gets; all of them fit the GPUs, or nothing is written."""
+    alone = written("k8s", "vllm", "--intent", "min-memory")
+    (tmp_path / "k8s-vllm.yaml").unlink()
+    four = written("k8s", "vllm", "--intent", "min-memory", "--replicas", "4")
+    (one,), (of_four,) = ([d for d in found if d["kind"] == "Deployment"] for found in (alone, four))
+    assert (one["spec"].pop("replicas"), of_four["spec"].pop("replicas")) == (1, 4)
+    assert one == of_four
+    assert "4 replicas: the Service spreads connections" in (tmp_path / "k8s-vllm.yaml").read_text()
+    target = tmp_path / "never.yaml"
+    where = ("--export", "k8s", "--gpus", "a6000:8", "--engine", "vllm", "-o", target)
+    refused = iserve("deploy", model("Llama-2-13b"), *where, "--replicas", "9").line
+    assert "8 of 9 replicas of tp=1,pp=1 fit, each on devices of its own" in refused
+    compose = iserve("deploy", model("Llama-2-13b"), "--export", "compose", "--replicas", "2", "-o", target)
+    assert compose.code == 2
+    assert "export them as k8s" in compose.err
+    assert not target.exists()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_embedded_engine_gets_its_spec_and_tensorrt_llm_its_options(kind: str, written: Any) -> None:
     found = written(kind, "torch")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -137,6 +138,55 @@ class TestQueue:
                 task.cancel()
             await asyncio.gather(*waiting.values(), return_exceptions=True)
             assert line.num_waiting == 0
+
+        asyncio.run(run())
+
+    @given(
+        limits=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+        events=st.lists(st.tuples(st.sampled_from(["arrive", "finish", "turn"]), st.integers(0, 9)), max_size=40),
+    )
+    def test_laws_of_the_choice(self, limits, events) -> None:
+        """Of the ready workers with room a request gets the one with the fewest under way, of several such the one
+        that got none for longest; one that is not ready gets none, and the others have what it would have got."""
+
+        async def run() -> None:
+            line = deployment(*limits)
+            running: list[WorkerTarget] = []
+            last: dict[str, int] = {}
+            for ticket, (event, which) in enumerate(events):
+                if event == "finish" and running:
+                    line.release(running.pop(which % len(running)))
+                elif event == "turn":  # ready or no longer, as the controller sees it
+                    workers = list(line.route.workers)
+                    turned = workers[which % len(workers)]
+                    workers[which % len(workers)] = replace(turned, ready=not turned.ready)
+                    line.update(replace(line.route, workers=tuple(workers)), 100, 60.0)
+                elif event == "arrive":
+                    under_way = Counter(target.worker_id for target in running)
+                    can = [
+                        worker
+                        for worker in line.route.workers
+                        if worker.ready and under_way[worker.worker_id] < worker.max_outstanding
+                    ]
+                    if not can:
+                        continue
+                    chosen = await line.acquire(ticket)
+                    fewest = min(under_way[worker.worker_id] for worker in can)
+                    alike = [w.worker_id for w in can if under_way[w.worker_id] == fewest]
+                    assert chosen.worker_id in alike
+                    assert last.get(chosen.worker_id, -1) == min(last.get(one, -1) for one in alike)
+                    last[chosen.worker_id] = ticket
+                    running.append(chosen)
+
+        asyncio.run(run())
+
+    @given(number=st.integers(1, 4), arrivals=st.integers(0, 30))
+    def test_what_comes_is_spread_evenly(self, number, arrivals) -> None:
+        async def run() -> None:
+            line = deployment(*[100] * number)
+            got = Counter([(await line.acquire(ticket)).worker_id for ticket in range(arrivals)])
+            shares = [got[f"w{i}"] for i in range(number)]
+            assert max(shares) - min(shares) <= 1
 
         asyncio.run(run())
 
