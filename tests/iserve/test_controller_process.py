@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
+from daemon.process import read_record
 from daemon.procfs import start_time_ticks
 from iserve.state.store import Store
 from tests.iserve.postgres_server import PostgresServer
+
+NAMES = ("controller", "daemon", "gateway")
 
 
 def start(installation: Any, home: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -124,12 +127,25 @@ def test_logs_are_bounded_while_their_processes_run(
 ) -> None:
     installation = make_installation()
     installation.run("up")
-    for name in ("controller", "daemon", "gateway"):
+    for name in NAMES:
         log = installation.home / "logs" / f"{name}.log"
         with log.open("ab") as file:
             file.write(b"x" * 9 * 2**20 + b"\n")
         until(lambda log=log: log.exists() and log.stat().st_size < 2**20, f"{log} is begun anew")
         assert log.with_name(f"{name}.log.1").stat().st_size > 8 * 2**20
+
+
+def test_only_the_gateway_runs_on_uvloop(make_installation: Callable[..., Any]) -> None:
+    """How the others end and are killed is known for asyncio's loop; uvicorn by itself would take uvloop's."""
+    installation = make_installation()
+    installation.run("up")
+    records = {name: read_record(installation.home / "run" / f"{name}.json") for name in NAMES}
+    maps = {name: Path(f"/proc/{record.pid}/maps").read_text() for name, record in records.items() if record}
+    assert {name: "/uvloop/" in text for name, text in maps.items()} == {
+        "controller": False,
+        "daemon": False,
+        "gateway": True,
+    }
 
 
 def test_sigterm_ends_it_in_the_middle_of_a_profile(
