@@ -35,7 +35,7 @@ __all__ = ["Batching", "Crowd", "Settled", "mean_speed", "settle"]
 _FULL = 0.95  # beyond, the number of requests has no mean worth telling: it is told as of here
 _NEGLIGIBLE = 1e-12  # of the weight of all states
 _LARGE = 1e200
-_TURNS, _CLOSE = 50, 1e-3
+_TURNS, _CLOSE, _HALVINGS = 50, 1e-3, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,17 @@ class Batching:
         """Where everything takes ``slowed`` times as long."""
         rate = self.requests_per_s * slowed
         return _crowd(rate * self.alone_s, rate * self.full_s, self.slots, min(self.batches, self.slots))
+
+    def share_seen(self, batches: float) -> float:
+        """The largest part of the stays, 0 to 1, with which no more than ``batches`` are under way: of requests
+        shorter than was thought, whose worker was seen less busy."""
+        if self.crowd(1.0).batches <= batches:
+            return 1.0
+        low, high = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.crowd(middle).batches > batches else (middle, high)
+        return low
 
 
 @lru_cache(maxsize=4096)

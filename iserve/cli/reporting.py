@@ -14,10 +14,14 @@ from fingerprint.full_disk import why_not_written
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
+    from fingerprint.gpu_spec import GpuSpec
     from fingerprint.report import AccuracyRecord, Report
+    from iserve.api_types import NodeDocument
+    from iserve.client import ControllerClient
+    from iserve.planning.making import Hardware
     from iserve.reporting.gathering import ReportOptions
 
-__all__ = ["check_target", "register", "write_page"]
+__all__ = ["check_target", "hardware_here", "register", "write_page"]
 
 DEFAULT_OUTPUT = "report.html"
 _MARKDOWN = ".md"
@@ -118,10 +122,9 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     from daemon.engines.registry import get_engine
     from fingerprint.estimators.corrected import CorrectedEstimator
     from fingerprint.measurements import Profile
-    from iserve.api_types import ModelDocument, NodeDocument
+    from iserve.api_types import ModelDocument
     from iserve.cli.live import client
     from iserve.controller.deployer import deployable_engine
-    from iserve.controller.node import hardware_of
     from iserve.controller.profile_validity import differences
     from iserve.controller.profiling import estimator_for
     from iserve.model_source import resolve
@@ -147,10 +150,7 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
         name = source.name  # the profile may be that of another model of this shape
     if accuracy is None:
         accuracy = find_accuracy(load_settings().home, profile.spec.shape_hash, profile.machine)
-    nodes = [node for node in controller.get("/api/v1/nodes", tuple[NodeDocument, ...]) if node.reachable]
-    if not nodes:
-        raise UnavailableError("this node's daemon is away; `iserve status` looks, try again in a moment")
-    hardware = hardware_of(nodes[0], profile.machine.device)
+    node, hardware = hardware_here(controller, profile.machine.device)
     measured_on = get_engine(profile.engine)
     engines = [measured_on.capabilities()]
     checks = controller.get("/api/v1/verifications", tuple[StoredVerification, ...])
@@ -159,9 +159,26 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     ]
     estimator = CorrectedEstimator(estimator_for(profile), [check.verification for check in alike])
     report = build_report(name, profile.spec, hardware, estimator, engines, options, accuracy=accuracy)
-    changed = differences(profile, nodes[0], measured_on.versions())
+    changed = differences(profile, node, measured_on.versions())
     stale = f"no plan or deploy here uses this profile any more: it was taken with {', '.join(changed)}"
     return replace(report, warnings=(*report.warnings, *([stale] if changed else [])))
+
+
+def hardware_here(controller: ControllerClient, gpu: GpuSpec) -> tuple[NodeDocument, Hardware]:
+    """This home's node, and its devices as a plan sees them: who serves there, and how often it is called.
+
+    Raises:
+        UnavailableError: its daemon is away.
+    """
+    from iserve.api_types import NodeDocument
+    from iserve.controller.node import hardware_of
+    from placement.types import DeploymentState
+
+    nodes = [node for node in controller.get("/api/v1/nodes", tuple[NodeDocument, ...]) if node.reachable]
+    if not nodes:
+        raise UnavailableError("this node's daemon is away; `iserve status` looks, try again in a moment")
+    serving = controller.get("/api/v1/serving", tuple[DeploymentState, ...])
+    return nodes[0], hardware_of(nodes[0], gpu, serving)
 
 
 def check_target(target: Path) -> None:

@@ -39,6 +39,7 @@ from iserve.planning.document import PlanDocument
 from iserve.planning.launching import LaunchDocument
 from iserve.planning.making import MAX_REPLICAS
 from iserve.verify.documents import StoredVerification, VerificationJobDocument
+from placement.types import DeploymentState
 
 __all__ = ["create_app"]
 
@@ -256,6 +257,10 @@ def _operator_routes(api: APIRouter, controller: Controller) -> None:
     @api.get("/nodes")
     def nodes() -> tuple[NodeDocument, ...]:
         return controller.nodes()
+
+    @api.get("/serving")
+    def serving() -> tuple[DeploymentState, ...]:
+        return controller.serving()
 
     @api.get("/events")
     def events(

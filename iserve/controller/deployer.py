@@ -24,17 +24,17 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
 from iserve.controller.ending import end_workers
-from iserve.controller.node import devices_of, hardware_of, serving_on
+from iserve.controller.node import devices_of, hardware_of
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.planning.document import plan_document
 from iserve.planning.engine_choice import choose_engine
 from iserve.planning.launching import PlannedDeployment, worker_slug
-from iserve.planning.making import PlanOptions, make_plan
-from iserve.routes import Demand
+from iserve.planning.making import PlanOptions, alone_of, make_plan
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
+from placement.types import DeploymentState
 from planner.intent import Quality
 
 __all__ = ["Deployer", "deployable_engine", "engine_for"]
@@ -88,9 +88,9 @@ class Deployer:
         daemon: Callable[[], DaemonClient],
         resolve: Callable[[str | None], ModelSource],
         report_progress: Callable[[str, ProfileProgress | None], None],
-        demand: Callable[[], Demand | None] = lambda: None,
+        serving: Callable[[NodeStatus], tuple[DeploymentState, ...]] = lambda _: (),
     ) -> None:
-        self._demand = demand
+        self._serving = serving
         self._settings, self._store, self._profiler = settings, store, profiler
         self._daemon, self._resolve, self._report_progress = daemon, resolve, report_progress
 
@@ -172,8 +172,7 @@ class Deployer:
     ) -> PlannedDeployment:
         """Rank everything on the devices that are free now; ``notes`` are told with it."""
         node = ask_daemon(self._daemon, DaemonClient.node)
-        serving = serving_on(node, self._store.deployments(), self._demand()) if node.workers else ()
-        hardware = hardware_of(node, profile.machine.device, serving)
+        hardware = hardware_of(node, profile.machine.device, self._serving(node))
         estimator = self._profiler.estimator(profile, engine, node)
         table = engine.capabilities().unprepared()  # only 16-bit checkpoints are taken in
         plan = make_plan(source.spec, hardware, estimator, [table], options)
@@ -184,6 +183,7 @@ class Deployer:
             workload=options.workload,
             notes=notes,
             replicas=options.replicas,
+            alone=None if plan.best is None else alone_of(estimator, plan.best.config, options.workload),
         )
         return PlannedDeployment(
             document, plan.best, devices_of(node), {d.device_id: d.free_bytes for d in node.devices}

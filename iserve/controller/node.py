@@ -15,11 +15,22 @@ from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from iserve.api_types import NodeDocument
 from iserve.controller.records import recorded_workers
-from iserve.planning.document import PlanDocument
+from iserve.planning.document import EstimateDocument, PlanDocument
 from iserve.planning.making import Hardware
 from iserve.routes import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
-from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement, ReplicaState, StagePlacement
+from placement.batch_load import Batching
+from placement.load_model import shares
+from placement.types import (
+    ClusterSnapshot,
+    DeploymentState,
+    GpuState,
+    Placement,
+    ReplicaState,
+    StagePlacement,
+    Stays,
+)
+from traces.simulator.pipelined import keeps_stages_full
 
 __all__ = ["devices_of", "hardware_of", "serving_on"]
 
@@ -84,7 +95,7 @@ def serving_on(
     What a request takes is what was predicted when the configuration was chosen, of one as long as was planned
     for; or less, by how busy the devices of its workers were seen that have been there all the time and keep up.
     Those that were not seen for long, or have only begun to queue, are taken to be asked for all of their time at
-    most.
+    most. Of those that batch how long a request stays is told besides, by itself and in a full batch.
 
     Args:
         demand: None: the gateway is away, and nobody tells.
@@ -111,10 +122,13 @@ def _state(
     specs, number = [worker.spec for worker in workers], len(workers)
     last_start_s = max(datetime.fromisoformat(worker.started_at).timestamp() for worker in workers)
     here_s = node.observed_at - last_start_s
-    service_s = _planned_service_s(row, specs[0])
+    plan = _recorded_plan(row)
+    service_s, stays = _planned_service_s(plan, specs[0]), _planned_stays(plan, specs[0])
     if requests_per_s > 0:
         seen = sum(_most_busy(spec, node) for spec in specs) if here_s >= _WINDOW_S else 0.0
         queues = told.waiting + told.outstanding > sum(spec.limits.max_batch for spec in specs)
+        if stays is not None and not queues and 0 < seen < _SATURATED * number:
+            stays = _as_busy(stays, specs[0], requests_per_s / number, seen / number, node.node_id)
         if not 0 < seen < _SATURATED * number:  # busy ones that queue may be asked for any more than they can do
             seen = math.inf if seen and queues else float(number)
         elif queues:  # a queue that began just now is not in what was seen
@@ -131,6 +145,7 @@ def _state(
                 ready=worker.state is WorkerState.READY,
                 outstanding=told.outstanding // number + (place < told.outstanding % number),
                 max_batch=worker.spec.limits.max_batch,
+                batches=_batches(worker.spec),
             )
             for place, worker in enumerate(workers)
         ),
@@ -140,21 +155,63 @@ def _state(
         service_s=service_s,
         idle_s=told.idle_s,
         steady_s=max(0.0, here_s),
+        stays=stays,
     )
 
 
-def _planned_service_s(row: DeploymentRow, spec: WorkerSpec) -> float:
-    """Seconds of the worker that a request takes while the batch is full; 0: not known."""
+def _batches(spec: WorkerSpec) -> int:
+    return len(spec.stages) if keeps_stages_full(spec.config.engine) else 1
+
+
+def _recorded_plan(row: DeploymentRow) -> PlanDocument | None:
+    """None: there is none, or it is of an iServe of another version."""
     if row.plan is None:
-        return 0.0
+        return None
     try:
-        plan = from_json(row.plan, PlanDocument, what=f"the recorded plan of {row.name}")
-    except BadInputError as error:  # of an iServe of another version
+        return from_json(row.plan, PlanDocument, what=f"the recorded plan of {row.name}")
+    except BadInputError as error:
         log.debug("%s", error)
-        return 0.0
-    estimates = (one.estimate for one in plan.candidates if one.config == spec.config)
-    estimate = next(estimates, None)
-    return 0.0 if estimate is None else estimate.e2e_s.value / plan.workload.batch
+        return None
+
+
+def _planned(plan: PlanDocument | None, spec: WorkerSpec) -> EstimateDocument | None:
+    """Of the whole batch."""
+    candidates = () if plan is None else plan.candidates
+    return next((one.estimate for one in candidates if one.config == spec.config), None)
+
+
+def _planned_service_s(plan: PlanDocument | None, spec: WorkerSpec) -> float:
+    """Seconds of the worker that a request takes while the batch is full; 0: not known."""
+    full = _planned(plan, spec)
+    return 0.0 if plan is None or full is None else full.e2e_s.value / plan.workload.batch
+
+
+def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:
+    """None: it does not batch, or its plan did not tell of a request by itself. A prompt beside others that decode
+    takes what it adds to their step: the weights are read for them in any case."""
+    full = _planned(plan, spec)
+    if plan is None or full is None or plan.alone is None:
+        return None
+    work, prompt_s, step_s = plan.workload, plan.alone.ttft_s.value, plan.alone.tpot_s.value
+    prompts_s = min(full.ttft_s.value, prompt_s + (work.batch - 1) * max(0.0, prompt_s - step_s))
+    return Stays(
+        alone_s=prompt_s + (work.output_tokens - 1) * step_s,
+        full_s=prompts_s + (work.output_tokens - 1) * full.tpot_s.value,
+    )
+
+
+def _as_busy(stays: Stays, spec: WorkerSpec, requests_per_s: float, seen: float, node_id: str) -> Stays:
+    """Of requests that are shorter, where the worker was ``seen`` busy for less of the time."""
+    tenant = Batching(
+        requests_per_s=requests_per_s,
+        alone_s=stays.alone_s,
+        full_s=stays.full_s,
+        slots=spec.limits.max_batch,
+        batches=_batches(spec),
+        stages=shares(_placement(spec, node_id)),
+    )
+    part = tenant.share_seen(seen)
+    return Stays(alone_s=part * stays.alone_s, full_s=part * stays.full_s)
 
 
 def _most_busy(spec: WorkerSpec, node: NodeStatus) -> float:

@@ -27,6 +27,7 @@ from iserve.controller.profile_room import STEP_TOKENS, Room, fitting, quietest
 from iserve.controller.profile_worth import lacking, why_needless
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
+from placement.types import DeploymentState
 from planner.intent import Quality, allows
 from planner.space import shape_refusal
 
@@ -42,6 +43,7 @@ class Order:
     Attributes:
         table: what the engine runs of checkpoints as they are.
         node: before any worker of this profile.
+        serving: on the node, with their rates, where these are known.
         wish: measure what may serve it best; None: everything that may serve some wish of that quality.
         known: holds on the node, with measurements left out that the wish needs: these are added to it.
         shards: which degrees may be taken as one tensor-parallel rank alone.
@@ -59,6 +61,7 @@ class Order:
     max_seconds: float
     progress: Callable[[ProfileProgress], None]
     known: Profile | None = None
+    serving: tuple[DeploymentState, ...] = ()
 
 
 def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
@@ -133,7 +136,7 @@ def _added(
     """``known`` and what it lacks for ``wish``. It stays good for what it holds: what there is no room for now is
     not added, and what fails is not tried again."""
     given_s = known.spent_s + order.max_seconds
-    while known.spent_s < given_s and (missing := lacking(known, order.node, order.table, wish)):
+    while known.spent_s < given_s and (missing := lacking(known, order.node, order.table, wish, order.serving)):
         config = missing[0]
         degrees = ((config.tp, config.pp),)
         plan = _depth_tied_plan(order, (config.weights,), degrees, given_s - known.spent_s, like=known)
@@ -197,7 +200,7 @@ def _measured(
     def needless(config: DeploymentConfig, so_far: Profile) -> str | None:
         if order.wish is None:
             return None
-        why = why_needless(config, so_far, order.node, order.table, order.wish)
+        why = why_needless(config, so_far, order.node, order.table, order.wish, order.serving)
         if why is not None:
             skipped.append(config)
         return why

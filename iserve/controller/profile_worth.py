@@ -11,21 +11,31 @@ from iserve.controller.estimating import estimator_for
 from iserve.controller.node import hardware_of
 from iserve.planning.making import PlanOptions
 from iserve.planning.worth_measuring import cannot_change_plan
+from placement.types import DeploymentState
 from planner.intent import allows
 
 __all__ = ["lacking", "why_needless"]
 
 
 def why_needless(
-    config: DeploymentConfig, so_far: Profile, node: NodeStatus, table: EngineCapabilities, wish: PlanOptions
+    config: DeploymentConfig,
+    so_far: Profile,
+    node: NodeStatus,
+    table: EngineCapabilities,
+    wish: PlanOptions,
+    serving: tuple[DeploymentState, ...] = (),
 ) -> str | None:
-    """Why measuring ``config`` beside ``so_far`` cannot change what ``wish`` is answered with; None: it may."""
+    """Why measuring ``config`` beside ``so_far`` cannot change what ``wish`` is answered with; None: it may.
+
+    Args:
+        serving: on ``node``, with their rates, where these are known.
+    """
     if not allows(wish.intent.quality, config):
         return f"quality={wish.intent.quality} does not allow it"
     measured = {
         DeploymentConfig(tp=p.tp, pp=p.pp, weights=p.weights, kv=p.kv, engine=so_far.engine) for p in so_far.timing
     }
-    hardware = hardware_of(node, so_far.machine.device)
+    hardware = hardware_of(node, so_far.machine.device, serving)
     try:
         return cannot_change_plan(
             config, sorted(measured), so_far.spec, hardware, estimator_for(so_far), table, wish
@@ -35,11 +45,16 @@ def why_needless(
 
 
 def lacking(
-    profile: Profile, node: NodeStatus, table: EngineCapabilities, wish: PlanOptions
+    profile: Profile,
+    node: NodeStatus,
+    table: EngineCapabilities,
+    wish: PlanOptions,
+    serving: tuple[DeploymentState, ...] = (),
 ) -> tuple[DeploymentConfig, ...]:
     """Of what was left out of ``profile`` as needless for the wish it was taken for, what this one may need.
 
     Args:
         table: what the engine runs of checkpoints as they are.
+        serving: on ``node``, with their rates, where these are known.
     """
-    return tuple(c for c in profile.skipped if why_needless(c, profile, node, table, wish) is None)
+    return tuple(c for c in profile.skipped if why_needless(c, profile, node, table, wish, serving) is None)

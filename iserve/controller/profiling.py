@@ -42,6 +42,7 @@ from iserve.controller.profile_worth import lacking
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
 from iserve.state.store import Store
+from placement.types import DeploymentState
 from planner.intent import Quality
 
 __all__ = [
@@ -157,8 +158,15 @@ class _DaemonWorker:
 class Profiler:
     """Profiles by model shape, engine and machine; taken once, then read from the store."""
 
-    def __init__(self, store: Store, fingerprint_folder: Path, *, start_timeout_s: float) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: Store,
+        fingerprint_folder: Path,
+        *,
+        start_timeout_s: float,
+        serving: Callable[[NodeStatus], tuple[DeploymentState, ...]] = lambda _: (),
+    ) -> None:
+        self._store, self._serving = store, serving
         self._folder = fingerprint_folder
         self._start_timeout_s = start_timeout_s
         self._one_at_a_time = threading.Lock()
@@ -228,7 +236,7 @@ class Profiler:
         self, profile: Profile, engine: Engine, node: NodeStatus, wish: PlanOptions
     ) -> tuple[DeploymentConfig, ...]:
         """What was left out of ``profile`` as needless for another wish, and may change what this one chooses."""
-        return lacking(profile, node, engine.capabilities().unprepared(), wish)
+        return lacking(profile, node, engine.capabilities().unprepared(), wish, self._serving(node))
 
     def unused(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> tuple[str, ...]:
         """A sentence on every profile of this model and engine that is there and does not hold now."""
@@ -289,6 +297,7 @@ class Profiler:
                 max_seconds=max_seconds,
                 progress=progress,
                 known=None if wish is None else self.stored(source, engine, node, batch=workload.batch),
+                serving=self._serving(node),
             )
             fingerprints = Fingerprints(source, folder, weights=not order.table.step_timed)
             try:

@@ -46,6 +46,7 @@ from iserve.controller.check_targets import Targets
 from iserve.controller.deployer import Deployer, deployable_engine, engine_for
 from iserve.controller.ending import end_workers
 from iserve.controller.jobs import Jobs
+from iserve.controller.node import serving_on
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
 from iserve.controller.profiling import Profiler, ask_daemon
 from iserve.controller.records import recorded_wish, recorded_workers
@@ -62,6 +63,7 @@ from iserve.planning.making import PlanOptions
 from iserve.routes import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
+from placement.types import DeploymentState
 
 __all__ = ["Controller"]
 
@@ -80,9 +82,11 @@ class Controller:
         self.settings, self.store = settings, store
         self.daemon_process: Companion = daemon_companion(settings)
         self.gateway_process: Companion = gateway_companion(settings)
-        self.profiler = Profiler(store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s)
+        self.profiler = Profiler(
+            store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s, serving=self._serving_on
+        )
         self._deployer = Deployer(
-            settings, store, self.profiler, self.daemon, self.resolve, self._on_progress, lambda: self.demand()
+            settings, store, self.profiler, self.daemon, self.resolve, self._on_progress, self._serving_on
         )
         targets = Targets(settings, store, self.profiler, self._deployer, self.daemon, self.resolve)
         self.verifier = Verifier(store, self.profiler, targets, self.daemon, self.resolve)
@@ -121,6 +125,14 @@ class Controller:
         except IserveError as error:
             log.debug("%s", error)
             return None
+
+    def _serving_on(self, node: NodeStatus) -> tuple[DeploymentState, ...]:
+        return serving_on(node, self.store.deployments(), self.demand()) if node.workers else ()
+
+    def serving(self) -> tuple[DeploymentState, ...]:
+        """What serves on this node and how often it is called, as plans see it; nothing while nobody tells."""
+        node = self.observe()
+        return () if node is None else self._serving_on(node)
 
     def nodes(self) -> tuple[NodeDocument, ...]:
         node = self.observe()

@@ -155,6 +155,7 @@ class PlanDocument:
     notes: tuple[str, ...] = ()  # on the plan as a whole: engines passed over, profiles that are not used
     served: ServedDocument | None = None  # what the chosen one gives under the rate
     replicas: int = 1  # of the chosen one; all figures, the rate among them, are of one
+    alone: EstimateDocument | None = None  # of the chosen one, a request by itself; None: not told, or batch is 1
 
 
 def estimate_document(
@@ -205,6 +206,7 @@ def plan_document(
     conditions_of: Callable[[DeploymentConfig], tuple[str, ...]] = _no_conditions,
     notes: tuple[str, ...] = (),
     replicas: int = 1,
+    alone: Estimate | None = None,
 ) -> PlanDocument:
     """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning.making``)."""
     return PlanDocument(
@@ -221,6 +223,7 @@ def plan_document(
         notes=(*notes, *_replicated(plan.intent, replicas), *_beside(plan)),
         served=None if plan.served is None else _served(plan.served, plan.intent),
         replicas=replicas,
+        alone=None if alone is None else estimate_document(alone, cost=None),
     )
 
 

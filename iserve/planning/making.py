@@ -33,6 +33,7 @@ __all__ = [
     "FitsOn",
     "Hardware",
     "PlanOptions",
+    "alone_of",
     "check_context",
     "hypothetical_hardware",
     "make_plan",
@@ -181,10 +182,13 @@ def ranked_anywhere(candidates: Sequence[Candidate], options: PlanOptions, gpu: 
 
 
 def _alone(estimator: Estimator, config: DeploymentConfig, options: PlanOptions) -> Estimate | None:
-    """What one request takes by itself, which matters where requests come at a rate; None where it is not
-    known."""
-    work = options.workload
-    if options.intent.rate_per_s is None or work.batch == 1:
+    """What one request takes by itself, which matters where requests come at a rate."""
+    return None if options.intent.rate_per_s is None else alone_of(estimator, config, options.workload)
+
+
+def alone_of(estimator: Estimator, config: DeploymentConfig, work: Workload) -> Estimate | None:
+    """What one request of ``work`` takes by itself; None where that is not known, or the work itself."""
+    if work.batch == 1:
         return None
     try:
         return estimator.estimate(config, replace(work, batch=1))

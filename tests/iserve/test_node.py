@@ -19,10 +19,13 @@ from iserve.api_types import NodeDocument
 from iserve.controller.node import hardware_of, serving_on
 from iserve.demo import demo_model_path
 from iserve.planning.document import plan_document
-from iserve.planning.making import PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
 from iserve.routes import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
+from placement.batch_load import Batching
+from placement.load_model import shares
 from placement.others import Others
+from placement.types import DeploymentState, Stays
 from tests.iserve.test_profile_validity import node
 
 GIB = 2**30
@@ -165,9 +168,79 @@ def test_where_the_rate_is_not_told_only_the_load_is_seen(row: DeploymentRow) ->
         (status, [row], told(None)),
         (status, [row], told(1.0, name="another")),
         (stopped, [row], told(1.0)),
-        (status, [replace(row, worker=None)], told(1.0)),
+        (status, [replace(row, workers=None)], told(1.0)),
     ):
         assert serving_on(seen, rows, demand) == ()
     (unknown,) = serving_on(status, [replace(row, plan='{"of": "another version"}')], told(1.0))
     assert not unknown.is_work_known
     assert set(Others(hardware_of(status, A6000, (unknown,)).snapshot).loads.values()) == {0.4}
+
+
+BATCH = Workload(batch=8, input_tokens=64, output_tokens=16)
+BATCHES = replace(WORKER, limits=replace(WORKER.limits, max_batch=8))
+
+
+@pytest.fixture(scope="module")
+def batching() -> DeploymentRow:
+    """One that was planned for eight requests at once, whose plan tells of one as well."""
+    spec = load_spec(demo_model_path())
+    estimator, options = RooflineEstimator(spec, A6000), PlanOptions(workload=BATCH)
+    plan = make_plan(spec, hypothetical_hardware(A6000, 2), estimator, list(capabilities_for("torch")), options)
+    alone = alone_of(estimator, CONFIG, BATCH)
+    document = plan_document(plan, model="demo", hardware="", workload=BATCH, alone=alone)
+    return DeploymentRow(
+        id=1, name="chat", created_at=0.0, request="{}", desired="running", phase="ready", error=None,
+        plan=to_json(document).decode(), workers=to_json((BATCHES,)).decode(),
+    )  # fmt: skip
+
+
+def as_batching(status: NodeStatus) -> NodeStatus:
+    """The worker takes eight, and has what it was promised."""
+    (worker,) = status.workers
+    devices = tuple(replace(device, free_bytes=device.total_bytes - GIB) for device in status.devices)
+    return replace(status, devices=devices, workers=(replace(worker, spec=BATCHES),))
+
+
+def stays_of(state: DeploymentState) -> Stays:
+    assert state.stays is not None
+    return state.stays
+
+
+def test_a_worker_that_batches_tells_how_long_requests_stay(batching: DeploymentRow) -> None:
+    """By the estimates of one request, and of a batch whose prompts come one after the other: beside those that
+    decode a prompt takes what it adds to their step."""
+    (state,) = serving_on(as_batching(running(for_s=1.0, busy=0.0)), [batching], told(0.25))
+    estimator = RooflineEstimator(load_spec(demo_model_path()), A6000)
+    one, full = estimator.estimate(CONFIG, replace(BATCH, batch=1)), estimator.estimate(CONFIG, BATCH)
+    assert stays_of(state).alone_s == pytest.approx(one.e2e_s.value)
+    prompts_s = min(full.ttft_s.value, one.ttft_s.value + 7 * max(0.0, one.ttft_s.value - one.tpot_s.value))
+    assert stays_of(state).full_s == pytest.approx(prompts_s + 15 * full.tpot_s.value)
+    assert [replica.batches for replica in state.replicas] == [1]  # the embedded engine waits for a batch
+
+
+def test_beside_a_batching_worker_that_nobody_calls_gpus_are_idle(batching: DeploymentRow) -> None:
+    """A minute after it was started, which kept them busy; and not if somebody else has memory there."""
+    status = as_batching(running(for_s=60.0, busy=0.5))
+    uncalled = serving_on(status, [batching], told(0.0, outstanding=0))
+    assert Others(hardware_of(status, A6000, uncalled).snapshot).loads == {}
+    more = tuple(replace(device, free_bytes=device.free_bytes - 2 * GIB) for device in status.devices)
+    for seen in replace(status, devices=more), status:
+        serving = uncalled if seen is not status else ()  # nor where nobody tells
+        assert set(Others(hardware_of(seen, A6000, serving).snapshot).loads.values()) == {0.5}
+
+
+def test_shorter_requests_stay_as_long_as_they_keep_a_batching_worker_busy(batching: DeploymentRow) -> None:
+    """Three of four layers are on the first GPU, so that a step runs for at most 4/3 of the load seen there."""
+    (fresh,) = serving_on(as_batching(running(for_s=119.0, busy=0.3)), [batching], told(100.0))
+    (seen,) = serving_on(as_batching(running(for_s=121.0, busy=0.3)), [batching], told(100.0))
+    (queues,) = serving_on(as_batching(running(for_s=121.0, busy=0.3)), [batching], told(100.0, waiting=8))
+    assert stays_of(fresh) == stays_of(queues)
+
+    def busy(state: DeploymentState) -> float:
+        (replica,), stays = state.replicas, stays_of(state)
+        return Batching(100.0, stays.alone_s, stays.full_s, 8, 1, shares(replica.placement)).crowd(1.0).batches
+
+    assert busy(fresh) > 0.5
+    assert busy(seen) == pytest.approx(0.4, abs=1e-4)
+    ratio = stays_of(fresh).full_s / stays_of(fresh).alone_s
+    assert stays_of(seen).full_s / stays_of(seen).alone_s == pytest.approx(ratio)

@@ -31,6 +31,7 @@ from iserve.controller.profile_worth import lacking
 from iserve.model_source import ModelSource
 from iserve.planning.launching import worker_spec
 from iserve.planning.making import PlanOptions, make_plan
+from placement.types import DeploymentState, Placement, ReplicaState, StagePlacement
 from planner.intent import Intent, IntentKind, Quality, Slo
 from planner.plan import Plan
 from tests.fingerprint.step_timed_machine import StepTimedMachine, llama_7b
@@ -77,6 +78,7 @@ def profiled(
     shards: Shards = Shards.AUTO,
     source: ModelSource = SOURCE,
     known: Profile | None = None,
+    serving: tuple[DeploymentState, ...] = (),
 ) -> Profile:
     order = Order(
         source=source,
@@ -89,6 +91,7 @@ def profiled(
         max_seconds=1e6,
         progress=lambda _: None,
         known=known,
+        serving=serving,
     )
     target: Any = machine
 
@@ -186,6 +189,35 @@ def with_free(*gib: float) -> NodeStatus:
 
 def points(profile: Profile) -> set[tuple[int, int]]:
     return {(point.batch, point.input_tokens) for point in profile.timing}
+
+
+def test_beside_a_worker_that_nobody_calls_what_is_measured_is_that_on_idle_gpus() -> None:
+    """However busy its start kept its GPU, if it is told that nobody calls it; else a split over it looks slow."""
+    wish = wished(IntentKind.MIN_LATENCY, quality=Quality.EXACT)
+    idle, started_on = NODE.devices
+    beside = replace(started_on, free_bytes=started_on.free_bytes - 30 * GIB, load_fraction=0.9)
+    node = replace(NODE, devices=(idle, beside))
+    replica = ReplicaState(
+        replica_id="a", placement=Placement((_alone_on(beside),)), ready=True, outstanding=0, max_batch=32
+    )
+    uncalled = DeploymentState(
+        name="a", model="a", wanted=1, replicas=(replica,), moving=False, waiting=0, requests_per_s=0.0,
+        service_s=1.0, idle_s=60.0, steady_s=60.0,
+    )  # fmt: skip
+    alone, told, untold = StepTimedMachine(), StepTimedMachine(), StepTimedMachine()
+    assert profiled(alone, wish=wish).skipped == profiled(told, wish=wish, node=node, serving=(uncalled,)).skipped
+    assert (2, 1, BITS16) in started(alone)
+    assert started(told) == started(alone)
+    profile = profiled(untold, wish=wish, node=node)
+    assert (2, 1, BITS16) not in started(untold)
+    assert lacking(profile, node, RUNS, wish) == ()
+    assert lacking(profile, node, RUNS, wish, (uncalled,)) != ()
+
+
+def _alone_on(device: DeviceStatus) -> StagePlacement:
+    return StagePlacement(
+        node_id="n", device_ids=(device.device_id,), first_layer=0, num_layers=32, bytes_per_gpu=30 * GIB
+    )
 
 
 def test_points_that_what_is_free_does_not_hold_are_left_out() -> None:

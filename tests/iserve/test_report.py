@@ -30,11 +30,13 @@ from fingerprint.report import AccuracyRecord, AccuracyRow, Report, render_repor
 from iserve.api_types import ModelDocument, NodeDocument
 from iserve.cli.app import app
 from iserve.cli.profile_text import print_profile
+from iserve.cli.reporting import hardware_here
 from iserve.client import ControllerClient
 from iserve.controller.estimating import estimator_for
-from iserve.planning.making import PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.making import FitsOn, PlanOptions, hypothetical_hardware, make_plan
 from iserve.reporting.accuracy_store import find_accuracy, store_accuracy
 from iserve.reporting.gathering import ReportOptions, build_report, find_profile, read_accuracy
+from placement.types import DeploymentState, Placement, ReplicaState, StagePlacement, Stays
 from planner.intent import Intent, IntentKind
 from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
 
@@ -230,6 +232,7 @@ class Controller:
         answers: dict[str, object] = {
             "/api/v1/profiles": profiles,
             "/api/v1/verifications": (),
+            "/api/v1/serving": (),
             "/api/v1/nodes": (
                 NodeDocument(node_id="here", reachable=True, observed_at=0.0, devices=devices, num_workers=0),
             ),
@@ -244,6 +247,8 @@ class Controller:
                 ),
             ),
         }
+
+        self.answers = answers
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -323,6 +328,19 @@ def test_a_measured_whole_model_is_on_the_page_without_being_asked_for(
     assert invoke(*command, "--truth", str(truth))[0] == 0
     assert "+150.0%" in errors_of(page)
     assert "+25.0%" not in errors_of(page)
+
+
+def test_a_report_plans_beside_who_is_called(controller: Controller, profile: Profile) -> None:
+    stage = StagePlacement(node_id="here", device_ids=("cpu:0",), first_layer=0, num_layers=8, bytes_per_gpu=0)
+    replica = ReplicaState(replica_id="a", placement=Placement((stage,)), ready=True, outstanding=0, max_batch=8)
+    other = DeploymentState(
+        name="a", model="a", wanted=1, replicas=(replica,), moving=False, waiting=0, requests_per_s=0.0,
+        service_s=1.0, idle_s=0.0, steady_s=1000.0, stays=Stays(alone_s=1.0, full_s=2.0),
+    )  # fmt: skip
+    for requests_per_s, is_loaded in (0.0, False), (1.0, True):
+        controller.answers["/api/v1/serving"] = (replace(other, requests_per_s=requests_per_s),)
+        _, hardware = hardware_here(iserve.cli.live.client(), profile.machine.device)
+        assert (FitsOn(hardware, PlanOptions()).neighbours is not None) == is_loaded
 
 
 def test_a_record_is_found_by_shape_and_machine(profile: Profile, tmp_path: Path) -> None:
