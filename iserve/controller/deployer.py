@@ -223,8 +223,10 @@ class Deployer:
         except StateUnavailableError:
             raise
         except IserveError as error:
-            if str(error) != row.error:
+            if row.error is None:
                 self._record(row, "ready", error=str(error))
+            else:  # tried again, and told already: no event at every try
+                self._store.update_deployment(row.id, phase="ready", error=str(error))
 
     def _launch(
         self, row: DeploymentRow, choose: Callable[[], tuple[WorkerSpec, ...]], *, mending: bool = False

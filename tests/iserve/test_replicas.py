@@ -72,6 +72,9 @@ class Twins(Napping):
     def shown(self) -> DeploymentDocument:
         return self.controller.deployment("a")
 
+    def route_names(self) -> list[str]:
+        return [route.name for route in self.table().routes]
+
     def ready(self) -> int:
         self.reconciler.tick()
         return self.shown().num_ready
@@ -113,6 +116,30 @@ def test_the_route_names_all_and_each_is_told(world: Twins, until: Until) -> Non
         ("a-1-r2", ("cpu:1",), "ready"),
     ]
     assert shown.device_ids == ("cpu:0", "cpu:1")
+
+
+def test_a_controller_killed_between_two_launches_launches_the_other(world: Twins, until: Until) -> None:
+    """All were recorded before the first was asked for."""
+    body = DeployBody(name="a", replicas=2)
+    row = world.store.add_deployment("a", body.model_dump_json().encode())
+    specs = (world.spec_on("a-1-r1", 0, 2**26), world.spec_on("a-1-r2", 1, 2**26))
+    world.store.update_deployment(row.id, phase="launching", workers=to_json(specs))
+    world.node.client.launch(specs[0])
+    pid = until(lambda: world.pids()["a-1-r1"], "the first is started")
+    world.tick_until(until, "ready")
+    assert world.ready() == 2
+    assert world.pids()["a-1-r1"] == pid
+
+
+def test_one_that_does_not_come_to_serve_fails_the_deploy_and_none_is_left(world: Twins, until: Until) -> None:
+    body = DeployBody(name="a", replicas=2)
+    row = world.store.add_deployment("a", body.model_dump_json().encode())
+    broken = replace(world.spec_on("a-1-r2", 1, 2**26), checkpoint=str(world.node.home / "nothing"))
+    specs = (world.spec_on("a-1-r1", 0, 2**26), broken)
+    world.store.update_deployment(row.id, phase="launching", workers=to_json(specs))
+    world.tick_until(until, "failed")
+    until(world.ended, "the one that did serve is ended too")
+    assert world.route_names() == []
 
 
 def test_a_lost_one_is_started_again_alone(world: Twins, until: Until) -> None:
