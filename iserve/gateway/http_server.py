@@ -21,7 +21,7 @@ from iserve.gateway.reply import WRITE_NOW
 __all__ = ["HEADER_TIMEOUT_S", "STALLED_CLIENT_S", "GatewayProtocol"]
 
 HEADER_TIMEOUT_S = 10.0
-STALLED_CLIENT_S = 60.0  # a client that reads nothing for so long while an answer waits for it
+STALLED_CLIENT_S = 10.0  # a client that does not take what waits for it, 64 KiB at most, for so long
 
 _BUFFER = memoryview(bytearray(256 * 2**10))  # read into and used up within one call, so one is enough
 _FRAMING = (b"content-length", b"transfer-encoding")
