@@ -387,7 +387,7 @@ def test_records_of_another_version_trouble_only_their_own_deployment(
     chosen = world.store.add_deployment(
         "chosen", DeployBody(name="chosen", output_tokens=16).model_dump_json().encode()
     )
-    world.store.update_deployment(chosen.id, phase="ready", worker=b'{"no_such_spec": 1}')
+    world.store.update_deployment(chosen.id, phase="ready", workers=b'[{"no_such_spec": 1}]')
     reconciler = Reconciler(world.controller)
 
     def settled() -> bool:

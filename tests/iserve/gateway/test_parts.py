@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from iserve.gateway.dispatch import Deployment
@@ -143,8 +143,14 @@ class TestQueue:
 
     @given(
         limits=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-        events=st.lists(st.tuples(st.sampled_from(["arrive", "finish", "turn"]), st.integers(0, 9)), max_size=40),
+        events=st.lists(
+            st.tuples(st.sampled_from(["arrive", "arrive", "finish", "turn"]), st.integers(0, 9)),
+            min_size=10,
+            max_size=40,
+        ),
     )
+    @example(limits=[2, 2], events=[("arrive", 0), ("arrive", 0), ("finish", 1), ("arrive", 0)])
+    @example(limits=[2, 2], events=[("arrive", 0), ("arrive", 0), ("turn", 0), ("arrive", 0), ("arrive", 0)])
     def test_laws_of_the_choice(self, limits, events) -> None:
         """Of the ready workers with room a request gets the one with the fewest under way, of several such the one
         that got none for longest; one that is not ready gets none, and the others have what it would have got."""
