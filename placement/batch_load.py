@@ -1,14 +1,13 @@
-"""What a worker that batches asks of its GPUs at a rate: how much of the time a step of it runs, and how many
-requests it holds.
+"""What a worker that batches asks of its GPUs at a rate: how much of the time a step of it runs.
 
 *One worker.* While n requests run in one batch each stays ``T(n) = A + B n`` seconds, of which the estimates of
 one request and of a full batch tell two points; ``n / T(n)`` leave in a second. With Poisson arrivals at the rate
 r, n is a birth-death chain: ``p(n) = p(n - 1) * r T(n) / n``, and ``T(slots) / slots`` beyond the slots, where the
-rest wait. A step runs while anybody is there, for ``1 - p(0)`` of the time; by Little's law the mean of n is r
-times the mean stay. Only means of the stays matter while there are slots (processor sharing whose pace depends on
+rest wait. A step runs while anybody is there, for ``1 - p(0)`` of the time (by Little's law the mean of n is r
+times the mean stay). Only means of the stays matter while there are slots (processor sharing whose pace depends on
 n is insensitive: Cohen, The multiple phase service network with generalized processor sharing, 1979); waiting for
 a slot is as for exponential ones. With B = 0 and slots for all it is M/G/infinity, ``1 - exp(-r A)``; with one
-slot M/M/1, ``r T(1)``. At ``r T(slots) / slots`` of 1 it is saturated: always busy, and the number has no mean.
+slot M/M/1, ``r T(1)``. At ``r T(slots) / slots`` of 1 it is saturated: always busy.
 
 A pipeline that keeps its stages full spreads its requests over up to one batch for each stage: n of them stay
 ``T(n / batches)``, and each stage runs for its layers' share of every batch under way.
@@ -30,21 +29,11 @@ from functools import lru_cache
 
 from placement.load_model import Key
 
-__all__ = ["Batching", "Crowd", "Settled", "mean_speed", "settle"]
+__all__ = ["Batching", "mean_speed", "settle"]
 
-_FULL = 0.95  # beyond, the number of requests has no mean worth telling: it is told as of here
 _NEGLIGIBLE = 1e-12  # of the weight of all states
 _LARGE = 1e200
 _TURNS, _CLOSE, _HALVINGS = 50, 1e-3, 20
-
-
-@dataclass(frozen=True, slots=True)
-class Crowd:
-    """In the long run, at a rate."""
-
-    batches: float  # under way: without a pipeline the share of the time that a step runs
-    requests: float  # in the worker, those that wait for a slot included
-    variance: float  # of that number; by so much it grows with the logarithm of all stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,67 +47,53 @@ class Batching:
     batches: int  # at most under way at once: the stages of a pipeline that keeps them full, else 1
     stages: tuple[tuple[float, tuple[Key, ...]], ...]  # shares of a step, and GPUs
 
-    def crowd(self, slowed: float) -> Crowd:
-        """Where everything takes ``slowed`` times as long."""
+    def under_way(self, slowed: float) -> float:
+        """Mean number of batches, where everything takes ``slowed`` times as long: without a pipeline the share of
+        the time that a step runs."""
         rate = self.requests_per_s * slowed
-        return _crowd(rate * self.alone_s, rate * self.full_s, self.slots, min(self.batches, self.slots))
+        return _under_way(rate * self.alone_s, rate * self.full_s, self.slots, min(self.batches, self.slots))
 
     def share_seen(self, batches: float) -> float:
         """The largest part of the stays, 0 to 1, with which no more than ``batches`` are under way: of requests
         shorter than was thought, whose worker was seen less busy."""
-        if self.crowd(1.0).batches <= batches:
+        if self.under_way(1.0) <= batches:
             return 1.0
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            low, high = (low, middle) if self.crowd(middle).batches > batches else (middle, high)
+            low, high = (low, middle) if self.under_way(middle) > batches else (middle, high)
         return low
 
 
 @lru_cache(maxsize=4096)
-def _crowd(alone: float, full: float, slots: int, batches: int) -> Crowd:
+def _under_way(alone: float, full: float, slots: int, batches: int) -> float:
     """``alone``, ``full``: rate times stay. A batch is no slower than its requests one after the other."""
     alone = max(alone, full / slots)
-    if alone <= 0:
-        return Crowd(0.0, 0.0, 0.0)
     grows = max(0.0, (full - alone) / (slots - 1)) if slots > 1 else 0.0
     fixed = alone - grows
     saturation = (fixed + grows * slots / batches) / slots
-    if saturation > _FULL * (1 + _CLOSE):
-        near = _crowd(alone * _FULL / saturation, full * _FULL / saturation, slots, batches)
-        under_way = float(batches)
-        if saturation < 1:  # towards always busy
-            under_way += (near.batches - batches) * (1 - saturation) / (1 - _FULL)
-        return Crowd(under_way, near.requests, near.variance)
+    if saturation >= 1:
+        return float(batches)
     weight = total = 1.0
-    under_way = first = second = 0.0
+    found = 0.0
     for n in range(1, slots):
         flying = min(n, batches)
         weight *= (fixed + grows * n / flying) / n
         total += weight
-        under_way += weight * flying
-        first += weight * n
-        second += weight * n * n
+        found += weight * flying
         if weight < _NEGLIGIBLE * total and n > batches:
             break
         if total > _LARGE:
-            weight, total, under_way, first, second = (
-                x / _LARGE for x in (weight, total, under_way, first, second)
-            )
+            weight, total, found = weight / _LARGE, total / _LARGE, found / _LARGE
     else:  # the slots are taken, and any number wait
-        weight *= saturation
-        tail = weight / (1 - saturation)
-        waiting = saturation / (1 - saturation)  # the mean of those who wait, slots taken
+        tail = weight * saturation / (1 - saturation)
         total += tail
-        under_way += tail * batches
-        first += tail * (slots + waiting)
-        second += tail * (slots**2 + 2 * slots * waiting + waiting * (1 + 2 * waiting))
-    mean = first / total
-    return Crowd(under_way / total, mean, max(0.0, second / total - mean**2))
+        found += tail * batches
+    return found / total
 
 
 def mean_speed(running: Sequence[float], beside: int = 1) -> float:
-    """Of one that always runs where ``beside``, itself included, do so: the mean of ``1 / (beside + X)``, X of
+    """Of one that always runs where ``beside`` do, itself included: the mean of ``1 / (beside + X)``, X of
     ``running`` (shares of the time, independent of one another) running at a moment."""
     if not running:
         return 1 / beside
@@ -129,32 +104,16 @@ def mean_speed(running: Sequence[float], beside: int = 1) -> float:
     return sum(chance / (beside + count) for count, chance in enumerate(chances))
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Where the loads of all came to rest, by the replica's name."""
-
-    slowed: Mapping[str, float]  # how many times as long the steps of each take
-    batches: Mapping[str, float]  # that each has under way (``Crowd.batches``)
-
-
 # Of each stage of a tenant its share of the step, and of each kind of its GPUs who else stands there, for which
 # share of their steps. The GPUs of a group mostly have the same tenants.
 _Beside = list[tuple[float, list[tuple[tuple[str, float], ...]]]]
 
 
-def settle(tenants: Mapping[str, Batching]) -> tuple[Settled, Settled]:
-    """The fixed point of ``tenants``, by their replica's name: as they are, and beside one more that always runs
-    on every GPU."""
+def settle(tenants: Mapping[str, Batching]) -> dict[str, float]:
+    """The batches that each of ``tenants``, by its replica's name, has under way where all came to rest beside one
+    more that always runs on every GPU."""
     beside = _beside(tenants)
-    alone = _at_rest(tenants, beside, 1, dict.fromkeys(tenants, 0.0))
-    return alone, _at_rest(tenants, beside, 2, dict(alone.batches))
-
-
-def _at_rest(
-    tenants: Mapping[str, Batching], beside: Mapping[str, _Beside], least: int, batches: dict[str, float]
-) -> Settled:
-    """From ``batches``, which no fixed point is below, upwards."""
-    slowed, due = dict.fromkeys(tenants, 0.0), set(tenants)
+    batches, slowed, due = dict.fromkeys(tenants, 0.0), dict.fromkeys(tenants, 0.0), set(tenants)
     for _ in range(_TURNS):
         for name, tenant in tenants.items():
             if name not in due:
@@ -162,17 +121,17 @@ def _at_rest(
             due.discard(name)
             slower = 0.0
             for share, groups in beside[name]:
-                speeds = [mean_speed([min(1.0, d * batches[other]) for other, d in who], least) for who in groups]
+                speeds = [mean_speed([min(1.0, d * batches[other]) for other, d in who], 2) for who in groups]
                 slower += share / min(speeds)
             if slower <= slowed[name] * (1 + _CLOSE):
                 continue
             slowed[name], before = slower, batches[name]
-            batches[name] = max(before, tenant.crowd(slower).batches)
+            batches[name] = max(before, tenant.under_way(slower))
             if batches[name] > before:
                 due.update(other for _, groups in beside[name] for who in groups for other, _ in who)
         if not due:
             break
-    return Settled(slowed, batches)
+    return batches
 
 
 def _beside(tenants: Mapping[str, Batching]) -> dict[str, _Beside]:

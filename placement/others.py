@@ -16,7 +16,7 @@ theirs who have requests now, and what else was seen has passed, such as the sta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from placement.batch_load import Batching, mean_speed, settle
@@ -28,8 +28,6 @@ __all__ = ["Others"]
 _ALIKE = 1 - 1e-9  # loads that differ by rounding only
 _UNTOLD = 0.02  # of a GPU's memory: less that no deployment tells of is the driver's own
 
-_Stages = tuple[tuple[float, tuple[Key, ...]], ...]
-
 
 class Others:
     """Of one snapshot. Pure."""
@@ -38,37 +36,16 @@ class Others:
         told = tuple(d for d in snapshot.deployments if d.is_work_known and _one_at_a_time(d))
         batch = tuple(d for d in snapshot.deployments if _tells_of_batches(d))
         cluster = LoadedCluster.of(replace(snapshot, deployments=told))
-        self._tenants, self._told = cluster.tenants, dict(cluster.loads)
-        self._batching: dict[Key, dict[str, Batching]] = {}
-        self._grows: dict[str, float] = {}  # requests of those, by each further once that they are slowed
-        if batch:
-            self._settle(told, batch)
-        known = {d.name for d in (*told, *batch)}
-        untold = (d for d in snapshot.deployments if d.name not in known)
-        self._beside_untold = {key for key, _ in _memory(untold)}
-        seen = _Seen(told, batch, self._beside_untold)
+        self._tenants, self._told = cluster.tenants, cluster.loads
+        names = {d.name for d in told}
+        self._beside_untold = {key for key, _ in _memory(d for d in snapshot.deployments if d.name not in names)}
+        seen, kept = _Seen(snapshot, batch), _kept(told, batch)
         self.loads: dict[Key, float] = {}  # of GPUs that have any
         for gpu in snapshot.gpus:
             key = (gpu.node_id, gpu.device_id)
-            load = max(seen.load(gpu), self._told.get(key, 0.0))
+            load = max(seen.load(gpu), cluster.loads.get(key, 0.0) + kept.get(key, 0.0))
             if load > 0:
                 self.loads[key] = load
-
-    def _settle(self, told: Iterable[DeploymentState], batch: Iterable[DeploymentState]) -> None:
-        """Adds to what is told what those ask that batch."""
-        batching = dict(tenant for d in batch for tenant in _batching(d))
-        everybody = batching | dict(tenant for d in told for tenant in _batching(d))
-        alone, joined = settle(everybody)
-        running: dict[Key, list[float]] = {}
-        for name, tenant in batching.items():
-            slowed = alone.slowed[name]
-            self._grows[name] = tenant.crowd(slowed).variance / slowed
-            for share, keys in tenant.stages:
-                for key in keys:
-                    self._batching.setdefault(key, {})[name] = tenant
-                    running.setdefault(key, []).append(min(1.0, share * joined.batches[name]))
-        for key, here in running.items():
-            self._told[key] = self._told.get(key, 0.0) + 1 - mean_speed(here)
 
     def slowdown(self, placement: Placement) -> float:
         """How many times as long as on idle GPUs a request takes at ``placement``; at least 1."""
@@ -79,39 +56,32 @@ class Others:
         the derivative of their number by what comes.
 
         A replica whose rate is told counts once, wherever it stands: a stage of it loses by what comes to its
-        slowest GPU. One that batches shares that with one more for as long as the request stays there. Of load
-        that no rate explains, on a GPU where a deployment stands whose rate is not told or where none is known
-        to stand, nobody knows who stands on several GPUs: each GPU counts. Elsewhere what was seen beyond the
-        rates is a queue of those who are told, and theirs.
+        slowest GPU. Each GPU counts for the load of those that batch: by the derivative a split over all GPUs is
+        chosen more often, and all wait for it (docs/decisions/0016). So it does for load that no rate explains, on
+        a GPU where a deployment stands whose rate is not told or where none is known to stand: nobody knows who
+        stands on several. Elsewhere what was seen beyond the rates is a queue of those who are told, and theirs.
         """
+        stages = shares(placement)
         comes: dict[Key, float] = {}
         met: dict[str, Tenant] = {}
-        batching: dict[str, Batching] = {}
         untold = 0.0
-        for share, keys in shares(placement):
+        for share, keys in stages:
             for key in keys:
                 comes[key] = comes.get(key, 0.0) + share
                 met |= self._tenants.get(key, {})
-                batching |= self._batching.get(key, {})
-                if key in self._beside_untold or (key not in self._tenants and key not in self._batching):
+                if key in self._beside_untold or key not in self._tenants:
                     load = self.loads.get(key, 0.0)
                     untold += share * max(0.0, load - self._told.get(key, 0.0)) * slope(load)
-        lost = untold + sum(t.busy_fraction * self._meets(t.stages, comes, slope) for t in met.values())
-        if batching:
-            stays = self.slowdown(placement)
-            for name, tenant in batching.items():
-                lost += self._grows[name] * self._meets(tenant.stages, comes, lambda _: stays)
-        return lost
+        return untold + sum(tenant.busy_fraction * self._grows(tenant, comes) for tenant in met.values())
 
-    def _meets(self, stages: _Stages, comes: dict[Key, float], grows: Callable[[float], float]) -> float:
-        """The slowdown of who stands on ``stages``, by what ``comes`` to each GPU: as a stage ``grows`` with it
-        under the load of its slowest GPU."""
-        met = 0.0
-        for share, keys in stages:
+    def _grows(self, tenant: Tenant, comes: dict[Key, float]) -> float:
+        """The slowdown of ``tenant``, by what ``comes`` to each GPU."""
+        grows = 0.0
+        for share, keys in tenant.stages:
             most = self._most(keys)
             slowest = (comes.get(key, 0.0) for key in keys if self.loads.get(key, 0.0) >= most * _ALIKE)
-            met += share * grows(most) * max(slowest)
-        return met
+            grows += share * slope(most) * max(slowest)
+        return grows
 
     def _most(self, keys: tuple[Key, ...]) -> float:
         return max(self.loads.get(key, 0.0) for key in keys)
@@ -120,14 +90,13 @@ class Others:
 class _Seen:
     """How much of what a GPU was seen busy is still there."""
 
-    def __init__(
-        self, told: Iterable[DeploymentState], batch: tuple[DeploymentState, ...], untold: set[Key]
-    ) -> None:
-        self._others = untold | {key for key, _ in _memory(told)}
+    def __init__(self, snapshot: ClusterSnapshot, batch: tuple[DeploymentState, ...]) -> None:
+        names = {d.name for d in batch}
+        self._others = {key for key, _ in _memory(d for d in snapshot.deployments if d.name not in names)}
         self._bytes: Counter[Key] = Counter()
         for key, size_bytes in _memory(batch):
             self._bytes[key] += size_bytes
-        self._asking = Counter(key for d in batch if _has_requests(d) for key, _ in _memory([d]))
+        self._asking = Counter(key for key, _ in _memory(d for d in batch if _has_requests(d)))
 
     def load(self, gpu: GpuState) -> float:
         key = (gpu.node_id, gpu.device_id)
@@ -137,6 +106,20 @@ class _Seen:
             return gpu.load_fraction
         asking = self._asking[key]
         return min(gpu.load_fraction, asking / (asking + 1))
+
+
+def _kept(told: Iterable[DeploymentState], batch: Iterable[DeploymentState]) -> dict[Key, float]:
+    """Of each GPU, what those that ``batch`` keep from one who always runs there."""
+    tenants = dict(tenant for d in batch for tenant in _batching(d))
+    if not tenants:
+        return {}
+    batches = settle(tenants | dict(tenant for d in told for tenant in _batching(d)))
+    running: dict[Key, list[float]] = {}
+    for name, tenant in tenants.items():
+        for share, keys in tenant.stages:
+            for key in keys:
+                running.setdefault(key, []).append(min(1.0, share * batches[name]))
+    return {key: 1 - mean_speed(here) for key, here in running.items()}
 
 
 def _memory(deployments: Iterable[DeploymentState]) -> Iterator[tuple[Key, int]]:

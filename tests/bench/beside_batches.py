@@ -10,8 +10,6 @@ has no constant that could be fitted. Compared:
 *   *slower*: how many times as long as on idle GPUs the requests of a newcomer stay that is asked for rarely,
     beside neighbours with a rate; the mean over the same requests. Beside it what the GPUs' load alone says, as
     busy as they were without the newcomer.
-*   *lost*: seconds that the neighbours' requests stay longer, all together, by each second that one of the
-    newcomer takes alone.
 """
 
 from __future__ import annotations
@@ -167,12 +165,12 @@ def busy(trace: str, load: float, count: int, place: Placement = ONE) -> Compare
     tenant = Batching(rate, tells.alone_s, tells.full_s, SLOTS, len(place.stages), shares(place))
     until_s = requests[-1].arrival_s
     simulated = result.gpus[0].busy_fraction * result.end_s / until_s
-    predicted = tenant.crowd(1.0).batches * tenant.stages[0][0]
+    predicted = tenant.under_way(1.0) * tenant.stages[0][0]
     return Compared(f"lone, {trace}, {len(place.stages)} stages", load, min(1.0, simulated), predicted)
 
 
-def beside(world: World, load: float, count: int) -> tuple[Compared, Compared]:
-    """Slower, lost."""
+def slower(world: World, load: float, count: int) -> Compared:
+    """The newcomer's requests, beside neighbours at this part of their highest rate."""
     own_rate = RARE * highest_rate(world.newcomer, world.trace)
     own = requests_of(world.trace, own_rate, max(50, round(count * RARE / load)), NEWCOMER, 2)
     until_s = own[-1].arrival_s
@@ -185,19 +183,13 @@ def beside(world: World, load: float, count: int) -> tuple[Compared, Compared]:
         others += of
         states.append(told(name, place, of, rate))
     alone, without, both = run(places, own), run(places, others), run(places, [*own, *others])
-    alone_s = stayed(alone, NEWCOMER, until_s)
-    simulated = stayed(both, NEWCOMER, until_s).mean() / alone_s.mean()
-    names = [name for name in places if name != NEWCOMER]
-    lost = sum(stayed(both, n, until_s).sum() - stayed(without, n, until_s).sum() for n in names)
+    simulated = float(stayed(both, NEWCOMER, until_s).mean() / stayed(alone, NEWCOMER, until_s).mean())
     idle = cluster(2).gpus
     model = Others(ClusterSnapshot(idle, tuple(states)))
     busy_fractions = (min(1.0, gpu.busy_fraction * without.end_s / until_s) for gpu in without.gpus)
     seen = tuple(replace(gpu, load_fraction=busy) for gpu, busy in zip(idle, busy_fractions, strict=True))
     by_load = Others(ClusterSnapshot(seen)).slowdown(world.newcomer)
-    return (
-        Compared(world.label, load, float(simulated), model.slowdown(world.newcomer), by_load),
-        Compared(world.label, load, float(lost / alone_s.sum()), model.lost(world.newcomer)),
-    )
+    return Compared(world.label, load, simulated, model.slowdown(world.newcomer), by_load)
 
 
 def main(arguments: list[str]) -> None:
@@ -214,11 +206,10 @@ def main(arguments: list[str]) -> None:
                 )
     for world in WORLDS:
         for load in LOADS:
-            slower, lost = beside(world, load, options.requests)
+            one = slower(world, load, options.requests)
             print(
-                f"beside  {slower.world:44s} {load:5.2f}  {slower.simulated:6.2f} {slower.predicted:6.2f} "
-                f"{slower.by_load:6.1f}   "
-                f"{lost.simulated:7.2f} {lost.predicted:7.2f}",
+                f"slower  {one.world:44s} {load:5.2f}  {one.simulated:6.2f} {one.predicted:6.2f} "
+                f"{one.by_load:6.1f}",
                 flush=True,
             )
 

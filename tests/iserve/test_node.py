@@ -238,7 +238,7 @@ def test_shorter_requests_stay_as_long_as_they_keep_a_batching_worker_busy(batch
 
     def busy(state: DeploymentState) -> float:
         (replica,), stays = state.replicas, stays_of(state)
-        return Batching(100.0, stays.alone_s, stays.full_s, 8, 1, shares(replica.placement)).crowd(1.0).batches
+        return Batching(100.0, stays.alone_s, stays.full_s, 8, 1, shares(replica.placement)).under_way(1.0)
 
     assert busy(fresh) > 0.5
     assert busy(seen) == pytest.approx(0.4, abs=1e-4)

@@ -179,14 +179,14 @@ def test_those_that_batch_leave_an_even_share(where, rates: list[float], load: f
     assert others.slowdown(where) <= len(rates) + 1 + 1e-6
 
 
-def test_a_batching_worker_is_slowed_by_who_is_beside_it() -> None:
-    """A lone one: the derivative of the number of its requests, by the time that the newcomer is there."""
-    rate, by = 0.4, 1e-6
-    others = Others(fleet(1, batching("a", place(0), rate)))
-    alone = Batching(rate, STAYS.alone_s, STAYS.full_s, 4, 1, shares(place(0)))
-    grown = (alone.crowd(1 + by).requests - alone.crowd(1.0).requests) / by
-    assert others.lost(place(0)) == pytest.approx(others.slowdown(place(0)) * grown, rel=1e-4)
-    assert others.slowdown(place(0)) == pytest.approx(1 / (1 - alone.crowd(2.0).batches / 2))
+def test_a_lone_batching_worker_keeps_half_of_the_time_that_it_runs_beside_another() -> None:
+    """And each GPU that it is on counts."""
+    rate = 0.4
+    busy = Batching(rate, STAYS.alone_s, STAYS.full_s, 4, 1, shares(place(0))).under_way(2.0)
+    one, two = Others(fleet(1, batching("a", place(0), rate))), Others(fleet(2, batching("a", place(0, 1), rate)))
+    assert one.loads == {("n", "g0"): pytest.approx(busy / 2)}
+    assert one.lost(place(0)) == pytest.approx(lost_by_others(busy / 2))
+    assert two.lost(place(0, 1)) == pytest.approx(2 * one.lost(place(0)))
 
 
 @given(rate=st.floats(0.01, 0.45))
@@ -204,4 +204,5 @@ def test_beside_one_at_a_time_both_ask() -> None:
     both, without = Others(fleet(1, batch, one)), Others(fleet(1, batch))
     (load,), (alone,) = both.loads.values(), without.loads.values()
     assert load >= alone + 0.3
+    assert both.slowdown(place(0)) > max(without.slowdown(place(0)), Others(fleet(1, one)).slowdown(place(0)))
     assert both.lost(place(0)) > without.lost(place(0)) + Others(fleet(1, one)).lost(place(0))
