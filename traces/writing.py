@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from fingerprint.errors import BadInputError
+from fingerprint.output_file import output_file
 from traces.formats import FORMATS
 from traces.lines import MAX_LINE_BYTES
 from traces.request import Request
@@ -27,7 +28,7 @@ def write_trace(path: str | Path, requests: Iterable[Request], format: str = "cs
         BadInputError: no requests, an unknown format, a request that the format cannot hold, a line too long to be
             read again, or a path that cannot be written. Nothing is left behind then; a file that was there stays.
     """
-    path = Path(path)
+    path = output_file(Path(path))
     if format not in FORMATS:
         raise BadInputError(f"there is no trace format {format!r}; there are {', '.join(FORMATS)}")
     if FORMATS[format].write is None:

@@ -15,6 +15,7 @@ import typer
 
 from fingerprint.errors import ConfigError, ConflictError, NotFoundError
 from fingerprint.full_disk import why_not_written
+from fingerprint.output_file import output_file
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -151,10 +152,7 @@ def _check_volume(kind: ExportKind, volume: str) -> None:
 def _check_target(target: Path) -> None:
     """Before anything slow: whether a new file can be put there."""
     with o.usage_errors("--output"):
-        if target.is_dir():
-            raise ConfigError(f"{target} is a directory; name a file in it")
-        if not target.absolute().parent.is_dir():
-            raise ConfigError(f"the directory {target.parent} is not there; create it first")
+        output_file(target)
     if target.is_symlink() or target.exists():
         raise ConflictError(f"{target} is there already; remove it or give another file with --output")
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fingerprint.errors import ConfigError, NotFoundError, UnavailableError
+from fingerprint.errors import NotFoundError, UnavailableError
 from fingerprint.full_disk import why_not_written
+from fingerprint.output_file import output_file
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -185,12 +186,9 @@ def check_target(target: Path) -> None:
     """Before anything slow: whether a file can be put there.
 
     Raises:
-        ConfigError: it is a directory, or its directory is not there.
+        ConfigError: as :func:`output_file`.
     """
-    if target.is_dir():
-        raise ConfigError(f"{target} is a directory; name a file in it, such as {target / DEFAULT_OUTPUT}")
-    if not target.absolute().parent.is_dir():
-        raise ConfigError(f"the directory {target.parent} is not there; create it first")
+    output_file(target)
 
 
 def write_page(target: Path, page: str) -> None:
@@ -198,11 +196,12 @@ def write_page(target: Path, page: str) -> None:
 
     Raises:
         NotFoundError: the directory cannot be written to.
+        ConfigError: as :func:`output_file`.
     """
-    temporary = None
+    target, temporary = output_file(target), None
     try:
         with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.absolute().parent, prefix=".report-", delete=False
+            "w", encoding="utf-8", dir=target.parent, prefix=".report-", delete=False
         ) as file:
             temporary = Path(file.name)
             file.write(page)
@@ -211,6 +210,4 @@ def write_page(target: Path, page: str) -> None:
     except OSError as error:
         if temporary is not None:  # a full disk, which a part of a page need not fill further
             temporary.unlink(missing_ok=True)
-        raise NotFoundError(
-            f"cannot write {target}: {why_not_written(error, target.absolute().parent)}"
-        ) from error
+        raise NotFoundError(f"cannot write {target}: {why_not_written(error, target.parent)}") from error

@@ -116,7 +116,7 @@ def test_a_stream_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="the source broke"):
         write_trace(tmp_path / "trace.csv.gz", failing())
     assert not list(tmp_path.iterdir())
-    with pytest.raises(BadInputError, match="cannot be written"):
+    with pytest.raises(BadInputError, match="is not there; create it first"):
         write_trace(tmp_path / "no" / "folder.csv", [])
 
 

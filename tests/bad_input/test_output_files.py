@@ -1,0 +1,83 @@
+"""What a person names as a file to be written, and is none: refused, and still there afterwards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fingerprint.errors import ConfigError
+from fingerprint.output_file import output_file
+from iserve.cli.reporting import write_page
+from traces.request import Request
+from traces.writing import write_trace
+
+
+@pytest.fixture(params=["pipe", "socket"])
+def no_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """As /dev/null is none, which only root may make."""
+    path = tmp_path / "out.csv"
+    if request.param == "pipe":
+        os.mkfifo(path)
+        yield path
+        return
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+        yield path
+
+
+def _page(path: Path) -> None:
+    write_page(path, "<p>")
+
+
+def _trace(path: Path) -> None:
+    write_trace(path, [Request(0.0, 1, 1)])
+
+
+@pytest.mark.parametrize("write", [_page, _trace])
+def test_what_is_no_file_is_not_replaced(write: Callable[[Path], None], no_file: Path) -> None:
+    kind, there = stat.S_IFMT(no_file.stat().st_mode), sorted(no_file.parent.iterdir())
+    link = no_file.with_name("link")
+    link.symlink_to(no_file)
+    for path in (no_file, link):
+        with pytest.raises(ConfigError, match="is not a file but a device, a pipe or a socket"):
+            write(path)
+    assert stat.S_IFMT(no_file.stat().st_mode) == kind
+    assert sorted(set(no_file.parent.iterdir()) - {link}) == there
+
+
+@pytest.mark.parametrize("write", [_page, _trace])
+def test_a_link_is_followed_and_stays_one(write: Callable[[Path], None], tmp_path: Path) -> None:
+    target, link = tmp_path / "a" / "there.csv", tmp_path / "link.csv"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for _ in range(2):  # to a file that is not there yet, and to one that is
+        write(link)
+        assert link.is_symlink()
+        assert target.read_text()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: folder, "is a directory; name a file in it"),
+        (lambda folder: folder / "none" / "file", "none is not there; create it first"),
+        (lambda _: Path("-"), "nothing is written to standard output"),
+        (lambda _: Path("/dev/null"), "is not a file but a device"),
+    ],
+)
+def test_where_no_file_can_be_put(make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        output_file(make(tmp_path))
+
+
+def test_a_ring_of_links_leads_nowhere(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.symlink_to(other)
+    other.symlink_to(one)
+    with pytest.raises(ConfigError, match=r"leads nowhere|is not a file"):
+        output_file(one)
