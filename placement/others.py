@@ -38,7 +38,7 @@ class Others:
         cluster = LoadedCluster.of(replace(snapshot, deployments=told))
         self._tenants, self._told = cluster.tenants, cluster.loads
         names = {d.name for d in told}
-        self._beside_untold = {key for key, _ in _memory(d for d in snapshot.deployments if d.name not in names)}
+        self._each_counts = {key for key, _ in _memory(d for d in snapshot.deployments if d.name not in names)}
         seen, kept = _Seen(snapshot, batch), _kept(told, batch)
         self.loads: dict[Key, float] = {}  # of GPUs that have any
         for gpu in snapshot.gpus:
@@ -69,7 +69,7 @@ class Others:
             for key in keys:
                 comes[key] = comes.get(key, 0.0) + share
                 met |= self._tenants.get(key, {})
-                if key in self._beside_untold or key not in self._tenants:
+                if key in self._each_counts or key not in self._tenants:
                     load = self.loads.get(key, 0.0)
                     untold += share * max(0.0, load - self._told.get(key, 0.0)) * slope(load)
         return untold + sum(tenant.busy_fraction * self._grows(tenant, comes) for tenant in met.values())
