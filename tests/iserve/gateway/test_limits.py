@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from iserve.gateway.errors import ApiError
-from iserve.gateway.limits import RequestHead, num_prompts, parse_head, too_deep
+from iserve.gateway.http_server import HEADER_TIMEOUT_S, STALLED_CLIENT_S
+from iserve.gateway.limits import BODY_TIMEOUT_S, RequestHead, num_prompts, parse_head, too_deep
 from iserve.keys import new_key
 from iserve.routes import GatewayLimits
 
@@ -122,8 +123,7 @@ class TestBody:
             gateway,
             JSON_HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n",
             *([chunk] * 8),
-            b"0\r\n\r\n",
-        )
+        )  # and its end never comes
         assert said.startswith(b"HTTP/1.1 413 ")
         assert b"body_too_large" in said
 
@@ -134,7 +134,7 @@ class TestBody:
     def test_32_mib_are_the_limit_where_nothing_else_is_said(self, gateway, worker, make_route) -> None:
         gateway.publish(make_route(worker.target()))
         chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
-        said = talk(gateway, JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *([chunk] * 33), b"0\r\n\r\n")
+        said = talk(gateway, JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *([chunk] * 33))  # and no end
         assert said.startswith(b"HTTP/1.1 413 ")
         assert b"33554432" in said
         assert worker.bodies == []
@@ -196,7 +196,20 @@ class TestBody:
         assert talk(gateway) == b""  # a connection that never asks is closed too
 
 
+def test_all_slow_clients_have_ten_seconds() -> None:
+    """For a head, for a body (and a second more per 64 KiB of it), and to take what waits for them."""
+    assert (HEADER_TIMEOUT_S, BODY_TIMEOUT_S, STALLED_CLIENT_S) == (10, 10, 10)
+
+
 class TestHeaders:
+    @pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 431)])
+    def test_64_kib_of_headers_are_taken(self, gateway, worker, more, status) -> None:
+        """Of a whole head; names and values alone may not be more either."""
+        line, rest = b"GET /v1/models HTTP/1.1\r\n", b"Host: x\r\nConnection: close\r\nX-Big: %b\r\n\r\n"
+        beside = len(line + rest) - 2 if not more else len(b"hostxconnectioncloseX-Big")
+        said = talk(gateway, line + rest % (b"a" * (65_536 + more - beside)))
+        assert said.startswith(b"HTTP/1.1 %d " % status)
+
     @pytest.mark.parametrize("num_bytes", [70_000, 5_000_000])
     def test_a_giant_header_is_431(self, gateway, worker, num_bytes) -> None:
         said = talk(gateway, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Big: ", b"a" * num_bytes, b"\r\n\r\n")
