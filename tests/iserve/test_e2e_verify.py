@@ -45,7 +45,7 @@ def test_a_check_of_a_model_corrects_its_plans_and_leaves_nothing_running(
     assert home.worker_pids() == {}
     assert home.json("ps") == []
     assert (document["model"], document["deployment"], document["correction_before"]) == (DEMO, None, None)
-    assert document["workload"] == {"batch": 2, "input_tokens": 24, "output_tokens": 12}
+    assert document["workload"] == {"batch": 2, "input_tokens": 24, "output_tokens": 12, "longest_tokens": 0}
     found = metrics(document)
     assert list(found) == ["ttft_s", "tpot_s", "memory_bytes_per_gpu", "kv_tokens"]
     for metric in found.values():
@@ -97,7 +97,7 @@ def test_a_running_deployment_is_checked_as_it_is(shared_home: Any, one_line: Ca
         worker = home.worker_pids()
         document = home.json("verify", "chat", *WORK, *SHORT)  # what it was deployed with may be said again
         assert (document["model"], document["deployment"]) == (DEMO, "chat")
-        assert document["workload"] == {"batch": 2, "input_tokens": 24, "output_tokens": 12}
+        assert document["workload"] == {"batch": 2, "input_tokens": 24, "output_tokens": 12, "longest_tokens": 0}
         assert metrics(document)["kv_tokens"]["measured"] == ROOM
         assert home.worker_pids() == worker
         refused = home.run("verify", "chat", "--batch", "7", "--slo", "tpot=1", check=False)
