@@ -55,6 +55,7 @@ def hardware_of(
     if not node.devices:
         raise InfeasibleError(f"node {node.node_id} offers no device")
     num_workers = node.num_workers if isinstance(node, NodeDocument) else len(node.workers)
+    untold, called = num_workers - sum(len(d.replicas) for d in serving), _called(serving)
     gpus = tuple(
         GpuState(
             device_id=device.device_id,
@@ -62,7 +63,7 @@ def hardware_of(
             gpu_index=device.index,
             total_bytes=device.total_bytes,
             free_bytes=min(device.free_bytes, device.total_bytes),
-            load_fraction=_load_of_those_there(device, num_workers),
+            load_fraction=_load_of_those_there(device, may_be_busy=untold > 0 or device.device_id in called),
         )
         for device in node.devices
     )
@@ -73,11 +74,23 @@ def hardware_of(
 _HELD = 0.02  # of a device's memory: less is the driver's own
 
 
-def _load_of_those_there(device: DeviceStatus, num_workers: int) -> float:
+def _called(serving: tuple[DeploymentState, ...]) -> set[str]:
+    """The devices of those that anybody calls."""
+    return {
+        device
+        for d in serving
+        if d.requests_per_s or d.waiting or any(replica.outstanding for replica in d.replicas)
+        for replica in d.replicas
+        for device in replica.placement.device_ids
+    }
+
+
+def _load_of_those_there(device: DeviceStatus, *, may_be_busy: bool) -> float:
     """0 where nobody holds memory: what was seen of the last 120 s is then of who has left, such as the engine of
-    a profile that was taken a moment ago. A CPU's memory is always held: there it is 0 without a worker of ours,
-    for what else runs on it ran beside the profile too and is in its times."""
-    if device.kind == "cpu" and not num_workers:
+    a profile that was taken a moment ago. A CPU's memory is always held: there it is 0 without a worker of ours
+    that ``may_be_busy``, one that is called or of which nothing is told, for what else runs on it ran beside the
+    profile too and is in its times."""
+    if device.kind == "cpu" and not may_be_busy:
         return 0.0
     if device.total_bytes - device.free_bytes < _HELD * device.total_bytes:
         return 0.0

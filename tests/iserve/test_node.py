@@ -229,6 +229,26 @@ def test_beside_a_batching_worker_that_nobody_calls_gpus_are_idle(batching: Depl
         assert set(Others(hardware_of(seen, A6000, serving).snapshot).loads.values()) == {0.5}
 
 
+@pytest.mark.parametrize(
+    ("requests_per_s", "outstanding", "waiting", "seen"),
+    [(0.0, 0, 0, 0.0), (0.0, 1, 0, 0.5), (0.0, 0, 1, 0.5), (1e-6, 0, 0, 0.5)],
+)
+def test_on_a_cpu_a_worker_that_nobody_calls_is_not_busy(
+    batching: DeploymentRow, requests_per_s: float, outstanding: int, waiting: int, seen: float
+) -> None:
+    """Whatever else of the machine's memory is held; unless there is a worker of which nothing is told."""
+    status = as_batching(running(for_s=60.0, busy=0.5))
+    cpus = tuple(replace(device, kind="cpu", free_bytes=GIB) for device in status.devices)
+    status = replace(status, devices=cpus)
+    demand = told(requests_per_s, outstanding=outstanding, waiting=waiting)
+    serving = serving_on(status, [batching], demand)
+    loads = {gpu.load_fraction for gpu in hardware_of(status, A6000, serving).snapshot.gpus}
+    assert loads == {seen}
+    stranger = replace(status.workers[0], spec=replace(BATCHES, worker_id="profile-1"))
+    both = replace(status, workers=(*status.workers, stranger))
+    assert {gpu.load_fraction for gpu in hardware_of(both, A6000, serving).snapshot.gpus} == {0.5}
+
+
 def test_shorter_requests_stay_as_long_as_they_keep_a_batching_worker_busy(batching: DeploymentRow) -> None:
     """Three of four layers are on the first GPU, so that a step runs for at most 4/3 of the load seen there."""
     (fresh,) = serving_on(as_batching(running(for_s=119.0, busy=0.3)), [batching], told(100.0))
