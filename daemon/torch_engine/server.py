@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ __all__ = ["MAX_BODY_BYTES", "Worker", "make_app"]
 MAX_BODY_BYTES = 32 * 2**20
 _BODY_TIMEOUT_S = 60.0
 _LONG_TEXT_CHARS = 4096  # longer prompts are tokenized beside the event loop
-_TURN_CHARS = 64  # what a template takes for one turn, in characters that take as long
+_CHAT_THREADS = 4  # of their own: a template that takes long keeps no other prompt waiting
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Worker:
         self.codec: TextCodec | None = None
         self.end_ids: frozenset[int] = frozenset()
         self.created = int(time.time())
+        self._chats = ThreadPoolExecutor(_CHAT_THREADS, thread_name_prefix="chat")
 
     async def start(self) -> None:
         """Start the engine's thread and, unless profiling, load the spec's checkpoint.
@@ -79,6 +81,12 @@ class Worker:
         end_s = time.monotonic() + limit_s
         while self.engine.has_work and time.monotonic() < end_s:
             await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """End what the codec runs; the engine has its own ``close``."""
+        if self.codec is not None:
+            await asyncio.to_thread(self.codec.close)
+        self._chats.shutdown(wait=False, cancel_futures=True)
 
     # Requests.
 
@@ -138,15 +146,13 @@ class Worker:
 
             context = self.spec.limits.max_context_tokens
 
-            def encode() -> list[tuple[int, ...]]:
-                if generation.chat:
-                    return [tuple(codec.encode_chat(generation.messages, context))]
-                return [tuple(codec.encode(text, context)) for text in generation.texts]
-
-            length = sum(map(len, generation.texts)) + sum(len(m.role + m.content) for m in generation.messages)
-            is_long = length + _TURN_CHARS * len(generation.messages) > _LONG_TEXT_CHARS
             try:
-                prompts = await asyncio.to_thread(encode) if is_long else encode()
+                if generation.chat:
+                    loop = asyncio.get_running_loop()
+                    chat = loop.run_in_executor(self._chats, codec.encode_chat, generation.messages, context)
+                    prompts = [tuple(await chat)]
+                else:
+                    prompts = await self._encode_texts(codec, generation.texts, context)
             except TextTooLongError as error:
                 raise openai_api.bad_request(
                     str(error), generation.prompt_param, openai_api.CONTEXT_EXCEEDED
@@ -154,6 +160,15 @@ class Worker:
         if any(not prompt for prompt in prompts):
             raise openai_api.bad_request("the prompt is empty", generation.prompt_param)
         return prompts
+
+    async def _encode_texts(
+        self, codec: TextCodec, texts: Sequence[str], max_tokens: int
+    ) -> list[tuple[int, ...]]:
+        def encode() -> list[tuple[int, ...]]:
+            return [tuple(codec.encode(text, max_tokens)) for text in texts]
+
+        is_long = sum(map(len, texts)) > _LONG_TEXT_CHARS
+        return await asyncio.to_thread(encode) if is_long else encode()
 
     def _max_tokens(self, generation: Generation, prompt_tokens: int) -> int:
         context = self.spec.limits.max_context_tokens
@@ -356,6 +371,11 @@ async def _errors(
 def make_app(worker: Worker) -> web.Application:
     """All routes of a worker; the profiling ones only with ``spec.profiling``."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+
+    async def close(app: web.Application) -> None:
+        await worker.close()
+
+    app.on_cleanup.append(close)
 
     async def health(request: web.Request) -> web.Response:
         state = worker.engine.state

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from daemon.torch_engine.chat_template import ChatTemplate, RenderedTooLongError
 from fingerprint.errors import BadInputError, CheckpointError
 
 __all__ = [
@@ -43,7 +42,10 @@ class TextTooLongError(BadInputError):
 
 
 class TextCodec:
-    """A tokenizer and its chat template. Thread-safe as far as the tokenizer is used here: it is never changed."""
+    """A tokenizer and its chat template. Thread-safe as far as the tokenizer is used here: it is never changed.
+
+    ``close`` it at the end.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -51,7 +53,13 @@ class TextCodec:
         self._special = frozenset(tokenizer.all_special_ids)
         self._longest_chars = _JOINED_CHARS * max(map(len, tokenizer.get_vocab()), default=1)
         self.eos_token_id: int | None = tokenizer.eos_token_id
-        self.has_chat_template = bool(tokenizer.chat_template)
+        self._template, self._no_template = _chat_template(tokenizer)
+        self.has_chat_template = self._template is not None or self._no_template is not None
+
+    def close(self) -> None:
+        """No conversation is encoded any more; what is being rendered is given up."""
+        if self._template is not None:
+            self._template.close()
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around one.
@@ -63,12 +71,15 @@ class TextCodec:
         return self._encode(text, max_tokens, special=True)
 
     def _encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
-        most = max_tokens * self._longest_chars
-        if len(text) > most:
-            raise TextTooLongError(
-                f"the prompt has {len(text):,} characters, {max_tokens} tokens stand for {most:,} at most"
-            )
+        if len(text) > max_tokens * self._longest_chars:
+            raise self._too_long(len(text), max_tokens)
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def _too_long(self, chars: int, max_tokens: int) -> TextTooLongError:
+        most = max_tokens * self._longest_chars
+        return TextTooLongError(
+            f"the prompt has {chars:,} characters, {max_tokens} tokens stand for {most:,} at most"
+        )
 
     def encode_chat(self, messages: Sequence[ChatMessage], max_tokens: int) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
@@ -77,17 +88,19 @@ class TextCodec:
         at the end.
 
         Raises:
-            BadInputError: the template refuses these messages, with its own words.
+            BadInputError, EngineError, UnavailableError: as :meth:`ChatTemplate.render`, which this waits for.
             TextTooLongError: as :meth:`encode`.
         """
-        if not self.has_chat_template:
+        if self._no_template is not None:
+            raise BadInputError(f"the model's chat template refuses these messages: {self._no_template}")
+        if self._template is None:
             lines = [f"{message.role.capitalize()}: {message.content}\n" for message in messages]
             return self.encode("".join(lines) + "Assistant:", max_tokens)
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise BadInputError(f"the model's chat template refuses these messages: {error}") from error
+            text = self._template.render(turns, max_tokens * self._longest_chars)
+        except RenderedTooLongError as error:
+            raise self._too_long(error.chars, max_tokens) from error
         return self._encode(text, max_tokens, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -194,6 +207,18 @@ def load_text_codec(checkpoint: Path) -> TextCodec | None:
     except Exception as error:  # the tokenizers library raises bare Exceptions for a bad file
         raise CheckpointError(f"the tokenizer in {checkpoint} cannot be read: {error}") from error
     return TextCodec(tokenizer)
+
+
+def _chat_template(tokenizer: Any) -> tuple[ChatTemplate | None, str | None]:
+    """The tokenizer's template, or why it has several and none is meant; neither where it has none."""
+    if not tokenizer.chat_template:
+        return None, None
+    try:
+        text = tokenizer.get_chat_template()
+    except ValueError as error:
+        return None, str(error)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return ChatTemplate(text, special), None
 
 
 def end_token_ids(checkpoint: Path, codec: TextCodec | None) -> frozenset[int]:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import signal
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
+from daemon.torch_engine import chat_template
+from daemon.torch_engine.chat_template import ChatTemplate
 from daemon.torch_engine.text import (
     ChatMessage,
     Detokenizer,
@@ -20,7 +27,7 @@ from daemon.torch_engine.text import (
     end_token_ids,
     load_text_codec,
 )
-from fingerprint.errors import BadInputError, CheckpointError
+from fingerprint.errors import BadInputError, CheckpointError, UnavailableError
 
 SPECIAL = frozenset({300})
 
@@ -188,14 +195,114 @@ def test_without_a_template_a_conversation_is_plain_text(demo_checkpoint: Path, 
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{{ raise_exception('no system turns') }}", "{{ messages[9].content }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}"],
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no system turns') }}", "no system turns"),
+        ("{{ messages[9].content }}", "has no element 9"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for %}", "Expected"),
+        ("{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}", "calls itself without end"),
+        ("{{ 'x'.center(10 ** 12) }}", "more than 512 MiB"),
+        ("{% set n = namespace(_a=1) %}", "underscore"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ '\\ud800' }}", "surrogates"),
+    ],
 )
-def test_a_template_that_refuses(demo_checkpoint: Path, tmp_path: Path, template: str) -> None:
+def test_a_template_that_refuses(demo_checkpoint: Path, tmp_path: Path, template: str, says: str) -> None:
     codec = load_text_codec(without_template(demo_checkpoint, tmp_path / "m", template))
     assert codec is not None
-    with pytest.raises(BadInputError, match="chat template refuses"):
+    with closing(codec), pytest.raises(BadInputError, match=f"chat template refuses these messages: .*{says}"):
         codec.encode_chat([ChatMessage("system", "x")], 99)
+
+
+def test_a_template_without_end_is_given_up_and_the_next_conversation_is_rendered(
+    demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also within one instruction, which no thread of its interpreter could interrupt."""
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 1)
+    template = "{{ bos_token }}ok{% if messages[0].content %}{{ 3 ** (messages | length * 10 ** 9) }}{% endif %}"
+    codec = load_text_codec(without_template(demo_checkpoint, tmp_path / "m", template))
+    assert codec is not None
+    with closing(codec):
+        with pytest.raises(
+            BadInputError, match=r"chat template was given up .* takes more than 1 s.*v1/completions"
+        ):
+            codec.encode_chat([ChatMessage("user", "x")], 99)
+        assert codec.decode(codec.encode_chat([ChatMessage("user", "")], 99)) == "ok"
+
+
+# What chat templates are made of, in the shapes that checkpoints have them.
+TEMPLATES = {
+    "turns between tokens": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] | trim + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    ),
+    "lines and whitespace": """{{- bos_token }}
+    {%- set ns = namespace(system='', last=-1) %}
+    {%- for message in messages[::-1] if message.role == 'user' %}
+        {%- set ns.last = (messages | length - 1) - loop.index0 %}
+        {%- break %}
+    {%- endfor %}
+    {% for message in messages %}
+        {% if message.role == 'system' %}
+            {% set ns.system = message.content %}
+            {% continue %}
+        {% endif %}
+Turn {{ loop.index }}{{ ' (last)' if loop.index0 == ns.last else '' }}: {{ message.content }}
+    {% endfor %}
+{{ ns.system }}""",
+    "tools, documents and dates": (
+        "{% if tools is not none %}{{ tools | tojson }}{% elif not documents %}"
+        "{{ messages | tojson(indent=2) }}{% endif %}"
+        "{{ strftime_now('%Y') }}{{ dict(a=1).items() | list }}{{ messages[0] | tojson(sort_keys=True) }}"
+    ),
+    "answers marked for training": (
+        "{% macro say(m) %}{{ m.role | upper }}: {{ m.content }}{% endmacro %}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}{% generation %}{% set text = say(m) %}{{ text }}{% endgeneration %}"
+        "{% else %}{{ say(m) }}{{ text is defined }}{% endif %}{% endfor %}"
+    ),
+    "what is not there": "{{ pad_token }}{{ messages[0].name }}{{ messages[0].get('tools', 'none') }}",
+    "parts of an answer": (
+        "{% for m in messages %}{% if '</think>' in m.content %}"
+        "{{ m.content.split('</think>')[-1].lstrip('\\n') }}"
+        "{% else %}{{ m.content.replace('<', '&') ~ '.' }}{% endif %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_conversations_are_rendered_as_transformers_renders_them(demo_checkpoint: Path, template: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint)
+    tokenizer.chat_template = template
+    turns = [
+        {"role": "system", "content": 'Be "brief" & <kind>.\n'},
+        {"role": "user", "content": " What's 1 < 2? é€🙂"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."},
+        {"role": "user", "content": "{{ 1 + 1 }}"},
+    ]
+    own = ChatTemplate(template, tokenizer.special_tokens_map)
+    with closing(own):
+        text = own.render(turns, 10_000)
+    assert text == tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text
+
+
+def test_nothing_is_rendered_after_the_end_nor_left_behind(demo_checkpoint: Path) -> None:
+    """Closed in the middle of a rendering that would take seconds; closing twice is fine."""
+    template = ChatTemplate("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(template.render, [], 9)
+        while template._process is None:
+            time.sleep(0.01)
+        process = template._process
+        template.close()
+        with pytest.raises(UnavailableError):
+            waiting.result()
+    assert process.returncode == -signal.SIGKILL
+    template.close()
+    with pytest.raises(UnavailableError):
+        template.render([], 9)
 
 
 def test_no_tokenizer_and_a_broken_one(tmp_path: Path) -> None:

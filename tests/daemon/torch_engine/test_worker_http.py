@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import iserve.demo
+from daemon.torch_engine import chat_template
 from daemon.torch_engine.text import load_text_codec
 
-CODEC = load_text_codec(Path(iserve.demo.__file__).parent / "model")
+DEMO = Path(iserve.demo.__file__).parent / "model"
+CODEC = load_text_codec(DEMO)
 BOS, END = 0, 1
 
 
@@ -267,6 +270,30 @@ def test_refusals(served, method: str, path: str, body: Any, headers: dict, stat
     assert got == status
     assert says in document["error"]["message"]
     assert set(document["error"]) == {"message", "type", "param", "code"}
+
+
+def test_others_are_answered_while_a_chat_template_runs_without_end(
+    serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint brings its template; health, stats and prompts do not wait for it, and it is given up."""
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 1)
+    checkpoint = tmp_path / "model"
+    shutil.copytree(DEMO, checkpoint)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (checkpoint / "chat_template.jinja").write_text(loops)
+    served = serve(answer, checkpoint=str(checkpoint))
+    with ThreadPoolExecutor(1) as pool:
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        endless = pool.submit(served.request, "POST", "/v1/chat/completions", chat)
+        while not served.worker.codec._template._one_at_a_time.locked():
+            assert not endless.done()
+        assert served.request("GET", "/health") == (200, {"status": "ok"})
+        done = client(served).completions.create(model="demo", prompt="ab", temperature=0)
+        assert done.choices[0].text == "hello"
+        assert not endless.done()
+        status, document = endless.result()
+    assert status == 400
+    assert "the model's chat template was given up" in document["error"]["message"]
 
 
 def test_a_body_beyond_the_limit_is_cut_off(served) -> None:
