@@ -311,7 +311,7 @@ def test_a_deployment_is_started_with_the_limits_that_were_measured(batch: int, 
     best = plan_of(profile, wish).best
     assert best is not None
     free = {device.device_id: device.free_bytes for device in NODE.devices}
-    spec = worker_spec("m", SOURCE, "m-1", best, wish.workload, free, step_tokens_of(profile))
+    spec = worker_spec("m", SOURCE, "m-1", best.config, best.layout, wish.workload, free, step_tokens_of(profile))
     assert spec.limits.max_batched_tokens == STEP_TOKENS
     assert spec.limits.max_batch == batch
 

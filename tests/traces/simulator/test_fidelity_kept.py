@@ -11,6 +11,7 @@ import pytest
 from fingerprint.codec import to_json
 from fingerprint.config import Workload
 from fingerprint.errors import BadInputError
+from fingerprint.estimators.calibration import Calibration, shipped_calibration
 from fingerprint.measurements import Profile
 from iserve.controller.estimating import estimator_for
 from tests.bench.fidelity import CHECKED, PROFILE, WHOLE, Asked, Fidelity, Load, served_by
@@ -24,6 +25,15 @@ KEPT = read(RESULTS / "h200-vllm.json.xz")
 FRESH = read(RESULTS / "h200-vllm-fresh.json.xz")  # played after the step model was mended
 
 
+@pytest.fixture
+def _errors_of_that_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other models were off by moves a profile's times; of models measured since, it would hide or make what
+    the simulator does."""
+    errors = tuple(error for error in shipped_calibration().errors if error.model != "Llama-2-13b-hf")
+    monkeypatch.setattr("fingerprint.estimators.depth_tied.shipped_calibration", lambda: Calibration(errors))
+
+
+@pytest.mark.usefixtures("_errors_of_that_day")
 def test_a_kept_replay_is_simulated_as_near_as_the_document_says() -> None:
     ((load, predictions),) = again(KEPT)
     assert [p.source for p in predictions] == [PROFILE, CHECKED]
@@ -34,6 +44,7 @@ def test_a_kept_replay_is_simulated_as_near_as_the_document_says() -> None:
         assert found.at.tpot_s == pytest.approx(load.measured.tpot_s, rel=0.16)
 
 
+@pytest.mark.usefixtures("_errors_of_that_day")
 def test_a_replay_that_nobody_had_seen_is_simulated_within_a_tenth() -> None:
     ((load, (found,)),) = again(FRESH)
     assert found.saturated_requests_per_s == pytest.approx(FRESH.saturated_requests_per_s, rel=0.1)
