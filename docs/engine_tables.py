@@ -81,7 +81,7 @@ def _section(table: EngineCapabilities) -> str:
             reasons.cell(_uneven(table, family, best)),
             reasons.cell(table.lora_refusal(_model(family), DeploymentConfig(engine=name), best)),
         ]
-        for family in (*FAMILIES, *sorted(table.families - FAMILIES.keys()))
+        for family in (*FAMILIES, *sorted((table.families | table.family_reasons.keys()) - FAMILIES.keys()))
     ]
     parts = [
         f"## {name}\n",

@@ -130,6 +130,9 @@ class EngineCapabilities:
         exclusions: what it does not run of the combinations that the axes above allow.
         notes: what running some of them takes; :meth:`conditions` tells them per configuration.
         family_reasons: why a family that others run is not among ``families``.
+        other_family_reason: why not one that is in neither.
+        tp_reasons: why a family of ``families`` is not among ``tp_families``.
+        one_stage_reasons: families that it runs as one pipeline stage only, each with the reason.
         stored: reason per way of quantizing that checkpoints come in (``fingerprint.quantized.METHODS``); one that
             is not listed is a no.
         unavailable: why no worker of it can be started here, and what to change; None where one can.
@@ -158,6 +161,9 @@ class EngineCapabilities:
     lora_reason: str = ""
     exclusions: tuple[Exclusion, ...] = ()
     family_reasons: Mapping[str, str] = field(default_factory=dict)
+    other_family_reason: str = ""
+    tp_reasons: Mapping[str, str] = field(default_factory=dict)
+    one_stage_reasons: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
@@ -180,12 +186,8 @@ class EngineCapabilities:
         ):
             if reason is not None:
                 return f"{name} has no {axis}={value}" + (f": {reason}" if reason else "")
-        if config.tp > 1 and spec.family not in self.tp_families:
-            return f"{name} does not split the {spec.family} family by tensor parallelism"
-        if config.tp > self.max_tp:
-            return self._degree_refusal("tp", self.max_tp)
-        if config.pp > self.max_pp:
-            return self._degree_refusal("pp", self.max_pp)
+        if (reason := self._split_refusal(spec, config)) is not None:
+            return reason
         applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))
         return next((f"{name}: {exclusion.reason}" for exclusion in applying), None)
 
@@ -205,8 +207,21 @@ class EngineCapabilities:
         """Why this engine runs no model of ``spec``'s family, on whatever device; None when it does."""
         if spec.family in self.families:
             return None
-        reason = self.family_reasons.get(spec.family)
+        reason = self.family_reasons.get(spec.family, self.other_family_reason)
         return f"{self.engine} does not run the {spec.family} family" + (f": {reason}" if reason else "")
+
+    def _split_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
+        if config.tp > 1 and spec.family not in self.tp_families:
+            reason = self.tp_reasons.get(spec.family)
+            said = f"{self.engine} does not split the {spec.family} family by tensor parallelism"
+            return said + (f": {reason}" if reason else "")
+        if config.pp > 1 and (reason := self.one_stage_reasons.get(spec.family)):
+            return f"{self.engine} runs the {spec.family} family as one pipeline stage only: {reason}"
+        if config.tp > self.max_tp:
+            return self._degree_refusal("tp", self.max_tp)
+        if config.pp > self.max_pp:
+            return self._degree_refusal("pp", self.max_pp)
+        return None
 
     def lora_refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
         """Why this engine cannot serve adapters of ``spec`` under ``config``; None when it can."""

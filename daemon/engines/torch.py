@@ -26,9 +26,6 @@ from fingerprint.errors import (
 
 __all__ = ["TorchEngine"]
 
-_NO_INTERFACE = "its transformers class has no attention interface, which the embedded engine's cache goes through"
-_ADDS_POSITIONS = "its transformers class adds position embeddings to whatever a later pipeline stage is handed"
-
 _CAPABILITIES = EngineCapabilities(
     engine="torch",
     families=support.FAMILIES,
@@ -43,12 +40,20 @@ _CAPABILITIES = EngineCapabilities(
     lora_reason="adapters are not served yet",
     cpu=True,
     verified=(Verified(max_tp=support.MAX_TP, max_pp=support.MAX_PP),),
-    family_reasons={"falcon": _NO_INTERFACE, "gptj": _NO_INTERFACE, "opt": _ADDS_POSITIONS},
+    family_reasons=support.REFUSED,
+    other_family_reason=support.UNTESTED,
+    tp_reasons=support.NO_TP,
+    one_stage_reasons=support.ONE_STAGE,
     exclusions=(
         Exclusion(
             families=frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"}),
             weights=frozenset({WeightFormat.INT8}),
             reason="transformers fuses a layer's experts into one tensor, which the int8 format does not cover",
+        ),
+        Exclusion(
+            families=frozenset({"gpt2"}),
+            weights=frozenset({WeightFormat.INT8}),
+            reason="transformers holds its matrices transposed (Conv1D), which the int8 format does not cover",
         ),
     ),
 )

@@ -7,6 +7,7 @@ other stages becomes Identity. Nothing here knows how an architecture computes.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,15 @@ import torch
 import transformers
 from torch import nn
 
-from daemon.torch_engine import attention
+from daemon.torch_engine import attention, support
 from daemon.torch_engine.batch import FlatBatch
 from daemon.torch_engine.formats import FORMATS
 from daemon.torch_engine.kv_cache import KvCache
-from daemon.torch_engine.support import FAMILIES, STATIC_ROPE_TYPES, STORED
 from daemon.torch_engine.tensor_parallel import TensorParallel
 from daemon.torch_engine.weights import WeightReader
 from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
-from fingerprint.families import ModuleLayout, load_spec, module_layout
+from fingerprint.families import ModuleLayout, family_of, read_config, read_spec
 from fingerprint.model_spec import ModelSpec
 
 __all__ = ["ModelSource", "StageModel", "StageShape", "read_source", "tensor_bytes"]
@@ -59,28 +59,29 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
     Raises:
         UnsupportedModelError, ConfigError: as ``fingerprint.families``, or a family this engine does not run.
     """
-    spec = load_spec(checkpoint)
-    if spec.family not in FAMILIES:
-        raise UnsupportedModelError(f"the embedded engine does not run {spec.family}: {_why_not(spec)}")
+    raw = read_config(checkpoint)
+    spec = read_spec(raw)
+    if spec.family not in support.FAMILIES:
+        why_not = support.REFUSED.get(spec.family, support.UNTESTED)
+        raise UnsupportedModelError(f"the embedded engine does not run {spec.family}: {why_not}")
     if spec.stored is not None:
-        raise UnsupportedModelError(
-            f"{checkpoint} is quantized by {spec.stored.method} ({spec.stored.form}): {STORED[spec.stored.method]}"
-        )
+        held, reason = f"{spec.stored.method} ({spec.stored.form})", support.STORED[spec.stored.method]
+        raise UnsupportedModelError(f"{checkpoint} is quantized by {held}: {reason}")
     try:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"transformers cannot read {checkpoint}/config.json: {error}") from error
-    if changing := _rope_types(config) - STATIC_ROPE_TYPES:
+    if changing := _rope_types(config) - support.STATIC_ROPE_TYPES:
         raise UnsupportedModelError(
             f"rope type {min(changing)!r} changes with the longest sequence of a batch, which mixed batches "
-            f"cannot follow; supported are {', '.join(sorted(STATIC_ROPE_TYPES))}"
+            f"cannot follow; supported are {', '.join(sorted(support.STATIC_ROPE_TYPES))}"
         )
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     slow = stored is torch.float16 and device.type == "cpu"
     native = stored if stored in (torch.float16, torch.bfloat16) and not slow else torch.bfloat16
-    return ModelSource(checkpoint, spec, config, module_layout(spec.family), dtype or native)
+    return ModelSource(checkpoint, spec, config, family_of(raw).layout, dtype or native)
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -88,13 +89,6 @@ def _rope_types(config: Any) -> set[str]:
     rope = getattr(config, "rope_parameters", None) or {}
     each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     return {str(value.get("rope_type", "default")) for value in each}
-
-
-def _why_not(spec: ModelSpec) -> str:
-    cls = getattr(transformers, spec.architecture, None)
-    if cls is not None and not getattr(cls, "_supports_attention_backend", False):
-        return f"transformers' {spec.architecture} does not go through its attention interface"
-    return f"it runs {', '.join(sorted(FAMILIES))}"
 
 
 class StageModel:
@@ -120,11 +114,18 @@ class StageModel:
 
     def _check(self, tp: int) -> None:
         spec = self.source.spec
+        family, whole = spec.family, self.shape.is_first and self.shape.is_last
+        if not whole and (reason := support.ONE_STAGE.get(family)):
+            raise EngineError(f"the embedded engine runs {family} with pp=1 only: {reason}")
+        if tp > 1 and (reason := support.NO_TP.get(family)):
+            raise EngineError(f"the embedded engine runs {family} with tp=1 only: {reason}")
         if tp > 1 and (spec.num_kv_heads % tp or spec.num_heads % tp):
             raise EngineError(
                 f"tp={tp} does not divide {spec.num_heads} heads and {spec.num_kv_heads} KV heads of the model"
             )
         self.parallel.check(self.model)
+        if unmade := [type(module).__name__ for _, module in _with_buffers(self.model) if not _is_made(module)]:
+            raise EngineError(f"the embedded engine cannot make the buffers of {unmade[0]} in {family}")
         refusal = self._format.refusal(self._layers())
         if refusal:
             raise EngineError(f"weights={self._format.name} is refused for {spec.family}: {refusal}")
@@ -271,15 +272,30 @@ def _build(source: ModelSource, shape: StageShape) -> nn.Module:
     return model.requires_grad_(False)
 
 
+def _with_buffers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(True for _ in module.buffers(recurse=False)) and not _is_linear(module)
+    ]
+
+
+def _is_made(module: nn.Module) -> bool:
+    """Whether :func:`_materialize_buffers` can: a module made anew would lose its weights."""
+    if isinstance(module, nn.Embedding):  # Gemma's is scaled
+        return all(hasattr(module, f"scalar_{name}") for name, _ in module.named_buffers(recurse=False))
+    bare = not any(True for _ in module.parameters())
+    return bare and "config" in inspect.signature(type(module)).parameters
+
+
 def _materialize_buffers(model: nn.Module, config: Any, device: torch.device) -> None:
     """Buffers are not in checkpoints (rotary frequencies): the modules that own some are built anew, for real."""
-    for name, module in list(model.named_modules()):
-        buffers = dict(module.named_buffers(recurse=False))
-        if isinstance(module, nn.Embedding):  # Gemma's is scaled
-            for buffer in buffers:
+    for name, module in _with_buffers(model):
+        if isinstance(module, nn.Embedding):
+            for buffer, _ in list(module.named_buffers(recurse=False)):
                 scale = torch.tensor(getattr(module, f"scalar_{buffer}"), device=device)
                 module.register_buffer(buffer, scale, persistent=False)
-        elif buffers and not isinstance(module, nn.Linear) and not _is_linear(module):
+        else:
             with torch.device(device):
                 made = type(module)(config=config)
             parent, _, leaf = name.rpartition(".")

@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -215,8 +217,9 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 TINY_VOCAB = 96
 TINY_CONTEXT = 64
 
-# Small initial weights make every token as likely as every other; these are large enough that greedy choices are
-# far apart compared with rounding.
+# Small initial weights make every token as likely as every other, or one the answer to all; these are large enough
+# that greedy choices are far apart compared with rounding, and change.
+_WIDE = 0.5
 _SIZES = {
     "vocab_size": TINY_VOCAB,
     "hidden_size": 32,
@@ -228,6 +231,7 @@ _SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": TINY_CONTEXT}
 _FAMILIES = {
     "llama": ("LlamaConfig", {"num_hidden_layers": 4, "attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("LlamaConfig", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
@@ -248,16 +252,20 @@ _FAMILIES = {
     ),
     "phi3": ("Phi3Config", {"num_hidden_layers": 2, "sliding_window": 8, "pad_token_id": None}),
     "gpt_neox": ("GPTNeoXConfig", {"num_hidden_layers": 2}),
-    # Three layers, of which one looks all the way back; the caps, low, are felt by random weights too.
+    # Three layers, of which one looks all the way back; the caps, low, are felt by random weights too. A head
+    # of its own: an embedding that is scaled up and the head as well has each token call for itself.
     "gemma2": (
         "Gemma2Config",
         {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
-        | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+        | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "tie_word_embeddings": False},
     ),
     "gemma3_text": (
         "Gemma3TextConfig",
         {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
-        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        | {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+        },
     ),
     "gpt_oss": (
         "GptOssConfig",
@@ -265,7 +273,32 @@ _FAMILIES = {
         | {"num_experts_per_tok": 2, "pad_token_id": None, "initializer_range": 0.5},
     ),
     "falcon": ("FalconConfig", {"num_hidden_layers": 2}),
+    "opt": ("OPTConfig", {"num_hidden_layers": 2, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "gpt2": ("GPT2Config", _GPT2),
+    "gpt_bigcode": ("GPTBigCodeConfig", _GPT2),
+    "xglm": ("XGLMConfig", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}),
+    "doge": ("DogeConfig", {"num_hidden_layers": 2, "num_experts": 4}),
 }
+_PLAIN = "apertus arcee bitnet cohere diffllama ernie4_5 gemma glm glm4 granite helium hunyuan_v1_dense"
+_PLAIN += " hyperclovax internlm3 iquestcoder jais2 ministral3 nanochat nemotron olmo olmo2 persimmon phi seed_oss"
+_PLAIN += " smollm3 stablelm starcoder2"
+_WINDOWED = "cohere2 cwm exaone4 granite_swa ministral olmo3 vaultgemma"
+
+
+def _tiny_config(family: str) -> Any:
+    """Of a family that is not listed by name: three layers, of which one looks all the way back."""
+    import transformers
+
+    if family in _FAMILIES:
+        config_class, sizes = _FAMILIES[family]
+        return getattr(transformers, config_class)(**(_SIZES | sizes))
+    sizes = _SIZES | {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": None, "pad_token_id": None}
+    if family in _WINDOWED.split():
+        types = ["sliding_attention", "sliding_attention", "full_attention"]
+        sizes |= {"num_hidden_layers": 3, "sliding_window": 8, "layer_types": types}
+    if family == "cwm":
+        sizes |= {"bos_token_id": 1, "eos_token_id": 2}
+    return transformers.CONFIG_MAPPING[family](**sizes)
 
 
 @pytest.fixture(scope="session")
@@ -281,13 +314,14 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
     def make(family: str) -> Path:
         if family not in made:
-            config_class, sizes = _FAMILIES[family]
-            torch.manual_seed(len(made) + 1)
-            config = getattr(transformers, config_class)(**(_SIZES | sizes))
-            model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-            for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms and biases: not all ones and zeros
-                    torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            torch.manual_seed(zlib.crc32(family.encode()))
+            model = transformers.AutoModelForCausalLM.from_config(_tiny_config(family)).float().eval()
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    torch.nn.init.normal_(parameter, 0, _WIDE)
+                else:  # norms and biases: not all ones and zeros
+                    low = -0.5 if name.endswith("bias") else 0.5
+                    torch.nn.init.uniform_(parameter, low, low + 1)
             made[family] = tmp_path_factory.mktemp("checkpoint") / family
             model.save_pretrained(made[family])
         return made[family]

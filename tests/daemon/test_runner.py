@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,18 +14,24 @@ import torch
 import transformers
 
 from daemon.engines.base import StageAssignment
+from daemon.engines.registry import ENGINES
 from daemon.torch_engine import attention, support
 from daemon.torch_engine.formats import FORMATS
+from daemon.torch_engine.formats.int8 import Int8Linear
 from daemon.torch_engine.runner import LocalRunner, _result
 from daemon.torch_engine.stage import RankTiming
-from daemon.torch_engine.stage_model import StageModel
+from daemon.torch_engine.stage_model import StageModel, StageShape, read_source
 from daemon.torch_engine.steps import StepItem, StepPlan
+from daemon.torch_engine.tensor_parallel import TensorParallel
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
+from fingerprint.gpus import gpu_spec
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral"]
 FAMILIES += ["qwen2_moe", "qwen3_moe", "phi3", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss"]
+ONE_RANK = sorted(support.ONE_STAGE)  # most have no row of their own: transformers' class tells their layout
 PROMPT = [3, 80, 0, 41, 17, 5, 66, 9, 90, 12, 7, 58, 33, 2, 71, 44, 20, 8, 95, 61]
+TABLE, H200 = ENGINES["torch"].capabilities(), gpu_spec("h200-sxm")
 OTHER = [50, 1, 88, 23, 14, 77, 6]
 NEW_TOKENS = 20
 
@@ -56,10 +63,15 @@ def loaded(tiny_checkpoint, tiny_stages, tiny_limits):
 
 @pytest.fixture(scope="module")
 def generated(tiny_checkpoint):
-    """What ``transformers.generate`` says, greedily, without any of our code."""
-    models = {}
+    """What ``transformers.generate`` says, greedily, without any of our code; each prompt's answer is kept."""
+    models, said = {}, {}
 
     def make(family: str, prompt: list[int]) -> list[int]:
+        if (family, *prompt) not in said:
+            said[family, *prompt] = generate(family, prompt)
+        return said[family, *prompt]
+
+    def generate(family: str, prompt: list[int]) -> list[int]:
         if family not in models:
             models[family] = transformers.AutoModelForCausalLM.from_pretrained(
                 tiny_checkpoint(family), dtype=torch.float32
@@ -68,7 +80,9 @@ def generated(tiny_checkpoint):
         out = models[family].generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
         )
-        return out[0, len(prompt) :].tolist()
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        assert len(set(tokens)) >= 5, "the same token over and over would hide what is wrong"
+        return tokens
 
     return make
 
@@ -89,6 +103,14 @@ def greedy(runner: LocalRunner, slot: int, prompt: list[int], *, chunk: int) -> 
 def test_greedy_tokens_equal_transformers_generate(family: str, chunk: int, loaded, generated) -> None:
     """Also past Mistral's window of 8 tokens, with pieces shorter and longer than it."""
     assert greedy(loaded(family), 2, PROMPT, chunk=chunk) == generated(family, PROMPT)
+
+
+@pytest.mark.parametrize("family", ONE_RANK)
+def test_greedy_tokens_of_a_family_without_a_row_equal_transformers_generate(family, loaded, generated) -> None:
+    """OPT's too. Pieces of a prompt that are shorter and longer than the windows of 8; one slot after another."""
+    runner = loaded(family)
+    for slot, chunk in enumerate((len(PROMPT), 7, 1)):
+        assert greedy(runner, slot, PROMPT, chunk=chunk) == generated(family, PROMPT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -248,9 +270,67 @@ def test_a_plan_beyond_the_limits_is_a_bug_and_does_no_harm(items, match: str, l
 # --- what is refused ---
 
 
+def causal_lm(family: str) -> type[transformers.PreTrainedModel]:
+    return transformers.AutoModelForCausalLM._model_mapping[transformers.CONFIG_MAPPING[family]]
+
+
 def test_a_family_without_the_attention_interface_is_refused_with_that_reason(loaded) -> None:
     with pytest.raises(UnsupportedModelError, match="attention interface"):
         loaded("falcon")
+
+
+@pytest.mark.parametrize("family", ONE_RANK)
+def test_int8_takes_every_matrix_of_a_layer_or_is_refused_as_the_table_says(
+    family, tiny_checkpoint, tiny_limits
+) -> None:
+    source = read_source(tiny_checkpoint(family), torch.device("cpu"), torch.float32)
+    whole = StageShape(0, source.spec.num_layers, is_first=True, is_last=True)
+
+    def build() -> torch.nn.Module:
+        model = StageModel(source, whole, WeightFormat.INT8, TensorParallel(1, 0, {})).model
+        return model.get_submodule(source.layout.layers)
+
+    if TABLE.refusal(source.spec, DeploymentConfig(weights=WeightFormat.INT8, engine="torch"), H200):
+        with pytest.raises(EngineError, match="Conv1D"):
+            build()
+    else:
+        layers = build()
+        assert not [name for name, parameter in layers.named_parameters() if parameter.dim() > 1]
+        assert any(isinstance(module, Int8Linear) for module in layers.modules())
+
+
+@pytest.mark.parametrize(("family", "split"), [("opt", {"pp": 2}), ("olmo2", {"pp": 2}), ("phi3", {"tp": 2})])
+def test_a_split_that_was_not_proven_is_refused_with_the_table_s_reason(family, split, tiny_checkpoint) -> None:
+    source = read_source(tiny_checkpoint(family), torch.device("cpu"), torch.float32)
+    said = TABLE.refusal(source.spec, DeploymentConfig(engine="torch", **split), H200)
+    tp, pp = split.get("tp", 1), split.get("pp", 1)
+    first = StageShape(0, source.spec.num_layers // pp, is_first=True, is_last=pp == 1)
+    with pytest.raises(EngineError) as caught:
+        StageModel(source, first, WeightFormat.BITS16, TensorParallel(tp, 0, {}))
+    assert said.partition(": ")[2] == str(caught.value).partition(": ")[2] != ""
+
+
+UNDECLARED = {"biogpt", "bloom", "falcon", "gpt_neo", "gptj", "mpt"}
+
+
+@pytest.mark.parametrize("family", sorted(UNDECLARED))
+def test_a_class_without_the_attention_interface_does_not_say_that_it_has_one(family: str) -> None:
+    assert not causal_lm(family)._supports_attention_backend
+
+
+@pytest.mark.parametrize("family", sorted(support.REFUSED.keys() - UNDECLARED))
+def test_a_family_is_refused_only_as_long_as_it_cannot_run(family, loaded, generated, monkeypatch) -> None:
+    with pytest.raises(UnsupportedModelError, match=re.escape(support.REFUSED[family])):
+        loaded(family)
+    monkeypatch.setattr(support, "FAMILIES", support.FAMILIES | {family})
+    if family == "diffllama":
+        assert greedy(loaded(family), 0, PROMPT, chunk=7) != generated(family, PROMPT)
+        return
+    failing = {"nemotron": (TypeError, "iserve_step"), "stablelm": (TypeError, "iserve_step")}
+    failing["doge"] = (AssertionError, None)  # of the attention, that no mask comes
+    error, said = failing.get(family, (EngineError, "cannot make the buffers of"))
+    with pytest.raises(error, match=said):
+        greedy(loaded(family), 0, PROMPT, chunk=7)
 
 
 def test_the_tables_say_what_the_code_does() -> None:
@@ -258,8 +338,7 @@ def test_the_tables_say_what_the_code_does() -> None:
     assert allowed - {WeightFormat.STORED} == set(FORMATS)
     assert all(support.STORED.values()), "what a checkpoint stores quantized is refused by its method"
     for family in support.FAMILIES:
-        cls = transformers.AutoModelForCausalLM._model_mapping[transformers.CONFIG_MAPPING[family]]
-        assert cls._supports_attention_backend
+        assert causal_lm(family)._supports_attention_backend
         if family in support.TP_FAMILIES:
             assert transformers.CONFIG_MAPPING[family].base_model_tp_plan
     attention.register()

@@ -67,6 +67,11 @@ class Int8Format:
     def refusal(self, layers: nn.ModuleList) -> str | None:
         if any(parameter.dim() == 3 for parameter in layers.parameters()):
             return "the experts of this family are joined tensors, and int8 is done for plain linears only"
+        for module in layers.modules():
+            if not isinstance(module, nn.Linear) and any(p.dim() == 2 for p in module.parameters(recurse=False)):
+                return (
+                    f"its layers hold matrices as {type(module).__name__}, and int8 is done for plain linears only"
+                )
         return None
 
     def replace(self, linear: nn.Linear) -> nn.Module:
