@@ -53,9 +53,9 @@ def cli_reference() -> str:
     """Every command with its help, as ``--help`` prints it."""
     from typer import Context
 
-    from iserve.cli.app import app
+    from iserve.cli.app import make_app
 
-    root = get_command(app)
+    root = get_command(make_app())
     parts = [
         "# Command line\n\nMade by `docs/generate.py` from the code. Options shown in brackets have a default.\n"
     ]

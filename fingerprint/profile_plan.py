@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from fingerprint.config import KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError
-from fingerprint.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fingerprint.model_spec import ModelSpec  # which the command line, asking for ``Shards``, does without
 
 __all__ = ["ProfilePlan", "Shards", "default_plan", "fingerprint_cuts", "fingerprint_layers"]
 

@@ -13,12 +13,12 @@ def main() -> None:
     Usage errors (2), Ctrl-C (130) and a reader that closed the pipe (1, no word) are typer's.
     """
     from fingerprint.errors import IserveError
-    from iserve.cli.app import app
+    from iserve.cli.app import make_app
     from iserve.cli.harmless import harmless_output
 
     harmless_output()
     try:
-        app()
+        make_app(*sys.argv[1:2])()
     except IserveError as error:
         _fail(str(error))
     except OSError as error:  # of the machine, not of the code: a full disk, a folder that may not be written

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -188,6 +186,9 @@ def _endpoint(url: str | None) -> Endpoint:
 
 def _run(run: Replay, *, quiet: bool) -> tuple[Outcomes, int]:
     """The outcomes, and the signal that ended the run, or 0."""
+    import asyncio
+    import signal
+
     from iserve.cli.replay_text import ProgressLine
 
     ended_by = 0

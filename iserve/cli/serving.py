@@ -11,7 +11,6 @@ import typer
 
 from iserve.cli import exporting as e
 from iserve.cli import options as o
-from placement.scaling import Scaling
 
 if TYPE_CHECKING:
     from iserve.api_types import DeploymentDocument
@@ -76,6 +75,7 @@ def deploy(
     from iserve.cli.live import client, model_argument
     from iserve.client import post_once
     from iserve.settings import load_settings
+    from placement.scaling import Scaling
 
     settings = load_settings()
     o.replicated(wish.checked(settings), replicas)  # here already: a bad value must not start a controller

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.errors import ConfigError
-from placement.elastic import Elastic
-from placement.migration import Migration
 from placement.routing import DEFAULT_ROUTER
-from placement.scaling import Scaling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fingerprint.gpu_spec import GpuSpec
     from iserve.planning.making import PlanOptions
+    from placement.elastic import Elastic
     from placement.types import ClusterSnapshot
     from traces.request import Request
     from traces.simulator.scenario import Action, Scenario, Service
@@ -166,6 +164,10 @@ class SteeringOptions:
         Args:
             startup_s: of a worker; a move takes as long and loads its memory, and where it is 0, migration's own.
         """
+        from placement.elastic import Elastic
+        from placement.migration import Migration
+        from placement.scaling import Scaling
+
         least, most = self.range()
         scales = least < most
         if self.consolidate and not scales:

@@ -24,7 +24,11 @@ SeedOption = Annotated[int, typer.Option("--seed", help="Of synthetic traces and
 
 
 def register(app: typer.Typer) -> None:
-    trace = typer.Typer(help="Workload traces: files of many formats, and synthetic ones.", no_args_is_help=True)
+    trace = typer.Typer(
+        cls=o.CommandGroup,
+        help="Workload traces: files of many formats, and synthetic ones.",
+        no_args_is_help=True,
+    )
     trace.command("show", epilog="Example: iserve trace show synthetic:azure-code")(show)
     trace.command(
         "write",

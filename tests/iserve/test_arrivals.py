@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from iserve.api_types import PlanBody
-from iserve.cli.app import app
+from iserve.cli.app import make_app
 from iserve.cli.options import Wish
 from planner.intent import Traffic
 from traces.sources import requests_of
@@ -37,7 +37,7 @@ def test_the_body_says_what_the_trace_says(traffic: Traffic) -> None:
 def planned(folder: Path, *more: str) -> dict[str, object]:
     (folder / "config.json").write_text(json.dumps(LLAMA))
     asked = ["plan", str(folder), "--gpus", "h200:1", "--rate", "4", "--batch", "32", "--slo", "ttft=9,e2e=90"]
-    done = CliRunner().invoke(app, [*asked, "--percentile", "50", "--json", *more], catch_exceptions=False)
+    done = CliRunner().invoke(make_app(), [*asked, "--percentile", "50", "--json", *more], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     served = json.loads(done.stdout)["served"]
     assert isinstance(served, dict)
@@ -65,6 +65,6 @@ def test_a_plan_tells_the_levels_and_a_larger_risk(
 )
 def test_what_cannot_be_is_said_in_a_line(tmp_path: Path, options: list[str], told: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    done = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "h200:1", *options])
+    done = CliRunner().invoke(make_app(), ["plan", str(tmp_path), "--gpus", "h200:1", *options])
     assert done.exit_code != 0
     assert told in " ".join((done.output + str(done.exception)).replace("│", " ").split())

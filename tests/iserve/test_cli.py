@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from iserve.api_types import PlanBody
+from iserve.cli.app import COMMANDS, make_app
 from iserve.cli.live import folder_argument, model_argument
 from iserve.cli.options import Wish, replicated
 from iserve.settings import Settings, load_settings
@@ -196,12 +198,36 @@ def test_what_cannot_be_written_is_one_line(model: Callable[[str], Path], tmp_pa
         assert (done.returncode, done.stderr) == (1, "iserve: No space left on device\n")
 
 
-def test_help_loads_nothing_heavy() -> None:
-    """So that it comes at once: no numbers, no engine, no server, no database."""
-    code = "import sys, iserve.cli.app; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    heavy = {"numpy", "torch", "transformers", "pydantic", "fastapi", "sqlalchemy", "aiohttp", "sklearn"}
-    assert heavy.isdisjoint(done.stdout.split())
+def test_every_module_registers_the_commands_it_is_imported_for() -> None:
+    """Asked for by name a command is the one of the whole, and what is no command is looked for in the whole."""
+    whole = get_command(make_app()).commands
+    assert sorted(whole) == sorted(name for names in COMMANDS.values() for name in names)
+    for names in COMMANDS.values():
+        for name in names:
+            assert set(get_command(make_app(name)).commands) == set(names)
+    for word in ("", "--version", "plam"):
+        assert list(get_command(make_app(word)).commands) == list(whole)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "plan", "deploy", "simulate", "replay", "profile", "keys create"],
+)
+def test_help_loads_nothing_heavy(words: str) -> None:
+    """So that it comes at once: no numbers, no engine, no server, no database; of the commands only its own."""
+    code = (
+        "import atexit, sys\nfrom iserve.cli import main\nsys.argv = ['iserve', *sys.argv[1:]]\n"
+        "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\nmain()"
+    )
+    argv = [sys.executable, "-c", code, *words.split(), "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert f"Usage: iserve {words}" in done.stdout
+    loaded = set(done.stderr.split())
+    heavy = {"numpy", "torch", "transformers", "fastapi", "sqlalchemy", "aiohttp", "sklearn", "scipy", "rich"}
+    heavy |= {"pydantic", "asyncio", "msgspec"}
+    assert heavy.isdisjoint(loaded)
+    of_commands = {name for name in COMMANDS if f"iserve.cli.{name}" in loaded}
+    assert len(of_commands) == (1 if words else len(COMMANDS))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from iserve.cli.app import app
+from iserve.cli.app import make_app
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, An
         yield from commands(child, (*path, name))
 
 
-@pytest.mark.parametrize(("name", "command"), list(commands(get_command(app))))
+@pytest.mark.parametrize(("name", "command"), list(commands(get_command(make_app()))))
 def test_every_command_has_help_and_an_example(name: str, command: Any) -> None:
     assert command.help
     assert command.epilog.startswith("Example: ")

@@ -28,7 +28,7 @@ from fingerprint.measurements import Profile
 from fingerprint.profile import ProfilePlan
 from fingerprint.report import AccuracyRecord, AccuracyRow, Report, render_report
 from iserve.api_types import ModelDocument, NodeDocument
-from iserve.cli.app import app
+from iserve.cli.app import make_app
 from iserve.cli.profile_text import print_profile
 from iserve.cli.reporting import hardware_here
 from iserve.client import ControllerClient
@@ -107,7 +107,7 @@ def test_example_limits_follow_from_the_best_and_admit_it(report: Report) -> Non
 
 def invoke(*arguments: str) -> tuple[int, str]:
     """Exit code and everything printed; an expected error is told as ``iserve`` tells it."""
-    result = CliRunner().invoke(app, ["report", *arguments], catch_exceptions=True)
+    result = CliRunner().invoke(make_app(), ["report", *arguments], catch_exceptions=True)
     if isinstance(result.exception, SystemExit) or result.exception is None:
         return result.exit_code, result.output
     raise result.exception
@@ -412,12 +412,12 @@ def test_every_configuration_of_the_plan_is_on_the_page(report: Report) -> None:
 
 def test_the_report_as_markdown_in_a_file_and_on_standard_output(model: Path, tmp_path: Path) -> None:
     runner, asked = CliRunner(), ["report", str(model), "--gpus", "a6000:2"]
-    assert runner.invoke(app, [*asked, "-o", str(tmp_path / "x.md")]).exit_code == 0
+    assert runner.invoke(make_app(), [*asked, "-o", str(tmp_path / "x.md")]).exit_code == 0
     written = (tmp_path / "x.md").read_text()
     assert written.startswith("# Llama-2-7b\n")
     assert "\n## What each intent would choose\n" in written
     assert "<" not in written.replace("\\<", "")
-    printed = runner.invoke(app, [*asked, "--markdown"])
+    printed = runner.invoke(make_app(), [*asked, "--markdown"])
     assert (printed.exit_code, printed.stdout.splitlines()[0]) == (0, "# Llama-2-7b")
     assert sorted(tmp_path.iterdir()) == [tmp_path / "x.md"]
-    assert runner.invoke(app, [*asked, "--markdown", "--json"]).exit_code == 2
+    assert runner.invoke(make_app(), [*asked, "--markdown", "--json"]).exit_code == 2

@@ -24,7 +24,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import StepReading
 from fingerprint.report import AccuracyRecord, Report, WholeModel, render_report
 from fingerprint.report.text import seconds
-from iserve.cli.app import app
+from iserve.cli.app import make_app
 from iserve.cli.profile_text import print_profile
 from iserve.planning.making import hypothetical_hardware
 from iserve.reporting.accuracy_store import find_accuracy
@@ -308,7 +308,7 @@ def test_a_record_from_elsewhere_goes_to_any_report(
     monkeypatch.setenv("ISERVE_HOME", str(tmp_path / "home"))
     truth.write_bytes(to_json(record))
     command = ["report", str(folder), "--gpus", "h200:1", "--truth", str(truth), "-o", str(page)]
-    assert CliRunner().invoke(app, command, catch_exceptions=False).exit_code == 0
+    assert CliRunner().invoke(make_app(), command, catch_exceptions=False).exit_code == 0
     text = section(page.read_text(), "errors")
     for model in {row.model for row in record.rows}:
         assert f"Other models, same machine: {model}" in text
