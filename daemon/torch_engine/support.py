@@ -70,9 +70,9 @@ _BUFFERS = (
     "its transformers class has buffers that cannot be made from the config alone, as this engine makes them"
 )
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("bloom", "falcon", "gpt_neo", "gptj", "mpt"), _NO_INTERFACE),
+    **dict.fromkeys(("bloom", "codegen", "falcon", "gptj", "mpt"), _NO_INTERFACE),
     **dict.fromkeys(("nemotron", "stablelm"), _KEEPS_BACK),
-    **dict.fromkeys(("apertus", "gpt_bigcode", "xglm"), _BUFFERS),
+    **dict.fromkeys(("apertus", "ctrl", "gpt_bigcode", "xglm"), _BUFFERS),
     "biogpt": "its transformers class does not say that it takes an attention function of others",
     "diffllama": "its layers attend twice with other values, and this engine's cache keeps one V per layer",
     "doge": "its layers bring masks of their own, and the embedded engine makes its own",

@@ -276,6 +276,7 @@ _FAMILIES = {
     "opt": ("OPTConfig", {"num_hidden_layers": 2, "ffn_dim": 64, "word_embed_proj_dim": 32}),
     "gpt2": ("GPT2Config", _GPT2),
     "gpt_bigcode": ("GPTBigCodeConfig", _GPT2),
+    "ctrl": ("CTRLConfig", _GPT2 | {"dff": 64}),
     "xglm": ("XGLMConfig", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}),
     "doge": ("DogeConfig", {"num_hidden_layers": 2, "num_experts": 4}),
 }
