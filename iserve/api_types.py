@@ -15,6 +15,7 @@ from fingerprint.plain_text import UNPRINTABLE, is_plain
 from fingerprint.profile_plan import Shards
 from iserve.planning.making import MAX_REPLICAS, PlanOptions
 from placement.placers import check_placement
+from placement.scaling import MIN_IDLE_S
 from planner.intent import CostModel, Intent, IntentKind, Level, Quality, Slo, Traffic
 
 __all__ = [
@@ -176,7 +177,7 @@ class DeployBody(_ReplicatedWish):
 
     model: _Text | None = None
     name: _Text | None = None  # what clients put in ``model``; None: the model's own name
-    scale_to_zero_s: float | None = Field(default=None, gt=0, le=31_536_000)  # without a request; None: it stays
+    scale_to_zero_s: float | None = Field(default=None, ge=MIN_IDLE_S, le=31_536_000)  # idle; None: it stays
 
 
 class ProfileBody(_Body):

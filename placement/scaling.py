@@ -14,7 +14,9 @@ from fingerprint.errors import ConfigError
 from placement.orders import Scale
 from placement.types import ClusterSnapshot, DeploymentState
 
-__all__ = ["Scaling", "replicas_for", "scale"]
+__all__ = ["MIN_IDLE_S", "Scaling", "replicas_for", "scale"]
+
+MIN_IDLE_S = 1.0  # less is the pause between two requests of one client
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +47,10 @@ class Scaling:
             raise ConfigError(
                 f"scaling needs 1 <= min_replicas <= max_replicas, got {self.min_replicas} and {self.max_replicas}"
             )
-        if self.idle_s is not None and not self.idle_s > 0:
-            raise ConfigError(f"scaling to nothing needs an idle time above 0 s, got {self.idle_s}")
+        if self.idle_s is not None and not self.idle_s >= MIN_IDLE_S:
+            raise ConfigError(
+                f"scaling to nothing needs an idle time of {MIN_IDLE_S:g} s or more, got {self.idle_s}"
+            )
 
     def within(self, replicas: int) -> int:
         """The nearest number that may be."""

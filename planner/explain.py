@@ -256,7 +256,8 @@ def _ratio(check: Check, rows: Rows, *, bounds: bool) -> Column:
     found, missed = np.zeros(len(rows)), np.flatnonzero(check.missed[rows])
     read = check.actual.bounds if bounds else check.actual.of
     with np.errstate(divide="ignore", invalid="ignore"):
-        found[missed] = np.abs(np.log(read(rows[missed]) / check.limit.allowed))
+        # Not of the quotient, which is too large a number where the least there is is allowed.
+        found[missed] = np.abs(np.log(read(rows[missed])) - np.log(check.limit.allowed))
     return found
 
 
@@ -269,8 +270,8 @@ def _within(checks: Sequence[Check], rows: Rows, value: float) -> Mask:
         own = _ratio(check, rows[asked], bounds=True)
         with np.errstate(over="ignore", invalid="ignore"):
             left = np.exp(np.maximum(value - least[asked] + own, 0.0) + 10.0**-_DIGITS)
-        allowed = check.limit.allowed
-        reached = allowed / left if check.limit.kind is LimitKind.RATE else allowed * left
+            allowed = check.limit.allowed
+            reached = allowed / left if check.limit.kind is LimitKind.RATE else allowed * left
         may[asked] = check.actual.reach(rows[asked], reached)
     return may
 

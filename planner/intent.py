@@ -119,6 +119,8 @@ def parse_slo(text: str) -> Slo:
         if name in values:
             raise ConfigError(f"{name} is given twice in {text!r}")
         try:
+            if "_" in value or not value.isascii():  # float() takes 1_0 for 10, and other scripts' digits
+                raise ValueError(value)
             values[name] = float(value)
         except ValueError as error:
             raise ConfigError(f"{name} needs a number of seconds, got {value!r}") from error

@@ -18,7 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The deployment's name.")]
+
+def _may_be_named(name: str) -> str:
+    """Raises NotFoundError: no deployment can have it; in a path it would ask for something else (``a/log``)."""
+    from fingerprint.errors import ConfigError, NotFoundError
+    from iserve.api_types import check_name
+
+    try:
+        return check_name(name)
+    except ConfigError as error:
+        raise NotFoundError(f"no deployment is named {name[:80]!r}") from error
+
+
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="The deployment's name.", callback=_may_be_named)
+]
 _POLL_S = 0.15
 _PROFILING_POLL_S = 0.5  # a CPU that is being measured should not be asked more often than people read
 

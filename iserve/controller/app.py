@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -74,13 +78,46 @@ def _reach(request: Request) -> Reach:
 Caller = Annotated[Reach, Depends(_reach)]
 
 
+class _ReadOnce(Request):
+    async def json(self) -> Any:
+        return json.loads(await self.body(), object_pairs_hook=_each_once)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a name that is given twice JSON takes the last, which may not be the one that was meant."""
+    if len(found := dict(pairs)) < len(pairs):
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        raise HTTPException(400, f"the body gives {twice[:80]!r} twice")
+    return found
+
+
+class _Route(APIRoute):
+    """One whose body, if it takes any, is JSON that gives each name once."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            if self.body_field is not None and request.headers.get("content-length", "0") != "0":
+                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if kind != "application/json":
+                    what = f"of type {kind[:80]!r}" if kind else "of no type"
+                    raise HTTPException(415, f"the body is {what}; send it as 'Content-Type: application/json'")
+            return await handle(_ReadOnce(request.scope, request.receive))
+
+        return checked
+
+
 def _known_query(request: Request) -> None:
-    """A query parameter that the route does not have is a slip of who asks, as in a body."""
+    """A query parameter that the route does not have, or has twice, is a slip of who asks, as in a body."""
     known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
     if unknown := sorted(set(request.query_params) - known):
         raise errors.BadInputError(
             f"query.{unknown[0][:80]}: not a parameter of this route ({', '.join(sorted(known)) or 'it has none'})"
         )
+    times = Counter(name for name, _ in request.query_params.multi_items())
+    if twice := [name for name in times if times[name] > 1]:
+        raise errors.BadInputError(f"query.{twice[0]}: given {times[twice[0]]} times, give it once")
 
 
 # What a route may answer beside its own: FastAPI's own 422 for a bad body is never sent, ours is InfeasibleError.
@@ -93,6 +130,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
         409: "ConflictError or NotMeasuredError",
         411: "a body needs a Content-Length",
         413: "the body is too large",
+        415: "the body is not application/json",
         422: "InfeasibleError: relax a limit or add GPUs",
         502: "EngineError",
         503: "UnavailableError: try again",
@@ -118,7 +156,9 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     app = FastAPI(title="iServe", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics(controller)
 
-    api = APIRouter(prefix="/api/v1", responses=_PROBLEMS, dependencies=[Depends(_known_query)])
+    api = APIRouter(
+        prefix="/api/v1", responses=_PROBLEMS, dependencies=[Depends(_known_query)], route_class=_Route
+    )
     _model_routes(api, controller)
     _plan_routes(api, controller)
     _deployment_routes(api, controller)

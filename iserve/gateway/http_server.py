@@ -24,6 +24,7 @@ HEADER_TIMEOUT_S = 10.0
 STALLED_CLIENT_S = 10.0  # a client that does not take what waits for it, 64 KiB at most, for so long
 
 _BUFFER = memoryview(bytearray(256 * 2**10))  # read into and used up within one call, so one is enough
+_MAX_URL_BYTES = 65_535  # that httptools parses
 _FRAMING = (b"content-length", b"transfer-encoding")
 _MAX_PIPELINED = 8  # requests that wait for the answer before them; each is held at a hundred times its size
 
@@ -96,10 +97,16 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             except httptools.HttpParserUpgrade as upgrade:
                 self._go_on_without_upgrade(bytes(data[upgrade.args[0] :]))
         except httptools.HttpParserError:
-            self._refuse(400, "this is not valid HTTP/1.1")
+            if self._in_head and len(self.url) > _MAX_URL_BYTES:
+                self._refuse(414, "the URL is too long")
+            else:
+                self._refuse(400, "this is not valid HTTP/1.1")
             return
         if self._unused_bytes > MAX_HEADER_BYTES:
-            self._refuse(431, "the headers are too large")
+            if self._in_head and len(self.url) > MAX_HEADER_BYTES // 2:
+                self._refuse(414, "the URL is too long")
+            else:
+                self._refuse(431, "the headers are too large")
         elif self._in_head or self.cycle is None or self.cycle.response_complete:  # only a part of a head has come
             if self._header_timer is None:
                 self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_slow_header)

@@ -21,6 +21,7 @@ from rich.text import Text
 from daemon.own_log import log_to_stderr
 from fingerprint.plain_text import is_plain, printable
 from fingerprint.report.markup import el
+from iserve.cli import main
 from iserve.cli.harmless import harmless_output
 from iserve.cli.render import print_rows
 from iserve.cli.terminal import HarmlessConsole
@@ -177,3 +178,16 @@ def test_a_refusal_of_the_command_line_is_made_harmless(tmp_path: Path) -> None:
     assert "Traceback" not in said
     assert not OBEYED & set(said)
     assert "\\u202e" in said or "\\x9b" in said
+
+
+@pytest.mark.parametrize("name", ["../../etc", "x/log", "", "..", "a b", "x?lines=1", "模型"])
+@pytest.mark.parametrize("command", ["logs", "rm", "chat"])
+def test_what_cannot_name_a_deployment_names_none(
+    command: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked of the controller: in a path such a name would be another route."""
+    monkeypatch.setattr(sys, "argv", ["iserve", command, name])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"iserve: no deployment is named {name!r}\n"

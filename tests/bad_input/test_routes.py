@@ -126,3 +126,42 @@ def test_an_unknown_query_parameter_is_refused_by_its_name(api: Api) -> None:
         400,
         "query.linit: not a parameter of this route (after, deployment, limit)",
     )
+
+
+def test_a_name_that_is_given_twice_is_refused(api: Api) -> None:
+    """In a body, at any depth, and in a query: which of the two was meant nobody knows."""
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    for body, name in (
+        ('{"model": "a", "model": "b"}', "model"),
+        ('{"slo": {"ttft_s": 1, "ttft_s": 2}}', "ttft_s"),
+        ('{"batch": 1, "b\\u0061tch": 1}', "batch"),
+    ):
+        answer = api.client.post("/api/v1/plans", content=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]) == (400, "BadInputError")
+        assert f"the body gives '{name}' twice" in answer.json()["message"]
+    status, document = api.ask("GET", "/api/v1/events?limit=1&after=0&limit=2")
+    assert (status, document["message"]) == (400, "query.limit: given 2 times, give it once")
+
+
+def test_a_body_of_another_type_is_told_which_is_wanted(api: Api) -> None:
+    key = {"Authorization": f"Bearer {TOKEN}"}
+    paths = [filled(path) for path, _ in bodies(api.app)]
+    assert len(paths) >= 7
+    for path in paths:
+        for headers, told in (
+            ({"Content-Type": "text/plain; charset=utf-8"}, "of type 'text/plain'"),
+            ({}, "of no"),
+        ):
+            answer = api.client.post(path, content="{}", headers=key | headers)
+            assert answer.status_code == 415
+            assert told in answer.json()["message"]
+            assert "send it as 'Content-Type: application/json'" in answer.json()["message"]
+    spelled = {"Content-Type": "Application/JSON; charset=utf-8"}
+    status, document = api.ask("POST", "/api/v1/plans", {"gpus": 1}, **spelled)
+    assert (status, "body.gpus" in document["message"]) == (400, True)
+
+
+def test_a_deployment_is_not_asleep_between_two_requests(api: Api) -> None:
+    for idle_s in (5e-324, 0.999, 0, -1):
+        status, body = api.ask("POST", "/api/v1/deployments", {"scale_to_zero_s": idle_s})
+        assert (status, "scale_to_zero_s" in body["message"]) == (400, True)

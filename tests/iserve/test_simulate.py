@@ -273,7 +273,7 @@ def test_measured_times(simulate: Callable[..., Done], trace: Path, model: Path,
         pytest.param(("--popularity", "x"), 2, "there is no popularity 'x'", id="unknown popularity"),
         pytest.param(("--replicas", "0"), 2, "at least one replica", id="no replicas"),
         pytest.param(("--replicas", "3:2"), 2, "--replicas is N or MIN:MAX", id="fewer at most than at least"),
-        pytest.param(("--scale-to-zero", "0"), 2, "needs an idle time above 0 s", id="asleep at once"),
+        pytest.param(("--scale-to-zero", "0"), 2, "needs an idle time of 1 s or more", id="asleep at once"),
         pytest.param(("--policy", "look-ahead:x"), 2, "price of a GPU is a number", id="no such price"),
         pytest.param(("--policy", "x"), 2, "there is no placement policy 'x'", id="no policy"),
         pytest.param(

@@ -224,3 +224,17 @@ def test_a_percentile_that_only_an_idle_server_keeps_is_refused_in_words() -> No
     assert [r.limit for r in plan.why_not.relaxations] == [LimitKind.TTFT]
     assert plan.why_not.nearest is not None
     assert plan.why_not.nearest.text
+
+
+@pytest.mark.parametrize("rate_per_s", [None, 0.4])
+@pytest.mark.filterwarnings("error")
+def test_the_least_limit_that_there_is_has_a_nearest_too(rate_per_s: float | None) -> None:
+    """The quotient of a time and 5e-324 s is no number; how far a time is from it is one, and orders them."""
+    plan = rank(
+        [candidate(ONE, ttft_s=0.9), candidate(TWO, ttft_s=0.5), candidate(FOUR, ttft_s=0.7)],
+        Intent(slo=Slo(ttft_s=5e-324), rate_per_s=rate_per_s),
+        fits=everything_fits,
+    )
+    nearest = plan.why_not.nearest
+    assert nearest is not None
+    assert rate_per_s is not None or nearest.config == TWO

@@ -53,6 +53,8 @@ def test_slo_is_read(text: str, slo: Slo) -> None:
         ("ttft=1,ttft=2", "given twice"),
         ("ttft=fast", "'fast'"),
         ("ttft=", "''"),
+        ("tpot=1_0", "'1_0'"),
+        ("tpot=٠.٥", "'٠.٥'"),
         ("ttft=0", "positive"),
         ("ttft=-1", "-1"),
         ("tpot=nan", "nan"),

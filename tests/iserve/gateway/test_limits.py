@@ -216,6 +216,12 @@ class TestHeaders:
         assert said == b"" or said.startswith(b"HTTP/1.1 431 ")  # b"": it was reset while still sending
         assert gateway.ask("GET", "/v1/models").status == 200
 
+    @pytest.mark.parametrize("num_bytes", [65_536, 70_000, 5_000_000])
+    def test_a_giant_url_is_414(self, gateway, worker, num_bytes) -> None:
+        said = talk(gateway, b"GET /v1/models?" + b"a" * num_bytes, b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert said == b"" or said.startswith(b"HTTP/1.1 414 ")  # b"": it was reset while still sending
+        assert gateway.ask("GET", "/v1/models").status == 200
+
     @pytest.mark.parametrize("trailer", [b"X-Big: " + b"a" * 3_000_000, b"X: a\r\n" * 500_000])
     def test_trailers_are_bounded_too(self, gateway, worker, trailer) -> None:
         said = talk(
