@@ -30,7 +30,6 @@ __all__ = [
     "ModuleLayout",
     "family_of",
     "load_spec",
-    "module_layout",
     "read_blueprint",
     "read_config",
     "read_spec",
@@ -83,14 +82,3 @@ def family_of(config: Mapping[str, object]) -> Family:
         raise UnsupportedModelError(f"model_type {show(name)} is not supported; {supported(FAMILIES)}")
     refuse_other_tasks(config, name, family.architectures)
     return family
-
-
-def module_layout(family: str) -> ModuleLayout:
-    """Where a family keeps its layers, embedding, final norm and head.
-
-    Raises:
-        UnsupportedModelError: no such family.
-    """
-    if family not in FAMILIES:
-        raise UnsupportedModelError(f"model_type {show(family)} is not supported; {supported(FAMILIES)}")
-    return FAMILIES[family].layout

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fingerprint.config import KvFormat
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError, UnsupportedModelError
-from fingerprint.families import FAMILIES, load_spec, module_layout, read_blueprint, read_spec
+from fingerprint.families import FAMILIES, family_of, load_spec, read_blueprint, read_spec
 
 # GPT-OSS is published in mxfp4; what is counted is the model in 16 bits.
 NOT_CONFIG_KEYS = ("planner", "source", "unconfirmed", "quantization_config")
@@ -104,7 +104,7 @@ def test_linear_parameters_are_those_of_the_layers_linear_modules(small_config: 
     import torch
 
     spec = read_spec(small_config)
-    layer = on_meta(small_config).get_submodule(module_layout(spec.family).layers)[0]
+    layer = on_meta(small_config).get_submodule(FAMILIES[spec.family].layout.layers)[0]
     linear = sum(m.weight.numel() for m in layer.modules() if isinstance(m, torch.nn.Linear))
     experts = sum(
         p.numel() for name, p in layer.named_parameters() if ".experts." in name and not name.endswith("_bias")
@@ -116,7 +116,7 @@ def test_linear_parameters_are_those_of_the_layers_linear_modules(small_config: 
 
 def test_layout_names_modules_of_the_class(small_config: dict[str, Any]) -> None:
     model = on_meta(small_config)
-    layout = module_layout(small_config["model_type"])
+    layout = FAMILIES[small_config["model_type"]].layout
     assert len(model.get_submodule(layout.layers)) == read_spec(small_config).num_layers
     assert model.get_submodule(layout.embedding[0]) is model.get_input_embeddings()
     assert model.get_submodule(layout.head) is model.get_output_embeddings()
@@ -128,7 +128,7 @@ def test_tensors_are_those_that_transformers_saves(saved_model: Any) -> None:
     from safetensors import safe_open
 
     blueprint = read_blueprint(json.loads((saved_model.single / "config.json").read_text()))
-    layers = module_layout(blueprint.spec.family).layers
+    layers = FAMILIES[blueprint.spec.family].layout.layers
     described = {t.name: t.shape for t in blueprint.rest} | {
         f"{layers}.{index}.{t.name}": t.shape
         for index in range(blueprint.spec.num_layers)
@@ -305,7 +305,7 @@ def test_a_refusal_lists_what_is_supported() -> None:
         read_spec({"model_type": "mamba"})
     assert "supported are decoder-only " + ", ".join(FAMILIES) in str(caught.value)
     with pytest.raises(UnsupportedModelError, match="'mamba' is not supported"):
-        module_layout("mamba")
+        family_of({"model_type": "mamba"})
 
 
 json_values = st.recursive(

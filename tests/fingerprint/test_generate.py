@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from fingerprint.cut_config import cut_config
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError, ConflictError, UnsupportedModelError
-from fingerprint.families import load_spec, module_layout, read_blueprint, read_spec
+from fingerprint.families import FAMILIES, load_spec, read_blueprint, read_spec
 from fingerprint.generate import generate, generate_dummy, generate_shape
 
 LLAMA_2_70B: dict[str, Any] = {
@@ -51,7 +51,7 @@ def cut(model: Any, layers: tuple[int, ...]) -> Any:
     import torch
 
     model = copy.deepcopy(model)
-    layout = module_layout(model.config.model_type)
+    layout = FAMILIES[model.config.model_type].layout
     parent, _, name = layout.layers.rpartition(".")
     kept = [model.get_submodule(layout.layers)[index] for index in layers]
     setattr(model.get_submodule(parent), name, torch.nn.ModuleList(kept))
@@ -273,7 +273,7 @@ def test_a_directory_in_use_is_not_overwritten(saved_llama: Any, tmp_path: Path)
 def sparse_checkpoint(folder: Path, config: dict[str, Any], num_files: int) -> int:
     """A checkpoint of 16-bit zeros in files of holes, with real headers and a real index. Returns its bytes."""
     blueprint = read_blueprint(config)
-    layers = module_layout(blueprint.spec.family).layers
+    layers = FAMILIES[blueprint.spec.family].layout.layers
     shapes = {t.name: t.shape for t in blueprint.rest}
     for index in range(blueprint.spec.num_layers):
         shapes |= {f"{layers}.{index}.{t.name}": t.shape for t in blueprint.layer}
