@@ -287,7 +287,7 @@ _WINDOWED = "cohere2 cwm exaone4 granite_swa ministral olmo3 vaultgemma"
 
 
 def _tiny_config(family: str) -> Any:
-    """Of a family that is not listed by name: three layers, of which one looks all the way back."""
+    """Listed sizes, else two layers; where they are of two kinds three, of which one looks all the way back."""
     import transformers
 
     if family in _FAMILIES:
@@ -297,6 +297,8 @@ def _tiny_config(family: str) -> Any:
     if family in _WINDOWED.split():
         types = ["sliding_attention", "sliding_attention", "full_attention"]
         sizes |= {"num_hidden_layers": 3, "sliding_window": 8, "layer_types": types}
+    if family in ("ministral3", "starcoder2"):  # all layers, without being called so in the config
+        sizes["sliding_window"] = 8
     if family == "cwm":
         sizes |= {"bos_token_id": 1, "eos_token_id": 2}
     return transformers.CONFIG_MAPPING[family](**sizes)
