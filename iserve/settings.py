@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 from fingerprint.errors import ConfigError
 from placement.placers import check_placement
+from placement.policies import DEFAULT_LOAD_THRESHOLD
 
 __all__ = ["SettingRow", "Settings", "load_settings", "setting_rows"]
 
@@ -61,7 +62,7 @@ class Settings:
         "offer the CPU as so many devices (1 to 64); unset: the GPUs, or two shares of the CPU without any",
     ] = None
     policy: Annotated[str, "placement: `hybrid`, `packing`, `least-loaded` or `ilp`"] = "hybrid"
-    load_threshold: Annotated[float, "load below which `hybrid` packs, 0 to 1"] = 0.5
+    load_threshold: Annotated[float, "load below which `hybrid` packs, 0 to 1"] = DEFAULT_LOAD_THRESHOLD
     profile_seconds: Annotated[float, "budget of the profile that a first deployment takes"] = 60.0
     start_timeout_s: Annotated[
         float, "seconds for a worker to become ready; the daemon reads it when it starts"

@@ -13,9 +13,18 @@ from dataclasses import dataclass
 from fingerprint.errors import ConfigError
 from placement.types import GpuState, PlacementPolicy
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "Hybrid", "LeastLoaded", "Packing", "make_policy"]
+__all__ = [
+    "DEFAULT_LOAD_THRESHOLD",
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "Hybrid",
+    "LeastLoaded",
+    "Packing",
+    "make_policy",
+]
 
 DEFAULT_POLICY = "hybrid"
+DEFAULT_LOAD_THRESHOLD = 0.2  # hybrid's L: docs/decisions/0019-hybrid-threshold.md
 _FREE_STEPS = 20  # free memory breaks ties in steps of 5%: a few MiB of driver noise must not scatter a model
 
 
@@ -63,7 +72,7 @@ class Hybrid:
         ConfigError: a threshold outside 0 to 1.
     """
 
-    threshold: float = 0.5  # until a sweep says better (design, section 5)
+    threshold: float = DEFAULT_LOAD_THRESHOLD
     name: str = "hybrid"
 
     def __post_init__(self) -> None:

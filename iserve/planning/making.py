@@ -18,6 +18,7 @@ from fingerprint.model_spec import ModelSpec
 from placement.fit import demand
 from placement.others import Others
 from placement.placers import FindsPlaces, check_placement, make_placer
+from placement.policies import DEFAULT_LOAD_THRESHOLD
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.beside import Neighbours
@@ -57,7 +58,7 @@ class PlanOptions:
     intent: Intent = field(default_factory=Intent)
     workload: Workload = field(default_factory=Workload)
     policy: str = "hybrid"
-    load_threshold: float = 0.5
+    load_threshold: float = DEFAULT_LOAD_THRESHOLD
     weigh_load: bool = True  # count what runs on the GPUs now; else plan as if they were idle
     replicas: int = 1  # of the configuration, each on devices of its own
 

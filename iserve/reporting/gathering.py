@@ -34,6 +34,7 @@ from fingerprint.report import (
     whole_models,
 )
 from iserve.planning.making import Hardware, PlanOptions, make_plan
+from placement.policies import DEFAULT_LOAD_THRESHOLD
 from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Plan, Ranked
@@ -61,7 +62,7 @@ class ReportOptions:
     cost_model: CostModel = CostModel.MEMORY_LATENCY
     quality: Quality = Quality.NEAR
     policy: str = "hybrid"
-    load_threshold: float = 0.5
+    load_threshold: float = DEFAULT_LOAD_THRESHOLD
 
 
 def find_profile(profiles: Sequence[Profile], model: str, shape_hash: str | None) -> Profile:

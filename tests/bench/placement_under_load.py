@@ -131,7 +131,11 @@ def workload(batch: int) -> Workload:
 @cache
 def steps_of(model: str, batch: int) -> StepModel:
     """At tp=2, 16-bit."""
-    return tabulate(RooflineEstimator(spec(model), A6000), DeploymentConfig(tp=2), launch_limits(workload(batch), DeploymentConfig().engine))
+    return tabulate(
+        RooflineEstimator(spec(model), A6000),
+        DeploymentConfig(tp=2),
+        launch_limits(workload(batch), DeploymentConfig().engine),
+    )
 
 
 @dataclass(frozen=True)
@@ -322,7 +326,7 @@ def planner_rows(seed: int) -> Iterator[Row]:
 def elastic_rows(seed: int, num_gpus: int) -> Iterator[Row]:
     world = elastic(seed, num_gpus)
     rule, link = Scaling(), A6000.link_group_size
-    hybrid, least, price = Hybrid(0.5), LeastLoaded(), 0.25
+    hybrid, least, price = Hybrid(), LeastLoaded(), 0.25
 
     def tried(
         policy: str,

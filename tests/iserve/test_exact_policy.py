@@ -23,9 +23,9 @@ A6000 = gpu_spec("a6000")
 
 
 def test_a_plan_by_it_is_the_same_but_for_the_place() -> None:
-    """Loads of 0.4 are none to hybrid, which packs there; the exact place is on the idle GPU."""
+    """Loads of 0.1 are none to hybrid, which packs there; the exact place is on the idle GPU."""
     spec = llama_7b()
-    gpus = [replace(g, load_fraction=0.0 if g.gpu_index == 2 else 0.4) for g in idle_cluster(A6000, 4).gpus]
+    gpus = [replace(g, load_fraction=0.0 if g.gpu_index == 2 else 0.1) for g in idle_cluster(A6000, 4).gpus]
     hardware = Hardware(label="4 x a6000", gpu=A6000, snapshot=ClusterSnapshot(tuple(gpus)))
     places, feasible = {}, {}
     for policy in ("hybrid", "ilp"):

@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 
 from fingerprint.errors import ConfigError
+from iserve.planning.making import PlanOptions
+from iserve.reporting.gathering import ReportOptions
 from iserve.settings import Settings, load_settings, setting_rows
+from placement.policies import DEFAULT_LOAD_THRESHOLD
 
 
 def test_defaults_without_any_variable() -> None:
     settings = load_settings({})
     assert (settings.host, settings.port, settings.api_port) == ("127.0.0.1", 8080, 8081)
     assert not settings.keys_required
+
+
+def test_who_says_nothing_of_the_threshold_has_placements_everywhere() -> None:
+    """Else a report would be of other plans than those that are made."""
+    defaults = (Settings().load_threshold, PlanOptions().load_threshold, ReportOptions().load_threshold)
+    assert set(defaults) == {DEFAULT_LOAD_THRESHOLD}
 
 
 def test_values_are_read() -> None:

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
 from placement.fit import fit
-from placement.policies import DEFAULT_POLICY, POLICIES, Hybrid, LeastLoaded, Packing, make_policy
+from placement.policies import (
+    DEFAULT_LOAD_THRESHOLD,
+    DEFAULT_POLICY,
+    POLICIES,
+    Hybrid,
+    LeastLoaded,
+    Packing,
+    make_policy,
+)
 from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement
 from tests.placement.clusters import blocks, cluster, demands, gpu, snapshots
 from tests.placement.policy_conformance import PolicyConformance
@@ -59,21 +67,23 @@ class TestHybrid(PolicyConformance):
     def test_equals_packing_when_nothing_is_loaded_to_the_threshold(
         self, demand: BlockDemand, snapshot: ClusterSnapshot
     ) -> None:
-        calm = ClusterSnapshot(tuple(one for one in snapshot.gpus if one.load_fraction < 0.5))
+        calm = ClusterSnapshot(tuple(one for one in snapshot.gpus if one.load_fraction < self.policy.threshold))
         assert fit(demand, calm, self.policy) == fit(demand, calm, Packing())
 
     @given(demand=demands(), snapshot=snapshots())
     def test_equals_least_loaded_when_everything_is_loaded(
         self, demand: BlockDemand, snapshot: ClusterSnapshot
     ) -> None:
-        busy = ClusterSnapshot(tuple(one for one in snapshot.gpus if one.load_fraction >= 0.5))
+        busy = ClusterSnapshot(tuple(one for one in snapshot.gpus if one.load_fraction >= self.policy.threshold))
         assert fit(demand, busy, self.policy) == fit(demand, busy, LeastLoaded())
 
     @given(demand=demands(), snapshot=snapshots())
     def test_leaves_the_loaded_ones_alone_while_the_packable_ones_suffice(
         self, demand: BlockDemand, snapshot: ClusterSnapshot
     ) -> None:
-        packable = ClusterSnapshot(tuple(one for one in snapshot.gpus if one.load_fraction < 0.5))
+        packable = ClusterSnapshot(
+            tuple(one for one in snapshot.gpus if one.load_fraction < self.policy.threshold)
+        )
         among_packable = fit(demand, packable, Packing())
         if isinstance(among_packable, Placement):
             assert fit(demand, snapshot, self.policy) == among_packable
@@ -87,7 +97,7 @@ class TestHybrid(PolicyConformance):
         ],
     )
     def test_where_one_model_goes(self, free: dict[str, int], expected: tuple[str, ...]) -> None:
-        loads = {"a0": 0.1, "a1": 0.4, "a2": 0.9, "a3": 0.5}
+        loads = {"a0": 0.05, "a1": 0.15, "a2": 0.9, "a3": DEFAULT_LOAD_THRESHOLD}
         gpus = [gpu(int(name[1]), free[name], load=loads[name]) for name in free]
         answer = fit(blocks(1, layer=50), cluster(*gpus), self.policy)
         assert isinstance(answer, Placement)
@@ -110,9 +120,9 @@ def load_of(snapshot: ClusterSnapshot, placement: Placement) -> list[float]:
     return [loads[device_id] for device_id in placement.device_ids]
 
 
-def test_the_default_is_hybrid_at_one_half() -> None:
+def test_the_default_is_hybrid_at_a_fifth() -> None:
     assert DEFAULT_POLICY == "hybrid"
-    assert make_policy() == Hybrid(0.5)
+    assert make_policy() == Hybrid() == Hybrid(0.2)
     assert make_policy("hybrid", threshold=0.3) == Hybrid(0.3)
     assert list(POLICIES) == ["hybrid", "packing", "least-loaded"]
 
