@@ -159,5 +159,6 @@ class DeploymentState:
 
     @property
     def busy_fraction(self) -> float:
-        """Of each replica's time, were its GPUs its own; above 1: more comes than they serve. 0 without any."""
+        """Of each replica's time, were its GPUs its own; above 1 (of a pipeline above the batches that are under
+        way): more comes than they serve. 0 without any."""
         return self.requests_per_s * self.service_s / len(self.replicas) if self.replicas else 0.0

@@ -133,6 +133,7 @@ def _state(
 ) -> DeploymentState:
     """Requests go to whoever has the fewest: each replica has as many as the others."""
     specs, number = [worker.spec for worker in workers], len(workers)
+    most = sum(_most_batches(spec) for spec in specs)
     last_start_s = max(datetime.fromisoformat(worker.started_at).timestamp() for worker in workers)
     here_s = node.observed_at - last_start_s
     plan = _recorded_plan(row)
@@ -140,12 +141,12 @@ def _state(
     if requests_per_s > 0:
         seen = sum(_most_busy(spec, node) for spec in specs) if here_s >= _WINDOW_S else 0.0
         queues = told.waiting + told.outstanding > sum(spec.limits.max_batch for spec in specs)
-        if stays is not None and not queues and 0 < seen < _SATURATED * number:
+        if stays is not None and not queues and 0 < seen < _SATURATED * most:
             stays = _as_busy(stays, specs[0], requests_per_s / number, seen / number, node.node_id)
-        if not 0 < seen < _SATURATED * number:  # busy ones that queue may be asked for any more than they can do
-            seen = math.inf if seen and queues else float(number)
+        if not 0 < seen < _SATURATED * most:  # busy ones that queue may be asked for any more than they can do
+            seen = math.inf if seen and queues else most
         elif queues:  # a queue that began just now is not in what was seen
-            seen = float(number)
+            seen = most
         service_s = min(service_s, seen / requests_per_s)
     return DeploymentState(
         name=row.name,
@@ -173,7 +174,13 @@ def _state(
 
 
 def _batches(spec: WorkerSpec) -> int:
-    return len(spec.stages) if keeps_stages_full(spec.config.engine) else 1
+    return min(len(spec.stages), spec.limits.max_batch) if keeps_stages_full(spec.config.engine) else 1
+
+
+def _most_batches(spec: WorkerSpec) -> float:
+    """Under way on average while its longest stage is always busy."""
+    layers = [stage.num_layers for stage in spec.stages]
+    return min(_batches(spec), sum(layers) / max(layers))
 
 
 def _recorded_plan(row: DeploymentRow) -> PlanDocument | None:
@@ -228,8 +235,8 @@ def _as_busy(stays: Stays, spec: WorkerSpec, requests_per_s: float, seen: float,
 
 
 def _most_busy(spec: WorkerSpec, node: NodeStatus) -> float:
-    """The share of the time that the worker can have been busy, as its devices were: each stage for its layers'
-    share of a step."""
+    """The batches that can have been under way, as busy as the worker's devices were: each stage runs for its
+    layers' share of every one. Of one batch that is the share of the time that the worker was busy."""
     seen = {device.device_id: device.load_fraction for device in node.devices}
     layers = sum(stage.num_layers for stage in spec.stages)
     return min(

@@ -182,23 +182,28 @@ BATCHES = replace(WORKER, limits=replace(WORKER.limits, max_batch=8))
 
 @pytest.fixture(scope="module")
 def batching() -> DeploymentRow:
+    return planned_for_eight(BATCHES)
+
+
+def planned_for_eight(worker: WorkerSpec) -> DeploymentRow:
     """One that was planned for eight requests at once, whose plan tells of one as well."""
-    spec = load_spec(demo_model_path())
+    spec, config = load_spec(demo_model_path()), worker.config
     estimator, options = RooflineEstimator(spec, A6000), PlanOptions(workload=BATCH)
-    plan = make_plan(spec, hypothetical_hardware(A6000, 2), estimator, list(capabilities_for("torch")), options)
-    alone = alone_of(estimator, CONFIG, BATCH)
+    runs = [replace(table, unavailable=None) for table in capabilities_for(config.engine)]
+    plan = make_plan(spec, hypothetical_hardware(A6000, 2), estimator, runs, options)
+    alone = alone_of(estimator, config, BATCH)
     document = plan_document(plan, model="demo", hardware="", workload=BATCH, alone=alone)
     return DeploymentRow(
         id=1, name="chat", created_at=0.0, request="{}", desired="running", phase="ready", error=None,
-        plan=to_json(document).decode(), workers=to_json((BATCHES,)).decode(),
+        plan=to_json(document).decode(), workers=to_json((worker,)).decode(),
     )  # fmt: skip
 
 
-def as_batching(status: NodeStatus) -> NodeStatus:
+def as_batching(status: NodeStatus, spec: WorkerSpec = BATCHES) -> NodeStatus:
     """The worker takes eight, and has what it was promised."""
     (worker,) = status.workers
     devices = tuple(replace(device, free_bytes=device.total_bytes - GIB) for device in status.devices)
-    return replace(status, devices=devices, workers=(replace(worker, spec=BATCHES),))
+    return replace(status, devices=devices, workers=(replace(worker, spec=spec),))
 
 
 def stays_of(state: DeploymentState) -> Stays:
@@ -264,3 +269,38 @@ def test_shorter_requests_stay_as_long_as_they_keep_a_batching_worker_busy(batch
     assert busy(seen) == pytest.approx(0.4, abs=1e-4)
     ratio = stays_of(fresh).full_s / stays_of(fresh).alone_s
     assert stays_of(seen).full_s / stays_of(seen).alone_s == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("layers", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("busy", [0.3, 0.48, 0.6, 0.9, 0.97])
+def test_a_pipeline_that_keeps_its_stages_full_is_as_busy_as_its_longest_stage(
+    layers: tuple[int, int], busy: float
+) -> None:
+    """As many batches are under way as there are stages: that one of two stages is busy for half of the time does
+    not mean that the worker can take no more. Beyond 95% of the longest stage's time nobody knows."""
+    first, second = layers
+    stages = tuple(replace(stage, num_layers=number) for stage, number in zip(BATCHES.stages, layers, strict=True))
+    pipeline = replace(BATCHES, config=replace(CONFIG, engine="vllm"), stages=stages)
+    row, number = planned_for_eight(pipeline), first + second
+    status = as_batching(running(for_s=300.0, busy=busy), pipeline)
+    loads = (busy, busy * second / first)
+    devices = tuple(replace(d, load_fraction=load) for d, load in zip(status.devices, loads, strict=True))
+    (state,) = serving_on(replace(status, devices=devices), [row], told(1e5))
+    (replica,), stays = state.replicas, stays_of(state)
+    under_way = Batching(
+        1e5, stays.alone_s, stays.full_s, 8, replica.batches, shares(replica.placement)
+    ).under_way(1.0)
+    assert replica.batches == 2
+    known = busy < 0.95
+    assert state.busy_fraction * first / number == pytest.approx(busy if known else 1.0)
+    assert under_way == pytest.approx(busy * number / first if known else 2.0, abs=1e-3)
+
+
+def test_a_pipeline_that_takes_one_request_has_one_batch_under_way() -> None:
+    pipeline = replace(WORKER, config=replace(CONFIG, engine="vllm"))
+    row = planned_for_eight(pipeline)
+    status = running(for_s=10.0, busy=0.3)
+    status = replace(status, workers=(replace(status.workers[0], spec=pipeline),))
+    (state,) = serving_on(status, [row], told(1e5))
+    assert [replica.batches for replica in state.replicas] == [1]
+    assert state.busy_fraction == pytest.approx(1.0)
