@@ -17,7 +17,13 @@ from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
-from fingerprint.errors import InfeasibleError, IserveError, NotFoundError, StateUnavailableError
+from fingerprint.errors import (
+    InfeasibleError,
+    IserveError,
+    NotFoundError,
+    StateUnavailableError,
+    UnavailableError,
+)
 from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
@@ -117,9 +123,17 @@ class Deployer:
     def _run(self, row: DeploymentRow) -> None:
         body = recorded_wish(row)
         recorded = recorded_workers(row)
-        if row.phase == "ready" and self._any_is_there(recorded):
-            self._mend(row, recorded)
-            return
+        if row.phase == "ready":
+            try:
+                serves = self._any_is_there(recorded)
+            except StateUnavailableError:
+                raise
+            except UnavailableError as error:  # who may well serve is not given up for that
+                log.warning("%s: looked at again when the daemon is back: %s", row.name, error)
+                return
+            if serves:
+                self._mend(row, recorded)
+                return
         if recorded:
             try:
                 self._launch(row, lambda: recorded)
@@ -216,27 +230,39 @@ class Deployer:
         return any(worker.worker_id in there for worker in workers)
 
     def _mend(self, row: DeploymentRow, workers: tuple[WorkerSpec, ...]) -> None:
-        """Start the replicas again that were lost, while the others serve on. It stays ready whatever comes of it;
+        """Start the replicas again that were lost, each by itself, while the others serve on; wait for none, for
+        the next may be lost meanwhile, and who serves is seen at the daemon. It stays ready whatever comes of it;
         what cannot be started is told, and tried again by the reconciler."""
+        with self._profiler.paused(lambda: self._check_not_removed(row)):
+            now = self._store.deployment_by_id(row.id)
+            if now is None or now.desired == "removed" or now.phase != "ready":  # it fell asleep, say
+                return
+            reasons = [reason for spec in workers if (reason := self._why_not_running(spec))]
+            error = reasons[0] if reasons else None
+            if error is None or now.error is None:
+                self._store.add_event(row.id, "ready", error or f"{row.name}: what was lost is started again")
+            if error != now.error:  # else tried again, and told already
+                self._store.update_deployment(row.id, phase="ready", error=error)
+
+    def _why_not_running(self, spec: WorkerSpec) -> str | None:
+        """Have the daemon run it, if it does not; None: it does, or is about to."""
         try:
-            self._launch(row, lambda: workers, mending=True)
+            self._ask_to_run(spec)
         except StateUnavailableError:
             raise
         except IserveError as error:
-            if row.error is None:
-                self._record(row, "ready", error=str(error))
-            else:  # tried again, and told already: no event at every try
-                self._store.update_deployment(row.id, phase="ready", error=str(error))
+            return str(error)
+        except Exception as error:  # its neighbours serve
+            log.exception("starting %s again", spec.worker_id)
+            return f"internal error: {type(error).__name__}: {error}"
+        return None
 
-    def _launch(
-        self, row: DeploymentRow, choose: Callable[[], tuple[WorkerSpec, ...]], *, mending: bool = False
-    ) -> None:
+    def _launch(self, row: DeploymentRow, choose: Callable[[], tuple[WorkerSpec, ...]]) -> None:
         """Have the daemon run what ``choose`` says, and see it serve. Of two deploys at once the second chooses
         when the first has its memory. A worker that does not come to serve is ended by the reconciler."""
         with self._profiler.paused(lambda: self._check_not_removed(row)):
             specs = choose()
-            if not mending:
-                self._move(row, "launching")
+            self._move(row, "launching")
             for spec in specs:
                 self._ask_to_run(spec)
         deadline_s = time.monotonic() + self._settings.start_timeout_s  # they start at the same time

@@ -31,6 +31,7 @@ _SERVED = frozenset({"launching", "ready", "waking"})  # a worker is there, or a
 _STARTED_ON_CALL = frozenset({"asleep", "waking"})  # its clients wait for as long as a start may take
 _SAY_AGAIN_S = 60.0
 _TRY_AGAIN_S = 10.0  # a replica that could not be started again, while others serve
+_LOST_AGAIN_S = 1.0  # one that could, and is lost once more
 _ORPHAN_GRACE_S = 5.0  # a worker may be launched a moment before its record is read
 
 
@@ -98,7 +99,8 @@ class Reconciler:
             self._controller.work_on(row)
         elif row.phase == "ready" and node is not None and _is_lost(row, node):
             now_s = time.monotonic()
-            if row.error is None or now_s - self._tried_s.get(row.id, -_TRY_AGAIN_S) >= _TRY_AGAIN_S:
+            pause_s = _LOST_AGAIN_S if row.error is None else _TRY_AGAIN_S
+            if now_s - self._tried_s.get(row.id, -pause_s) >= pause_s:
                 self._tried_s[row.id] = now_s
                 self._controller.work_on(row)
 

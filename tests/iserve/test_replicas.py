@@ -16,11 +16,11 @@ from daemon.engines.registry import capabilities_for
 from daemon.status import WorkerState
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
-from fingerprint.errors import ConfigError
+from fingerprint.errors import ConfigError, UnavailableError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from iserve.api_types import DeployBody, DeploymentDocument
-from iserve.controller import reconcile
+from iserve.controller import deployer, reconcile
 from iserve.controller.node import hardware_of, serving_on
 from iserve.controller.records import recorded_workers
 from iserve.demo import demo_model_path
@@ -203,6 +203,78 @@ def test_one_that_finds_no_room_again_is_told_while_the_other_serves(
     until(lambda: not world.controller._active, "nothing is under way")
     assert world.shown().error is None
     assert world.pids()["a-1-r2"] == pid
+
+
+def test_a_daemon_that_is_away_just_then_gives_up_nobody_who_serves(
+    world: Twins, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "_ORPHAN_GRACE_S", 0.0)
+    monkeypatch.setattr(reconcile, "_LOST_AGAIN_S", 0.0)
+    world.deploy_two(until)
+    pid = world.pids()["a-1-r2"]
+    world.node.client.stop("a-1-r1")
+    with monkeypatch.context() as away:
+
+        def ask(*_: Any) -> None:
+            raise UnavailableError("this node's daemon is away")
+
+        away.setattr(deployer, "ask_daemon", ask)
+        for _ in range(3):
+            world.reconciler.tick()
+            until(lambda: not world.controller._active, "nothing is under way")
+            assert world.phase() == "ready"
+    until(lambda: world.ready() == 2, "the lost one is started when the daemon is back")
+    assert world.pids()["a-1-r2"] == pid
+
+
+def test_each_lost_one_is_started_for_which_there_is_room(
+    world: Twins, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three two are lost, and the first has no room any more."""
+    monkeypatch.setattr(reconcile, "_LOST_AGAIN_S", 0.0)
+    quarter = world.free_bytes() // 4
+    row = world.store.add_deployment("a", DeployBody(name="a", replicas=3).model_dump_json().encode())
+    specs = tuple(world.spec_on(f"a-1-r{i}", int(i > 1), quarter) for i in (1, 2, 3))
+    world.store.update_deployment(row.id, phase="launching", workers=to_json(specs))
+    world.tick_until(until, "ready")
+    with monkeypatch.context() as held:
+        held.setattr(world.controller, "work_on", lambda row: None)
+        world.node.client.stop("a-1-r1")
+        world.node.client.stop("a-1-r2")
+        world.fill(0)
+    until(lambda: world.ready() == 2, "the second serves again, and the third")
+    assert [r.status for r in world.shown().replicas] == ["lost", "ready", "ready"]
+
+
+def test_one_lost_while_another_starts_is_started_too(
+    world: Twins, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: nobody waits for it."""
+    monkeypatch.setattr(reconcile, "_LOST_AGAIN_S", 0.0)
+    world.deploy_two(until)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a mend waits for no worker")
+
+    monkeypatch.setattr(deployer, "wait_until_ready", never)
+    world.node.client.stop("a-1-r1")
+    world.reconciler.tick()
+    until(lambda: "a-1-r1" in world.states(), "the first is started again")
+    world.node.client.stop("a-1-r2")
+    until(lambda: world.ready() == 2, "both serve again")
+    until(lambda: not world.controller._active, "nothing is under way")
+    assert world.shown().error is None
+
+
+def test_what_fell_asleep_meanwhile_is_not_mended(world: Twins, until: Until) -> None:
+    world.deploy_two(until, scale_to_zero_s=LIMIT_S)
+    row = world.store.deployment("a")
+    assert row is not None
+    world.store.update_deployment(row.id, phase="asleep")
+    world.node.client.stop("a-1-r1")
+    world.controller._deployer._mend(row, recorded_workers(row))  # which had seen it ready
+    assert world.phase() == "asleep"
+    assert "a-1-r1" not in world.states()
 
 
 def test_all_sleep_and_wake_together(world: Twins, until: Until) -> None:
