@@ -74,7 +74,7 @@ class CorrectedEstimator:
         ttft = _between(found.ttft_alone, found.ttft, along)
         tpot = _between(found.tpot_alone, found.tpot, along)
         timed = [check.workload] + ([] if check.alone is None else [check.alone.workload])
-        exact = check.config == config and workload in timed
+        exact = check.config == config and _usual(workload) in map(_usual, timed)
         has_room = (check.config, check.room) == (config, workload)
         return replace(
             raw,
@@ -133,6 +133,11 @@ class CorrectedEstimator:
                 more_bytes,
             )
         return found
+
+
+def _usual(workload: Workload) -> Workload:
+    """Without what there is room for besides, which no time depends on."""
+    return replace(workload, longest_tokens=0)
 
 
 def _ratio(measured: Reading | None, predicted: Quantity) -> _Ratio | None:

@@ -203,6 +203,33 @@ def test_of_two_checks_of_one_configuration_the_later_counts_whatever_the_order(
         assert found.ttft_s.value == pytest.approx(5 * RAW.estimate(HERE, WORK).ttft_s.value)
 
 
+@pytest.mark.parametrize("batch", [WORK.batch, 1])
+@pytest.mark.parametrize(("checked_longest", "longest"), [(0, 200), (200, 0), (200, 300), (200, 200), (0, 0)])
+def test_times_are_exact_whatever_the_longest_request_and_memory_is_where_that_is_alike(
+    checked_longest: int, longest: int, batch: int
+) -> None:
+    """Room for longer requests moves no time of those that were run; the memory's interval it widens."""
+    room = replace(WORK, longest_tokens=checked_longest)
+    whole = check_of(RAW, HERE, room, ttft=1.5, tpot=1.6, more_bytes=5000)
+    one = replace(WORK, batch=1)
+    ttft_s, tpot_s = whole.ttft_s, whole.tpot_s
+    check = replace(whole, alone=Alone(workload=replace(room, batch=1), ttft_s=ttft_s, tpot_s=tpot_s))
+    asked = replace(WORK if batch > 1 else one, longest_tokens=longest)
+    found, raw = CorrectedEstimator(RAW, [check]).estimate(HERE, asked), RAW.estimate(HERE, asked)
+    assert found.correction is not None
+    assert found.correction.exact
+    assert found.ttft_s.value == pytest.approx(ttft_s.value)
+    assert tpot_s is not None
+    assert found.tpot_s.value == pytest.approx(tpot_s.value)
+    assert found.tpot_s.low == pytest.approx(raw.tpot_s.low * found.tpot_s.value / raw.tpot_s.value)
+    same_room = asked == room
+    assert (found.memory.relative_error == raw.memory.relative_error) == same_room
+    longer = replace(asked, output_tokens=WORK.output_tokens + 1)
+    beside = CorrectedEstimator(RAW, [check]).estimate(HERE, longer).correction
+    assert beside is not None
+    assert not beside.exact
+
+
 def test_what_was_not_measured_is_not_corrected() -> None:
     check = replace(check_of(RAW, ttft=2.0), tpot_s=None, memory_bytes_per_gpu=None)
     found, raw = CorrectedEstimator(RAW, [check]).estimate(HERE, WORK), RAW.estimate(HERE, WORK)
