@@ -33,7 +33,7 @@ class RenderedTooLongError(BadInputError):
 
 
 class ChatTemplate:
-    """One template and its process, which the first rendering starts, and the next after one that went too far.
+    """One template and its process, which the first rendering starts, and the next after it has ended.
 
     Thread-safe; conversations are rendered one after the other.
     """
@@ -68,6 +68,9 @@ class ChatTemplate:
 
     def _ask(self, question: bytes) -> bytes:
         process = self._process
+        if process is not None and process.poll() is not None:  # ended by others, and not over these messages
+            _end(process)
+            process = self._process = None
         if self._closed:
             return b""
         if process is None:

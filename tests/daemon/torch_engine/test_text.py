@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import signal
 import time
@@ -303,6 +304,18 @@ def test_nothing_is_rendered_after_the_end_nor_left_behind(demo_checkpoint: Path
     template.close()
     with pytest.raises(UnavailableError):
         template.render([], 9)
+
+
+def test_a_process_that_was_killed_while_idle_costs_the_next_conversation_nothing() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with closing(template):
+        for text in ("one", "two"):
+            assert template.render([{"role": "user", "content": text}], 9) == text
+            process = template._process
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is dead now, and nobody was told
+        assert template.render([{"role": "user", "content": "three"}], 9) == "three"
 
 
 def test_no_tokenizer_and_a_broken_one(tmp_path: Path) -> None:
