@@ -170,7 +170,7 @@ def _warnings(result: SimulationResult, workload: Workload) -> tuple[str, ...]:
     if too_long:
         said.append(
             f"{too_long} requests are longer than the {workload.context_tokens} tokens that deployments were "
-            "planned for, and refused; raise --input-tokens or --output-tokens, or cut them with --cap-lengths"
+            "planned for, and refused; make room for them with --context, or cut them with --cap-lengths"
         )
     never = [c.name for c in result.changes if c.kind is ChangeKind.REFUSED]
     placed = {c.name for c in result.changes if c.kind is ChangeKind.DEPLOYED}

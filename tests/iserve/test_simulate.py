@@ -128,9 +128,12 @@ def test_the_text_tells_of_faults_profiles_and_what_to_be_wary_of(
         "lost chat: node0 failed under chat#1",
         "profiling profile 1: on spare memory",
         "step times: chat: roofline",
-        "49 requests are longer than the 130 tokens that deployments were planned for",
+        "49 requests are longer than the 130 tokens that deployments were planned for, and refused; make room for "
+        "them with --context,",
     ):
         assert expected in " ".join(done.out.split()), done.out
+    roomy = simulate(trace, "--gpus", "a6000:2", "--models", model, *more, "--context", 179, "--json").document
+    assert (roomy["summary"]["completed"], roomy["warnings"]) == (60, [])
 
 
 @pytest.fixture
