@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from fingerprint.errors import ConfigError
@@ -147,7 +148,7 @@ class Placer:
             )
             for rank, gpu in enumerate(gpus)
         ]
-        return order, sorted(order, key=lambda seat: (-seat.free_bytes, seat.rank))
+        return order, _by_room(order)
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal:
         """Where ``demand`` goes, or why it goes nowhere (see the module's docstring for what is preferred)."""
@@ -172,7 +173,7 @@ class Placer:
         island = _node
         if 1 < demand.tp <= self._link_group_size and _holds(_top_rooms(by_room, _link, demand), demand, longest):
             island = _link
-        return _arrange(_select(order, by_room, island, demand, longest), island, demand, longest)
+        return _arrange(_select(order, island, demand, longest), island, demand, longest)
 
 
 def _check(snapshot: ClusterSnapshot) -> None:
@@ -269,9 +270,12 @@ def _first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _select(
-    order: list[_Seat], by_room: list[_Seat], island: _Island, demand: BlockDemand, longest: int
-) -> list[_Seat]:
+def _by_room(order: list[_Seat]) -> list[_Seat]:
+    """Most free memory first, and those that are alike as they were."""
+    return sorted(order, key=attrgetter("free_bytes"), reverse=True)
+
+
+def _select(order: list[_Seat], island: _Island, demand: BlockDemand, longest: int) -> list[_Seat]:
     """The tp * pp GPUs to use: the shortest prefix of ``order`` that fits ends in a GPU that is needed; keep it,
     and shorten the prefix of what is left in the same way. For a single stage that comes to the first tp GPUs with
     room of the island that has so many first."""
@@ -283,18 +287,19 @@ def _select(
                 group.append(seat)
                 if len(group) == demand.tp:
                     return group
-    kept: set[int] = set()
-    prefix, wanted = len(order), demand.tp * demand.pp
+    kept: list[_Seat] = []
+    prefix, wanted = order, demand.tp * demand.pp
 
     def holds(length: int) -> bool:
-        usable = [seat for seat in by_room if seat.rank < length or seat.rank in kept]
-        return _holds(_top_rooms(usable, island, demand), demand, longest)
+        return _holds(_top_rooms(_by_room(prefix[:length] + kept), island, demand), demand, longest)
 
-    while prefix + len(kept) > wanted and len(kept) < wanted:
-        prefix = _first_true(wanted - len(kept), prefix, holds) - 1
-        kept.add(prefix)
-        by_room = [seat for seat in by_room if seat.rank < prefix or seat.rank in kept]
-    return [seat for seat in order if seat.rank in kept or (seat.rank < prefix and len(kept) < wanted)]
+    while len(prefix) + len(kept) > wanted and len(kept) < wanted:
+        low = high = wanted - len(kept)
+        while high < len(prefix) and not holds(high):  # mostly the first few do
+            low, high = high + 1, 2 * high
+        length = _first_true(low, min(high, len(prefix)), holds)
+        prefix, kept = prefix[: length - 1], [prefix[length - 1], *kept]
+    return prefix[: wanted - len(kept)] + kept
 
 
 def _arrange(seats: list[_Seat], island: _Island, demand: BlockDemand, longest: int) -> Placement:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, permutations, product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import placement.fit
 from fingerprint.config import even_split
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import MemoryEstimate, Source
@@ -257,6 +259,29 @@ def test_one_placer_answers_for_many_demands() -> None:
     placer = Placer(snapshot, Hybrid())
     for wanted in (blocks(2), blocks(9, pp=2), blocks(5, pp=2), blocks(2, tp=2), blocks(2)):
         assert placer.fit(wanted) == fit(wanted, snapshot, Hybrid())
+
+
+@pytest.mark.parametrize("wanted", [blocks(8, pp=2), blocks(8, tp=2, pp=4), blocks(8, tp=4)])
+def test_on_many_gpus_only_the_first_that_do_are_looked_at(
+    wanted: BlockDemand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan asks for hundreds of configurations, and for each replica anew."""
+    placer = Placer(cluster(*(gpu(i, 100, node=f"n{i // 8}") for i in range(1024))), Packing())
+    placer.fit(blocks(1))
+    looked_at = 0
+    by_room = placement.fit._by_room
+
+    def counted(order: list[Any]) -> list[Any]:
+        nonlocal looked_at
+        looked_at += len(order)
+        return by_room(order)
+
+    monkeypatch.setattr(placement.fit, "_by_room", counted)
+    found = placer.fit(wanted)
+    assert isinstance(found, Placement)
+    number = wanted.tp * wanted.pp
+    assert sorted(found.device_ids) == [f"n0{i}" for i in range(number)]
+    assert looked_at <= 4 * number
 
 
 def test_nodes_may_call_their_devices_alike() -> None:
