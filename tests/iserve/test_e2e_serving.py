@@ -118,7 +118,7 @@ def test_openai_errors(client: openai.OpenAI, served: Any, request_to: Callable[
         client.completions.create(model="no-such", prompt="a")
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as too_long:
-        client.completions.create(model=DEMO, prompt="a" * 200)  # the plan was for 128 + 64 tokens
+        client.completions.create(model=DEMO, prompt="a" * 300)  # --context 256
     assert too_long.value.code == "context_length_exceeded"
     answer = request_to(
         served.record("gateway").url,
