@@ -268,9 +268,20 @@ class Attainment:
         full = rate * self.service_s
         steady = normal_cdf(self._seen.e2e_s.z_of(_LARGEST / np.maximum(full, _TINY)))
         middle = np.minimum(normal_cdf(self._where_it_turns(metric, limit, rate)), steady)
-        below, above = middle * _POINTS[:, None], middle + (steady - middle) * _POINTS[:, None]
-        weights = np.concatenate([middle * _WEIGHTS[:, None], (steady - middle) * _WEIGHTS[:, None]])
+        quick = np.minimum(self._never_late(metric, limit), middle)
+        below, above = quick + (middle - quick) * _POINTS[:, None], middle + (steady - middle) * _POINTS[:, None]
+        weights = np.concatenate([(middle - quick) * _WEIGHTS[:, None], (steady - middle) * _WEIGHTS[:, None]])
         return 1 - steady, normal_quantile(np.concatenate([below, above])), weights
+
+    def _never_late(self, metric: Metric, limit: Column) -> Column:
+        """The share of truths under which TPOT keeps ``limit`` with every slot taken: beyond them the share that
+        misses it jumps, and no point may stand for both sides."""
+        if metric != "tpot":
+            return np.zeros(len(self))
+        most = self._per_token(self._fixed + self._grows * self._seen.slots)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            z = np.clip(self._seen.tpot_s.z_of(limit / most), -8.0, 8.0)
+        return np.where(self._batches, normal_cdf(z), 0.0)
 
     def _where_it_turns(self, metric: Metric, limit: Column, rate: Column) -> Column:
         """The truth at which the service alone is as long as the limit, by a few steps to a fixed point."""

@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, Workload
@@ -87,6 +87,7 @@ BURSTY_SLACK = 0.03  # of the scaling by Hayward, whose slots are no whole numbe
 
 
 @given(**cases)
+@example(batch=4, busy=0.25, spread=0.4, burstiness=2.0, cv=1.0, metric="tpot", limit=2.0)
 def test_attainment_falls_with_load_burstiness_and_doubt_and_rises_with_the_limit(
     batch: int, busy: float, spread: float, burstiness: float, cv: float, metric: Metric, limit: float
 ) -> None:
