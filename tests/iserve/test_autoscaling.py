@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.iserve.test_deployer import World
 
 Until = Callable[..., Any]
 LIMIT_S = 300.0
+N = TypeVar("N", bound="Napping")
 
 
 class Napping(World):
@@ -75,9 +77,9 @@ class Napping(World):
         return self.states() == {}
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[Napping]:
-    world = Napping(tmp_path)
+@contextmanager
+def at_work(world: N) -> Iterator[N]:
+    """Started, and taken down whatever happens."""
     try:
         world.start()
         yield world
@@ -85,6 +87,12 @@ def world(tmp_path: Path) -> Iterator[Napping]:
         world.controller.close()
         world.node.clear()
         world.store.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Napping]:
+    with at_work(Napping(tmp_path)) as world:
+        yield world
 
 
 def test_a_worker_is_ended_only_when_the_gateway_has_nothing_there(world: Napping, until: Until) -> None:

@@ -36,7 +36,7 @@ from iserve.state.store import DeploymentRow
 from placement.others import Others
 from placement.replicas import Replicas
 from planner.intent import Intent, IntentKind, Slo
-from tests.iserve.test_autoscaling import LIMIT_S, Napping
+from tests.iserve.test_autoscaling import LIMIT_S, Napping, at_work
 from tests.iserve.test_node import A6000, NOW, WORKER, planned_s, row, running, told
 
 __all__ = ["row"]  # a fixture
@@ -93,14 +93,8 @@ class Twins(Napping):
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Twins]:
-    world = Twins(tmp_path)
-    try:
-        world.start()
+    with at_work(Twins(tmp_path)) as world:
         yield world
-    finally:
-        world.controller.close()
-        world.node.clear()
-        world.store.close()
 
 
 def test_the_route_names_all_and_each_is_told(world: Twins, until: Until) -> None:
