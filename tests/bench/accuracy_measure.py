@@ -235,24 +235,34 @@ class _Bench:
         measure = partial(depth_tied_profile, directory.name, spec)
         with self.target(directory, spec) as target:
             shared = _Shared(target)
-            rank_profile: Profile | None = None
-            if self.shards:
-                rank_profile = profile_with_shards(measure, spec.family, shared, shape, plan, num_gpus=self.pp)
-                print(f"{directory.name} {weights}: one rank alone {rank_profile.spent_s:.0f} s", flush=True)
-                shared.start_s.clear()
-            begun = time.monotonic()
-            profile = measure(shared, shape, plan)
-            print(f"{directory.name} {weights}: profiled in {time.monotonic() - begun:.0f} s,", end=" ")
-            print(f"{profile.spent_s:.0f} s after starts; {'; '.join(profile.notes)}", flush=True)
             try:
-                recorded = replace(
-                    self._whole(shared, profile, plan, directory, weights), rank_profile=rank_profile
-                )
+                recorded = self._recorded(shared, measure, shape, plan, directory, weights)
             finally:
                 shared.end()
         path = self.out / f"{directory.name}-{weights}-tp{self.tp}-pp{self.pp}.json.xz"
         write_kept(path, to_json(recorded).decode())
         print(f"{path.name}: whole model {recorded.whole_s:.0f} s, starts {recorded.start_s}", flush=True)
+
+    def _recorded(
+        self,
+        shared: _Shared,
+        measure: Callable[..., Profile],
+        shape: Callable[..., Path],
+        plan: DepthTiedPlan,
+        directory: Path,
+        weights: WeightFormat,
+    ) -> Recorded:
+        rank_profile: Profile | None = None
+        if self.shards:
+            family = read_spec(read_config(directory)).family
+            rank_profile = profile_with_shards(measure, family, shared, shape, plan, num_gpus=self.pp)
+            print(f"{directory.name} {weights}: one rank alone {rank_profile.spent_s:.0f} s", flush=True)
+            shared.start_s.clear()
+        begun = time.monotonic()
+        profile = measure(shared, shape, plan)
+        print(f"{directory.name} {weights}: profiled in {time.monotonic() - begun:.0f} s,", end=" ")
+        print(f"{profile.spent_s:.0f} s after starts; {'; '.join(profile.notes)}", flush=True)
+        return replace(self._whole(shared, profile, plan, directory, weights), rank_profile=rank_profile)
 
     def _whole(
         self, shared: _Shared, profile: Profile, plan: DepthTiedPlan, directory: Path, weights: WeightFormat

@@ -19,7 +19,7 @@ from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import MeasuredKey
 from fingerprint.estimators.l3 import L3, whole_points
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.measurements import Profile
+from fingerprint.measurements import Profile, TimingPoint
 from fingerprint.profile_checks import contradiction
 from tests.fingerprint.depth_tied_runs import BITS16, FP8, WHOLE, all_of, loads, measured
 from tests.fingerprint.step_timed_machine import (
@@ -286,6 +286,24 @@ class TestContradiction:
         equal = [*deep, *(replace(t, num_layers=1) for t in deep)]
         assert contradiction(equal) is not None
         assert contradiction([t for t in equal if t.output_tokens == 1]) is None
+
+    def test_ranks_that_wait_for_each_other_in_a_short_step_contradict_nothing(self) -> None:
+        """As seen of two ranks: the host came to the second one up to 2 ms later, in steps of 0.3 ms."""
+        timing = take_depth_tied(StepTimedMachine(), plain_points=((1, 128),)).timing
+        waited = [_waiting(t, 2e-3) if (t.num_layers, t.repeat) == (1, 1) else t for t in timing]
+        assert waited != list(timing)
+        assert contradiction([t for t in waited if t.repeat == 1]) is not None
+        assert contradiction(waited) is None
+
+
+def _waiting(point: TimingPoint, seconds: float) -> TimingPoint:
+    return replace(
+        point,
+        runs=tuple(
+            replace(run, steps=tuple(replace(s, forward_s=s.forward_s + seconds) for s in run.steps))
+            for run in point.runs
+        ),
+    )
 
 
 class TestThePlan:
