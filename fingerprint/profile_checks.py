@@ -58,19 +58,15 @@ def check_ranks(ranks: Sequence[RankMemory], *, pp: int) -> None:
 def contradiction(points: Sequence[TimingPoint]) -> str | None:
     """Where a decode step of more layers took less time than one of fewer; None: nowhere.
 
-    Repeated steps are compared, by the time of one repeat, and unrepeated ones where no others are: of several
-    ranks each waits in its forward for the one that the host came to last, which in a step of a layer or two can
-    be most of the time and tells nothing of the layers.
+    Repeated steps are compared, by the time of one repeat, and unrepeated ones only where no batch was repeated at
+    two depths: of several ranks each waits in its forward for the one that the host came to last, which in a step
+    of a layer or two can be most of the time and tells nothing of the layers.
     """
-    steps: dict[tuple[int, int], dict[bool, dict[int, float]]] = {}
-    for point in points:
-        decoding = [s.forward_s for run in point.runs for s in run.steps if not s.prefill_tokens]
-        if decoding:
-            each = sorted(decoding)[len(decoding) // 2] / point.repeat
-            there = steps.setdefault((point.batch, point.input_tokens), {True: {}, False: {}})
-            there[point.repeat > 1][point.num_layers] = each
-    for (batch, input_tokens), there in steps.items():
-        by_depth = there[True] if len(there[True]) > 1 else there[True] | there[False]
+    repeated, others = _by_depth(points, repeated=True), _by_depth(points, repeated=False)
+    if all(len(by_depth) < 2 for by_depth in repeated.values()):
+        for at, by_depth in others.items():
+            repeated[at] = repeated.get(at, {}) | by_depth
+    for (batch, input_tokens), by_depth in repeated.items():
         for fewer, more in zip(sorted(by_depth), sorted(by_depth)[1:], strict=False):
             if by_depth[more] <= by_depth[fewer]:
                 return (
@@ -78,3 +74,14 @@ def contradiction(points: Sequence[TimingPoint]) -> str | None:
                     f"{1e3 * by_depth[fewer]:.3f} ms (batch {batch}, {input_tokens} in)"
                 )
     return None
+
+
+def _by_depth(points: Sequence[TimingPoint], *, repeated: bool) -> dict[tuple[int, int], dict[int, float]]:
+    """Seconds of the median decode step by batch and input tokens, then by layers."""
+    steps: dict[tuple[int, int], dict[int, float]] = {}
+    for point in points:
+        decoding = sorted(s.forward_s for run in point.runs for s in run.steps if not s.prefill_tokens)
+        if decoding and (point.repeat > 1) == repeated:
+            each = decoding[len(decoding) // 2] / point.repeat
+            steps.setdefault((point.batch, point.input_tokens), {})[point.num_layers] = each
+    return steps

@@ -289,7 +289,7 @@ class TestContradiction:
 
     def test_ranks_that_wait_for_each_other_in_a_short_step_contradict_nothing(self) -> None:
         """As seen of two ranks: the host came to the second one up to 2 ms later, in steps of 0.3 ms."""
-        timing = take_depth_tied(StepTimedMachine(), plain_points=((1, 128),)).timing
+        timing = take_depth_tied(StepTimedMachine(), plain_points=((1, 128), (32, 512))).timing
         waited = [_waiting(t, 2e-3) if (t.num_layers, t.repeat) == (1, 1) else t for t in timing]
         assert waited != list(timing)
         assert contradiction([t for t in waited if t.repeat == 1]) is not None
