@@ -218,20 +218,28 @@ def _overheads(points: Sequence[TimingPoint], deepest: int) -> tuple[Overhead, O
         generates = point.output_tokens > 1
         there, here = (_decode_step(p) if generates else until_first(p) for p in (point, same))
         found[generates].append((here, _beside_layers_s(same, here.forward_s, point, there.forward_s)))
-    return _fit_overhead(found[False]), _fit_overhead(found[True])
+    first = _fit_overhead(found[False])
+    return first, _fit_overhead(found[True], first.per_token_s)
 
 
-def _fit_overhead(seen: list[tuple[Took, float]]) -> Overhead:
+def _fit_overhead(seen: list[tuple[Took, float]], per_token_s: float | None = None) -> Overhead:
     """Non-negative least absolute deviations of seconds per repeat over passes and tokens.
 
     Absolute, because a launch-bound forward on a slow host is an outlier. A forward is told to ``_PACE_S``, or to
     ``_PACE_SHARE`` of it where that is more.
+
+    Args:
+        per_token_s: as prompts tell it. A token is embedded and normed in a decode step as in a prompt, for some
+            nanoseconds; fitted to the few tokens of decode steps it would be their noise, carried to large batches.
     """
     if not seen:
-        return Overhead(0.0, 0.0)
+        return Overhead(0.0, per_token_s or 0.0)
     work = np.array([[took.passes, took.tokens] for took, _ in seen])
     cost, seconds = np.array([c for _, c in seen]), np.array([took.forward_s for took, _ in seen])
     weight = 1 / np.maximum(_PACE_S, _PACE_SHARE * seconds)
+    if per_token_s is not None:
+        per_pass_s = float(_absolute_fit(work * [1, 0], cost - per_token_s * work[:, 1], weight)[0])
+        return Overhead(max(0.0, per_pass_s), per_token_s)
     # One size alone does not tell the two apart: as if nothing grew.
     told_apart = np.linalg.matrix_rank(work) == 2
     tried = (work, work * [1, 0], work * [0, 1]) if told_apart else (work * [1, 0],)

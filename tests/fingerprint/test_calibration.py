@@ -14,6 +14,7 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.estimators.calibration import Calibration, MeasuredError, kernels_of, shipped_calibration
 from fingerprint.estimators.l3 import L3
+from fingerprint.estimators.repeats import repeat_overheads
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.model_spec import ModelSpec, Stored
 from tests.bench.accuracy import RESULTS, load, measured_errors
@@ -163,6 +164,16 @@ def test_what_is_shipped_is_what_the_recordings_say_each_under_the_shape_it_has_
     shipped = shipped_calibration().errors
     assert [replace(e, log_error=0.0) for e in shipped] == [replace(e, log_error=0.0) for e in recorded]
     assert [e.log_error for e in shipped] == pytest.approx([e.log_error for e in recorded], abs=2e-4)
+
+
+def test_a_token_costs_beside_layers_what_embedding_and_norms_move() -> None:
+    """Why decode steps take that cost from prompts: at most ten vectors a token through memory, as recorded."""
+    for one in load(RESULTS / "h200"):
+        spec, device = one.profile.spec, one.profile.machine.device
+        vector_s = 2 * spec.hidden_size / device.memory_bytes_per_s
+        first, step = repeat_overheads(one.profile.timing, spec.num_layers)
+        assert first.per_token_s == step.per_token_s
+        assert first.per_token_s < 10 * vector_s
 
 
 def test_errors_that_are_shipped_are_read_as_they_are_written() -> None:

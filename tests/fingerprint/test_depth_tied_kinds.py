@@ -104,20 +104,20 @@ class TestTimes:
         layer=st.tuples(TIMES, st.floats(0, 1e-6), st.floats(0, 1e-9)),
         sliding=st.floats(0.5, 2.0),
         prefill=st.tuples(st.floats(0, 1e-3), st.floats(0, 1e-7)),
-        decode=st.tuples(st.floats(0, 1e-4), st.floats(0, 1e-7)),
+        decode_pass_s=st.floats(0, 1e-4),
         recovery=st.floats(0, 0.3),
         cool=st.floats(0, 0.05),
         room=st.sampled_from([2048, 8192]),
     )
     def test_whatever_the_pattern_and_the_costs_of_each_kind(
-        self, spec, layer, sliding, prefill, decode, recovery, cool, room
+        self, spec, layer, sliding, prefill, decode_pass_s, recovery, cool, room
     ) -> None:
         assume(tied_depths(spec, 1))
         truth = StepTruth(
             layer_s=layer,
             sliding_time=sliding,
             prefill_repeat_s=prefill,
-            decode_repeat_s=decode,
+            decode_repeat_s=(decode_pass_s, prefill[1]),
             recovery=recovery,
             cool=cool,
             max_batched_tokens=room,
