@@ -111,7 +111,7 @@ class StepTruth:
     # h: weights are read while tokens are multiplied; then a query-key pair. Like Llama-2-7B on an H200.
     layer_s: tuple[float, float, float] = (9e-5, 7e-7, 2e-11)
     prefill_repeat_s: tuple[float, float] = (8e-5, 2e-8)  # o of a step with prompts: a pass, a token
-    decode_repeat_s: tuple[float, float] = (4e-6, 2e-8)  # o of a step without; a token costs what it does in a prompt
+    decode_repeat_s: tuple[float, float] = (4e-6, 2e-8)  # of a step without; a token as in a prompt
     lead_s: float = 6e-5
     tail_s: float = 2e-4
     gap_s: float = 3e-5
