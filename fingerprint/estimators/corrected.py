@@ -1,7 +1,8 @@
 """Another estimator, corrected by checks of running configurations (``fingerprint.verification``).
 
-Times are multiplied by measured over predicted. Memory gets the missing bytes added beside weights and KV cache:
-those two are counted, and what an estimate gets wrong is what surrounds them, which does not grow with them.
+Times are multiplied by measured over predicted, unless the reading is the less certain of the two: an interval
+that holds the whole predicted one corrects nothing. Memory gets the missing bytes added beside weights and KV
+cache: those two are counted, and what an estimate gets wrong is what surrounds them, which does not grow with them.
 
 A check is made with all slots full and with one request alone, for the error of a batch is not that of a request.
 Between the two batches the logarithm of the ratio goes evenly with that of the batch; a check without the second
@@ -141,7 +142,8 @@ def _usual(workload: Workload) -> Workload:
 
 
 def _ratio(measured: Reading | None, predicted: Quantity) -> _Ratio | None:
-    if measured is None:
+    """None: nothing was measured, or so little that all which was predicted is inside, and nothing learned."""
+    if measured is None or measured.low < predicted.low <= predicted.high < measured.high:
         return None
     value, low, high = (math.log(end / predicted.value) for end in (measured.value, measured.low, measured.high))
     return _Ratio(value, low, high)

@@ -21,6 +21,7 @@ _FEWEST_PAIRS, _WANTED_PAIRS, _MOST_PAIRS = 3, 5, 50
 _TIGHT = 0.01  # half-width of the interval over the mean, at which repeating ends
 _FULL_SHARE = 0.7  # of the time, for the whole batch; what it leaves is for one request
 _PROBE_TOKENS = 9  # output tokens of the burst that tells how long the others will take
+_TELLING_TOKENS = 65  # output tokens from which on a pair surely tells the time of one
 
 
 class Burst(NamedTuple):
@@ -137,7 +138,9 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
     """
     least_s, fits = _least_s(workload, first_s, step_s), workload.output_tokens
     if fits > 1 and step_s > 0:
-        fits = max(2, 1 + int((left_s / _WANTED_PAIRS - 2 * first_s) / step_s))
+        fits, fewer = (1 + int((left_s / n - 2 * first_s) / step_s) for n in (_WANTED_PAIRS, _FEWEST_PAIRS))
+        if fits < _PROBE_TOKENS:  # beside the noise of two long prefills: fewer pairs tell more
+            fits = max(2, min(_TELLING_TOKENS, fewer))
     if least_s > left_s:
         raise NotMeasuredError(
             f"a burst of batch {workload.batch} and {workload.input_tokens} input tokens takes {first_s:.2f} s to "

@@ -60,6 +60,7 @@ from tests.bench.fidelity_steps import Lone, WholeSteps, lone_request, whole_pro
 from tests.bench.kept import read_kept, write_kept
 from traces.outcomes import Outcomes
 from traces.replay.endpoint import resolve_endpoint
+from traces.replay.prompts import PromptOptions
 from traces.replay.runner import Replay, ReplayOptions
 from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
@@ -192,7 +193,9 @@ def checked(target: Target, profile: Profile, max_seconds: float) -> Verificatio
 
 def replayed(target: Target, requests: Sequence[Request], *, seed: int = 0) -> Outcomes:
     schedule = make_schedule(requests, (target.model,), ScheduleOptions(ignore_models=True, seed=seed))
-    options = ReplayOptions(timeout_s=_TIMEOUT_S, max_in_flight=max(2000, len(requests)))
+    options = ReplayOptions(
+        timeout_s=_TIMEOUT_S, max_in_flight=max(2000, len(requests)), prompts=PromptOptions(seed=seed)
+    )
     return asyncio.run(Replay(schedule, resolve_endpoint(target.url), options).run())
 
 
@@ -242,11 +245,11 @@ def measure(
         simulated_capacity = {name: saturated_rate(simulated(real, s), slots) for name, s in served.items()}
         tell(f"saturated: {capacity:.3g} requests/s, simulated {_rates(simulated_capacity)}")
     loads = []
-    for utilisation in asked.loads:
+    for number, utilisation in enumerate(asked.loads):
         rate = capacity * utilisation
         requests = paced(_requests(asked, target, max(2, round(rate * asked.minutes * 60))), rate)
         before_s = pace_s(target)
-        real = replayed(target, requests, seed=asked.seed)
+        real = replayed(target, requests, seed=len(asked.loads) * asked.seed + number)
         pace = (before_s + pace_s(target)) / 2 / calm_s
         found = compare(real, {name: simulated(real, s) for name, s in served.items()})
         loads.append(Load(utilisation=utilisation, pace=pace, found=found, requests=Sent.of(real)))

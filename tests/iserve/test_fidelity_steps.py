@@ -14,10 +14,12 @@ from fingerprint.measurements import MachineInfo, Profile
 from tests.bench import fidelity
 from tests.bench.fidelity_steps import WholeSteps, whole_profile
 from tests.daemon.torch_engine.conftest import DEMO
-from traces.replay.prompts import PromptOptions, Prompts
+from tests.traces.replay.stand_in import stand_in
+from traces.simulator.step_model import Limits
 
 CONFIG = DeploymentConfig(engine="vllm")
 WORK = Workload(8, 512, 128)
+LIMITS = Limits(max_batch=8, max_context_tokens=640, max_batched_tokens=2048)
 
 
 def profile() -> Profile:
@@ -74,19 +76,9 @@ def test_an_engine_that_keeps_prompts_is_found_out() -> None:
         WholeSteps(whole(kept))
 
 
-def test_no_burst_sends_a_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies: list[bytes] = []
-
-    class _Answered:
-        completed = fidelity.np.array([True])
-        last_token_s = sent_s = fidelity.np.array([0.0])
-
-    def replayed(_target, requests, *, seed):
-        prompts = Prompts(["m"], PromptOptions(seed=seed))
-        bodies.extend(prompts.body(0, request.input_tokens, request.output_tokens) for request in requests)
-        return _Answered()
-
-    monkeypatch.setattr(fidelity, "replayed", replayed)
-    for _ in range(3):
-        fidelity.streamed_burst_s(None, Workload(2, 64, 1))
-    assert len(set(bodies)) == 6
+def test_no_burst_sends_a_prompt_again() -> None:
+    with stand_in() as server:
+        target = fidelity.Target(url=server.url, model="fine", config=CONFIG, workload=WORK, limits=LIMITS)
+        for _ in range(3):
+            fidelity.streamed_burst_s(target, Workload(2, 64, 1))
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 6
