@@ -1,8 +1,8 @@
 """Another estimator, corrected by checks of running configurations (``fingerprint.verification``).
 
-Times are multiplied by measured over predicted, unless the reading is the less certain of the two: an interval
-that holds the whole predicted one corrects nothing. Memory gets the missing bytes added beside weights and KV
-cache: those two are counted, and what an estimate gets wrong is what surrounds them, which does not grow with them.
+Times are multiplied by measured over predicted, unless the reading is the less certain of the two: an
+interval that holds the whole predicted one corrects nothing. Memory gets the missing bytes added beside weights
+and KV cache: those are counted, and what an estimate gets wrong is what surrounds them and does not grow so.
 
 A check is made with all slots full and with one request alone, for the error of a batch is not that of a request.
 Between the two batches the logarithm of the ratio goes evenly with that of the batch; a check without the second
