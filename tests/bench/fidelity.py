@@ -236,6 +236,7 @@ def measure(
             served[WHOLE] = served_whole(target, whole, lone)
         except NotMeasuredError as error:
             tell(f"not simulated by {WHOLE}: {error}")
+            whole = None
     calm_s = pace_s(target)
     capacity, simulated_capacity, at_once = asked.capacity, None, None
     if capacity is None:
@@ -330,7 +331,7 @@ def page(found: Fidelity) -> str:
         ("machine", found.machine),
         ("configuration", f"{found.target.config} on {found.target.config.engine}"),
         ("through", "the gateway" if found.target.behind_gateway else "the worker's own port"),
-        ("trace", found.asked.trace),
+        ("trace", Path(found.asked.trace).name),
         ("profile", found.profile),
         ("corrected by a check", "no" if found.check is None else found.check.measured_at),
         ("beside its steps a request takes", seconds(found.lone.beside_s)),
