@@ -121,6 +121,7 @@ def _rest(table: EngineCapabilities) -> list[str]:
             for name in ("families", "cut_group_size", "stored_as", "stored_other_than", "cut_stored_groups")
         )
     ]
+    parts.append(f"Other families: no, {table.other_family_reason}\n")
     if particular:
         lines = (f"*   {_where(e)}: {e.reason}" for e in particular)
         parts.append("Not run in some combinations:\n\n" + "\n".join(lines) + "\n")

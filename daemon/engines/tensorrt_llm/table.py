@@ -33,6 +33,7 @@ TABLE = EngineCapabilities(
     families=_FAMILIES,
     tp_families=_FAMILIES,
     family_reasons=dict.fromkeys(("falcon", "gemma2", "gptj", "gpt_neox", "opt"), _OLDER_FLOW),
+    other_family_reason="it may have a class of it, which was not read beside what iServe counts of the model",
     weights={
         WeightFormat.BITS16: None,
         WeightFormat.INT8: None,

@@ -21,6 +21,8 @@ DULL = re.compile(
     r"[Ss]ee (?:the )?(?:root cause|stack trace)|Failed core proc|WorkerProc initialization failed|EngineDeadError"
 )
 
+_OTHER_ENGINE = "this vLLM does not run the architecture {architecture}; use engine torch, or another vLLM"
+
 # The first that is found decides: causes before what they bring about.
 SIGNS = (
     Sign(
@@ -51,7 +53,18 @@ SIGNS = (
     Sign(
         re.compile(r"Model architectures? \[?'?(?P<architecture>\w+).*(?:not supported)"),
         UnsupportedModelError,
-        "this vLLM does not run the architecture {architecture}; use engine torch, or another vLLM",
+        _OTHER_ENGINE,
+    ),
+    Sign(  # one that it has no class of is looked for among Transformers'
+        re.compile(r"The Transformers implementation of '(?P<architecture>\w+)' is not compatible with vLLM"),
+        UnsupportedModelError,
+        _OTHER_ENGINE,
+    ),
+    Sign(
+        re.compile(r"model type `(?P<kind>[^`\n]{1,80})` but Transformers does not recognize"),
+        UnsupportedModelError,
+        "the Transformers beside this vLLM does not know the model type {kind}; install a newer one there, or use "
+        "engine torch",
     ),
     Sign(
         re.compile(r"Sparse24 models are no longer supported|Sparsity support has been removed"),
@@ -94,6 +107,7 @@ SIGNS = (
     Sign(
         re.compile(r"EngineDeadError|EngineCore encountered an issue|died unexpectedly"),
         EngineError,
-        "its engine died while it served; the log above it says why",
+        "its engine died; the lines before that in its log say why, and where they do not it was killed from "
+        "outside (by the kernel, which was out of memory, say)",
     ),
 )

@@ -27,6 +27,7 @@ TABLE = EngineCapabilities(
     engine="vllm",
     families=_FAMILIES,
     tp_families=_FAMILIES,
+    other_family_reason="it may have a class of it, which was not read beside what iServe counts of the model",
     weights={
         WeightFormat.BITS16: None,
         WeightFormat.INT8: "it quantizes to weight-only int8 the experts of MoE models only; a dense model "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from daemon.engines.vllm import launch
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError, IserveError, UnsupportedModelError
-from fingerprint.families import read_spec
+from fingerprint.families import FAMILIES, read_spec
 from fingerprint.gpus import gpu_spec
 
 GIB = 2**30
@@ -159,6 +160,31 @@ def test_some_of_what_is_stored_is_allowed(engine: str, quantization: dict[str, 
     launched(worker(tmp_path, config))
     with pytest.raises((CheckpointError, ConfigError)):
         launched(worker(tmp_path, replace(config, weights=WeightFormat.BITS16)))
+
+
+def test_every_no_of_a_table_has_its_reason() -> None:
+    """Whatever the family, format, degree or GPU: a bare "does not run" leaves nothing to go by."""
+    llama = read_spec(LLAMA)
+    bare = set()
+    names = [
+        *FAMILIES,
+        *sorted(set().union(*(e.capabilities().families for e in ENGINES.values()))),
+        "of-tomorrow",
+    ]
+    for name, engine in ENGINES.items():
+        table = engine.capabilities()
+        for spec, gpu in product((replace(llama, family=n) for n in names), ("a6000", "h200")):
+            of_formats = [DeploymentConfig(weights=w, engine=name) for w in WeightFormat]
+            of_formats += [DeploymentConfig(kv=k, engine=name) for k in KvFormat]
+            of_formats += [DeploymentConfig(pruning=p, engine=name) for p in Pruning]
+            of_degrees = [
+                DeploymentConfig(tp=tp, pp=pp, engine=name) for tp, pp in ((2, 1), (1, 2), (16, 1), (1, 16))
+            ]
+            for config in (*of_formats, *of_degrees):
+                bare.add(table.refusal(spec, config, gpu_spec(gpu)))
+            bare.add(table.lora_refusal(spec, DeploymentConfig(engine=name), gpu_spec(gpu)))
+    told = {said for said in bare if said is not None and ": " not in said}
+    assert told == {"the checkpoint is in 16 bits"}  # weights=stored of one that is not quantized
 
 
 @given(quantization=st.one_of(compressed, fp8, four_bits))

@@ -390,6 +390,19 @@ def test_no_answer_whatever_breaks_the_daemon(noise):
             id="former-architecture",
         ),
         pytest.param(
+            "ValueError: The Transformers implementation of 'CTRLLMHeadModel' is not compatible with vLLM.",
+            UnsupportedModelError,
+            ["does not run the architecture CTRLLMHeadModel", "use engine torch"],
+            id="transformers-own-architecture",
+        ),
+        pytest.param(
+            "ValueError: The checkpoint you are trying to load has model type `newer-4` but Transformers does not "
+            "recognize this architecture. This could be because of an issue with the checkpoint",
+            UnsupportedModelError,
+            ["does not know the model type newer-4", "install a newer one there"],
+            id="unknown-model-type",
+        ),
+        pytest.param(
             "ValueError: Total number of attention heads (71) must be divisible by tensor parallel size (2).",
             ConfigError,
             ["71 attention heads", "tp=2"],
@@ -411,7 +424,7 @@ def test_no_answer_whatever_breaks_the_daemon(noise):
         pytest.param(
             "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)",
             EngineError,
-            ["died while it served"],
+            ["its engine died", "killed from outside"],
             id="dead",
         ),
         pytest.param(
