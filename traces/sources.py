@@ -11,8 +11,14 @@ __all__ = ["SYNTHETIC", "requests_of"]
 SYNTHETIC = "synthetic:"
 
 
-def requests_of(source: str, *, format: str | None = None, seed: int = 0) -> RequestStream:  # noqa: A002
-    """The requests of ``source``. ``format`` is for files, ``seed`` for stand-ins.
+def requests_of(
+    source: str,
+    *,
+    format: str | None = None,  # noqa: A002  as in open_trace
+    strict: bool = False,
+    seed: int = 0,
+) -> RequestStream:
+    """The requests of ``source``. ``format`` and ``strict`` are for files, ``seed`` for stand-ins.
 
     Raises:
         NotFoundError: no such file, or no such stand-in.
@@ -20,4 +26,4 @@ def requests_of(source: str, *, format: str | None = None, seed: int = 0) -> Req
     """
     if source.startswith(SYNTHETIC):
         return standin(source.removeprefix(SYNTHETIC)).requests(seed=seed)
-    return open_trace(source, format)
+    return open_trace(source, format, strict=strict)

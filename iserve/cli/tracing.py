@@ -20,6 +20,9 @@ __all__ = ["register"]
 FormatOption = Annotated[
     str | None, typer.Option("--format", help="Of the files read; else it is recognised (docs/traces.md).")
 ]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Refuse a file in which two requests share a time (docs/traces.md).")
+]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of synthetic traces and of what is drawn.", min=0)]
 
 
@@ -41,6 +44,7 @@ def register(app: typer.Typer) -> None:
 def show(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace file, or synthetic:NAME.")],
     trace_format: FormatOption = None,
+    strict: StrictOption = False,
     seed: SeedOption = 0,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -50,7 +54,7 @@ def show(
     from traces.sources import requests_of
     from traces.statistics import statistics_of
 
-    requests = requests_of(trace, format=trace_format, seed=seed)
+    requests = requests_of(trace, format=trace_format, strict=strict, seed=seed)
     found = statistics_of(requests)
     if as_json:
         typer.echo(to_json(found, indent=2).decode())
@@ -89,6 +93,7 @@ def write(
         int | None, typer.Option("--context", help="Cut prompts, then answers, to this many tokens together.")
     ] = None,
     trace_format: FormatOption = None,
+    strict: StrictOption = False,
     to: Annotated[str, typer.Option("--to", help="Format written: csv, azure, mooncake or burstgpt.")] = "csv",
     seed: SeedOption = 0,
 ) -> None:
@@ -109,7 +114,10 @@ def write(
         if (rate_factor is None) != (interval is None):
             raise BadInputError("compressing needs both --rate-factor and --interval")
     stream: Iterator[Request] = merge(
-        *(requests_of(name, format=trace_format, seed=seed + index) for index, name in enumerate(traces))
+        *(
+            requests_of(name, format=trace_format, strict=strict, seed=seed + index)
+            for index, name in enumerate(traces)
+        )
     )
     with o.usage_errors():
         if edges is not None:

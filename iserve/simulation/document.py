@@ -175,7 +175,8 @@ def _warnings(result: SimulationResult, workload: Workload) -> tuple[str, ...]:
     never = [c.name for c in result.changes if c.kind is ChangeKind.REFUSED]
     placed = {c.name for c in result.changes if c.kind is ChangeKind.DEPLOYED}
     said += [f"{name} was never deployed" for name in dict.fromkeys(never) if name not in placed]
-    said += [_grew(figures) for figures in result.deployments if _queue_grew(figures)]
+    if result.stopped is None:  # else the trace has not ended, and what waits too long is told
+        said += [_grew(figures) for figures in result.deployments if _queue_grew(figures)]
     return tuple(said)
 
 

@@ -332,7 +332,7 @@ def test_a_rate_beyond_capacity_stops_and_says_so(
         path, "--gpus", "a6000:1", "--models", model, "--most-waiting", 100, "--service", "fcfs", "--json"
     ).document
     assert document["stopped"].startswith("stopped at 0.1 s: 101 requests wait for llama-7b,")
-    assert document["warnings"][0] == document["stopped"]
+    assert document["warnings"] == [document["stopped"]], "the trace has not ended: nobody waited at its end"
     assert {failure["kind"] for failure in document["summary"]["failures"]} == {"interrupted"}
     followed = simulate(path, "--gpus", "a6000:1", "--models", model, "--batch", 4, "--json").document
     assert followed["stopped"] is None

@@ -121,6 +121,18 @@ def test_what_is_refused_leaves_no_file(
     assert not list(out.parent.iterdir())
 
 
+def test_equal_times_are_refused_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "twice.csv", tmp_path / "out.csv"
+    path.write_text(HEADER + "0,10,5\n1,20,5\n1,30,5\n")
+    for command in (("show", str(path)), ("write", str(path), "--out", str(out))):
+        assert run("trace", *command, "--strict") == 1
+        assert "line 4: arrives at 1.0000000 s like the row above it" in capsys.readouterr().err
+        assert not out.exists()
+        assert run("trace", *command) == 0
+
+
 @pytest.mark.parametrize("name", ["nothing.csv", "synthetic:nothing", "."])
 def test_no_such_trace(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("trace", "show", name) == 1
