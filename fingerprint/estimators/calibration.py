@@ -107,11 +107,13 @@ def kernels_of(spec: ModelSpec, weights: WeightFormat) -> str:
 
     A quantized checkpoint's ``stored`` stands for many: errors of GPTQ say nothing of fp8. Its fp8 and fp8 made
     while loading are told apart too, though the matrices may be the same: where scales are, and whether those of
-    the activations are stored, chooses the kernel, and whether the errors are alike was not measured.
+    the activations are stored, chooses the kernel, and whether the errors are alike was not measured. Experts are
+    multiplied by kernels of their own, whose time depends on who is routed where.
     """
+    experts = " experts" if spec.num_experts else ""
     if weights is not WeightFormat.STORED or spec.stored is None:
-        return str(weights)
-    return f"{weights} {spec.stored.method}, {spec.stored.form}"
+        return f"{weights}{experts}"
+    return f"{weights} {spec.stored.method}, {spec.stored.form}{experts}"
 
 
 def _release(engine: str) -> str:

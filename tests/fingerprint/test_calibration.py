@@ -193,8 +193,10 @@ def quantized(method: str, form: str) -> ModelSpec:
 def test_what_a_checkpoint_holds_is_told_apart_from_what_is_made_while_loading() -> None:
     """One name for five ways of storing; an error of one is none of another."""
     specs = (quantized("fp8", "float, a scale per matrix"), quantized("gptq", "4-bit, groups of 128"))
+    experts = replace(llama(), num_experts=8, experts_per_token=2)
     names = [kernels_of(spec, WeightFormat.STORED) for spec in specs]
     names += [kernels_of(llama(), weights) for weights in WeightFormat]
+    names += [kernels_of(experts, weights) for weights in WeightFormat]
     assert len(set(names)) == len(names)
     assert kernels_of(llama(), WeightFormat.FP8) == "fp8"  # as errors are kept
     calibration = Calibration(tuple(replace(error(f"m{i}", 0.1), weights=names[0]) for i in range(3)))
