@@ -93,7 +93,8 @@ def truths(recorded: Recorded) -> list[Truth]:
 
 def timer_rows(recorded: Recorded) -> list[TimerRow]:
     """What the step timer costs the whole model."""
-    off = {(p.batch, p.input_tokens): p for p in recorded.whole if p.output_tokens == OUTPUT}
+    beside = recorded.whole_between or recorded.whole  # before calls were in turns, those of minutes before
+    off = {(p.batch, p.input_tokens): p for p in beside if p.output_tokens == OUTPUT}
     return [
         TimerRow(
             model=recorded.model,

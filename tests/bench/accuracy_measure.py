@@ -80,6 +80,7 @@ class Recorded:
     profile_start_s: float  # of these, the fingerprints'
     whole_s: float  # the whole model's calls, warm-ups included
     rank_profile: Profile | None = None  # the same with one TP rank's shape alone on a GPU per stage
+    whole_between: tuple[TimingPoint, ...] = ()  # timer off, in turns with ``whole_timed``; before, none were
 
 
 def grid(max_context_tokens: int, most_prompt_tokens: int = MOST_PROMPT_TOKENS) -> tuple[Point, ...]:
@@ -282,7 +283,7 @@ class _Bench:
         begun = time.monotonic()
         calls = _Calls(session.session)
         whole = calls.grid(plan.points)
-        timed = [(p, OUTPUT, calls.five(p, OUTPUT, steps=True)) for p in TIMER_POINTS if p in plan.points]
+        turns = {p: calls.in_turns(p, OUTPUT) for p in TIMER_POINTS if p in plan.points}
 
         def timing(measured: list[tuple[Point, int, Runs]]) -> tuple[TimingPoint, ...]:
             return tuple(
@@ -307,7 +308,8 @@ class _Bench:
             pp=self.pp,
             profile=profile,
             whole=timing(whole),
-            whole_timed=timing(timed),
+            whole_timed=timing([(p, OUTPUT, on) for p, (_, on) in turns.items()]),
+            whole_between=timing([(p, OUTPUT, off) for p, (off, _) in turns.items()]),
             whole_memory=session.session.memory(),
             budget_bytes=self.budget_bytes,
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -342,8 +344,17 @@ class _Calls:
         runs = self._calls(point, 1, MOST_CALLS, VISIT_S)
         return runs[len(runs) // 2 :]
 
-    def five(self, point: Point, output: int, *, steps: bool = False) -> Runs:
-        return self._calls(point, output, REPEATS, steps=steps)
+    def five(self, point: Point, output: int) -> Runs:
+        return self._calls(point, output, REPEATS)
+
+    def in_turns(self, point: Point, output: int) -> tuple[Runs, Runs]:
+        """With the timer off and on, one call of each after the other: what drifts meets both."""
+        off: Runs = ()
+        on: Runs = ()
+        for _ in range(REPEATS):
+            off += self._calls(point, output, 1)
+            on += self._calls(point, output, 1, steps=True)
+        return off, on
 
     def _calls(self, point: Point, output: int, most: int, until_s: float = 1e9, *, steps: bool = False) -> Runs:
         return self.session.bursts(
