@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from fingerprint.config import DeploymentConfig, Workload
@@ -74,7 +73,7 @@ def ask_aiconfigurator(
         for workload in workloads(cell)
         if (key := _aic_key(cell, alternative.config, workload)) is not None
     }
-    points = [_point(mode, key) for mode, key in asked]
+    points = [question(mode, key) for mode, key in asked]
     questions, answers = keep / "points.json", keep / "answers.json"
     text = json.dumps(points)
     if not (answers.exists() and questions.exists() and questions.read_text() == text):
@@ -90,10 +89,22 @@ def ask_aiconfigurator(
     return Aiconfigurator(dict(zip(asked, document["answers"], strict=True))), versions
 
 
-def _point(mode: str, key: AicKey) -> dict[str, object]:
+def question(mode: str, key: AicKey) -> dict[str, object]:
+    """A ``Point`` of the script that asks, which runs where nothing of this project is installed."""
     model, system, backend, config, workload = key
-    point = {"model": model, "system": system, "backend": backend, "mode": mode, "tp": config.tp, "pp": config.pp}
-    return point | {"weights": config.weights, "kv": config.kv} | asdict(workload)
+    return {
+        "model": model,
+        "system": system,
+        "backend": backend,
+        "mode": mode,
+        "tp": config.tp,
+        "pp": config.pp,
+        "weights": config.weights,
+        "kv": config.kv,
+        "batch": workload.batch,
+        "input_tokens": workload.input_tokens,
+        "output_tokens": workload.output_tokens,
+    }
 
 
 def sample_path(python: Path) -> Path:
