@@ -86,7 +86,7 @@ def simulate(
         gpu, snapshot = cluster.hardware()
     with o.usage_errors():
         least, _ = steering.range()
-        scenario = s.scenario_of(cluster, snapshot, serving, least)
+        scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
         steers = steering.policy(gpu, cluster.startup)
         router = make_router(serving.router)
         baseline, answers = parse_planner(planner)
@@ -111,6 +111,7 @@ def simulate(
         workload=options.workload,
         times=times,
         slo=judged,
+        refuses_late=serving.refuse_late,
         planner=baseline,
         placement=options.policy,
         steering=steers,

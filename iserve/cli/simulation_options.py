@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from iserve.planning.making import PlanOptions
     from placement.elastic import Elastic
     from placement.types import ClusterSnapshot
+    from planner.intent import Slo
     from traces.request import Request
     from traces.simulator.scenario import Action, Scenario, Service
 
@@ -115,6 +116,12 @@ class ServiceOptions:
             "--most-waiting", help="Of one deployment: beyond, it is overloaded and the simulation stops."
         ),
     ] = 10_000
+    refuse_late: Annotated[
+        bool,
+        typer.Option(
+            "--refuse-late", help="Refuse a request that could not keep its SLO any more, as AlpaServe does."
+        ),
+    ] = False
 
     def kind(self) -> Service:
         from traces.simulator.scenario import Service
@@ -226,11 +233,13 @@ class LoadOptions:
 
 
 def scenario_of(
-    cluster: ClusterOptions, snapshot: ClusterSnapshot, service: ServiceOptions, replicas: int
+    cluster: ClusterOptions, snapshot: ClusterSnapshot, service: ServiceOptions, replicas: int, slo: Slo | None
 ) -> Scenario:
-    """Raises ConfigError: a value that cannot be."""
+    """Raises ConfigError: a value that cannot be, or late requests refused where no SLO says what is late."""
     from traces.simulator.scenario import Scenario
 
+    if service.refuse_late and slo is None:
+        raise ConfigError("--refuse-late needs to know what is late; give the SLO with --judge")
     return Scenario(
         cluster=snapshot,
         actions=cluster.actions(replicas),
@@ -239,6 +248,7 @@ def scenario_of(
         overhead_s=service.overhead,
         max_waiting=service.max_waiting,
         most_waiting=service.most_waiting,
+        refuse_late=dict.fromkeys(cluster.named_models(), slo) if service.refuse_late and slo else {},
     )
 
 

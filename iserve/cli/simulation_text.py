@@ -22,7 +22,8 @@ def print_simulation(document: SimulationDocument) -> None:
     by = "" if document.planner == "iserve" else f" by {document.planner}"
     planned = f"planned{by} for {workload_words(document.workload)}"
     placed = f", {document.placement} placement" if document.planner == "iserve" else ""
-    out.print(f"{document.trace} on {document.hardware}, {document.service}, {planned}{placed}")
+    late = ", who is too late refused" if document.refuses_late else ""
+    out.print(f"{document.trace} on {document.hardware}, {document.service}, {planned}{placed}{late}")
     if document.steering is not None:
         out.print(f"steered: {steering_words(document.steering)}")
     out.print(

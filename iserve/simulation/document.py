@@ -58,6 +58,7 @@ class SimulationDocument:
     trace: str
     hardware: str
     service: Service
+    refuses_late: bool  # requests that could not keep the SLO any more
     planner: str  # who decided what was deployed
     placement: str  # iServe's policy for where
     steering: Elastic | None  # what could change once it ran; None: nothing
@@ -85,6 +86,7 @@ def simulation_document(
     workload: Workload,
     times: tuple[str, ...],
     slo: Slo | None,
+    refuses_late: bool = False,
     planner: str = "iserve",
     placement: str = DEFAULT_POLICY,
     steering: Elastic | None = None,
@@ -97,6 +99,7 @@ def simulation_document(
         trace=trace,
         hardware=hardware,
         service=service,
+        refuses_late=refuses_late,
         planner=planner,
         placement=placement,
         steering=steering,

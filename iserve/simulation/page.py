@@ -155,7 +155,7 @@ def _settings(document: SimulationDocument) -> Markup:
             ("planner", document.planner),
             ("placement", document.placement),
             ("steering", "none" if document.steering is None else steering_words(document.steering)),
-            ("service", document.service),
+            ("service", f"{document.service}{', who is too late refused' if document.refuses_late else ''}"),
             ("planned for", planned),
             ("simulated", seconds(document.end_s)),
         ]

@@ -131,11 +131,14 @@ def test_baselines_know_what_the_planner_could_choose_from() -> None:
 
 @pytest.mark.parametrize("service", [Service.FCFS, Service.CONTINUOUS])
 @pytest.mark.parametrize("keep_all", [False, True])
-def test_alpaserve_gets_what_it_expects(service: Service, keep_all: bool) -> None:
+@pytest.mark.parametrize("refuses_late", [False, True])
+def test_alpaserve_gets_what_it_expects(service: Service, keep_all: bool, refuses_late: bool) -> None:
     """It is judged by the simulator that it searched with."""
-    names = ["a", "b"]
+    names, slo = ["a", "b"], Slo(e2e_s=6.0)
     asked = world(model("a"), model("b", llama_7b(64)), gpus=2, service=service)
-    requests, slo = poisson(60, 1.0, names), Slo(e2e_s=6.0)
+    if refuses_late:
+        asked = replace(asked, scenario=replace(asked.scenario, refuse_late=dict.fromkeys(names, slo)))
+    requests = poisson(60, 1.0, names)
     prepared = alpaserve(asked, requests, dict.fromkeys(names, slo), router=make_router(), keep_all=keep_all)
     result = simulate_cluster(
         requests, prepared.scenario, A6000, asked.models, router=make_router(), deployer=prepared.deployer

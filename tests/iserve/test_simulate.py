@@ -339,6 +339,26 @@ def test_a_rate_beyond_capacity_stops_and_says_so(
     assert any("still waited as the trace ended" in warning for warning in followed["warnings"])
 
 
+def test_who_is_too_late_is_refused_where_that_is_asked_for(
+    simulate: Callable[..., Done], model: Path, tmp_path: Path
+) -> None:
+    """A request every 0.1 s, of which one at a time is served in a second and more."""
+    path, page = tmp_path / "busy.csv", tmp_path / "page.html"
+    write_trace(path, [Request(0.1 * i, 100, 50) for i in range(200)])
+    given = (path, "--gpus", "a6000:1", "--models", model, "--service", "fcfs", "--judge", "e2e=5")
+    served = simulate(*given, "--json").document
+    refusing = simulate(*given, "--refuse-late", "--report", page, "--json").document
+    assert (served["refuses_late"], refusing["refuses_late"]) == (False, True)
+    assert served["summary"]["completed"] == 200
+    assert refusing["summary"]["slo"]["met"] == refusing["summary"]["completed"]
+    assert refusing["summary"]["slo"]["met"] > 3 * served["summary"]["slo"]["met"]
+    assert [failure["kind"] for failure in refusing["summary"]["failures"]] == ["too late"]
+    assert "who is too late refused" in page.read_text()
+    assert "who is too late refused" in " ".join(simulate(*given, "--refuse-late").out.split())
+    nobody = (path, "--gpus", "a6000:1", "--models", model, "--refuse-late")
+    assert "give the SLO with --judge" in simulate(*nobody).refused(code=2)
+
+
 @pytest.mark.parametrize(
     ("device_ids", "told"),
     [

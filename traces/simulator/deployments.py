@@ -19,7 +19,7 @@ from traces.simulator.cluster import Cluster
 from traces.simulator.continuous import ContinuousWorker
 from traces.simulator.faults import PolicyFault, ask
 from traces.simulator.fcfs import FcfsWorker
-from traces.simulator.fleet import Deployment, states
+from traces.simulator.fleet import Deployment, can_keep, states
 from traces.simulator.gpus import Gpu
 from traces.simulator.pipelined import PipelinedWorker
 from traces.simulator.requests import Requests
@@ -276,7 +276,8 @@ class Deployments:
         return self._of.get(server)
 
     def _give(self, deployment: Deployment, row: int, now_s: float) -> bool:
-        """To the replica that the router chooses among those with room; False: there is none."""
+        """To the replica that the router chooses among those with room, or refused, if it is too late for that;
+        False: none has room."""
         replicas = deployment.replicas
         if len(replicas) == 1:
             server = replicas[0]
@@ -287,6 +288,9 @@ class Deployments:
             if not roomy:
                 return False
             server = roomy[self._choose(deployment, roomy)]
+        if self._scenario.refuse_late and self._too_late(deployment, server, row, now_s):
+            self._requests.fail(row, Failure.TOO_LATE)
+            return True
         server.last_turn = deployment.turn
         deployment.turn += 1
         if self._left and row in self._left:
@@ -299,6 +303,15 @@ class Deployments:
         elif not server.queued:
             self._cluster.schedule(server, now_s)
         return True
+
+    def _too_late(self, deployment: Deployment, server: Server, row: int, now_s: float) -> bool:
+        """Who has begun elsewhere is not."""
+        slo = self._scenario.refuse_late.get(deployment.name)
+        if slo is None or row in self._left:
+            return False
+        requests, steps = self._requests, deployment.decided[server].steps
+        waited_s = max(now_s, server.ready_s) - requests.arrival_s[row] + self._scenario.overhead_s
+        return not can_keep(slo, steps, waited_s, requests.input_tokens[row], requests.output_tokens[row])
 
     def _choose(self, deployment: Deployment, roomy: list[Server]) -> int:
         router, turn = self._policies.router, deployment.turn
@@ -353,7 +366,8 @@ class Deployments:
             for gpu in stage.gpus
         )
         ask(policy, lambda: self._cluster.add(server, memory, now_s))
-        server.max_outstanding = self._scenario.outstanding_per_slot * server.max_batch
+        a_slot = 1 if deployment.name in self._scenario.refuse_late else self._scenario.outstanding_per_slot
+        server.max_outstanding = a_slot * server.max_batch
         self._of[server] = deployment
         deployment.decided[server] = deployment.latest = decided
         deployment.slots = server.max_batch

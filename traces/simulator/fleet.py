@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from placement.types import DeploymentState, ReplicaState, Stays
+from planner.intent import Slo
 from traces.simulator.gpus import LOAD_WINDOW_S
 from traces.simulator.pipelined import PipelinedWorker
 from traces.simulator.requests import Requests
@@ -16,7 +17,7 @@ from traces.simulator.scenario import Deployed
 from traces.simulator.servers import Server
 from traces.simulator.step_model import StepModel
 
-__all__ = ["Deployment", "service_s", "states", "stays"]
+__all__ = ["Deployment", "can_keep", "service_s", "states", "stays"]
 
 
 @dataclass(slots=True)
@@ -82,6 +83,21 @@ def stays(steps: StepModel, input_tokens: float, output_tokens: float) -> Stays:
         alone_s=alone_s,
         full_s=prompt_s + (slots - 1) * added_s + steps.run_s(slots, input_tokens + 1, to_come),
     )
+
+
+_ROUNDING_S = 1e-9
+
+
+def can_keep(slo: Slo, steps: StepModel, waited_s: float, input_tokens: int, output_tokens: int) -> bool:
+    """Whether a request that begins after so long keeps every limit, if nobody slows it from then on."""
+    prompt_s, to_come = steps.prompt_s(input_tokens), output_tokens - 1
+    decode_s = steps.run_s(1, input_tokens + 1, to_come)
+    limits = (
+        (waited_s + prompt_s, slo.ttft_s),
+        (decode_s / to_come if to_come else 0.0, slo.tpot_s),
+        (waited_s + prompt_s + decode_s, slo.e2e_s),
+    )
+    return all(limit_s is None or took_s <= limit_s + _ROUNDING_S for took_s, limit_s in limits)
 
 
 def states(deployments: Iterable[Deployment], requests: Requests, now_s: float) -> tuple[DeploymentState, ...]:

@@ -6,7 +6,7 @@ Policies are values handed in; the simulator runs whatever decides in production
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
@@ -15,6 +15,7 @@ from fingerprint.errors import ConfigError
 from placement.orders import Steering
 from placement.routing import LeastOutstanding, Router
 from placement.types import ClusterSnapshot, GpuState, Placement
+from planner.intent import Slo
 from traces.simulator.contention import Contention, processor_sharing
 from traces.simulator.step_model import StepModel
 from traces.simulator.stepped import MakeBatcher
@@ -155,6 +156,9 @@ class Scenario:
         None  # there, of one deployment; more are refused, as by the gateway. None: they wait
     )
     most_waiting: int = 10_000  # of one deployment: beyond, it is overloaded and the simulation stops
+    # By deployment: a request that could not keep this any more, were it alone from its turn on, is refused then.
+    # Its turn comes when a slot is free: such a deployment has nobody wait at the worker.
+    refuse_late: Mapping[str, Slo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.cluster.gpus:
