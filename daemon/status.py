@@ -40,6 +40,7 @@ class WorkerStatus:
     restarts: int
     started_at: str  # ISO 8601, UTC
     error: str | None = None
+    versions: tuple[tuple[str, str], ...] = ()  # of its engine when this process was started; (): not recorded
     held: tuple[DeviceHeld, ...] = ()  # of its GPUs, those whose driver tells; containers hide process ids from it
 
 

@@ -28,7 +28,8 @@ from daemon.procfs import read_stat
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState, WorkerStats, WorkerStatus
 from daemon.torch_engine.exit_codes import PORT_IN_USE
-from daemon.worker_process import Phase, WorkerProcess
+from daemon.worker_process import VERSIONS_FILE, Phase, WorkerProcess
+from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError, UnavailableError
 
 __all__ = ["SupervisedWorker", "free_port"]
@@ -96,6 +97,7 @@ class SupervisedWorker:
         self._put_off = False  # a pass was asked for while another was under way
         self._resident_bytes: int | None = None
         self._resident_at_s = float("-inf")
+        self._versions = process.versions()  # of one that is adopted
         self.restarts = 0
         self.error: str | None = None
         self._ended_because: str | None = None  # of an end that we brought about
@@ -147,6 +149,7 @@ class SupervisedWorker:
             restarts=self.restarts,
             started_at=datetime.fromtimestamp(started_at, UTC).isoformat(),
             error=self.error,
+            versions=self._versions,
         )
 
     def use(self, listed_pids: Iterable[int]) -> WorkerUse:
@@ -315,7 +318,12 @@ class SupervisedWorker:
         folder = self.process.folder
         devices = {device.device_id: device for device in self._own_devices()}
         command = await asyncio.to_thread(self._engine.command, self.spec, folder, devices)
-        command = replace(command, env=(*self._device_env(), *command.env))  # of two the later counts
+        self._versions = await asyncio.to_thread(self._engine.versions)
+        command = replace(
+            command,
+            env=(*self._device_env(), *command.env),  # of two the later counts
+            files=(*command.files, (VERSIONS_FILE, to_json(self._versions).decode())),
+        )
         cores = sorted({core for device in devices.values() for core in device.cores})
         self._sight = _Sight(time.monotonic())
         self._launched_at = time.time()

@@ -34,9 +34,10 @@ from daemon.settings import DaemonSettings
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, UnavailableError
 
-__all__ = ["WORKER_MARK", "Phase", "WorkerProcess", "read_spec"]
+__all__ = ["VERSIONS_FILE", "WORKER_MARK", "Phase", "WorkerProcess", "read_spec"]
 
 SPEC_FILE = "spec.json"
+VERSIONS_FILE = "versions.json"  # of the engine, at the start of the process that runs
 _KEEPER = "daemon.keeper"  # the module
 _KEEPER_LOG = "keeper.log"
 WORKER_MARK = (
@@ -153,6 +154,14 @@ class WorkerProcess:
         """Put off the lease's end. A lease file that cannot be touched is left to run out."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / LEASE_FILE)
+
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        """Of the engine, as they were when its process was started; empty where an older daemon started it."""
+        try:
+            text = (self.folder / VERSIONS_FILE).read_bytes()
+            return from_json(text, tuple[tuple[str, str], ...], what=VERSIONS_FILE)
+        except (OSError, BadInputError):
+            return ()
 
     def exit_record(self) -> ExitRecord | None:
         """The keeper's last word; None when it was killed before it could say it."""

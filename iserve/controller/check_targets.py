@@ -31,6 +31,7 @@ from fingerprint.errors import (
 from fingerprint.measurements import Profile
 from iserve.api_types import DeployBody, VerifyBody
 from iserve.controller.deployer import Deployer, deployable_engine, engine_for
+from iserve.controller.profile_validity import described
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
@@ -38,7 +39,7 @@ from iserve.planning.making import PlanOptions
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 
-__all__ = ["CheckTarget", "Find", "Targets", "Tell", "used_bytes"]
+__all__ = ["CheckTarget", "Find", "Targets", "Tell", "check_same_engine", "used_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class CheckTarget:
     room: Workload  # what it was launched for
     deployment: str | None
     used_before: dict[str, int] | None  # bytes by device before it was launched; None: it ran already
+    versions: tuple[tuple[str, str], ...]  # of the engine that its process runs; (): not recorded
     num_replicas: int = 1  # of the deployment; the one that is checked is among them
 
 
@@ -116,6 +118,7 @@ class Targets:
                 spec = status.spec
                 source = self._served(recorded_wish(row), spec)
                 engine = get_engine(spec.config.engine)
+                check_same_engine(engine, status.versions, name)
                 yield CheckTarget(
                     source=source,
                     engine=engine,
@@ -125,6 +128,7 @@ class Targets:
                     room=room,
                     deployment=name,
                     used_before=None,
+                    versions=status.versions,
                     num_replicas=len(recorded_workers(row)),
                 )
 
@@ -156,7 +160,8 @@ class Targets:
         if found is None:
             raise NotMeasuredError(
                 f"{source.name} has no profile that holds here, on {engine.name}, for batch {room.batch}: nothing "
-                f"is predicted of it; run `iserve profile {source.name} --batch {room.batch}` first"
+                f"is predicted of it; run `iserve profile {source.name} --engine {engine.name} "
+                f"--batch {room.batch}` first"
             )
         return found
 
@@ -200,6 +205,7 @@ class Targets:
                         room=options.workload,
                         deployment=None,
                         used_before=used_before,
+                        versions=status.versions,
                     )
 
         return source.name, find
@@ -238,6 +244,23 @@ class Targets:
 
     def _node(self) -> NodeStatus:
         return ask_daemon(self._daemon, DaemonClient.node)
+
+
+def check_same_engine(engine: Engine, running: tuple[tuple[str, str], ...], name: str) -> None:
+    """What is measured of a worker must not correct what is predicted of another release than it runs.
+
+    Args:
+        running: versions that the worker of ``name`` was started with; (): not recorded.
+
+    Raises:
+        ConflictError: others are installed now.
+    """
+    now = engine.versions()
+    if running and running != now:
+        raise ConflictError(
+            f"the worker of {name!r} runs {described(running)}, and installed now is {described(now)}, which is "
+            "what plans are made for; deploy it anew (`iserve rm`, `iserve deploy`), then verify it"
+        )
 
 
 def used_bytes(node: NodeStatus) -> dict[str, int]:

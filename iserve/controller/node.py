@@ -32,7 +32,7 @@ from placement.types import (
 )
 from traces.simulator.pipelined import keeps_stages_full
 
-__all__ = ["devices_of", "hardware_of", "serving_on"]
+__all__ = ["check_one_kind", "devices_of", "hardware_of", "serving_on"]
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,11 @@ def hardware_of(
         serving: what serves there and how often it is called, where that is known.
 
     Raises:
-        InfeasibleError: the node offers no device.
+        InfeasibleError: the node offers no device, or GPUs of several kinds.
     """
     if not node.devices:
         raise InfeasibleError(f"node {node.node_id} offers no device")
+    check_one_kind(node)
     num_workers = node.num_workers if isinstance(node, NodeDocument) else len(node.workers)
     untold, called = num_workers - sum(len(d.replicas) for d in serving), _called(serving)
     gpus = tuple(
@@ -69,6 +70,25 @@ def hardware_of(
     )
     label = f"{len(gpus)} x {gpu.name} ({node.node_id})"
     return Hardware(label=label, gpu=gpu, snapshot=ClusterSnapshot(gpus, serving))
+
+
+def check_one_kind(node: NodeStatus | NodeDocument) -> None:
+    """What one GPU was measured to do would be taken for what another kind does.
+
+    Raises:
+        InfeasibleError: the node offers GPUs of several kinds.
+    """
+    kinds: dict[str, list[str]] = {}
+    for device in node.devices:
+        if device.kind == "cuda":
+            kinds.setdefault(device.name, []).append(str(device.index))
+    if len(kinds) > 1:
+        told = ", ".join(f"{name}: {','.join(indexes)}" for name, indexes in kinds.items())
+        raise InfeasibleError(
+            f"node {node.node_id} offers GPUs of several kinds ({told}), and profiles and plans are of one kind; "
+            "offer those of one: `iserve down`, then "
+            f"`CUDA_VISIBLE_DEVICES={','.join(next(iter(kinds.values())))} iserve up`, say"
+        )
 
 
 _HELD = 0.02  # of a device's memory: less is the driver's own

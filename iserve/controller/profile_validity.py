@@ -12,7 +12,7 @@ from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from iserve.api_types import NodeDocument
 
-__all__ = ["covers", "differences", "key_without_driver", "machine_key", "why_unused"]
+__all__ = ["covers", "described", "differences", "key_without_driver", "machine_key", "why_unused"]
 
 Versions = Sequence[tuple[str, str]]
 
@@ -39,6 +39,12 @@ def _identity(node: NodeStatus, engine: Engine) -> tuple[object, ...]:
 
 def _hashed(identity: tuple[object, ...]) -> str:
     return hashlib.sha256(to_json(identity)).hexdigest()[:16]
+
+
+def described(versions: Versions) -> str:
+    """As one reads them: ``vllm 0.24.0, torch 2.11.0``."""
+    named = (version if name == "engine" else f"{name} {version}" for name, version in versions)
+    return ", ".join(named) or "not installed"
 
 
 def covers(profile: Profile, batch: int) -> bool:

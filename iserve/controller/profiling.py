@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -35,9 +35,10 @@ from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_plan import Shards
 from iserve.controller.estimating import estimator_for, step_tokens_of
+from iserve.controller.node import check_one_kind
 from iserve.controller.profile_room import STEP_TOKENS, quietest, share_of_free_bytes
 from iserve.controller.profile_taking import Fingerprints, Order, take
-from iserve.controller.profile_validity import covers, key_without_driver, machine_key, why_unused
+from iserve.controller.profile_validity import covers, described, key_without_driver, machine_key, why_unused
 from iserve.controller.profile_worth import lacking
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
@@ -219,7 +220,12 @@ class Profiler:
         return CorrectedEstimator(estimator_for(profile), [row.verification for row in rows])
 
     def stored(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> Profile | None:
-        """The profile that holds on ``node`` now, for up to ``batch`` requests at once."""
+        """The profile that holds on ``node`` now, for up to ``batch`` requests at once.
+
+        Raises:
+            InfeasibleError: the node has GPUs of several kinds, of which a profile measures one.
+        """
+        check_one_kind(node)
         shape, name = source.spec.shape_hash, engine.name
         found = self._store.profile(shape, name, machine_key(node, engine))
         if found is None:  # profiles say themselves which driver they were taken with
@@ -275,16 +281,19 @@ class Profiler:
             go_on: called while that turn is waited for; what it raises ends the waiting.
 
         Raises:
-            InfeasibleError: there is no device.
+            InfeasibleError: there is no device, or GPUs of several kinds.
             ConfigError: shards are wanted of an engine that has no step timer.
             EngineError: the profiling worker failed.
             NotMeasuredError: the budget was too short to estimate anything from; nothing is kept.
+            ConflictError: the engine was replaced meanwhile; nothing is kept.
         """
         with self.paused(go_on):
             meanwhile = unless()
             if meanwhile is not None:
                 return meanwhile
             node = ask_daemon(daemon, self._without_leftovers)
+            check_one_kind(node)
+            key, versions = machine_key(node, engine), engine.versions()
             folder = self._folder / uuid.uuid4().hex
             order = Order(
                 source=source,
@@ -305,10 +314,11 @@ class Profiler:
                 with self._target(source, engine, daemon, node) as target:
                     measured = take(order, target, fingerprints)
                 _check_usable(measured, workload)
+                _check_same_engine(engine, versions, measured)
             finally:
                 self._workers = frozenset()
                 shutil.rmtree(folder, ignore_errors=True)
-            self._keep(measured, machine_key(node, engine))
+            self._keep(measured, key)
             return measured
 
     def _keep(self, measured: Profile, key: str, *, patience_s: float = 60.0) -> None:
@@ -389,6 +399,17 @@ def _check_usable(measured: Profile, workload: Workload) -> None:
             f"take, which was too short to estimate from ({sum(len(p.runs) for p in measured.timing)} runs); give "
             "it more: `iserve profile --max-seconds`, or ISERVE_PROFILE_SECONDS for a deploy"
         ) from error
+
+
+def _check_same_engine(engine: Engine, before: Sequence[tuple[str, str]], measured: Profile) -> None:
+    """Raises ConflictError: what was measured is not, or not all, of what is installed."""
+    now = engine.versions()
+    if now != before or not set(now) <= set(measured.machine.versions):
+        then = described(measured.machine.versions)
+        raise ConflictError(
+            f"{engine.name} was replaced while {measured.model} was profiled ({then} then, {described(now)} now): "
+            "nothing of it is kept; profile it again"
+        )
 
 
 def within_what_is_free(spec: WorkerSpec, node: NodeStatus) -> WorkerSpec:

@@ -15,7 +15,7 @@ from daemon.status import NodeStatus
 from fingerprint.errors import NotFoundError
 from fingerprint.verification import Alone, Verification
 from iserve.api_types import ProgressDocument, VerifyBody
-from iserve.controller.check_targets import CheckTarget, Targets, Tell, used_bytes
+from iserve.controller.check_targets import CheckTarget, Targets, Tell, check_same_engine, used_bytes
 from iserve.controller.jobs import Jobs
 from iserve.controller.node import hardware_of
 from iserve.controller.profiling import Profiler, ask_daemon, machine_key
@@ -125,7 +125,11 @@ class Verifier:
     # the check
 
     def _check(self, running: CheckTarget, max_seconds: float, tell: Tell) -> VerificationDocument:
-        """Measure, compare with what is predicted now, and keep what was measured."""
+        """Measure, compare with what is predicted now, and keep what was measured.
+
+        Raises:
+            ConflictError: its engine was replaced meanwhile; nothing is kept.
+        """
         worker = CheckedWorker(running.spec, running.engine, running.url, self._daemon, running.source.spec)
         with worker.watched():
             times, alone, unknown = time_batches(
@@ -136,6 +140,7 @@ class Verifier:
                 progress=lambda done, total, elapsed_s: tell("checking", done, total, elapsed_s),
             )
             stats = worker.stats()
+        check_same_engine(running.engine, running.versions, running.spec.served_model)
         node = ask_daemon(self._daemon, DaemonClient.node)
         held_bytes, memory_how = _held(running, node, None if stats is None else worker.held_bytes(stats))
         verification = Verification(

@@ -145,6 +145,26 @@ def test_a_worker_of_a_version_that_knew_fewer_fields_is_adopted(node, until, mo
     assert (after.pid, after.restarts) == (process.lease.pid, 0)
 
 
+def test_a_worker_tells_the_release_that_it_was_started_with_until_it_is_started_anew(node):
+    """Whatever is installed by now, and whoever is the daemon."""
+    node.start()
+    before = node.ready()
+    assert before.versions == TorchEngine().versions()
+    node.signal_daemon(signal.SIGKILL)
+    (node.home / "workers/w1/versions.json").write_text('[["engine", "torch 0.0.1"]]')  # upgraded meanwhile
+    node.start()
+    assert node.wait("w1", WorkerState.READY).versions == (("engine", "torch 0.0.1"),)
+    os.kill(before.pid, signal.SIGKILL)
+    assert node.wait("w1", WorkerState.READY, but_not_pid=before.pid).versions == TorchEngine().versions()
+
+
+@pytest.mark.parametrize("text", [None, "", '{"engine": 1}'])
+def test_what_an_older_daemon_did_not_record_is_not_told(text, tmp_path):
+    if text is not None:
+        (tmp_path / "versions.json").write_text(text)
+    assert WorkerProcess(tmp_path).versions() == ()
+
+
 def test_a_worker_whose_spec_was_written_anew_is_ended(node, until, alive):
     """It does not run what the file says."""
     node.start()

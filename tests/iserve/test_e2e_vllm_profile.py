@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.engines.standin import make_vllm
+from tests.daemon.engines.standin import make_vllm, set_version
 from tests.daemon.engines.vllm_stand_in import costs
 
 NVML = Path(__file__).parents[1] / "daemon" / "fake_nvml.py"
@@ -50,7 +50,7 @@ def of_vllm(home: Any) -> list[str]:
     return [line for line in home.processes().values() if any(mark in line for mark in marks)]
 
 
-def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: Any) -> None:
+def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: Any, environment: Path) -> None:
     """One way through the house; each step needs the one before."""
     deployed = home.json("deploy", DEMO, "--engine", "vllm", "--name", "chat", *WORK)
     assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "vllm")
@@ -58,6 +58,12 @@ def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: A
     assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["vllm"]
     answer = home.openai().completions.create(model="chat", prompt="hello", max_tokens=8, temperature=0)
     assert answer.choices[0].text == "abcdefgh"
+    packages = next((environment / "lib").glob("*/site-packages"))
+    set_version(packages, "vllm", "0.23.0")
+    replaced = home.run("verify", "chat", check=False).stderr.splitlines()[-1]
+    assert "'chat' runs vllm 0.24.0, and installed now is vllm 0.23.0" in replaced
+    assert home.get("/api/v1/verifications") == []
+    set_version(packages, "vllm", "0.24.0")
     home.run("rm", "chat")
     assert of_vllm(home) == []
 

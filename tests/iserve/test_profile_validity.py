@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
-from daemon.status import DeviceStatus, NodeStatus
+from daemon.engines.vllm.table import TABLE
+from daemon.status import DeviceStatus, NodeStatus, WorkerStatus
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import Workload
+from fingerprint.errors import ConflictError, InfeasibleError
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
+from iserve.controller.check_targets import check_same_engine
+from iserve.controller.node import hardware_of
 from iserve.controller.profile_validity import key_without_driver, machine_key
 from iserve.controller.profiling import Profiler
 from iserve.model_source import ModelSource
@@ -152,3 +158,98 @@ def test_other_engines_and_models_are_not_spoken_of(store: Store, profiler: Prof
     keep(store, replace(PROFILE, engine="torch"))
     engine: Any = Vllm()
     assert profiler.unused(SOURCE, engine, node()) == ()
+
+
+# --- what is there when a profile is taken ---------------------------------------------------------------------
+
+
+class Daemon:
+    """A node with nothing on it; nothing is to be started there."""
+
+    def __init__(self, there: NodeStatus) -> None:
+        self.there = there
+
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        return ()
+
+    def node(self) -> NodeStatus:
+        return self.there
+
+
+def taken(
+    profiler: Profiler, engine: Any, measured: Profile, then: Any = None, there: NodeStatus | None = None
+) -> Any:
+    """The profile that a measurement makes, during which ``then`` happens."""
+
+    def measure(*_: object) -> Profile:
+        if then is not None:
+            then()
+        return measured
+
+    daemon: Any = Daemon(there or node())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("iserve.controller.profiling.take", measure)
+        patched.setattr("iserve.controller.profiling.Fingerprints", lambda *_, **__: lambda _: Path("/cut"))
+        return profiler.take(
+            SOURCE, engine, lambda: daemon, workload=Workload(1, 64, 16), max_seconds=1.0, progress=lambda _: None
+        )
+
+
+class Replaceable(Vllm):
+    def capabilities(self) -> EngineCapabilities:
+        return TABLE
+
+
+def test_a_profile_is_kept_for_what_it_was_taken_with(store: Store, profiler: Profiler) -> None:
+    engine: Any = Replaceable()
+    assert taken(profiler, engine, PROFILE) == PROFILE
+    assert profiler.stored(SOURCE, engine, node()) == PROFILE
+
+
+def test_an_engine_that_is_replaced_during_a_profile_costs_the_profile(store: Store, profiler: Profiler) -> None:
+    """Kept for the new release, it would be used for it without a word."""
+    engine: Any = Replaceable()
+
+    def upgrade() -> None:
+        engine._versions = (("engine", "vllm 0.24.1"), VERSIONS[1])
+
+    with pytest.raises(
+        ConflictError, match=r"vllm 0\.24\.0, torch 2\.11\.0 then, vllm 0\.24\.1, torch 2\.11\.0 now"
+    ):
+        taken(profiler, engine, PROFILE, upgrade)
+    assert store.profiles() == ()
+
+
+def test_what_another_release_than_the_controller_s_measured_is_not_kept(store: Store, profiler: Profiler) -> None:
+    """A daemon that an earlier controller left may have another Python in its settings."""
+    engine: Any = Replaceable(("engine", "vllm 0.23.0"), VERSIONS[1])
+    with pytest.raises(ConflictError, match="profile it again"):
+        taken(profiler, engine, PROFILE)
+    assert store.profiles() == ()
+
+
+def test_of_gpus_of_several_kinds_none_is_taken_for_the_others(store: Store, profiler: Profiler) -> None:
+    other = node(name="NVIDIA H200").devices[1]
+    mixed = replace(node(), devices=(node().devices[0], other))
+    engine: Any = Replaceable()
+    keep(store, there=mixed)  # as it was kept before
+    told = r"\(NVIDIA RTX A6000: 0, NVIDIA H200: 1\).*`CUDA_VISIBLE_DEVICES=0 iserve up`"
+    with pytest.raises(InfeasibleError, match=told):
+        profiler.stored(SOURCE, engine, mixed)
+    with pytest.raises(InfeasibleError, match=told):
+        taken(profiler, engine, PROFILE, lambda: pytest.fail("it was measured"), mixed)
+    with pytest.raises(InfeasibleError, match=told):
+        hardware_of(mixed, PROFILE.machine.device)
+
+
+# --- what a check may correct ----------------------------------------------------------------------------------
+
+
+def test_a_worker_of_another_release_corrects_nothing() -> None:
+    engine: Any = Vllm()
+    check_same_engine(engine, VERSIONS, "chat")
+    check_same_engine(engine, (), "chat")  # a daemon of before did not record it
+    with pytest.raises(
+        ConflictError, match=r"'chat' runs vllm 0\.23\.0, and installed now is vllm 0\.24\.0, torch"
+    ):
+        check_same_engine(engine, (("engine", "vllm 0.23.0"),), "chat")
