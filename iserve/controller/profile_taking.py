@@ -65,17 +65,28 @@ class Order:
 
 
 def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Measure; raises as ``Profiler.take``, and ConfigError: shards are wanted of an engine without step timer."""
+    """Measure; raises as ``Profiler.take``, and ConfigError: shards are wanted of an engine without step timer, or
+    more requests at once than tokens fit a step of one with it."""
     if order.shards is Shards.ALWAYS and not order.table.step_timed:
         raise ConfigError(
             f"shards={order.shards} profiles one tensor-parallel rank alone, which takes an engine with our step "
             f"timer, and {order.table.engine} has none; take --engine vllm, or leave --shards out"
         )
     if order.table.step_timed:
+        _refuse_more_than_a_step(order)
         _refuse_without_pattern(order.source)
     if order.known is not None and order.wish is not None:
         return _added(order.known, order.wish, order, target, fingerprints)
     return (_take_depth_tied if order.table.step_timed else _take_plain)(order, target, fingerprints)
+
+
+def _refuse_more_than_a_step(order: Order) -> None:
+    """Raises ConfigError: one token of each sequence does not fit a step, and the engine would not start."""
+    if order.workload.batch > STEP_TOKENS:
+        raise ConfigError(
+            f"batch={order.workload.batch:,} is more than the {STEP_TOKENS:,} tokens of one step that "
+            f"{order.table.engine} is started with, and each sequence decodes one in every step; lower --batch"
+        )
 
 
 def _refuse_without_pattern(source: ModelSource) -> None:

@@ -282,7 +282,8 @@ class Profiler:
 
         Raises:
             InfeasibleError: there is no device, or GPUs of several kinds.
-            ConfigError: shards are wanted of an engine that has no step timer.
+            ConfigError: shards are wanted of an engine that has no step timer, or more requests at once than fit a
+                step of one that has it.
             EngineError: the profiling worker failed.
             NotMeasuredError: the budget was too short to estimate anything from; nothing is kept.
             ConflictError: the engine was replaced meanwhile; nothing is kept.

@@ -437,6 +437,14 @@ def test_layers_in_no_order_that_repeats_are_refused_before_anything_is_launched
     assert machine.log == []
 
 
+def test_more_requests_than_fit_a_step_are_refused_before_anything_is_launched() -> None:
+    """vLLM ends at its start on them, with a sentence about options of its own."""
+    machine = StepTimedMachine()
+    with pytest.raises(ConfigError, match=r"batch=8,193 is more than the 8,192 tokens of one step.*lower --batch"):
+        profiled(machine, batch=STEP_TOKENS + 1)
+    assert machine.log == []
+
+
 def test_fingerprints_of_layers_of_several_kinds_hold_those_that_were_asked_for(tmp_path: Path) -> None:
     config = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4}
     config |= {"intermediate_size": 96, "vocab_size": 128, "sliding_window": 512, "head_dim": 16}

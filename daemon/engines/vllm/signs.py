@@ -90,6 +90,14 @@ SIGNS = (
         "a context of {asked} tokens is longer than the model's {most}; deploy for fewer tokens",
     ),
     Sign(
+        re.compile(
+            r"max_num_batched_tokens \((?P<tokens>\d+)\) must be greater than or equal to max_num_seqs "
+            r"\((?P<asked>\d+)\)"
+        ),
+        ConfigError,
+        "{asked} requests at once are more than the {tokens} tokens of one of its steps; deploy for a smaller batch",
+    ),
+    Sign(
         re.compile(r"unrecognized arguments: (?P<flags>[^\n]{1,200})"),
         ConfigError,
         "this vLLM does not know {flags}; install one of 0.20 to 0.24",

@@ -417,6 +417,12 @@ def test_no_answer_whatever_breaks_the_daemon(noise):
         pytest.param(
             "ValueError: Invalid partition string: 1,,2", ConfigError, ["do not add up"], id="partition-text"
         ),
+        pytest.param(
+            "ValueError: max_num_batched_tokens (8192) must be greater than or equal to max_num_seqs (9000).",
+            ConfigError,
+            ["9000 requests at once", "8192 tokens", "smaller batch"],
+            id="sequences",
+        ),
         pytest.param("OSError: [Errno 98] Address already in use", ConflictError, ["port is in use"], id="port"),
         pytest.param(
             "vllm: error: unrecognized arguments: --block-size=16", ConfigError, ["--block-size"], id="flag"
