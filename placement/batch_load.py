@@ -15,7 +15,7 @@ A pipeline that keeps its stages full spreads its requests over up to one batch 
 *Several on a GPU.* All that run share its time evenly, and a worker that is slowed s times has ``s T(n)``: it runs
 for more of the time and takes more requests at once, so each of them asks for less. The fixed point is found from
 below: being slowed makes nobody less busy, so it is the least one. Workers are taken to run independently of one
-another.
+another (``placement.batch_sharing``).
 
 Left out: that a step waits for whoever comes during the one before, and that arrivals may be burstier than
 Poisson. How well it does: docs/placement.md.
@@ -23,21 +23,26 @@ Poisson. How well it does: docs/placement.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from placement.load_model import Key
 
-__all__ = ["Batching", "mean_speed", "settle"]
+__all__ = ["Batching", "Chains", "Floats"]
 
-_NEGLIGIBLE = 1e-12  # of the weight of all states
-_LARGE = 1e200
-_TURNS, _CLOSE, _HALVINGS = 50, 1e-3, 20
+Floats = NDArray[np.float64]
+Whole = NDArray[np.intp]
+Mask = NDArray[np.bool_]
+
+_NEGLIGIBLE = 1e-12  # of the weight of the likeliest state
+_TINY = 1e-300
+_HALVINGS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Batching:
+class Batching(NamedTuple):
     """A replica that batches, were its GPUs its own."""
 
     requests_per_s: float
@@ -50,100 +55,75 @@ class Batching:
     def under_way(self, slowed: float) -> float:
         """Mean number of batches, where everything takes ``slowed`` times as long: without a pipeline the share of
         the time that a step runs."""
-        rate = self.requests_per_s * slowed
-        return _under_way(rate * self.alone_s, rate * self.full_s, self.slots, min(self.batches, self.slots))
+        return float(Chains([self], slowed).under_way(np.array([slowed]))[0])
 
     def share_seen(self, batches: float) -> float:
         """The largest part of the stays, 0 to 1, with which no more than ``batches`` are under way: of requests
         shorter than was thought, whose worker was seen less busy."""
-        if self.under_way(1.0) <= batches:
+        chain = Chains([self], 1.0)
+        if chain.under_way(np.ones(1))[0] <= batches:
             return 1.0
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            low, high = (low, middle) if self.under_way(middle) > batches else (middle, high)
+            low, high = (low, middle) if chain.under_way(np.array([middle]))[0] > batches else (middle, high)
         return low
 
 
-@lru_cache(maxsize=4096)
-def _under_way(alone: float, full: float, slots: int, batches: int) -> float:
-    """``alone``, ``full``: rate times stay. A batch is no slower than its requests one after the other."""
-    alone = max(alone, full / slots)
-    grows = max(0.0, (full - alone) / (slots - 1)) if slots > 1 else 0.0
-    fixed = alone - grows
-    saturation = (fixed + grows * slots / batches) / slots
-    if saturation >= 1:
-        return float(batches)
-    weight = total = 1.0
-    found = 0.0
-    for n in range(1, slots):
-        flying = min(n, batches)
-        weight *= (fixed + grows * n / flying) / n
-        total += weight
-        found += weight * flying
-        if weight < _NEGLIGIBLE * total and n > batches:
-            break
-        if total > _LARGE:
-            weight, total, found = weight / _LARGE, total / _LARGE, found / _LARGE
-    else:  # the slots are taken, and any number wait
-        tail = weight * saturation / (1 - saturation)
-        total += tail
-        found += tail * batches
-    return found / total
+class Chains:
+    """Of several replicas, worked out at once: the states of one beside those of another in one array.
+
+    A state's weight is a product that may have no room in a float, hence logarithms. The last state of each is
+    that all slots are taken, and any number wait.
+    """
+
+    def __init__(self, tenants: Sequence[Batching], most_slowed: float) -> None:
+        """``most_slowed``: nothing will be asked beyond. States that are negligible there are left out."""
+        columns = [(t.requests_per_s, t.alone_s, t.full_s, t.slots, min(t.batches, t.slots)) for t in tenants]
+        rate, alone, full, slots, self._batches = np.array(columns, dtype=np.float64).reshape(-1, 5).T
+        alone = np.maximum(alone, full / slots)  # a batch is no slower than its requests one after the other
+        grows = np.maximum(0.0, full - alone) / np.maximum(1.0, slots - 1)
+        fixed = alone - grows
+        self._saturation = rate * (fixed + grows * slots / self._batches) / slots
+        self._is_asked = rate * alone > 0
+        who, n = _numbered(slots.astype(np.intp) + 1)
+        batch = n / np.maximum(1.0, np.minimum(n, self._batches[who]))
+        steps = _log(rate[who] * (fixed[who] + grows[who] * batch) / np.maximum(1, n))
+        steps[(n == 0) | ~self._is_asked[who]] = 0.0
+        sums = np.cumsum(steps)
+        self._keep(who, n, sums - sums[n == 0][who], n == slots[who])
+        # Weights rise to one peak and fall from there on; the less it is slowed, the earlier.
+        slowed = np.full(len(columns), most_slowed)
+        falls = (n > 0) & (steps + _log(most_slowed) < 0)
+        seen = ~falls | (self._weights(slowed, self._saturation * slowed) >= _NEGLIGIBLE)
+        self._keep(who[seen], n[seen], self._logs[seen], self._waits[seen])
+
+    def _keep(self, who: Whole, n: Whole, logs: Floats, waits: Mask) -> None:
+        self._who, self._n, self._logs, self._waits = who, n, logs, waits
+        self._waiting = np.flatnonzero(waits)
+        self._starts = np.flatnonzero(n == 0)
+        self._under_way = np.minimum(n, self._batches[who])
+
+    def under_way(self, slowed: Floats) -> Floats:
+        """Of each its ``Batching.under_way``."""
+        used = self._saturation * slowed
+        weights = self._weights(slowed, used)
+        means = np.add.reduceat(weights * self._under_way, self._starts) / np.add.reduceat(weights, self._starts)
+        return np.where(self._is_asked, np.where(used < 1, means, self._batches), 0.0)
+
+    def _weights(self, slowed: Floats, used: Floats) -> Floats:
+        """Of the states, the likeliest of each replica 1. Of no use where it is saturated."""
+        logs = self._logs + self._n * _log(slowed)[self._who]
+        logs[self._waiting] -= _log(1 - used)[self._who[self._waiting]]
+        return np.exp(logs - np.maximum.reduceat(logs, self._starts)[self._who])
 
 
-def mean_speed(running: Sequence[float], beside: int = 1) -> float:
-    """Of one that always runs where ``beside`` do, itself included: the mean of ``1 / (beside + X)``, X of
-    ``running`` (shares of the time, independent of one another) running at a moment."""
-    if not running:
-        return 1 / beside
-    chances = [1 - running[0], running[0]]  # that so many run
-    for share in running[1:]:
-        without, more = [*chances, 0.0], [0.0, *chances]
-        chances = [a + share * (b - a) for a, b in zip(without, more, strict=True)]
-    return sum(chance / (beside + count) for count, chance in enumerate(chances))
+def _numbered(counts: Whole) -> tuple[Whole, Whole]:
+    """Of so many for each, whose each is and the how manieth of its own."""
+    who = np.repeat(np.arange(len(counts)), counts)
+    return who, np.arange(len(who)) - (np.cumsum(counts) - counts)[who]
 
 
-# Of each stage of a tenant its share of the step, and of each kind of its GPUs who else stands there, for which
-# share of their steps. The GPUs of a group mostly have the same tenants.
-_Beside = list[tuple[float, list[tuple[tuple[str, float], ...]]]]
-
-
-def settle(tenants: Mapping[str, Batching]) -> dict[str, float]:
-    """The batches that each of ``tenants``, by its replica's name, has under way where all came to rest beside one
-    more that always runs on every GPU."""
-    beside = _beside(tenants)
-    batches, slowed, due = dict.fromkeys(tenants, 0.0), dict.fromkeys(tenants, 0.0), set(tenants)
-    for _ in range(_TURNS):
-        for name, tenant in tenants.items():
-            if name not in due:
-                continue
-            due.discard(name)
-            slower = 0.0
-            for share, groups in beside[name]:
-                speeds = [mean_speed([min(1.0, d * batches[other]) for other, d in who], 2) for who in groups]
-                slower += share / min(speeds)
-            if slower <= slowed[name] * (1 + _CLOSE):
-                continue
-            slowed[name], before = slower, batches[name]
-            batches[name] = max(before, tenant.under_way(slower))
-            if batches[name] > before:
-                due.update(other for _, groups in beside[name] for who in groups for other, _ in who)
-        if not due:
-            break
-    return batches
-
-
-def _beside(tenants: Mapping[str, Batching]) -> dict[str, _Beside]:
-    here: dict[Key, list[tuple[str, float]]] = {}
-    for name, tenant in tenants.items():
-        for share, keys in tenant.stages:
-            for key in keys:
-                here.setdefault(key, []).append((name, share))
-    return {
-        name: [
-            (share, list({tuple(one for one in here[key] if one[0] != name) for key in keys}))
-            for share, keys in tenant.stages
-        ]
-        for name, tenant in tenants.items()
-    }
+def _log(values: Floats | float) -> Floats:
+    """What is 0 counts as next to nothing."""
+    return np.log(np.maximum(values, _TINY))

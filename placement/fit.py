@@ -101,13 +101,8 @@ class _Seat(NamedTuple):
 
 _Island = Callable[[_Seat], object]  # a TP group lies within one island
 
-
-def _node(seat: _Seat) -> object:
-    return seat.node
-
-
-def _link(seat: _Seat) -> object:
-    return seat.link
+_node: _Island = attrgetter("node")
+_link: _Island = attrgetter("link")
 
 
 class Placer:
@@ -294,10 +289,12 @@ def _select(order: list[_Seat], island: _Island, demand: BlockDemand, longest: i
         return _holds(_top_rooms(_by_room(prefix[:length] + kept), island, demand), demand, longest)
 
     while len(prefix) + len(kept) > wanted and len(kept) < wanted:
-        low = high = wanted - len(kept)
-        while high < len(prefix) and not holds(high):  # mostly the first few do
-            low, high = high + 1, 2 * high
-        length = _first_true(low, min(high, len(prefix)), holds)
+        length = len(prefix)
+        if not kept or holds(length - 1):  # mostly a group's GPUs are neighbours, and the last one is needed too
+            low = high = wanted - len(kept)
+            while high < length and not holds(high):  # mostly the first few do
+                low, high = high + 1, 2 * high
+            length = _first_true(low, min(high, length), holds)
         prefix, kept = prefix[: length - 1], [prefix[length - 1], *kept]
     return prefix[: wanted - len(kept)] + kept
 

@@ -46,10 +46,10 @@ def lost_by_others(load: float) -> float:
 
 def shares(placement: Placement) -> tuple[tuple[float, tuple[Key, ...]], ...]:
     """Each stage's share of the step, and its GPUs."""
-    layers = sum(stage.num_layers for stage in placement.stages)
+    stages = placement.stages
+    layers = sum([stage.num_layers for stage in stages])  # lists: asked of hundreds of replicas for each decision
     return tuple(
-        (stage.num_layers / layers, tuple((stage.node_id, device) for device in stage.device_ids))
-        for stage in placement.stages
+        [(s.num_layers / layers, tuple([(s.node_id, device) for device in s.device_ids])) for s in stages]
     )
 
 

@@ -15,11 +15,11 @@ theirs who have requests now, and what else was seen has passed, such as the sta
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 
-from placement.batch_load import Batching, mean_speed, settle
+from placement.batch_load import Batching
+from placement.batch_sharing import kept
 from placement.load_model import Key, LoadedCluster, Tenant, shares, slope, stretch
 from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement
 
@@ -33,17 +33,19 @@ class Others:
     """Of one snapshot. Pure."""
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
-        told = tuple(d for d in snapshot.deployments if d.is_work_known and _one_at_a_time(d))
-        batch = tuple(d for d in snapshot.deployments if _tells_of_batches(d))
-        cluster = LoadedCluster.of(replace(snapshot, deployments=told))
+        told, batch, rest = _kinds(snapshot)
+        cluster = LoadedCluster.of(replace(snapshot, deployments=tuple(told)))
         self._tenants, self._told = cluster.tenants, cluster.loads
-        names = {d.name for d in told}
-        self._each_counts = {key for key, _ in _memory(d for d in snapshot.deployments if d.name not in names)}
-        seen, kept = _Seen(snapshot, batch), _kept(told, batch)
+        untold = {key for d in rest for key, _ in _memory(d)}
+        seen = _Seen(batch, untold | cluster.tenants.keys())
+        self._each_counts = untold | seen.keys
+        taken = kept(_batching(batch), _batching(told))
         self.loads: dict[Key, float] = {}  # of GPUs that have any
         for gpu in snapshot.gpus:
             key = (gpu.node_id, gpu.device_id)
-            load = max(seen.load(gpu), cluster.loads.get(key, 0.0) + kept.get(key, 0.0))
+            load = self._told.get(key, 0.0) + taken.get(key, 0.0)
+            if gpu.load_fraction > load:
+                load = max(load, seen.load(key, gpu))
             if load > 0:
                 self.loads[key] = load
 
@@ -90,16 +92,23 @@ class Others:
 class _Seen:
     """How much of what a GPU was seen busy is still there."""
 
-    def __init__(self, snapshot: ClusterSnapshot, batch: tuple[DeploymentState, ...]) -> None:
-        names = {d.name for d in batch}
-        self._others = {key for key, _ in _memory(d for d in snapshot.deployments if d.name not in names)}
-        self._bytes: Counter[Key] = Counter()
-        for key, size_bytes in _memory(batch):
-            self._bytes[key] += size_bytes
-        self._asking = Counter(key for key, _ in _memory(d for d in batch if _has_requests(d)))
+    def __init__(self, batch: Iterable[DeploymentState], others: Set[Key]) -> None:
+        """``others``: where anybody stands that is not of ``batch``."""
+        self._others = others
+        self._bytes: dict[Key, int] = {}
+        self._asking: dict[Key, int] = {}
+        for deployment in batch:
+            asks = _has_requests(deployment)
+            for key, size_bytes in _memory(deployment):
+                self._bytes[key] = self._bytes.get(key, 0) + size_bytes
+                self._asking[key] = self._asking.get(key, 0) + asks
 
-    def load(self, gpu: GpuState) -> float:
-        key = (gpu.node_id, gpu.device_id)
+    @property
+    def keys(self) -> Set[Key]:
+        """Where those of ``batch`` stand."""
+        return self._bytes.keys()
+
+    def load(self, key: Key, gpu: GpuState) -> float:
         if key not in self._bytes or key in self._others:
             return gpu.load_fraction
         if gpu.total_bytes - gpu.free_bytes - self._bytes[key] > _UNTOLD * gpu.total_bytes:
@@ -108,53 +117,42 @@ class _Seen:
         return min(gpu.load_fraction, asking / (asking + 1))
 
 
-def _kept(told: Iterable[DeploymentState], batch: Iterable[DeploymentState]) -> dict[Key, float]:
-    """Of each GPU, what those that ``batch`` keep from one who always runs there."""
-    tenants = dict(tenant for d in batch for tenant in _batching(d))
-    if not tenants:
-        return {}
-    batches = settle(tenants | dict(tenant for d in told for tenant in _batching(d)))
-    running: dict[Key, list[float]] = {}
-    for name, tenant in tenants.items():
-        for share, keys in tenant.stages:
-            for key in keys:
-                running.setdefault(key, []).append(min(1.0, share * batches[name]))
-    return {key: 1 - mean_speed(here) for key, here in running.items()}
+_Deployments = list[DeploymentState]
 
 
-def _memory(deployments: Iterable[DeploymentState]) -> Iterator[tuple[Key, int]]:
+def _kinds(snapshot: ClusterSnapshot) -> tuple[_Deployments, _Deployments, _Deployments]:
+    """Those one at a time whose work is known, those that batch and tell of it, and the rest."""
+    told, batch, rest = _Deployments(), _Deployments(), _Deployments()
+    for deployment in snapshot.deployments:
+        if all(replica.max_batch == 1 for replica in deployment.replicas):
+            (told if deployment.is_work_known else rest).append(deployment)
+        else:
+            tells = deployment.requests_per_s == 0 or deployment.stays is not None
+            (batch if tells else rest).append(deployment)
+    return told, batch, rest
+
+
+def _memory(deployment: DeploymentState) -> Iterator[tuple[Key, int]]:
     """Of every replica on every GPU."""
-    for deployment in deployments:
-        for replica in deployment.replicas:
-            for stage in replica.placement.stages:
-                for device in stage.device_ids:
-                    yield (stage.node_id, device), stage.bytes_per_gpu
-
-
-def _one_at_a_time(deployment: DeploymentState) -> bool:
-    return all(replica.max_batch == 1 for replica in deployment.replicas)
-
-
-def _tells_of_batches(deployment: DeploymentState) -> bool:
-    return not _one_at_a_time(deployment) and (deployment.requests_per_s == 0 or deployment.stays is not None)
+    for replica in deployment.replicas:
+        for stage in replica.placement.stages:
+            for device in stage.device_ids:
+                yield (stage.node_id, device), stage.bytes_per_gpu
 
 
 def _has_requests(deployment: DeploymentState) -> bool:
     return deployment.waiting > 0 or any(replica.outstanding for replica in deployment.replicas)
 
 
-def _batching(deployment: DeploymentState) -> Iterator[tuple[str, Batching]]:
-    """Its replicas, which share its requests evenly."""
-    stays, one_s = deployment.stays, deployment.service_s
-    for replica in deployment.replicas:
-        yield (
-            replica.replica_id,
-            Batching(
-                requests_per_s=deployment.requests_per_s / len(deployment.replicas),
-                alone_s=one_s if stays is None else stays.alone_s,
-                full_s=one_s if stays is None else stays.full_s,
-                slots=replica.max_batch,
-                batches=replica.batches,
-                stages=shares(replica.placement),
-            ),
-        )
+def _batching(deployments: _Deployments) -> list[Batching]:
+    """Their replicas; those of one share its requests evenly."""
+    found = []
+    for deployment in deployments:
+        stays, one_s = deployment.stays, deployment.service_s
+        alone_s, full_s = (one_s, one_s) if stays is None else (stays.alone_s, stays.full_s)
+        for replica in deployment.replicas:
+            rate = deployment.requests_per_s / len(deployment.replicas)
+            found.append(
+                Batching(rate, alone_s, full_s, replica.max_batch, replica.batches, shares(replica.placement))
+            )
+    return found
