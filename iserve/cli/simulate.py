@@ -86,6 +86,7 @@ def simulate(
         gpu, snapshot = cluster.hardware()
     with o.usage_errors():
         least, _ = steering.range()
+        o.replicated(options, least)  # checked
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
         steers = steering.policy(gpu, cluster.startup)
         router = make_router(serving.router)

@@ -21,12 +21,13 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.making import Hardware, PlanOptions, make_plan
+from iserve.planning.making import FitsOn, Hardware, PlanOptions, make_plan, placements_of
 from iserve.planning.ranked_model import RankedModel
 from placement.harvesting import spare_gpu
 from placement.orders import Steering
 from placement.routing import Router
-from placement.types import ClusterSnapshot, GpuState
+from placement.types import ClusterSnapshot, GpuState, Placement
+from planner.plan import NoRoom, Plan
 from traces.request import Request
 from traces.simulator.pipelined import keeps_stages_full
 from traces.simulator.result import SimulationResult
@@ -125,7 +126,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
 
 class PlannedDeployer:
     """What ``iserve deploy`` would do with the cluster as it is: rank all configurations, place the best that fits
-    (implements ``traces.simulator.scenario.Deployer``).
+    (implements ``traces.simulator.scenario.ReplicaDeployer``).
 
     Args:
         knows_rates: of what is deployed there, counted until then; else only how busy each GPU was, as where no
@@ -156,20 +157,52 @@ class PlannedDeployer:
         chosen = ranked.choose(snapshot)
         if chosen is None:
             return NotDeployed(reason=self._why_not(asked, snapshot))
-        config = chosen.config
+        return self._deployed(asked, chosen.config, chosen.placement)
+
+    def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
+        """The best configuration that fits so often, each on GPUs of its own.
+
+        Raises:
+            ConfigError: more than a deployment may have.
+        """
+        asked = self._models[model]
+        plan = self._plan(asked, snapshot if self._knows_rates else replace(snapshot, deployments=()), count)
+        if plan.best is None:
+            return NotDeployed(reason=_nearest(plan))
+        config, layout = plan.best.config, plan.best.layout
+        assert layout is not None, "the best has a place"
+        return [self._deployed(asked, config, placement) for placement in placements_of(layout)]
+
+    def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        """The same configuration where the policy puts it."""
+        asked = self._models[model]
+        config = next(config for (_, config), steps in self._steps.items() if steps is like.steps)
+        estimate = asked.estimator.estimate(config, asked.options.workload)
+        found = FitsOn(self._hardware(snapshot), replace(asked.options, replicas=1))(estimate)
+        if isinstance(found, NoRoom):
+            return NotDeployed(reason=f"no place for one more on GPUs without its replicas: {found.reason}")
+        (placement,) = placements_of(found)
+        return self._deployed(asked, config, placement)
+
+    def _deployed(self, asked: SimulatedModel, config: DeploymentConfig, placement: Placement) -> Deployed:
         return Deployed(
-            placement=chosen.placement,
+            placement=placement,
             steps=self._step_model(asked, config),
             what=f"{config} on {config.engine}",
             pipelined=keeps_stages_full(config.engine),
         )
 
     def _why_not(self, asked: SimulatedModel, snapshot: ClusterSnapshot) -> str:
-        hardware = Hardware(label=f"{len(snapshot.gpus)} x {self._gpu.name}", gpu=self._gpu, snapshot=snapshot)
-        plan = make_plan(asked.spec, hardware, asked.estimator, asked.engines, asked.options)
+        plan = self._plan(asked, snapshot, 1)
         assert plan.best is None, "the kept order gives the plan's own choice"
-        nearest = plan.why_not.nearest
-        return "nothing is feasible" if nearest is None else nearest.text
+        return _nearest(plan)
+
+    def _plan(self, asked: SimulatedModel, snapshot: ClusterSnapshot, replicas: int) -> Plan:
+        options = replace(asked.options, replicas=replicas)
+        return make_plan(asked.spec, self._hardware(snapshot), asked.estimator, asked.engines, options)
+
+    def _hardware(self, snapshot: ClusterSnapshot) -> Hardware:
+        return Hardware(label=f"{len(snapshot.gpus)} x {self._gpu.name}", gpu=self._gpu, snapshot=snapshot)
 
     def _step_model(self, model: SimulatedModel, config: DeploymentConfig) -> StepModel:
         found = self._steps.get((model.name, config))
@@ -177,6 +210,11 @@ class PlannedDeployer:
             limits = launch_limits(model.options.workload, config.engine, model.step_tokens)
             found = self._steps[model.name, config] = tabulate(model.estimator, config, limits)
         return found
+
+
+def _nearest(plan: Plan) -> str:
+    nearest = plan.why_not.nearest
+    return "nothing is feasible" if nearest is None else nearest.text
 
 
 class EngineBatcher:

@@ -27,7 +27,10 @@ from iserve.simulation.running import (
     roofline_model,
     simulate_cluster,
 )
+from placement.elastic import Elastic
+from placement.replicas import Replicas
 from placement.routing import make_router
+from placement.scaling import Scaling
 from placement.types import Placement
 from planner.intent import Intent, IntentKind, Slo
 from tests.fingerprint.step_timed_machine import StepTimedMachine, llama_7b, take_depth_tied
@@ -149,6 +152,71 @@ def test_models_that_arrive_later_see_the_memory_that_is_left() -> None:
     assert kinds == [ChangeKind.DEPLOYED] * placed + [ChangeKind.REFUSED] * (12 - placed)
     assert "GiB" in result.changes[-1].text
     assert result.gpus[0].peak_bytes <= A6000.memory_bytes
+
+
+def devices(result: SimulationResult) -> list[tuple[str, ...]]:
+    return [change.device_ids for change in result.changes if change.kind is ChangeKind.DEPLOYED]
+
+
+def replicated(count: int, scenario: Scenario, steering: Elastic | None = None) -> SimulationResult:
+    """``count`` replicas of one model, which is asked for more than one of them serves."""
+    asked = model()
+    scenario = replace(scenario, actions=(Deploy(at_s=0.0, name="chat", model="chat", replicas=count),))
+    requests = poisson(400, 40.0, "chat")
+    return simulate_cluster(requests, scenario, A6000, {"chat": asked}, router=make_router(), steering=steering)
+
+
+FOUR = Scenario(cluster=idle_cluster(A6000, 4), actions=())
+
+
+def test_replicas_go_where_a_plan_for_so_many_says() -> None:
+    """Of one configuration, no two on one GPU, and so faster; one alone takes all GPUs."""
+    four = replicated(4, FOUR)
+    asked = model(replicas=4)
+    hardware = Hardware(label="4", gpu=A6000, snapshot=FOUR.cluster)
+    plan = make_plan(asked.spec, hardware, asked.estimator, asked.engines, asked.options)
+    assert plan.best is not None
+    assert isinstance(plan.best.layout, Replicas)
+    expected = [tuple(d for s in p.stages for d in s.device_ids) for p in plan.best.layout.placements]
+    assert devices(four) == expected
+    assert len({device for each in expected for device in each}) == sum(map(len, expected))
+    one = replicated(1, FOUR)
+    assert len(devices(one)[0]) == 4
+    assert np.median(four.outcomes.e2e_s) < np.median(one.outcomes.e2e_s) / 2
+
+
+def test_so_many_that_not_all_have_room_are_refused_as_by_a_deploy() -> None:
+    result = replicated(3, replace(FOUR, cluster=idle_cluster(A6000, 2)))
+    assert devices(result) == []
+    assert "replicas" in next(c.text for c in result.changes if c.kind is ChangeKind.REFUSED)
+
+
+def test_one_more_is_like_the_others_and_on_gpus_of_its_own() -> None:
+    grows = Elastic(scaling=Scaling(min_replicas=2, max_replicas=3, idle_s=None))
+    result = replicated(2, replace(FOUR, cluster=idle_cluster(A6000, 3, per_node=1)), grows)
+    assert sorted(devices(result)) == [("a6000:0",), ("a6000:1",), ("a6000:2",)]
+    assert len({c.text for c in result.changes if c.kind is ChangeKind.DEPLOYED}) == 1
+    crowded = replicated(1, FOUR, replace(grows, scaling=Scaling(max_replicas=3, idle_s=None)))
+    assert len(devices(crowded)) == 1
+    told = next(c.text for c in crowded.changes if c.kind is ChangeKind.REFUSED)
+    assert told == "every GPU holds one of its replicas already; two would share its time"
+    wide = replace(FOUR, cluster=idle_cluster(A6000, 2, per_node=1))
+    full = replicated(2, wide, Elastic(scaling=Scaling(min_replicas=2, max_replicas=3, idle_s=None)))
+    assert len(devices(full)) == 2
+
+
+def test_a_lost_replica_comes_back_like_the_others_on_a_gpu_without_any() -> None:
+    scenario = replace(FOUR, cluster=idle_cluster(A6000, 3, per_node=1))
+    deploys = (Deploy(at_s=0.0, name="chat", model="chat", replicas=2), NodeFails(at_s=5.0, node_id="node0"))
+    result = simulate_cluster(
+        poisson(200, 4.0, "chat"),
+        replace(scenario, actions=deploys),
+        A6000,
+        {"chat": model()},
+        router=make_router(),
+    )
+    assert devices(result) == [("a6000:0",), ("a6000:1",), ("a6000:2",)]
+    assert len({c.text for c in result.changes if c.kind is ChangeKind.DEPLOYED}) == 1
 
 
 def test_co_located_models_slow_one_another() -> None:

@@ -10,6 +10,7 @@ Its replicas scaled away, a deployment sleeps: requests wait for it, and the pol
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from placement.orders import Move, Order, Scale
@@ -19,12 +20,21 @@ from traces.simulator.cluster import Cluster
 from traces.simulator.continuous import ContinuousWorker
 from traces.simulator.faults import PolicyFault, ask
 from traces.simulator.fcfs import FcfsWorker
-from traces.simulator.fleet import Deployment, can_keep, states
+from traces.simulator.fleet import Deployment, can_keep, snapshot_without, states
 from traces.simulator.gpus import Gpu
 from traces.simulator.pipelined import PipelinedWorker
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
-from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Profile, Scenario, Service
+from traces.simulator.scenario import (
+    Deploy,
+    Deployed,
+    NotDeployed,
+    Policies,
+    Profile,
+    ReplicaDeployer,
+    Scenario,
+    Service,
+)
 from traces.simulator.servers import Job, Server, Stage
 from traces.simulator.stepped import SteppedWorker
 
@@ -328,18 +338,32 @@ class Deployments:
         deployment.queue.clear()
 
     def _fill(self, deployment: Deployment, now_s: float) -> None:
-        """One replica after the other, each on the cluster that the one before left."""
-        deployer = self._policies.deployer
+        """Until all that are wanted are there, or the next finds no place on what those before left."""
         while deployment.missing:
-            snapshot = self.snapshot(now_s)
-            if not snapshot.gpus:
-                answer: Deployed | NotDeployed = NotDeployed(reason="no GPU is left")
-            else:
-                answer = ask(deployer.name, lambda: deployer(deployment.model, snapshot))  # noqa: B023
+            answer = self._decide(deployment, self.snapshot(now_s))
             if isinstance(answer, NotDeployed):
                 self._tell(now_s, ChangeKind.REFUSED, deployment.name, answer.reason)
                 return
-            self._launch(deployment, answer, now_s)
+            for decided in answer:
+                self._launch(deployment, decided, now_s)
+
+    def _decide(self, deployment: Deployment, snapshot: ClusterSnapshot) -> Sequence[Deployed] | NotDeployed:
+        """The next replica; all of them, where the deployer knows what replicas are and there is none yet."""
+        deployer, model, missing = self._policies.deployer, deployment.model, deployment.missing
+        if not snapshot.gpus:
+            return NotDeployed(reason="no GPU is left")
+        if not isinstance(deployer, ReplicaDeployer) or (missing == 1 and not deployment.decided):
+            answer = ask(deployer.name, lambda: deployer(model, snapshot))
+        elif not deployment.decided:
+            return ask(deployer.name, lambda: deployer.several(model, snapshot, missing))
+        else:
+            others = snapshot_without(snapshot, (of.placement for of in deployment.decided.values()))
+            if others is None:
+                return NotDeployed(reason="every GPU holds one of its replicas already; two would share its time")
+            like = deployment.latest
+            assert like is not None, "it has replicas"
+            answer = ask(deployer.name, lambda: deployer.another(like, model, others))
+        return answer if isinstance(answer, NotDeployed) else (answer,)
 
     def _launch(self, deployment: Deployment, decided: Deployed, now_s: float) -> None:
         deployer = self._policies.deployer.name

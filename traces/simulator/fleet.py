@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from placement.types import DeploymentState, ReplicaState, Stays
+from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState, Stays
 from planner.intent import Slo
 from traces.simulator.gpus import LOAD_WINDOW_S
 from traces.simulator.pipelined import PipelinedWorker
@@ -17,7 +17,7 @@ from traces.simulator.scenario import Deployed
 from traces.simulator.servers import Server
 from traces.simulator.step_model import StepModel
 
-__all__ = ["Deployment", "can_keep", "service_s", "states", "stays"]
+__all__ = ["Deployment", "can_keep", "service_s", "snapshot_without", "states", "stays"]
 
 
 @dataclass(slots=True)
@@ -83,6 +83,18 @@ def stays(steps: StepModel, input_tokens: float, output_tokens: float) -> Stays:
         alone_s=alone_s,
         full_s=prompt_s + (slots - 1) * added_s + steps.run_s(slots, input_tokens + 1, to_come),
     )
+
+
+def snapshot_without(snapshot: ClusterSnapshot, placements: Iterable[Placement]) -> ClusterSnapshot | None:
+    """With nothing free on the GPUs of ``placements``; None: those are all."""
+    theirs = {
+        (stage.node_id, device) for placed in placements for stage in placed.stages for device in stage.device_ids
+    }
+    gpus = tuple(
+        replace(gpu, free_bytes=0) if (gpu.node_id, gpu.device_id) in theirs else gpu for gpu in snapshot.gpus
+    )
+    taken = all((gpu.node_id, gpu.device_id) in theirs for gpu in snapshot.gpus)
+    return None if taken else replace(snapshot, gpus=gpus)
 
 
 _ROUNDING_S = 1e-9

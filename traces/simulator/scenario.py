@@ -6,10 +6,10 @@ Policies are values handed in; the simulator runs whatever decides in production
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from fingerprint.errors import ConfigError
 from placement.orders import Steering
@@ -32,6 +32,7 @@ __all__ = [
     "Policies",
     "Profile",
     "Remove",
+    "ReplicaDeployer",
     "Scenario",
     "Service",
 ]
@@ -114,6 +115,22 @@ class Deployer(Protocol):
     def name(self) -> str: ...
 
     def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed: ...
+
+
+@runtime_checkable
+class ReplicaDeployer(Deployer, Protocol):
+    """One that knows what replicas are, as the controller does: of one configuration, no two on one GPU.
+
+    Any other is asked for each by itself, and may stack them.
+    """
+
+    def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
+        """All of a deployment that has none, or none of them."""
+        ...
+
+    def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        """One more; on the GPUs of the others nothing is free in ``snapshot``."""
+        ...
 
 
 Harvest: TypeAlias = Callable[[ClusterSnapshot, int], GpuState | None]
