@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
+from fingerprint.estimators.l2 import L2, MeasuredKey
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
 from fingerprint.measurements import Profile
 
 if TYPE_CHECKING:
     from fingerprint.estimators.depth_tied import DepthTiedEstimator
 
-__all__ = ["estimator_for", "step_tokens_of"]
+__all__ = ["contradictions", "estimator_for", "step_tokens_of"]
 
 
 def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
@@ -22,6 +23,24 @@ def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimat
 
         return DepthTiedEstimator(profile, roofline)
     return FingerprintedEstimator(profile, roofline)
+
+
+def contradictions(profile: Profile) -> dict[MeasuredKey, str]:
+    """Where fingerprints of more layers were faster than those of fewer, beyond the noise of their runs; and how.
+
+    A profile of repeated forwards was looked through as it was taken (``fingerprint.profile_checks``).
+    """
+    if _is_depth_tied(profile):
+        return {}
+    found = {}
+    for effect in L2(profile).layer_effects:
+        for of_what, layer in (("a prefill", effect.first_s), ("a step", effect.next_s)):
+            if layer.high < 0:
+                found[effect.key] = (
+                    f"one layer takes {1e3 * layer.value:.3g} ms ({1e3 * layer.low:.3g} to {1e3 * layer.high:.3g}) "
+                    f"of {of_what} (batch {effect.batch}, {effect.input_tokens} in)"
+                )
+    return found
 
 
 def step_tokens_of(profile: Profile) -> int | None:

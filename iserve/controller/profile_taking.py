@@ -15,14 +15,22 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_plan, depth_tied_profile
-from fingerprint.errors import ConfigError, InfeasibleError, IserveError, UnsupportedModelError
+from fingerprint.errors import (
+    ConfigError,
+    InfeasibleError,
+    IserveError,
+    NotMeasuredError,
+    UnsupportedModelError,
+)
+from fingerprint.estimators.l2 import MeasuredKey
 from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpu_spec import GpuSpec
-from fingerprint.measurements import Profile
+from fingerprint.measurements import Profile, TimingPoint
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
-from fingerprint.profile_plan import Shards, default_plan
+from fingerprint.profile_plan import ProfilePlan, Shards, default_plan
 from fingerprint.sharded_profile import profile_with_shards
+from iserve.controller.estimating import contradictions
 from iserve.controller.profile_room import STEP_TOKENS, Room, fitting, quietest
 from iserve.controller.profile_worth import lacking, why_needless
 from iserve.model_source import ModelSource
@@ -31,7 +39,7 @@ from placement.types import DeploymentState
 from planner.intent import Quality, allows
 from planner.space import shape_refusal
 
-__all__ = ["Fingerprints", "Order", "take"]
+__all__ = ["Fingerprints", "Order", "consistent", "take"]
 
 _DEGREES = ((1, 1), (2, 1), (1, 2))
 
@@ -108,17 +116,68 @@ def _refuse_without_pattern(source: ModelSource) -> None:
 
 
 def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Fingerprints as they are, on an engine that loads one after the other in a moment."""
+    """Fingerprints as they are, on an engine that loads one after the other in a moment.
+
+    Raises:
+        NotMeasuredError: as :func:`consistent`.
+    """
     source, started = order.source, time.monotonic()
     device = target.machine().device  # launches the worker that the first degree then uses
     launch_s = time.monotonic() - started
     weights, degrees = _formats_and_degrees(source.spec, order, device)
     left_s = max(1.0, order.max_seconds - launch_s)
     plan = default_plan(source.spec, order.workload, weights=weights, degrees=degrees, budget_s=left_s)
-    measured = profile(
-        source.name, source.spec, target, fingerprints, plan, progress=order.progress, launch_s=launch_s
-    )
+    measure = partial(profile, source.name, source.spec, target, fingerprints, progress=order.progress)
+    measured = consistent(measure(plan, launch_s=launch_s), plan, measure)
     return replace(measured, budget_s=order.max_seconds, spent_s=measured.spent_s + launch_s)
+
+
+def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfilePlan], Profile]) -> Profile:
+    """``measured``; what contradicts itself in it (two layers faster than one) is measured once more, in as much
+    time as it had, and left out where it does so again. Nothing is extrapolated from it.
+
+    Raises:
+        NotMeasuredError: nothing else is left.
+    """
+    wrong = contradictions(measured)
+    if not wrong:
+        return measured
+    degrees = tuple(degree for degree in plan.degrees if degree in {(key.tp, key.pp) for key in wrong})
+    weights = tuple(w for w in plan.weights if w in {key.weights for key in wrong})
+    share = len(degrees) * len(weights) / (len(plan.degrees) * len(plan.weights))
+    notes = [f"{_named(key)}: {why}; measured again" for key, why in wrong.items()]
+    timing = [point for point in measured.timing if _key_of(point) not in wrong]
+    spent_s, second = measured.spent_s, None
+    try:
+        second = measure(replace(plan, degrees=degrees, weights=weights, budget_s=share * plan.budget_s))
+    except IserveError as error:
+        notes.append(f"it could not be measured again: {error}")
+    if second is not None:
+        spent_s += second.spent_s
+        timing += [point for point in second.timing if _key_of(point) in wrong]
+        notes += [f"{_named(key)} left out: no time for it" for key in wrong if key not in map(_key_of, timing)]
+    still = contradictions(replace(measured, timing=tuple(timing)))
+    notes += [f"{_named(key)} is unusable, measured twice: {why}" for key, why in still.items()]
+    timing = [point for point in timing if _key_of(point) not in still]
+    if not timing:
+        raise NotMeasuredError(
+            f"{measured.model} cannot be estimated: {'; '.join(notes)}; profile it when it is quiet"
+        )
+    return replace(
+        measured,
+        timing=tuple(timing),
+        spent_s=spent_s,
+        complete=measured.complete and second is not None and second.complete and not still,
+        notes=(*measured.notes, *notes),
+    )
+
+
+def _key_of(point: TimingPoint) -> MeasuredKey:
+    return MeasuredKey(point.tp, point.pp, point.weights, point.kv)
+
+
+def _named(key: MeasuredKey) -> str:
+    return f"tp={key.tp} pp={key.pp} {key.weights}"
 
 
 def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
