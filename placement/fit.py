@@ -23,13 +23,16 @@ used (step III), in this order of importance:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import MemoryEstimate
+from placement.load_model import Key
 from placement.types import (
     BlockDemand,
     ClusterSnapshot,
@@ -105,6 +108,25 @@ _node: _Island = attrgetter("node")
 _link: _Island = attrgetter("link")
 
 
+class _Seats(NamedTuple):
+    """Those of a tier that are left, twice."""
+
+    order: list[_Seat]  # as the policy prefers
+    by_room: list[_Seat]  # most free memory first, and those that are alike as they are preferred
+    ever: dict[Key, _Seat]  # and those that went
+
+    def without(self, keys: Iterable[Key]) -> _Seats:
+        order, by_room = [*self.order], [*self.by_room]
+        for seat in [self.ever[key] for key in keys if key in self.ever]:
+            del order[bisect_left(order, seat.rank, key=attrgetter("rank"))]
+            del by_room[bisect_left(by_room, _roominess(seat), key=_roominess)]
+        return _Seats(order, by_room, self.ever)
+
+
+def _roominess(seat: _Seat) -> tuple[int, int]:
+    return -seat.free_bytes, seat.rank
+
+
 class Placer:
     """One snapshot under one policy, sorted once, for any number of demands."""
 
@@ -123,15 +145,23 @@ class Placer:
         )
         everything = [gpu for tier in tiers for gpu in tier] + rest
         self._tiers = [*tiers] if len(tiers) == 1 and not rest else [*tiers, tuple(everything)]
-        self._seated: dict[int, tuple[list[_Seat], list[_Seat]]] = {}  # by tier: the last one is seldom asked
+        self._seated: dict[int, _Seats] = {}  # by tier: the last one is seldom asked
+        self._gone: tuple[Key, ...] = ()
 
-    def _seats(self, tier: int) -> tuple[list[_Seat], list[_Seat]]:
-        """The same seats twice: in the policy's order, and by free memory, most first."""
+    def without(self, placement: Placement) -> Placer:
+        """The same where the GPUs of ``placement``, which it gave, are not there: nothing is sorted again."""
+        left = copy(self)
+        keys = tuple((stage.node_id, device) for stage in placement.stages for device in stage.device_ids)
+        left._gone = self._gone + keys
+        left._seated = {tier: seats.without(keys) for tier, seats in self._seated.items()}
+        return left
+
+    def _seats(self, tier: int) -> _Seats:
         if tier not in self._seated:
-            self._seated[tier] = self._seat(self._tiers[tier])
+            self._seated[tier] = self._seat(self._tiers[tier]).without(self._gone)
         return self._seated[tier]
 
-    def _seat(self, gpus: tuple[GpuState, ...]) -> tuple[list[_Seat], list[_Seat]]:
+    def _seat(self, gpus: tuple[GpuState, ...]) -> _Seats:
         size = self._link_group_size
         order = [
             _Seat(
@@ -143,7 +173,7 @@ class Placer:
             )
             for rank, gpu in enumerate(gpus)
         ]
-        return order, _by_room(order)
+        return _Seats(order, _by_room(order), {(seat.node, seat.gpu.device_id): seat for seat in order})
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal:
         """Where ``demand`` goes, or why it goes nowhere (see the module's docstring for what is preferred)."""
@@ -154,13 +184,14 @@ class Placer:
                 f"pp={demand.pp} needs at least {demand.pp} layers, the model has {demand.num_layers}", 0
             )
         for tier in range(len(self._tiers)):
-            chosen = self._in_tier(*self._seats(tier), demand)
+            chosen = self._in_tier(self._seats(tier), demand)
             if chosen is not None:
                 return chosen
-        _, all_by_room = self._seats(len(self._tiers) - 1)
-        return _refusal(demand, _top_rooms(all_by_room, _node, demand))
+        everything = self._seats(len(self._tiers) - 1)
+        return _refusal(demand, _top_rooms(everything.by_room, _node, demand))
 
-    def _in_tier(self, order: list[_Seat], by_room: list[_Seat], demand: BlockDemand) -> Placement | None:
+    def _in_tier(self, seats: _Seats, demand: BlockDemand) -> Placement | None:
+        order, by_room, _ = seats
         rooms = _top_rooms(by_room, _node, demand)
         longest = _shortest_longest_stage(rooms, demand)
         if longest is None:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fingerprint.errors import ConfigError
-from placement.fit import GIB, free_bytes
+from placement.fit import GIB, Placer, free_bytes
+from placement.load_model import Key
 from placement.placers import FindsPlaces
 from placement.types import BlockDemand, ClusterSnapshot, Placement, Refusal
 
@@ -48,23 +49,32 @@ class ReplicaPlacer:
         if count < 1:
             raise ConfigError(f"a deployment has at least one replica, got {count}")
         self._snapshot, self._count, self._placer_on = snapshot, count, placer_on
-        self._placers: dict[frozenset[tuple[str, str]], FindsPlaces] = {}  # by the GPUs that are taken
+        self._placers: dict[frozenset[Key], FindsPlaces] = {}  # by the GPUs that are taken
 
     def fit(self, demand: BlockDemand) -> Replicas | Refusal:
         """Where all of them go, or why they do not."""
         placed: list[Placement] = []
-        taken: frozenset[tuple[str, str]] = frozenset()
+        num_taken, placer = 0, self._placer(frozenset())
         for _ in range(self._count):
-            if taken and len(taken) + demand.tp * demand.pp > len(self._snapshot.gpus):
+            if num_taken and num_taken + demand.tp * demand.pp > len(self._snapshot.gpus):
                 return self._refusal(demand, len(placed), None)
-            answer = self._placer(taken).fit(demand)
+            answer = placer.fit(demand)
             if isinstance(answer, Refusal):
                 return self._refusal(demand, len(placed), answer)
             placed.append(answer)
-            taken |= {(stage.node_id, device) for stage in answer.stages for device in stage.device_ids}
+            num_taken += len(answer.device_ids)
+            placer = self._after(placer, placed)
         return Replicas(tuple(placed))
 
-    def _placer(self, taken: frozenset[tuple[str, str]]) -> FindsPlaces:
+    def _after(self, placer: FindsPlaces, placed: list[Placement]) -> FindsPlaces:
+        """For what the ``placed`` left, of whom ``placer`` gave the last."""
+        if isinstance(placer, Placer):
+            return placer.without(placed[-1])
+        return self._placer(
+            frozenset((s.node_id, device) for one in placed for s in one.stages for device in s.device_ids)
+        )
+
+    def _placer(self, taken: frozenset[Key]) -> FindsPlaces:
         if taken not in self._placers:
             left = tuple(gpu for gpu in self._snapshot.gpus if (gpu.node_id, gpu.device_id) not in taken)
             self._placers[taken] = self._placer_on(ClusterSnapshot(left, self._snapshot.deployments))

@@ -368,3 +368,25 @@ def test_no_order_of_the_chosen_gpus_splits_more_evenly(wanted: BlockDemand, sna
     if isinstance(answer, Placement) and wanted.tp * wanted.pp <= 4:
         found = sorted(answer.layers_per_stage, reverse=True)
         assert found == evenest(wanted, snapshot, answer.device_ids)
+
+
+@pytest.mark.parametrize("policy", [Hybrid(0.5), LeastLoaded(), Packing()])
+@pytest.mark.parametrize("link_group_size", [None, 2])
+@given(first=demands(), second=demands(), asked_before=st.booleans(), snapshot=snapshots())
+def test_without_gpus_it_is_as_on_a_cluster_that_lacks_them(
+    policy, link_group_size, first, second, asked_before: bool, snapshot: ClusterSnapshot
+) -> None:
+    """Twice over, and whichever tiers were looked at."""
+    whole, left = Placer(snapshot, policy, link_group_size=link_group_size), snapshot
+    if asked_before:
+        whole.fit(second)
+    answer, rest = whole.fit(first), whole
+    while isinstance(answer, Placement):
+        gone = {(stage.node_id, device) for stage in answer.stages for device in stage.device_ids}
+        left = ClusterSnapshot(tuple(g for g in left.gpus if (g.node_id, g.device_id) not in gone))
+        rest = rest.without(answer)
+        anew = Placer(left, policy, link_group_size=link_group_size)
+        assert rest.fit(second) == anew.fit(second)
+        answer = rest.fit(first)
+        assert answer == anew.fit(first)
+    assert whole.fit(first) == Placer(snapshot, policy, link_group_size=link_group_size).fit(first)
