@@ -83,7 +83,8 @@ class Calibration:
 
         Each model counts alike, however many points of it were measured. Of models that were not measured with
         this engine on this GPU in this weight format at these degrees the middle is not known here: it is 0, and
-        the interval holds 0. With fewer than two other models it is -0.15 to 0.15, which is an assumption.
+        the interval holds 0; it is that of this format elsewhere, or of all formats where too few have this one.
+        With fewer than two other models it is -0.15 to 0.15, which is an assumption.
 
         Args:
             prompt_tokens: batch times input.
@@ -96,9 +97,10 @@ class Calibration:
         here = [e for e in others if (_release(e.engine), e.gpu, e.weights, e.tp, e.pp) == asked]
         if _num_models(here) >= _FEWEST_MODELS:
             return _quantiles(here, prompt_tokens)
-        if _num_models(others) >= _FEWEST_MODELS:
-            elsewhere = _quantiles(others, prompt_tokens)
-            return LogErrors(min(0.0, elsewhere.low), 0.0, max(0.0, elsewhere.high))
+        for elsewhere in ([e for e in others if e.weights == weights], others):
+            if _num_models(elsewhere) >= _FEWEST_MODELS:
+                found = _quantiles(elsewhere, prompt_tokens)
+                return LogErrors(min(0.0, found.low), 0.0, max(0.0, found.high))
         return LogErrors(-_UNCALIBRATED, 0.0, _UNCALIBRATED)
 
 

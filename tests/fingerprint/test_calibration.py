@@ -218,3 +218,15 @@ def test_l3_asks_for_the_errors_of_what_the_checkpoint_holds() -> None:
 
     moved = ttft_s(kernels_of(spec, WeightFormat.STORED)) / ttft_s("fp8")
     assert moved == pytest.approx(math.exp(0.1))
+
+
+def test_at_degrees_that_nobody_measured_the_same_format_speaks_before_all_others() -> None:
+    """Else a few models of other kernels would widen what every other has elsewhere."""
+    own = tuple(replace(error(f"m{i}", 0.02 * i), tp=1) for i in range(3))
+    others = tuple(replace(error(f"x{i}", 0.4), weights="16bit experts") for i in range(3))
+    low, middle, high = bounds(Calibration((*own, *others)), tp=4)
+    assert (low, middle) == (0.0, 0.0)
+    assert high < 0.1
+    low, middle, high = bounds(Calibration((*own, *others)), tp=4, weights="fp8")
+    assert (low, middle) == (0.0, 0.0)
+    assert high > 0.3
