@@ -95,7 +95,7 @@ SIGNS = (
             r"\((?P<asked>\d+)\)"
         ),
         ConfigError,
-        "{asked} requests at once are more than the {tokens} tokens of one of its steps; deploy for a smaller batch",
+        "{asked} requests at once are more than the {tokens} tokens of its steps; deploy for a smaller batch",
     ),
     Sign(
         re.compile(r"unrecognized arguments: (?P<flags>[^\n]{1,200})"),
