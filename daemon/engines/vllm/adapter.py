@@ -14,8 +14,9 @@ from daemon.engines.failures import explain
 from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
 from daemon.engines.machine import gpu_machine
 from daemon.engines.vllm import launch, metrics, signs
-from daemon.engines.vllm.table import TABLE
+from daemon.engines.vllm.table import RUN_RELEASE, TABLE
 from daemon.worker_stats import WorkerStats
+from fingerprint.capability import EngineCapabilities, Note
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError
 
@@ -38,6 +39,19 @@ class VllmEngine(ForeignEngine):
     def __init__(self) -> None:
         interpreter = Interpreter("ISERVE_VLLM_PYTHON", "vllm", beside=("torch", "transformers"))
         super().__init__(TABLE, interpreter)
+
+    def capabilities(self) -> EngineCapabilities:
+        """With a note where the release that is installed is not the one that was run."""
+        table = super().capabilities()
+        if not table.deployable:
+            return table
+        version = self.installed().version("vllm")
+        if version.startswith(f"{RUN_RELEASE}."):
+            return table
+        said = (
+            f"vllm {version} is installed here; what is verified was run with {RUN_RELEASE}, of {version} sources"
+        )
+        return replace(table, notes=(*table.notes, Note(text=f"{said} were read")))
 
     def check(self, found: Installation) -> None:
         """Raises EngineError: a release whose command line was not read."""

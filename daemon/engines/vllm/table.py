@@ -9,7 +9,9 @@ from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 
-__all__ = ["TABLE"]
+__all__ = ["RUN_RELEASE", "TABLE"]
+
+RUN_RELEASE = "0.24"  # that ``verified`` speaks of; of the others sources were read
 
 _FOUR_BITS = frozenset({WeightFormat.INT4, WeightFormat.GPTQ4})
 # The last two lines are families that iServe has no table of its own for: ``fingerprint.families.general``.

@@ -13,10 +13,14 @@ from typing import ClassVar
 import pytest
 
 from daemon.engines.base import StageAssignment
+from daemon.engines.registry import get_engine
 from daemon.procfs import processes
 from daemon.status import WorkerState
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError, EngineError
+from fingerprint.families import load_spec
+from fingerprint.gpus import gpu_spec
+from iserve.demo import demo_model_path
 from tests.daemon.engines.engine_conformance import CONTEXT, LIMITS, EngineConformance, Running, ask
 from tests.daemon.engines.standin import make_vllm, set_version
 
@@ -248,6 +252,20 @@ def test_a_release_that_was_never_read_is_not_started(vllm_node, tmp_path, versi
     start(vllm_node)
     with pytest.raises(EngineError, match=rf"vllm {version} .* install one of 0.20 to 0.24"):
         vllm_node.client.launch(spec(vllm_node))
+
+
+@pytest.mark.parametrize(("version", "was_run"), [("0.24.0", True), ("0.24.1", True), ("0.20.2", False)])
+def test_a_plan_says_when_another_release_is_installed_than_was_run(tmp_path, monkeypatch, version, was_run):
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", version)))
+    told = (
+        get_engine("vllm")
+        .capabilities()
+        .conditions(load_spec(demo_model_path()), DeploymentConfig(engine="vllm"), gpu_spec("h200"))
+    )
+    assert (
+        any(f"vllm {version} is installed here; what is verified was run with 0.24" in one for one in told)
+        != was_run
+    )
 
 
 def test_an_upgrade_under_a_running_daemon_is_seen(vllm_node, tmp_path):
