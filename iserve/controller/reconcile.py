@@ -12,10 +12,12 @@ import time
 
 from daemon.engines.base import WorkerSpec
 from daemon.process import write_file_atomically
+from daemon.settings import DaemonSettings
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 from iserve.controller.autoscaling import Autoscaler
+from iserve.controller.patience import Patience
 from iserve.controller.records import recorded_workers
 from iserve.controller.service import Controller
 from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
@@ -42,6 +44,7 @@ class Reconciler:
         self._controller = controller
         self._tick_s = tick_s
         self._autoscaler = Autoscaler(controller)
+        self._patience = Patience(controller.settings.start_timeout_s + DaemonSettings.unresponsive_s)
         self._published: tuple[object, ...] | None = None
         self._version = 0
         self._orphans: dict[str, float] = {}
@@ -88,6 +91,8 @@ class Reconciler:
         rows = controller.store.deployments()  # before the node: what is recorded as ready is then seen there
         node = controller.observe()
         self.publish(rows, node)  # first, so that no request is sent to a worker that is about to be stopped
+        if node is not None:
+            self._end_overdue(rows, node)
         for row in rows:
             self._settle(row, node)
         self._autoscaler.look(rows, node, self._version)
@@ -97,12 +102,34 @@ class Reconciler:
     def _settle(self, row: DeploymentRow, node: NodeStatus | None) -> None:
         if row.desired == "removed" or row.phase in _UNFINISHED:
             self._controller.work_on(row)
-        elif row.phase == "ready" and node is not None and _is_lost(row, node):
+        elif row.phase == "ready" and node is not None and self._is_lost(row, node):
             now_s = time.monotonic()
             pause_s = _LOST_AGAIN_S if row.error is None else _TRY_AGAIN_S
             if now_s - self._tried_s.get(row.id, -pause_s) >= pause_s:
                 self._tried_s[row.id] = now_s
                 self._controller.work_on(row)
+
+    def _is_lost(self, row: DeploymentRow, node: NodeStatus) -> bool:
+        """Whether the daemon does not know a worker of a deployment that was ready, or it was stopped there. One
+        that rests is not missed while another is there."""
+        there = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
+        workers = {worker.worker_id for worker in recorded_workers(row)}
+        lost = workers - there
+        return lost == workers or not all(self._patience.rests(one) for one in lost)
+
+    def _end_overdue(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
+        """End workers of ready deployments that do not come to serve again, and say so."""
+        ready = [row for row in rows if row.phase == "ready" and row.desired == "running"]
+        owners = {worker.worker_id: row for row in ready for worker in recorded_workers(row)}
+        for worker_id in self._patience.given_up(w for w in node.workers if w.spec.worker_id in owners):
+            row, limit_s = owners[worker_id], self._patience.limit_s
+            error = (
+                f"{worker_id} did not serve for {limit_s:.0f} s and is ended; it is started again in "
+                f"{limit_s:.0f} s, or as soon as no other replica is there. Why: iserve logs {row.name}"
+            )
+            self._controller.store.update_deployment(row.id, phase="ready", error=error)
+            self._controller.store.add_event(row.id, "ready", error)
+            self._controller.end_worker(worker_id, "it does not come to serve")
 
     def _end_orphans(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
         """Stop workers that no deployment owns: those of a profile whose controller was killed, say, or one that
@@ -185,10 +212,3 @@ def _target(spec: WorkerSpec, seen: WorkerStatus | None, phase: str) -> WorkerTa
         # As many again wait at the worker as run there, so that a slot that frees is filled at once.
         max_outstanding=2 * spec.limits.max_batch,
     )
-
-
-def _is_lost(row: DeploymentRow, node: NodeStatus) -> bool:
-    """Whether the daemon does not know a worker of a deployment that was ready, or it was stopped there."""
-    there = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
-    workers = recorded_workers(row)
-    return not workers or any(worker.worker_id not in there for worker in workers)

@@ -22,6 +22,7 @@ from fingerprint.families import load_spec
 from iserve.api_types import DeployBody, DeploymentDocument
 from iserve.controller import deployer, reconcile
 from iserve.controller.node import hardware_of, serving_on
+from iserve.controller.patience import Patience
 from iserve.controller.records import recorded_workers
 from iserve.demo import demo_model_path
 from iserve.planning.making import (
@@ -258,6 +259,69 @@ def test_one_lost_while_another_starts_is_started_too(
     until(lambda: world.ready() == 2, "both serve again")
     until(lambda: not world.controller._active, "nothing is under way")
     assert world.shown().error is None
+
+
+def test_one_that_never_serves_again_is_ended_and_said_and_tried_later(
+    world: Twins, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "_TRY_AGAIN_S", 0.0)
+    world.reconciler._patience = Patience(60.0, lambda: world.now_s)
+    world.deploy_two(until)
+    pid = world.pids()["a-1-r2"]
+    world.node.behave(slow_start_s=600)
+    world.node.client.stop("a-1-r1")
+
+    def starts() -> bool:
+        world.reconciler.tick()
+        return world.states().get("a-1-r1") is WorkerState.STARTING
+
+    def is_gone() -> bool:
+        world.reconciler.tick()
+        return set(world.states()) == {"a-1-r2"} and not world.controller._active
+
+    until(starts, "it is started again")
+    for _ in range(3):
+        world.later(20)
+        assert world.states()["a-1-r1"] is WorkerState.STARTING
+    world.later(1)
+    until(is_gone, "it is ended")
+    shown = world.shown()
+    assert (shown.status, shown.num_ready, [r.status for r in shown.replicas]) == ("ready", 1, ["lost", "ready"])
+    assert "a-1-r1 did not serve for 60 s and is ended" in (shown.error or "")
+    assert world.kinds().count("ready") == 3, "once it was, once it was started again, and once with the reason"
+    world.later(58)
+    assert is_gone()
+    world.node.behave()
+    world.now_s += 2
+    until(lambda: world.ready() == 2, "it is started again and serves")
+    until(lambda: not world.controller._active, "nothing is under way")
+    assert world.shown().error is None
+    assert world.pids()["a-1-r2"] == pid
+
+
+def test_where_no_other_is_there_one_that_was_ended_is_started_at_once(
+    world: Twins, until: Until, kill: Callable[[int], None]
+) -> None:
+    """The daemon starts again who crashed, without asking the controller."""
+    world.reconciler._patience = Patience(60.0, lambda: world.now_s)
+    world.deploy_one(until, scale_to_zero_s=None)
+    world.node.behave(slow_start_s=600)
+    crashed = world.pids()["a-1"]
+    assert crashed is not None
+    kill(crashed)
+
+    def hangs() -> bool:
+        world.reconciler.tick()
+        return world.pids()["a-1"] not in (None, crashed) and world.states()["a-1"] is WorkerState.STARTING
+
+    until(hangs, "the daemon has started it again")
+    assert world.phase() == "ready"
+    world.node.behave()
+    world.later(61)
+    until(lambda: world.ready() == 1, "it is ended and serves again")
+    until(lambda: not world.controller._active, "nothing is under way")
+    assert (world.phase(), world.shown().error) == ("ready", None)
+    assert any("a-1 did not serve for 60 s and is ended" in event.message for event in world.store.events())
 
 
 def test_what_fell_asleep_meanwhile_is_not_mended(world: Twins, until: Until) -> None:
