@@ -100,8 +100,9 @@ class ServiceOptions:
         str,
         typer.Option(
             "--service",
-            metavar="<fcfs|continuous|stepped>",  # the simulator's names; importing them takes numpy
-            help="fcfs: one request at a time; continuous; stepped: the same, slowly.",
+            metavar="<fcfs|fcfs-pipelined|continuous|stepped>",  # the simulator's, whose import takes numpy
+            help="fcfs: one request at a time; fcfs-pipelined: one in each pipeline stage; continuous; stepped: "
+            "the same, slowly.",
         ),
     ] = "continuous"
     router: Annotated[

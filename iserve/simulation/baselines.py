@@ -29,7 +29,7 @@ from traces.baselines.knowledge import Knowledge, Places, StepTimes
 from traces.baselines.recorded import Recording, read_recording
 from traces.baselines.rule import FAST_KINDS, rule_of_thumb
 from traces.request import Request
-from traces.simulator.scenario import Deploy, Deployer, Scenario, Service
+from traces.simulator.scenario import Deploy, Deployer, Scenario
 from traces.simulator.simulation import simulate
 
 __all__ = [
@@ -222,8 +222,8 @@ def alpaserve(
         deploy.name: replace(knowledge_of(world.models[deploy.model], gpu, cluster), name=deploy.name)
         for deploy in deploys
     }
-    one_at_a_time = world.scenario.service is Service.FCFS
-    batch_of = {name: 1 if one_at_a_time else model.workload.batch for name, model in models.items()}
+    batches = world.scenario.service.batches
+    batch_of = {name: model.workload.batch if batches else 1 for name, model in models.items()}
     times = StepTimes()
     judge = SimulatedTrace(
         models, batch_of, requests, world.scenario, slos, router=router, simulate=simulate, times=times
@@ -290,7 +290,7 @@ def _first_fit(baseline: Baseline, world: World, known: Mapping[str, Knowledge])
 
 def _batches(world: World, common: int = 0) -> dict[str, int]:
     """1 where nothing is batched, else ``common``, and where that is 0 the workload's own."""
-    if world.scenario.service is Service.FCFS:
+    if not world.scenario.service.batches:
         return dict.fromkeys(world.models, 1)
     return {name: common or model.options.workload.batch for name, model in world.models.items()}
 

@@ -261,7 +261,7 @@ def test_measured_times(simulate: Callable[..., Done], trace: Path, model: Path,
         pytest.param(("--gpus", "abacus:4"), 2, "no datasheet figures for the GPU 'abacus'", id="unknown GPU"),
         pytest.param(("--gpus-per-node", "0"), 2, "at least one GPU in each node", id="empty nodes"),
         pytest.param(("--models", ","), 2, "names no model", id="no models"),
-        pytest.param(("--service", "lifo"), 2, "--service is one of fcfs, continuous, stepped", id="service"),
+        pytest.param(("--service", "lifo"), 2, "--service is one of fcfs, fcfs-pipelined, continuous, stepped", id="service"),
         pytest.param(("--models", "a=x,a=y"), 2, "every model needs a name of its own", id="a name twice"),
         pytest.param(("--models", "/nowhere"), 1, "there is no directory '/nowhere'", id="unknown model"),
         pytest.param(("--fail", "node0"), 2, "--fail is NODE:AT[:BACK], in seconds, got 'node0'", id="no time"),
@@ -339,6 +339,20 @@ def test_a_rate_beyond_capacity_stops_and_says_so(
     followed = simulate(path, "--gpus", "a6000:1", "--models", model, "--batch", 4, "--json").document
     assert followed["stopped"] is None
     assert any("still waited as the trace ended" in warning for warning in followed["warnings"])
+
+
+def test_full_pipelines_serve_more_without_batching_too(
+    simulate: Callable[..., Done], model: Path, tmp_path: Path
+) -> None:
+    """Four stages, asked for nearly twice what one request at a time serves."""
+    path = tmp_path / "busy.csv"
+    write_trace(path, [Request(0.6 * i, 100, 50) for i in range(100)])
+    given = (path, "--gpus", "a6000:4", "--models", model, "--planner", "max-pp", "--engine", "vllm", "--json")
+    one, full = (simulate(*given, "--service", service).document for service in ("fcfs", "fcfs-pipelined"))
+    for document in (one, full):
+        assert document["changes"][0]["text"].startswith("tp=1,pp=4,"), document["changes"]
+        assert document["changes"][0]["text"].endswith("batch 1")
+    assert full["summary"]["e2e"]["p50_s"] < one["summary"]["e2e"]["p50_s"] / 3
 
 
 def test_who_is_too_late_is_refused_where_that_is_asked_for(

@@ -16,7 +16,8 @@ What it is given:
 
 As in the paper: 16 bits, one pair of degrees for all groups of a bucket, replicas until the GPUs are full where
 that helps, models dropped where that raises the attainment of all. ``keep_all`` is the iServe paper's AlpaServe*:
-every model has a replica. Not modelled: that AlpaServe refuses a request that would miss its SLO.
+every model has a replica. That AlpaServe refuses a request that would miss its SLO is the scenario's
+(``refuse_late``), then of the search too.
 """
 
 from __future__ import annotations

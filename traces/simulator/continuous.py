@@ -35,8 +35,8 @@ class Room:
 
     __slots__ = ("free", "kv_free", "waiting")
 
-    def __init__(self, limits: Limits) -> None:
-        self.waiting: deque[tuple[int, int, int]] = deque()  # (row, input, output tokens)
+    def __init__(self, limits: Limits, waiting: deque[tuple[int, int, int]] | None = None) -> None:
+        self.waiting = deque() if waiting is None else waiting  # (row, input, output tokens)
         self.free = limits.max_batch
         self.kv_free = sys.maxsize if limits.kv_tokens is None else limits.kv_tokens
 

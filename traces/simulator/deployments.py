@@ -22,7 +22,7 @@ from traces.simulator.faults import PolicyFault, ask
 from traces.simulator.fcfs import FcfsWorker
 from traces.simulator.fleet import Deployment, can_keep, snapshot_without, states
 from traces.simulator.gpus import Gpu
-from traces.simulator.pipelined import PipelinedWorker
+from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
 from traces.simulator.scenario import (
@@ -391,7 +391,7 @@ class Deployments:
         )
         ask(policy, lambda: self._cluster.add(server, memory, now_s))
         a_slot = 1 if deployment.name in self._scenario.refuse_late else self._scenario.outstanding_per_slot
-        server.max_outstanding = a_slot * server.max_batch
+        server.max_outstanding = a_slot * server.at_once
         self._of[server] = deployment
         deployment.decided[server] = deployment.latest = decided
         deployment.slots = server.max_batch
@@ -400,7 +400,9 @@ class Deployments:
     def _worker(self, name: str, stages: list[Stage], decided: Deployed, ready_s: float) -> Server:
         args = (name, stages, ready_s, decided.steps, self._requests)
         match self._scenario.service:
-            case Service.FCFS:
+            case Service.FCFS_PIPELINED if decided.pipelined and len(stages) > 1:
+                return UnbatchedPipeline(*args)
+            case Service.FCFS | Service.FCFS_PIPELINED:
                 return FcfsWorker(*args)
             case Service.CONTINUOUS if decided.pipelined and len(stages) > 1:
                 return PipelinedWorker(*args)

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from dataclasses import replace
 
 from traces.simulator.continuous import ContinuousWorker, Room
 from traces.simulator.requests import Requests
 from traces.simulator.servers import Server, Stage
-from traces.simulator.step_model import StepModel
+from traces.simulator.step_model import Limits, StepModel
 
-__all__ = ["PipelinedWorker", "keeps_stages_full"]
+__all__ = ["PipelinedWorker", "UnbatchedPipeline", "keeps_stages_full"]
 
 _ONE_BATCH_ENGINES = frozenset({"torch"})  # the embedded one waits for a batch to come back
 
@@ -80,10 +81,11 @@ class PipelinedWorker(Server):
 
     def __init__(self, name: str, stages: Sequence[Stage], ready_s: float, steps: StepModel, requests: Requests):
         super().__init__(name, stages, ready_s)
-        self._room = Room(steps.limits)
-        batches = [ContinuousWorker(name, stages, ready_s, steps, requests, self._room) for _ in stages]
+        self._empty: list[_Batch] = []
+        self._room, of_each = self._rooms(steps.limits)
+        batches = [ContinuousWorker(name, stages, ready_s, steps, requests, room) for room in of_each]
         self.max_batch, self.longest = batches[0].max_batch, batches[0].longest
-        self._empty = [_Batch(of) for of in batches]
+        self._empty += [_Batch(of) for of in batches]
         self._returned: deque[_Batch] = deque()  # with sequences, before the first stage
         self._flying: list[_Batch] = []  # in the order in which they entered
         self._busiest = max(stage.share for stage in stages)
@@ -92,6 +94,11 @@ class PipelinedWorker(Server):
         self._gate = 0.0  # the first stage is free from then on
         self._longest_s = 0.0  # of the steps in flight
         self._round_s = 1.0
+
+    def _rooms(self, limits: Limits) -> tuple[Room, Sequence[Room]]:
+        """What tells whether one more fits, and every batch's."""
+        room = Room(limits)
+        return room, [room] * len(self.stages)
 
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
         self.outstanding += 1
@@ -190,3 +197,36 @@ class PipelinedWorker(Server):
 
     def _all(self) -> list[_Batch]:
         return [*self._flying, *self._returned, *self._empty]
+
+
+class UnbatchedPipeline(PipelinedWorker):
+    """A request is a batch of its own: nothing is batched, and yet each stage has one.
+
+    Room for the KV of all of them is taken for granted: of p requests a stage holds a p-th of the layers, so
+    together no more than what one request holds in all.
+    """
+
+    __slots__ = ()
+
+    @property
+    def at_once(self) -> int:
+        return len(self.stages)
+
+    def _rooms(self, limits: Limits) -> tuple[Room, Sequence[Room]]:
+        one = replace(limits, max_batch=1, kv_tokens=None)
+        whole = _WhileOneIsEmpty(one, self._empty)
+        return whole, [Room(one, whole.waiting) for _ in self.stages]
+
+
+class _WhileOneIsEmpty(Room):
+    """Whoever comes takes a batch that has nothing, and joins none."""
+
+    __slots__ = ("_empty",)
+
+    def __init__(self, limits: Limits, empty: Sized) -> None:
+        super().__init__(limits)
+        self._empty = empty
+
+    @property
+    def takes_next(self) -> bool:
+        return bool(self.waiting) and len(self._empty) > 0

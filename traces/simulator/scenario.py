@@ -42,8 +42,14 @@ class Service(StrEnum):
     """How a worker serves its queue."""
 
     FCFS = "fcfs"  # one request at a time
+    FCFS_PIPELINED = "fcfs-pipelined"  # in every stage, where the engine keeps its stages full; else as fcfs
     CONTINUOUS = "continuous"
     STEPPED = "stepped"  # continuous, by the scheduler that is handed in, step by step: slow, and the same times
+
+    @property
+    def batches(self) -> bool:
+        """Whether requests share steps."""
+        return self not in (Service.FCFS, Service.FCFS_PIPELINED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

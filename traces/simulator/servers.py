@@ -59,6 +59,11 @@ class Server:
         self.version = 0  # of its event: older ones are void
         self.work_s = self.left_s = self.at_s = 0.0  # of the run: whole, and left at ``at_s``
 
+    @property
+    def at_once(self) -> int:
+        """Requests that may run together, in one step or in several."""
+        return self.max_batch
+
     def done_s(self, now_s: float) -> float:
         """Work of the run that is behind it."""
         return self.work_s - self.left_s + (now_s - self.at_s) * self.speed

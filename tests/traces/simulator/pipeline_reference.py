@@ -38,13 +38,18 @@ class Flow:
     stage_work_s: list[float]
 
 
-def flow_shop(requests: Sequence[Request], steps: StepModel, shares: Sequence[float]) -> Flow:
-    """All requests, in the order of their arrival, by as many batches as there are stages."""
+def flow_shop(
+    requests: Sequence[Request], steps: StepModel, shares: Sequence[float], *, unbatched: bool = False
+) -> Flow:
+    """All requests, in the order of their arrival, by as many batches as there are stages; ``unbatched``: each of
+    one request at most."""
     flow = Flow([math.nan] * len(requests), [math.nan] * len(requests), [0.0] * len(shares))
     free_s = [0.0] * len(shares)
     returned: list[_Batch] = []
     flying: list[_Batch] = []
     slots, arrived, waiting, now_s = steps.limits.max_batch, 0, [], 0.0
+    if unbatched:
+        slots = len(shares)
     while True:
         while arrived < len(requests) and requests[arrived].arrival_s <= now_s:
             request = requests[arrived]
@@ -58,7 +63,8 @@ def flow_shop(requests: Sequence[Request], steps: StepModel, shares: Sequence[fl
         room = len(flying) + len(returned) < len(shares)
         if free_s[0] <= now_s and (returned or (room and waiting and slots)):
             batch = returned.pop(0) if returned else _Batch()
-            slots -= _fill(batch, waiting, slots, steps.limits.max_batched_tokens)
+            room_here = 1 - len(batch.sequences) if unbatched else slots
+            slots -= _fill(batch, waiting, room_here, steps.limits.max_batched_tokens)
             step_s, at_s = _step_s(batch, steps), now_s
             for stage, share in enumerate(shares):
                 at_s = free_s[stage] = max(at_s, free_s[stage]) + share * step_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -19,10 +20,10 @@ from traces.request import Request
 from traces.simulator import deployments
 from traces.simulator.cluster import Cluster
 from traces.simulator.contention import processor_sharing
-from traces.simulator.pipelined import PipelinedWorker
+from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
 from traces.simulator.requests import Requests
 from traces.simulator.result import SimulationResult
-from traces.simulator.scenario import Action, Deployed, NodeFails, NodeReturns, Policies, Scenario
+from traces.simulator.scenario import Action, Deployed, NodeFails, NodeReturns, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
 from traces.simulator.step_model import StepModel, linear_steps
 
@@ -60,10 +61,12 @@ def run(
     *,
     pipelined: bool = True,
     actions: tuple[Action, ...] | None = None,
+    service: Service = Service.CONTINUOUS,
 ) -> SimulationResult:
     scenario = Scenario(
         cluster=cluster(len(layers)),
         actions=deploy_all("") if actions is None else actions,
+        service=service,
         most_waiting=10**9,
         outstanding_per_slot=10**6,
     )
@@ -105,7 +108,64 @@ def test_others_on_the_gpus_slow_all_of_it() -> None:
     assert outcomes.last_token_s.tolist() == pytest.approx([150.0, 150.0])
 
 
+def unbatched(
+    requests: list[Request], steps: StepModel, layers: tuple[int, ...], **more: bool
+) -> SimulationResult:
+    return run(requests, steps, layers, service=Service.FCFS_PIPELINED, **more)
+
+
+def test_without_batching_each_stage_has_a_request_of_its_own() -> None:
+    """Two stages: the second enters half a second behind the first, the third when the first has left; in their
+    batch it would have been served at once."""
+    steps = linear_steps(limits(1, 100, 50), step_s=1.0)
+    asked = [Request(0.0, 1, 3), Request(0.0, 1, 3), Request(0.2, 1, 2)]
+    outcomes = unbatched(asked, steps, (4, 4)).outcomes
+    assert outcomes.first_token_s.tolist() == pytest.approx([1.0, 1.5, 4.0])
+    assert outcomes.last_token_s.tolist() == pytest.approx([3.0, 3.5, 5.0])
+    one_by_one = unbatched(asked, steps, (4, 4), pipelined=False).outcomes
+    assert one_by_one.last_token_s.tolist() == pytest.approx([3.0, 6.0, 8.0])
+
+
 # Laws
+
+
+@settings(max_examples=40, deadline=None)
+@given(asked=st.lists(_ASKED, min_size=1, max_size=15), p=st.integers(2, 5))
+def test_without_batching_as_many_are_served_as_there_are_stages_and_no_more(
+    asked: list[tuple[float, int, int]], p: int
+) -> None:
+    """Saturated with equal requests, p are served in the time of one; whatever comes, all end, never more than p
+    at once, and nobody sooner than alone."""
+    steps, requests = _curved(limits(1, 100, 100), 0.3), _requests(asked)
+    outcomes = unbatched(requests, steps, (1,) * p).outcomes
+    assert outcomes.completed.all()
+    alone_s = np.array(
+        [
+            steps.prompt_s(r.input_tokens) + steps.run_s(1, r.input_tokens + 1, r.output_tokens - 1)
+            for r in requests
+        ]
+    )
+    assert (outcomes.e2e_s >= alone_s - 1e-9).all()
+    ends = np.sort(outcomes.last_token_s)
+    for row, arrival_s in enumerate(outcomes.arrival_s):
+        earliest = ends[row - p] if row >= p else 0.0  # when the (row - p + 1)th of all had ended
+        assert outcomes.first_token_s[row] >= max(arrival_s, earliest) - 1e-9
+    burst = [Request(0.0, 20, 10)] * (4 * p)
+    together, one_by_one = (unbatched(burst, steps, (1,) * p, pipelined=on).end_s for on in (True, False))
+    assert one_by_one / p <= together + 1e-9
+    assert together <= one_by_one * (1 / p + 0.25)
+
+
+@settings(max_examples=30, deadline=None)
+@given(asked=st.lists(_ASKED, min_size=1, max_size=15))
+def test_without_batching_and_with_one_stage_it_is_first_come_first_served(
+    asked: list[tuple[float, int, int]],
+) -> None:
+    steps, requests = _curved(limits(1, 100, 100), 0.3), _requests(asked)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deployments, "FcfsWorker", UnbatchedPipeline)
+        by_pipeline = serve(requests, steps, service=Service.FCFS)
+    _assert_same(by_pipeline, serve(requests, steps, service=Service.FCFS))
 
 
 @settings(max_examples=60, deadline=None)
@@ -229,3 +289,22 @@ def test_it_is_near_the_same_pipeline_stage_by_stage() -> None:
         ratios.append(run(requests, steps, (1,) * p).end_s / max(truth.last_s))
     assert np.median(ratios) == pytest.approx(1.0, abs=0.02)
     assert np.percentile(np.abs(np.array(ratios) - 1), 90) < 0.15
+
+
+def test_without_batching_it_is_near_the_same_stage_by_stage() -> None:
+    """At loads from a third of what it serves to three times that."""
+    lasts, means = [], []
+    for seed in range(24):
+        chance = random.Random(seed)
+        p, load = chance.choice([2, 3, 4, 8]), chance.choice([0.3, 0.6, 0.9, 3.0])
+        steps = linear_steps(limits(1, 300, 300), step_s=0.1, context_token_s=2e-4, prompt_token_s=0.005)
+        each_s = 25 * 0.1 + 50 * 0.005
+        times_s = itertools.accumulate(chance.expovariate(load * p / each_s) for _ in range(60))
+        requests = [Request(t, chance.randint(1, 100), chance.randint(1, 50)) for t in times_s]
+        truth = np.array(flow_shop(requests, steps, [1 / p] * p, unbatched=True).last_s)
+        outcomes = unbatched(requests, steps, (1,) * p).outcomes
+        lasts.append(outcomes.last_token_s.max() / truth.max())
+        means.append(outcomes.e2e_s.mean() / (truth - outcomes.arrival_s).mean())
+    assert lasts == pytest.approx([1.0] * 24, abs=0.1)
+    assert np.median(means) == pytest.approx(1.0, abs=0.02)
+    assert means == pytest.approx([1.0] * 24, abs=0.2)
