@@ -261,9 +261,7 @@ def test_measured_times(simulate: Callable[..., Done], trace: Path, model: Path,
         pytest.param(("--gpus", "abacus:4"), 2, "no datasheet figures for the GPU 'abacus'", id="unknown GPU"),
         pytest.param(("--gpus-per-node", "0"), 2, "at least one GPU in each node", id="empty nodes"),
         pytest.param(("--models", ","), 2, "names no model", id="no models"),
-        pytest.param(
-            ("--service", "lifo"), 2, "--service is one of fcfs, fcfs-pipelined,", id="service"
-        ),
+        pytest.param(("--service", "lifo"), 2, "--service is one of fcfs, fcfs-pipelined,", id="service"),
         pytest.param(("--models", "a=x,a=y"), 2, "every model needs a name of its own", id="a name twice"),
         pytest.param(("--models", "/nowhere"), 1, "there is no directory '/nowhere'", id="unknown model"),
         pytest.param(("--fail", "node0"), 2, "--fail is NODE:AT[:BACK], in seconds, got 'node0'", id="no time"),
