@@ -113,14 +113,13 @@ class _Seats(NamedTuple):
 
     order: list[_Seat]  # as the policy prefers
     by_room: list[_Seat]  # most free memory first, and those that are alike as they are preferred
-    ever: dict[Key, _Seat]  # and those that went
 
-    def without(self, keys: Iterable[Key]) -> _Seats:
+    def without(self, gone: Iterable[_Seat]) -> _Seats:
         order, by_room = [*self.order], [*self.by_room]
-        for seat in [self.ever[key] for key in keys if key in self.ever]:
+        for seat in gone:
             del order[bisect_left(order, seat.rank, key=attrgetter("rank"))]
             del by_room[bisect_left(by_room, _roominess(seat), key=_roominess)]
-        return _Seats(order, by_room, self.ever)
+        return _Seats(order, by_room)
 
 
 def _roominess(seat: _Seat) -> tuple[int, int]:
@@ -138,14 +137,15 @@ class Placer:
         _check(snapshot)
         self._link_group_size = link_group_size or 1
         tiers = policy.tiers(snapshot.gpus)
-        known = {(gpu.node_id, gpu.device_id) for tier in tiers for gpu in tier}
-        rest = sorted(
-            (gpu for gpu in snapshot.gpus if (gpu.node_id, gpu.device_id) not in known),
-            key=lambda g: (g.node_id, g.gpu_index),
-        )
-        everything = [gpu for tier in tiers for gpu in tier] + rest
-        self._tiers = [*tiers] if len(tiers) == 1 and not rest else [*tiers, tuple(everything)]
+        everything = [gpu for tier in tiers for gpu in tier]
+        if len(everything) < len(snapshot.gpus):
+            known = {(gpu.node_id, gpu.device_id) for gpu in everything}
+            rest = (gpu for gpu in snapshot.gpus if (gpu.node_id, gpu.device_id) not in known)
+            everything += sorted(rest, key=lambda g: (g.node_id, g.gpu_index))
+        is_one = len(tiers) == 1 and len(tiers[0]) == len(everything)
+        self._tiers = [*tiers] if is_one else [*tiers, tuple(everything)]
         self._seated: dict[int, _Seats] = {}  # by tier: the last one is seldom asked
+        self._named: dict[int, dict[Key, _Seat]] = {}  # as well, once any are gone; shared with what is left
         self._gone: tuple[Key, ...] = ()
 
     def without(self, placement: Placement) -> Placer:
@@ -153,12 +153,20 @@ class Placer:
         left = copy(self)
         keys = tuple((stage.node_id, device) for stage in placement.stages for device in stage.device_ids)
         left._gone = self._gone + keys
-        left._seated = {tier: seats.without(keys) for tier, seats in self._seated.items()}
+        left._seated = {tier: seats.without(self._among(tier, keys)) for tier, seats in self._seated.items()}
         return left
+
+    def _among(self, tier: int, keys: tuple[Key, ...]) -> list[_Seat]:
+        """Those of a seated tier; first asked while all of it are there."""
+        if tier not in self._named:
+            self._named[tier] = {(seat.node, seat.gpu.device_id): seat for seat in self._seated[tier].order}
+        return [self._named[tier][key] for key in keys if key in self._named[tier]]
 
     def _seats(self, tier: int) -> _Seats:
         if tier not in self._seated:
-            self._seated[tier] = self._seat(self._tiers[tier]).without(self._gone)
+            self._seated[tier] = seats = self._seat(self._tiers[tier])
+            if self._gone:
+                self._seated[tier] = seats.without(self._among(tier, self._gone))
         return self._seated[tier]
 
     def _seat(self, gpus: tuple[GpuState, ...]) -> _Seats:
@@ -173,7 +181,7 @@ class Placer:
             )
             for rank, gpu in enumerate(gpus)
         ]
-        return _Seats(order, _by_room(order), {(seat.node, seat.gpu.device_id): seat for seat in order})
+        return _Seats(order, _by_room(order))
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal:
         """Where ``demand`` goes, or why it goes nowhere (see the module's docstring for what is preferred)."""
@@ -191,7 +199,7 @@ class Placer:
         return _refusal(demand, _top_rooms(everything.by_room, _node, demand))
 
     def _in_tier(self, seats: _Seats, demand: BlockDemand) -> Placement | None:
-        order, by_room, _ = seats
+        order, by_room = seats
         rooms = _top_rooms(by_room, _node, demand)
         longest = _shortest_longest_stage(rooms, demand)
         if longest is None:
