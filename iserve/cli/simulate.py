@@ -33,7 +33,8 @@ def register(app: typer.Typer) -> None:
     app.command(
         "simulate",
         epilog="Example: iserve simulate synthetic:azure-conv --gpus a6000:8 --models chat=./Llama-2-7b "
-        "--batch 16 --input-tokens 3000 --output-tokens 1000 --cap-lengths --replicas 1:4 --scale-to-zero 300",
+        "--intent min-gpu-hours --batch 16 --input-tokens 3000 --output-tokens 1000 --cap-lengths --replicas 1:4 "
+        "--scale-to-zero 300",
     )(o.grouped(simulate))
 
 
