@@ -141,7 +141,10 @@ class WorkerProfileTarget:
             profiling=True,
         )
         session = WorkerProfileSession(
-            self._launch(spec), self._call_timeout_s, lambda error: self._explain(spec, error)
+            self._launch(spec),
+            self._call_timeout_s,
+            lambda error: self._explain(spec, error),
+            num_devices=tp * pp,
         )
         try:
             session.wait_ready(self._start_timeout_s)
@@ -159,7 +162,10 @@ class WorkerProfileSession:
         handle: WorkerHandle,
         call_timeout_s: float,
         explain: Callable[[IserveError], IserveError] = lambda error: error,
+        *,
+        num_devices: int = 1,
     ) -> None:
+        self.num_devices = num_devices
         self._handle = handle
         self._call_timeout_s = call_timeout_s
         self._explain = explain

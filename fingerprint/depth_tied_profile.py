@@ -64,7 +64,7 @@ class DepthTiedPlan:
     once_tokens: int | None = None  # points with more prompt tokens are run once, generating
     visits: int = 3  # of the deeper one to points of at most ``short_tokens``, for bursts of one output token
     short_tokens: int = 2048
-    budget_s: float = 90.0  # of the GPU, after engine starts
+    budget_s: float = 90.0  # of all its GPUs together, after engine starts
 
     def __post_init__(self) -> None:
         if not self.points or not set(self.shallow_points) <= set(self.points):
@@ -224,6 +224,7 @@ class _Driver:
     _session: StepTimedSession | None = None
     _first_error: IserveError | None = None
     _done: int = 0
+    # Of all its GPUs together, as ``spent_s``:
     _cost_s: dict[tuple[int, int, int], float] = field(default_factory=dict)  # per prompt token; tp, pp, layers
     _took_s: dict[tuple[int, int, bool, Point], float] = field(default_factory=dict)  # by tp, pp, plain, point
 
@@ -380,7 +381,8 @@ class _Driver:
                 alike = (point.num_layers, point.repeat, point.output_tokens) == (num_layers, repeat, 1)
                 if not alike or not plan.is_visited_again(at):
                     continue
-                visit_s = min(plan.settle_s + point.runs[-1].e2e_s, self._took_s[case.tp, case.pp, False, at])
+                settled_s = session.num_devices * (plan.settle_s + point.runs[-1].e2e_s)
+                visit_s = min(settled_s, self._took_s[case.tp, case.pp, False, at])
                 if self.spent_s + visit_s > plan.budget_s - kept_s:
                     self._left_out(f"{case}, {num_layers} layers: further visits to short prompts")
                     return
@@ -433,7 +435,7 @@ class _Driver:
         measured = [self._bursts(session, case, num_layers, repeat, point, *how) for how in wanted]
         if not plain:
             measured = [replace(p, runs=_settled(p.runs)) if p.output_tokens == 1 else p for p in measured]
-        took_s, at = self.clock() - begun, (case.tp, case.pp, num_layers * repeat)
+        took_s, at = session.num_devices * (self.clock() - begun), (case.tp, case.pp, num_layers * repeat)
         self._took_s[case.tp, case.pp, plain, point] = took_s
         self._cost_s[at] = min(took_s / _tokens(point), self._cost_s.get(at, math.inf))
         return measured
@@ -467,7 +469,7 @@ class _Driver:
                 until_s=until_s,
             )
         finally:
-            self.spent_s += self.clock() - begun
+            self.spent_s += session.num_devices * (self.clock() - begun)
             self._done += 1
         check_runs(runs, batch=batch, input_tokens=input_tokens)
         return TimingPoint(

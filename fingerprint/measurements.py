@@ -149,7 +149,9 @@ class Profile:
     machine: MachineInfo
     created_at: str  # ISO 8601, UTC
     budget_s: float
-    spent_s: float
+    spent_s: (
+        float  # as ``budget_s``: with a step timer of all GPUs after starts, else of the wall's clock
+    )
     complete: bool  # False: the budget ended before every interval was tight
     memory: tuple[MemoryPoint, ...]
     timing: tuple[TimingPoint, ...]
@@ -188,6 +190,8 @@ class ProfileSession(Protocol):
 
 class StepTimedSession(Protocol):
     """A worker whose engine carries our step timer: it times every step and can repeat each step's forward."""
+
+    num_devices: int  # that it holds while it is open
 
     def load(
         self,

@@ -132,7 +132,11 @@ def profile(
     model: o.OptionalModel = None,
     engine: o.EngineOption = "auto",
     max_seconds: Annotated[
-        float, typer.Option("--max-seconds", help="Budget; on torch launches included, on vllm without them.")
+        float,
+        typer.Option(
+            "--max-seconds",
+            help="Budget; on torch launches included, on vllm without them and of all GPUs together.",
+        ),
     ] = 60.0,
     quality: o.QualityOption = o.DEFAULT_INTENT.quality,
     shards: Annotated[

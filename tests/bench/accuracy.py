@@ -275,7 +275,9 @@ def cost_row(recorded: Recorded) -> CostRow:
     methods of this page. Of the whole model five calls of each kind.
     """
     profile = recorded.profile
-    profile_s = profile.spent_s - sum(run.e2e_s for p in profile.timing if p.repeat == 1 for run in p.runs)
+    gpus = recorded.tp * recorded.pp
+    plain_s = sum(run.e2e_s for p in profile.timing if p.repeat == 1 for run in p.runs)
+    profile_s = profile.spent_s / gpus - plain_s
     whole_s = sum(REPEATS * statistics.median(run.e2e_s for run in p.runs) for p in recorded.whole)
     whole_start_s = sum(recorded.start_s) - recorded.profile_start_s
     held, whole_held = _held_gib(p for p in profile.timing if p.repeat > 1), _held_gib(recorded.whole)

@@ -395,6 +395,10 @@ class _Shared:
         self._asked(self.session.load, *args, **kwargs)  # type: ignore[union-attr]
         self.start_s.append(round(time.monotonic() - begun, 1))
 
+    @property
+    def num_devices(self) -> int:
+        return self.session.num_devices  # type: ignore[union-attr]
+
     def bursts(self, **kwargs: object) -> object:
         return self._asked(self.session.bursts, **kwargs)  # type: ignore[union-attr]
 

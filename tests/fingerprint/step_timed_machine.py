@@ -254,6 +254,7 @@ class StepTimedSyntheticSession:
 
     def __init__(self, machine: StepTimedMachine, tp: int, pp: int) -> None:
         self.machine, self.tp, self.pp = machine, tp, pp
+        self.num_devices = tp * pp
         self.closed = False
         self.loaded: Cut | None = None
 

@@ -193,6 +193,12 @@ class TestTheBudget:
         assert profile.spent_s == pytest.approx(sum(machine.ran_s.values()))
         assert profile.complete
 
+    @pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)])
+    def test_every_gpu_that_is_held_counts(self, degrees: tuple[int, int]) -> None:
+        machine = StepTimedMachine(num_devices=4)
+        profile = take_depth_tied(machine, degrees=(degrees,))
+        assert profile.spent_s == pytest.approx(degrees[0] * degrees[1] * sum(machine.ran_s.values()))
+
     @settings(max_examples=40, deadline=None)
     @given(budget_s=st.floats(0.1, 30.0))
     def test_points_beyond_it_are_noted_and_it_is_kept_but_for_the_cheapest_ones(self, budget_s) -> None:
