@@ -39,11 +39,13 @@ class Others:
         untold = {key for d in rest for key, _ in _memory(d)}
         seen = _Seen(batch, untold | cluster.tenants.keys())
         self._each_counts = untold | seen.keys
-        taken = kept(_batching(batch), _batching(told))
+        asked = kept(_batching(batch), _batching(told))
+        for key, load in self._told.items():
+            asked[key] = asked.get(key, 0.0) + load
         self.loads: dict[Key, float] = {}  # of GPUs that have any
         for gpu in snapshot.gpus:
             key = (gpu.node_id, gpu.device_id)
-            load = self._told.get(key, 0.0) + taken.get(key, 0.0)
+            load = asked.get(key, 0.0)
             if gpu.load_fraction > load:
                 load = max(load, seen.load(key, gpu))
             if load > 0:
@@ -109,9 +111,10 @@ class _Seen:
         return self._bytes.keys()
 
     def load(self, key: Key, gpu: GpuState) -> float:
-        if key not in self._bytes or key in self._others:
+        held_bytes = self._bytes.get(key)
+        if held_bytes is None or key in self._others:
             return gpu.load_fraction
-        if gpu.total_bytes - gpu.free_bytes - self._bytes[key] > _UNTOLD * gpu.total_bytes:
+        if gpu.total_bytes - gpu.free_bytes - held_bytes > _UNTOLD * gpu.total_bytes:
             return gpu.load_fraction
         asking = self._asking[key]
         return min(gpu.load_fraction, asking / (asking + 1))
