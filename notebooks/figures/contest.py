@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
 import numpy as np
@@ -13,14 +13,14 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import InfeasibleError
 from iserve.simulation.baselines import Baseline, Prepared, alpaserve, knowledge_of, static_deployer
 from iserve.simulation.baselines import World as BaselineWorld
-from iserve.simulation.running import PlannedDeployer
+from iserve.simulation.running import PlannedDeployer, SimulatedModel
 from notebooks.figures.load import World
 from placement.routing import LeastOutstanding
-from placement.types import Placement
-from planner.intent import Intent, IntentKind, Quality, Slo
+from placement.types import ClusterSnapshot, Placement
+from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
 from traces.baselines.knowledge import Places, sixteen_bit
 from traces.simulator.result import ChangeKind, SimulationResult
-from traces.simulator.scenario import Policies
+from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies
 from traces.simulator.simulation import simulate
 from traces.summary import kept
 
@@ -50,6 +50,13 @@ class Contestant:
         policy: placement, of iServe; the default is its own.
         knows_rates: of iServe's planner, of those who run already; else the busy fractions of their GPUs only.
         weighs_load: of iServe's planner; else it plans as if GPUs were idle.
+        longest_apart: plans for the mean request with room for the longest, as by ``--context``, and has the SLO
+            by which it is judged; else it plans for the longest request, with the SLO of that.
+        told_demand: of its own model's requests, their rate and how they come.
+        refused: what iServe is asked for, no demand told, where it refuses ``kind``; None: the model is not
+            deployed then.
+        refuses_late: requests that could not keep their SLO any more when their turn comes, as AlpaServe's
+            runtime does and iServe's gateway does not; else they wait.
     """
 
     name: str
@@ -59,12 +66,17 @@ class Contestant:
     policy: str = "hybrid"
     knows_rates: bool = True
     weighs_load: bool = True
+    longest_apart: bool = False
+    told_demand: bool = False
+    refused: IntentKind | None = None
+    refuses_late: bool = False
 
-    def intent(self, slo: Slo) -> Intent:
-        """What is wished of a model with this SLO."""
-        return Intent(
+    def intent(self, slo: Slo, demand: tuple[float, Traffic] | None = None) -> Intent:
+        """What is wished of a model with this SLO and demand."""
+        wish = Intent(
             kind=self.kind, quality=self.quality, slo=slo if self.kind is IntentKind.LATENCY_SLO else None
         )
+        return wish if demand is None else replace(wish, rate_per_s=demand[0], traffic=demand[1])
 
 
 def iserve(kind: IntentKind, quality: Quality = Quality.ANY) -> Contestant:
@@ -91,6 +103,7 @@ class Served:
     With replicas, the mean replica's.
     """
 
+    deployed: float  # of the models that were asked for
     answered: float  # of all requests
     p50_all_s: float
     p50_s: float
@@ -140,6 +153,8 @@ def serve(world: World, who: Contestant, slo_factor: float = SLO_FACTOR) -> Serv
     all."""
     by_model = slos_of(world, slo_factor, world.mean_request)
     slos = {name: by_model[model] for name, model in world.deployments.items()}
+    if who.refuses_late:
+        world = replace(world, scenario=replace(world.scenario, refuse_late=slos))
     prepared = _prepared(world, who, slo_factor, slos)
     if prepared is None:
         return None
@@ -147,14 +162,50 @@ def serve(world: World, who: Contestant, slo_factor: float = SLO_FACTOR) -> Serv
     return _measured(simulate(world.requests, prepared.scenario, policies), slos)
 
 
+def _models(world: World, who: Contestant, slo_factor: float) -> dict[str, SimulatedModel]:
+    """As ``who`` asks for them."""
+    workload = world.site.workload
+    slos = slos_of(world, slo_factor, world.mean_request if who.longest_apart else workload)
+    if who.longest_apart:
+        usual = replace(world.mean_request, batch=workload.batch)
+        workload = replace(usual, longest_tokens=workload.context_tokens)
+
+    def intent(model: str) -> Intent:
+        return who.intent(slos[model], world.demand_of(model) if who.told_demand else None)
+
+    return world.models(intent, who.policy, weigh_load=who.weighs_load, workload=workload)
+
+
+@dataclass(frozen=True, slots=True)
+class _Else:
+    """Deploys by the second where the first refuses."""
+
+    first: Deployer
+    second: Deployer
+
+    @property
+    def name(self) -> str:
+        return f"{self.first.name}, else {self.second.name}"
+
+    def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        found = self.first(model, snapshot)
+        return self.second(model, snapshot) if isinstance(found, NotDeployed) else found
+
+
+def _planner(world: World, who: Contestant, slo_factor: float) -> Deployer:
+    models = _models(world, who, slo_factor).values()
+    planner = PlannedDeployer(world.site.gpu, models, knows_rates=who.knows_rates)
+    if who.refused is None:
+        return planner
+    second = replace(who, kind=who.refused, refused=None, told_demand=False)
+    return _Else(planner, _planner(world, second, slo_factor))
+
+
 def _prepared(world: World, who: Contestant, slo_factor: float, slos: Mapping[str, Slo]) -> Prepared | None:
-    longest = slos_of(world, slo_factor, world.site.workload)
-    models = world.models(lambda model: who.intent(longest[model]), who.policy, weigh_load=who.weighs_load)
-    seen = BaselineWorld(gpu=world.site.gpu, models=models, scenario=world.scenario)
+    if who.baseline is Baseline.ISERVE:
+        return Prepared(world.scenario, _planner(world, who, slo_factor))
+    seen = BaselineWorld(gpu=world.site.gpu, models=_models(world, who, slo_factor), scenario=world.scenario)
     match who.baseline:
-        case Baseline.ISERVE:
-            deployer = PlannedDeployer(world.site.gpu, models.values(), knows_rates=who.knows_rates)
-            return Prepared(world.scenario, deployer)
         case Baseline.ALPASERVE | Baseline.ALPASERVE_ALL:
             keep_all = who.baseline is Baseline.ALPASERVE_ALL
             try:
@@ -184,6 +235,7 @@ def _measured(result: SimulationResult, slos: Mapping[str, Slo]) -> Served:
     used = [gpu for gpu in result.gpus if gpu.peak_bytes > 0]
     p50, p95, p99 = np.percentile(e2e_s, (50, 95, 99)) if e2e_s.size else (np.nan,) * 3
     return Served(
+        deployed=sum(bool(replicas) for replicas in held.values()),
         answered=float(done.mean()),
         p50_all_s=float(np.percentile(np.where(done, outcomes.e2e_s, np.inf), 50, method="higher")),
         p50_s=float(p50),

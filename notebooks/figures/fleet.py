@@ -159,7 +159,7 @@ def _findings(runs: _Runs) -> tuple[Finding, ...]:
             )
             for kind in INTENTS
         ),
-        Finding("cluster throughput", f"higher ({NOT_GIVEN})", "needs load: simulator"),
+        Finding("cluster throughput", f"higher ({NOT_GIVEN})", "under load: figure 16-load"),
     )
 
 

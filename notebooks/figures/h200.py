@@ -17,7 +17,6 @@ from functools import cache
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpus import gpu_spec
-from fingerprint.measurements import Profile
 from iserve.planning.making import PlanOptions
 from iserve.simulation.baselines import Baseline
 from iserve.simulation.running import SimulatedModel, measured_model
@@ -25,8 +24,8 @@ from notebooks.figures.comparison import COST, LATENCY, OWN, against_each, cells
 from notebooks.figures.contest import BASELINES, Contestant, iserve
 from notebooks.figures.figure import Figure, Finding
 from notebooks.figures.load import INTERVAL_S, SEED, Site, World, azure, trace_source, world_of
+from notebooks.figures.recordings import recording_of
 from planner.intent import IntentKind, Quality
-from tests.bench.accuracy import RESULTS, load
 from traces.compression import compress
 from traces.simulator.scenario import Service
 from traces.transforms import clip
@@ -40,11 +39,6 @@ TRACES = ("code", "conv")
 _AGGREGATE = 8
 _DEPLOY_EVERY_S = 30.0
 _END_S = _DEPLOY_EVERY_S * (len(MODELS) - 1) + 60.0
-
-
-@cache
-def _profiles() -> dict[str, Profile]:
-    return {one.model: one.profile for one in load(RESULTS / "h200")}
 
 
 class _Remembered:
@@ -63,7 +57,7 @@ class _Remembered:
 
 @cache
 def _remembered(name: str) -> SimulatedModel:
-    model = measured_model(name, _profiles()[name], GPU, PlanOptions())
+    model = measured_model(name, recording_of(name).profile, GPU, PlanOptions())
     return replace(model, estimator=_Remembered(model.estimator))
 
 
@@ -101,6 +95,12 @@ class H200Place:
 
 
 _INTENTS = tuple(iserve(kind, Quality.NEAR) for kind in OWN)
+# What min-latency sees of who runs already: rates, as it is; only how busy GPUs are; nothing. And on quiet GPUs.
+_SEEN = (
+    replace(_INTENTS[0], name="min-latency, by loads alone", knows_rates=False),
+    replace(_INTENTS[0], name="min-latency, as if idle", weighs_load=False),
+    replace(_INTENTS[0], name="min-latency, least-loaded", policy="least-loaded"),
+)
 _LEAST_GPU_HOURS = _INTENTS[-1]
 _SPREAD = replace(_LEAST_GPU_HOURS, name="min-gpu-hours, least-loaded", policy="least-loaded")
 _RULES = tuple(
@@ -112,15 +112,15 @@ _RULES = tuple(
 def figure_h200(places: Sequence[H200Place] | None = None) -> Figure:
     """Every intent against every baseline."""
     places = places or [H200Place(trace, factor) for trace in TRACES for factor in FACTORS]
-    cells = cells_of(places, (*_INTENTS, _SPREAD, *_RULES, *BASELINES), seeds=(SEED,))
+    cells = cells_of(places, (*_INTENTS, *_SEEN, _SPREAD, *_RULES, *BASELINES), seeds=(SEED,))
     findings = []
     for kind, (unit, of) in OWN.items():
         findings += [
             Finding(f"{found.what}: {unit}", found.paper, found.ours)
             for found in against_each(cells, str(kind), of, {})
         ]
-    days = sorted({one.measured_at[:10] for one in load(RESULTS / "h200") if one.model in MODELS})
-    engine = dict(_profiles()[MODELS[0]].machine.versions)["engine"]
+    days = sorted({recording_of(model).measured_at[:10] for model in MODELS})
+    engine = dict(recording_of(MODELS[0]).profile.machine.versions)["engine"]
     return Figure(
         number="h200",
         title="Today's models on four H200s: two Llama-3.1-8B, two Mistral-7B, batches of 32",

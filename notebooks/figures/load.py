@@ -30,13 +30,14 @@ from fingerprint.gpu_spec import GpuSpec
 from iserve.planning.making import PlanOptions
 from iserve.simulation.running import SimulatedModel, idle_cluster
 from notebooks.figures.setting import GPU, NUM_GPUS, PAPER_ENGINE, estimator_of, spec_of
-from planner.intent import Intent, Quality
+from planner.intent import Intent, Quality, Traffic
 from traces.compression import compress
 from traces.popularity import Uniform
 from traces.reading import open_trace
 from traces.request import Request
 from traces.simulator.scenario import Deploy, Scenario, Service
 from traces.standin import standin
+from traces.traffic import traffic_of
 from traces.transforms import assign_models, cap_lengths
 
 __all__ = [
@@ -98,10 +99,15 @@ class World:
     requests: tuple[Request, ...]
 
     def models(
-        self, intent_of: Callable[[str], Intent], policy: str = "hybrid", *, weigh_load: bool = True
+        self,
+        intent_of: Callable[[str], Intent],
+        policy: str = "hybrid",
+        *,
+        weigh_load: bool = True,
+        workload: Workload | None = None,
     ) -> dict[str, SimulatedModel]:
-        """As each is asked for."""
-        workload = self.site.workload
+        """As each is asked for; ``workload``: that they are planned for, the site's by default."""
+        workload = workload or self.site.workload
         return {
             model: self.site.model(
                 model,
@@ -118,6 +124,20 @@ class World:
             for side in ("input_tokens", "output_tokens")
         )
         return Workload(batch=1, input_tokens=inputs, output_tokens=outputs)
+
+    def demand_of(self, model: str) -> tuple[float, Traffic]:
+        """Requests a second, and how they come, of its first deployment: what ``--rate`` and ``--arrivals`` tell.
+
+        Raises:
+            BadInputError: its requests span less than 80 s.
+        """
+        name, at_s = next(
+            (action.name, action.at_s)
+            for action in self.scenario.actions
+            if isinstance(action, Deploy) and action.model == model
+        )
+        own = [request for request in self.requests if request.model == name]
+        return len(own) / (self.requests[-1].arrival_s - at_s), traffic_of(own)
 
 
 def real_traces() -> Path | None:

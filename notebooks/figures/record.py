@@ -25,6 +25,7 @@ from notebooks.figures.choices import figure_11_to_13
 from notebooks.figures.effects import figure_3, figure_4, figure_5
 from notebooks.figures.figure import Figure
 from notebooks.figures.fleet import figure_16
+from notebooks.figures.fleet_load import figure_16_load
 from notebooks.figures.h200 import figure_h200
 from notebooks.figures.harvest import figure_20
 from notebooks.figures.launches import figure_15
@@ -54,6 +55,7 @@ FIGURES: Mapping[str, Callable[[], Figure]] = {
     "14": figure_14,
     "15": figure_15,
     "16": lambda: figure_16(ORDERS),
+    "16-load": figure_16_load,
     "20": figure_20,
     "h200": figure_h200,
 }

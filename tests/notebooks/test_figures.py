@@ -33,7 +33,16 @@ from planner.space import configuration_space
 
 REFERENCE = os.environ.get("ISERVE_REFERENCE_DATA")
 with_reference = pytest.mark.skipif(not REFERENCE, reason="ISERVE_REFERENCE_DATA does not name the reference data")
-SLOW = {"16", "11", "12", "13", "14", "20", "h200"}  # simulations; test_fleet and test_load recompute a part
+SLOW = {
+    "16",
+    "16-load",
+    "11",
+    "12",
+    "13",
+    "14",
+    "20",
+    "h200",
+}  # simulations; test_fleet and test_load recompute a part
 
 
 @with_reference

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from statistics import fmean, pstdev
 
 import pytest
 
 from iserve.simulation.baselines import Baseline
 from notebooks.figures.comparison import against_all, changes, lost, served
 from notebooks.figures.contest import BASELINES, Contestant, Served, averaged, fewest_gpus, iserve, serve, slos_of
+from notebooks.figures.fleet_load import FleetPlace
+from notebooks.figures.h200 import MODELS as H200_MODELS
 from notebooks.figures.harvest import attained
 from notebooks.figures.load import PAPER_SITE, SEED, World, world_of
 from notebooks.figures.record import read
+from notebooks.figures.recordings import recording_of
 from notebooks.figures.under_load import LARGE, PaperPlace
 from planner.intent import IntentKind, Quality
 from traces.request import Request
@@ -90,9 +94,56 @@ def test_a_looser_slo_misses_no_more(world: World) -> None:
     assert len(missed) == 3
 
 
+def test_a_demand_is_the_rate_and_lengths_of_the_first_deployments_own_requests(world: World) -> None:
+    rate, traffic = world.demand_of("Llama-2-7b-hf")
+    own = [request for request in world.requests if request.model == "1 Llama-2-7b-hf"]
+    assert rate == pytest.approx(len(own) / (world.requests[-1].arrival_s - 40.0))
+    outputs = [request.output_tokens for request in own]
+    assert traffic.output_cv == pytest.approx(pstdev(outputs) / fmean(outputs))
+
+
+def test_what_no_configuration_keeps_at_its_rate_is_refused_and_deployed_by_what_is_asked_for_then() -> None:
+    trace = [Request(1.0 * i, 300, 50) for i in range(100)]
+    world = world_of(SITE, SMALL[:1], trace, deploy_every_s=0.0)
+    told = replace(iserve(IntentKind.LATENCY_SLO), longest_apart=True, told_demand=True)
+    refused = serve(world, told, 0.01)
+    deployed = serve(world, replace(told, refused=IntentKind.MIN_LATENCY), 0.01)
+    assert refused is not None
+    assert deployed is not None
+    assert (refused.deployed, refused.answered, refused.missed) == (0, 0, 1)
+    assert (deployed.deployed, deployed.answered) == (1, 1)
+
+
+def test_room_for_the_longest_is_in_the_memory_whatever_is_planned_for(world: World) -> None:
+    whole = iserve(IntentKind.MIN_MEMORY)
+    apart, longest = serve(world, replace(whole, longest_apart=True)), serve(world, whole)
+    assert apart is not None
+    assert longest is not None
+    assert apart.answered == longest.answered == 1
+    assert apart.memory_gib == pytest.approx(longest.memory_gib, rel=0.02)
+
+
+def test_who_refuses_what_is_late_answers_fewer_and_those_sooner() -> None:
+    hurry = [Request(0.02 * i, 300, 100) for i in range(300)]
+    crowded = world_of(SITE, SMALL, hurry, deploy_every_s=0.0)
+    patient = iserve(IntentKind.MIN_GPU_HOURS)
+    all_, some = serve(crowded, patient), serve(crowded, replace(patient, refuses_late=True))
+    assert all_ is not None
+    assert some is not None
+    assert some.answered < all_.answered == 1
+    assert some.p99_s < all_.p99_s
+    assert some.missed <= all_.missed
+
+
+def test_the_h200s_know_what_was_measured_in_16_bits_on_one() -> None:
+    for model in H200_MODELS:
+        points = recording_of(model).profile.timing
+        assert {(point.tp, point.pp, point.weights) for point in points} == {(1, 1, "16bit")}
+
+
 _ONE = Served(
-    answered=1.0, p50_all_s=2.0, p50_s=2.0, p95_s=3.0, p99_s=4.0, missed=0.0, cost_gib_s=1.0, gpu_s=1.0,
-    memory_gib=1.0, gpu_hours=1.0, gpus=8, busy=0.5, throughput=1.0, what="(1,1) int4",
+    deployed=3, answered=1.0, p50_all_s=2.0, p50_s=2.0, p95_s=3.0, p99_s=4.0, missed=0.0, cost_gib_s=1.0,
+    gpu_s=1.0, memory_gib=1.0, gpu_hours=1.0, gpus=8, busy=0.5, throughput=1.0, what="(1,1) int4",
 )  # fmt: skip
 
 
@@ -125,6 +176,20 @@ def test_a_committed_cell_is_what_comes_out(who: str) -> None:
     table = read("11").figure.tables[0]
     (kept,) = (dict(zip(table.columns, row, strict=True)) for row in table.rows if row[:2] == ("code 0.1", who))
     live = {"p50 s": found.p50_s, "p99 s": found.p99_s, "SLO missed": found.missed, "busy": found.busy}
+    assert {name: float(f"{value:.4g}") for name, value in live.items()} == {name: kept[name] for name in live}, (
+        "run `make evaluation` with the reference data"
+    )
+
+
+@pytest.mark.skipif(not REFERENCE, reason="ISERVE_REFERENCE_DATA does not name the reference data")
+def test_a_committed_cell_of_21_models_is_what_comes_out() -> None:
+    found = served(FleetPlace("code", 0.1), iserve(IntentKind.MIN_MEMORY))
+    assert found is not None
+    table = read("16-load").figure.tables[0]
+    (kept,) = (
+        dict(zip(table.columns, row, strict=True)) for row in table.rows if row[:2] == ("code 0.1", "min-memory")
+    )
+    live = {"deployed": found.deployed, "SLO kept": 1 - found.missed, "p95 s": found.p95_s, "GPU*s": found.gpu_s}
     assert {name: float(f"{value:.4g}") for name, value in live.items()} == {name: kept[name] for name in live}, (
         "run `make evaluation` with the reference data"
     )
