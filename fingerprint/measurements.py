@@ -149,9 +149,7 @@ class Profile:
     machine: MachineInfo
     created_at: str  # ISO 8601, UTC
     budget_s: float
-    spent_s: (
-        float  # as ``budget_s``: with a step timer of all GPUs after starts, else of the wall's clock
-    )
+    spent_s: float  # as ``budget_s``: with a step timer of all GPUs after starts, else of the wall's clock
     complete: bool  # False: the budget ended before every interval was tight
     memory: tuple[MemoryPoint, ...]
     timing: tuple[TimingPoint, ...]
