@@ -43,6 +43,7 @@ from traces.transforms import assign_models, cap_lengths
 __all__ = [
     "PAPER_SITE",
     "SEEDS",
+    "SERVICE",
     "Site",
     "World",
     "azure",
@@ -79,11 +80,14 @@ def _by_roofline(name: str, options: PlanOptions) -> SimulatedModel:
     )
 
 
+# A pipeline that does not batch holds one request in what is recorded; with "fcfs-pipelined" one in each stage.
+SERVICE = Service(os.environ.get("EVALUATION_SERVICE", Service.FCFS))
+
 PAPER_SITE = Site(
     gpu=GPU,
     num_gpus=NUM_GPUS,
     workload=_LONGEST,
-    service=Service.FCFS,
+    service=SERVICE,
     quality=Quality.ANY,
     model=_by_roofline,
 )
@@ -148,7 +152,8 @@ def real_traces() -> Path | None:
 
 def trace_source() -> str:
     """For a figure's source line."""
-    return "Azure 2023" if real_traces() else "synthetic stand-ins for Azure 2023"
+    full = ", a request in each stage of a pipeline" if SERVICE is Service.FCFS_PIPELINED else ""
+    return ("Azure 2023" if real_traces() else "synthetic stand-ins for Azure 2023") + full
 
 
 @cache

@@ -1,7 +1,8 @@
 """Computes every figure in full and writes it beside the notebooks: JSON with date and machine, and an SVG.
 
 Run: ``make evaluation``, or ``python -m notebooks.figures.record [NUMBER...]``. It also renews what the notebooks
-print.
+print. With ``EVALUATION_SERVICE=fcfs-pipelined`` every stage of a pipeline holds a request; that goes to a folder
+of its own, and no notebook shows it.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ from notebooks.figures.h200 import figure_h200
 from notebooks.figures.harvest import figure_20
 from notebooks.figures.launches import figure_15
 from notebooks.figures.layers import figure_7, figure_8
+from notebooks.figures.load import SERVICE
 from notebooks.figures.policies import figure_10
 from notebooks.figures.strategies import figure_9
 from notebooks.figures.under_load import figure_11, figure_12, figure_13
+from traces.simulator.scenario import Service
 
 __all__ = ["FIGURES", "NOTEBOOKS", "ORDERS", "RESULTS", "Record", "main", "read", "renew", "write"]
 
 NOTEBOOKS = Path(__file__).parents[1]
 RESULTS = NOTEBOOKS / "results"
+HERE = RESULTS if SERVICE is Service.FCFS else RESULTS / SERVICE
 ORDERS = 20  # of figure 16: table 1's and 19 shuffles
 
 FIGURES: Mapping[str, Callable[[], Figure]] = {
@@ -79,8 +83,9 @@ def read(number: str) -> Record:
 def write(record: Record) -> None:
     """Its JSON and its SVG."""
     number = record.figure.number
-    (RESULTS / f"figure_{number}.json").write_text(_lines(json.loads(to_json(record))) + "\n")
-    (RESULTS / f"figure_{number}.svg").write_text(svg(record.figure))
+    (HERE / f"figure_{number}.json").write_text(_lines(json.loads(to_json(record))) + "\n")
+    if HERE == RESULTS:
+        (HERE / f"figure_{number}.svg").write_text(svg(record.figure))
 
 
 def _lines(value: object) -> str:
@@ -120,7 +125,7 @@ def main() -> None:
     numbers = parser.parse_args().numbers or list(FIGURES)
     if unknown := sorted(set(numbers) - set(FIGURES)):
         parser.error(f"there is no figure {', '.join(unknown)}; there are {', '.join(FIGURES)}")
-    RESULTS.mkdir(exist_ok=True)
+    HERE.mkdir(parents=True, exist_ok=True)
     for number in numbers:
         figure = FIGURES[number]()
         record = Record(
@@ -128,7 +133,7 @@ def main() -> None:
         )
         write(record)
         print(f"figure {number}: {figure.title}")
-    for path in sorted(NOTEBOOKS.glob("evaluation_*.ipynb")):
+    for path in sorted(NOTEBOOKS.glob("evaluation_*.ipynb")) if HERE == RESULTS else ():
         renew(path)
         print(f"renewed {path.name}")
 
