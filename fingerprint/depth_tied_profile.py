@@ -441,7 +441,7 @@ class _Driver:
         return measured
 
     def _foreseen_s(self, case: _Case, num_layers: int, point: Point, *, plain: bool) -> float:
-        """Of the GPU: what it took at the other depth, else as if nothing had a fixed cost."""
+        """Of all its GPUs together: what it took at the other depth, else as if nothing had a fixed cost."""
         by_tokens = self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * _tokens(point)
         return self._took_s.get((case.tp, case.pp, plain, point), by_tokens)
 

@@ -58,15 +58,15 @@ def check_ranks(ranks: Sequence[RankMemory], *, pp: int) -> None:
 def contradiction(points: Sequence[TimingPoint]) -> str | None:
     """Where a decode step of more layers took less time than one of fewer; None: nowhere.
 
-    Repeated steps are compared, by the time of one repeat, and unrepeated ones only where no batch was repeated at
-    two depths: of several ranks each waits in its forward for the one that the host came to last, which in a step
-    of a layer or two can be most of the time and tells nothing of the layers.
+    Repeated steps are compared, by the time of one repeat; unrepeated ones, each with its like, only where no batch
+    was repeated at two depths: of several ranks each waits in its forward for the one that the host came to last,
+    which in a step of a layer or two can be most of the time and tells nothing of the layers.
     """
     repeated, others = _by_depth(points, repeated=True), _by_depth(points, repeated=False)
-    if all(len(by_depth) < 2 for by_depth in repeated.values()):
-        for at, by_depth in others.items():
-            repeated[at] = repeated.get(at, {}) | by_depth
-    for (batch, input_tokens), by_depth in repeated.items():
+    compared = repeated if _tells(repeated) else others
+    if not _tells(compared):  # of a model of two layers one depth is repeated, the other is the model
+        compared = {at: repeated.get(at, {}) | others.get(at, {}) for at in repeated | others}
+    for (batch, input_tokens), by_depth in compared.items():
         for fewer, more in zip(sorted(by_depth), sorted(by_depth)[1:], strict=False):
             if by_depth[more] <= by_depth[fewer]:
                 return (
@@ -74,6 +74,10 @@ def contradiction(points: Sequence[TimingPoint]) -> str | None:
                     f"{1e3 * by_depth[fewer]:.3f} ms (batch {batch}, {input_tokens} in)"
                 )
     return None
+
+
+def _tells(steps: dict[tuple[int, int], dict[int, float]]) -> bool:
+    return any(len(by_depth) > 1 for by_depth in steps.values())
 
 
 def _by_depth(points: Sequence[TimingPoint], *, repeated: bool) -> dict[tuple[int, int], dict[int, float]]:

@@ -63,7 +63,9 @@ class Settings:
     ] = None
     policy: Annotated[str, "placement: `hybrid`, `packing`, `least-loaded` or `ilp`"] = "hybrid"
     load_threshold: Annotated[float, "load below which `hybrid` packs, 0 to 1"] = DEFAULT_LOAD_THRESHOLD
-    profile_seconds: Annotated[float, "budget of the profile that a first deployment takes"] = 60.0
+    profile_seconds: Annotated[
+        float, "budget of the profile that a first deployment takes; on vllm of all its GPUs together"
+    ] = 60.0
     start_timeout_s: Annotated[
         float, "seconds for a worker to become ready; the daemon reads it when it starts"
     ] = 900.0

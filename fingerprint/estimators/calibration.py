@@ -26,6 +26,7 @@ __all__ = ["Calibration", "LogErrors", "MeasuredError", "kernels_of", "shipped_c
 
 _INTERVAL = 0.90
 _FEWEST_MODELS = 2
+_EXPERTS = " experts"  # behind a format that kernels of experts multiply
 # The edges are means of the quantiles from the 4th to the 5th percentile and from the 95th to the 96th: a quantile
 # alone jumps from one error to the next as weights change, and one more prompt token would halve an interval.
 _EDGE = 0.01
@@ -83,8 +84,9 @@ class Calibration:
 
         Each model counts alike, however many points of it were measured. Of models that were not measured with
         this engine on this GPU in this weight format at these degrees the middle is not known here: it is 0, and
-        the interval holds 0; it is that of this format elsewhere, or of all formats where too few have this one.
-        With fewer than two other models it is -0.15 to 0.15, which is an assumption.
+        the interval holds 0. It is that of models measured in this format anywhere; where those are too few, of
+        dense ones or of mixtures of experts, as the model is; else of all. With fewer than two other models it is
+        -0.15 to 0.15, which is an assumption.
 
         Args:
             prompt_tokens: batch times input.
@@ -97,7 +99,9 @@ class Calibration:
         here = [e for e in others if (_release(e.engine), e.gpu, e.weights, e.tp, e.pp) == asked]
         if _num_models(here) >= _FEWEST_MODELS:
             return _quantiles(here, prompt_tokens)
-        for elsewhere in ([e for e in others if e.weights == weights], others):
+        same_format = [e for e in others if e.weights == weights]
+        same_kind = [e for e in others if e.weights.endswith(_EXPERTS) == weights.endswith(_EXPERTS)]
+        for elsewhere in (same_format, same_kind, others):
             if _num_models(elsewhere) >= _FEWEST_MODELS:
                 found = _quantiles(elsewhere, prompt_tokens)
                 return LogErrors(min(0.0, found.low), 0.0, max(0.0, found.high))
@@ -112,7 +116,7 @@ def kernels_of(spec: ModelSpec, weights: WeightFormat) -> str:
     the activations are stored, chooses the kernel, and whether the errors are alike was not measured. Experts are
     multiplied by kernels of their own, whose time depends on who is routed where.
     """
-    experts = " experts" if spec.num_experts else ""
+    experts = _EXPERTS if spec.num_experts else ""
     if weights is not WeightFormat.STORED or spec.stored is None:
         return f"{weights}{experts}"
     return f"{weights} {spec.stored.method}, {spec.stored.form}{experts}"

@@ -142,9 +142,11 @@ def _usual(workload: Workload) -> Workload:
 
 
 def _ratio(measured: Reading | None, predicted: Quantity) -> _Ratio | None:
-    """None: nothing was measured, or so little that all which was predicted is inside, and nothing learned."""
-    if measured is None or measured.low < predicted.low <= predicted.high < measured.high:
+    """None: nothing was measured. A reading that holds all that was predicted taught nothing: a ratio of one."""
+    if measured is None:
         return None
+    if measured.low < predicted.low <= predicted.high < measured.high:
+        return _Ratio(0.0, 0.0, 0.0)
     value, low, high = (math.log(end / predicted.value) for end in (measured.value, measured.low, measured.high))
     return _Ratio(value, low, high)
 

@@ -21,7 +21,7 @@ _FEWEST_PAIRS, _WANTED_PAIRS, _MOST_PAIRS = 3, 5, 50
 _TIGHT = 0.01  # half-width of the interval over the mean, at which repeating ends
 _FULL_SHARE = 0.7  # of the time, for the whole batch; what it leaves is for one request
 _PROBE_TOKENS = 9  # output tokens of the burst that tells how long the others will take
-_TELLING_TOKENS = 65  # output tokens from which on a pair surely tells the time of one
+_FEW_TOKENS, _TELLING_TOKENS = 9, 65  # below, five pairs tell less of a token than three of as many as the latter
 
 
 class Burst(NamedTuple):
@@ -139,7 +139,7 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
     least_s, fits = _least_s(workload, first_s, step_s), workload.output_tokens
     if fits > 1 and step_s > 0:
         fits, fewer = (1 + int((left_s / n - 2 * first_s) / step_s) for n in (_WANTED_PAIRS, _FEWEST_PAIRS))
-        if fits < _PROBE_TOKENS:  # beside the noise of two long prefills: fewer pairs tell more
+        if fits < _FEW_TOKENS:  # beside the noise of two long prefills: fewer pairs tell more
             fits = max(2, min(_TELLING_TOKENS, fewer))
     if least_s > left_s:
         raise NotMeasuredError(

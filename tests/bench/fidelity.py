@@ -250,7 +250,7 @@ def measure(
         rate = capacity * utilisation
         requests = paced(_requests(asked, target, max(2, round(rate * asked.minutes * 60))), rate)
         before_s = pace_s(target)
-        real = replayed(target, requests, seed=len(asked.loads) * asked.seed + number)
+        real = replayed(target, requests, seed=1 + len(asked.loads) * asked.seed + number)
         pace = (before_s + pace_s(target)) / 2 / calm_s
         found = compare(real, {name: simulated(real, s) for name, s in served.items()})
         loads.append(Load(utilisation=utilisation, pace=pace, found=found, requests=Sent.of(real)))

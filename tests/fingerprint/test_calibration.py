@@ -227,6 +227,9 @@ def test_at_degrees_that_nobody_measured_the_same_format_speaks_before_all_other
     low, middle, high = bounds(Calibration((*own, *others)), tp=4)
     assert (low, middle) == (0.0, 0.0)
     assert high < 0.1
-    low, middle, high = bounds(Calibration((*own, *others)), tp=4, weights="fp8")
+    low, middle, high = bounds(Calibration((*own, *others)), tp=4, weights="fp8")  # nobody's: dense ones speak
+    assert (low, middle) == (0.0, 0.0)
+    assert high < 0.1
+    low, middle, high = bounds(Calibration((*own, *others)), tp=4, weights="fp8 experts")
     assert (low, middle) == (0.0, 0.0)
     assert high > 0.3

@@ -187,6 +187,28 @@ def test_a_reading_that_allows_all_that_was_predicted_and_more_corrects_nothing(
     assert CorrectedEstimator(RAW, [beyond]).estimate(HERE, WORK).tpot_s.value == pytest.approx(2 * high)
 
 
+@pytest.mark.parametrize("vague_alone", [False, True])
+def test_one_such_reading_leaves_the_other_its_own_end(vague_alone: bool) -> None:
+    """A full batch told too vaguely takes nothing from what one request was timed at, nor the other way round."""
+    lone = replace(WORK, batch=1)
+
+    def of(work: Workload, *, vague: bool) -> Reading:
+        raw = RAW.estimate(HERE, work).tpot_s
+        low, high = 0.9 * raw.low, 1.1 * raw.high
+        if vague:
+            return Reading(value=(low + high) / 2, low=low, high=high, repeats=4)
+        return Reading(value=2 * high, low=2 * high, high=2 * high, repeats=4)
+
+    full, alone = of(WORK, vague=not vague_alone), of(lone, vague=vague_alone)
+    check = check_of(RAW)
+    check = replace(check, tpot_s=full, alone=Alone(workload=lone, ttft_s=check.ttft_s, tpot_s=alone))
+    found = CorrectedEstimator(RAW, [check])
+    told, untold = (WORK, lone) if vague_alone else (lone, WORK)
+    measured = full if vague_alone else alone
+    assert found.estimate(HERE, told).tpot_s.value == pytest.approx(measured.value)
+    assert found.estimate(HERE, untold).tpot_s.value == pytest.approx(RAW.estimate(HERE, untold).tpot_s.value)
+
+
 def test_less_memory_takes_nothing_from_weights_and_cache() -> None:
     raw = RAW.estimate(HERE, WORK).memory
     beside = raw.runtime_bytes + raw.activation_bytes

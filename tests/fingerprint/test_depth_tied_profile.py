@@ -299,6 +299,9 @@ class TestContradiction:
         waited = [_waiting(t, 2e-3) if (t.num_layers, t.repeat) == (1, 1) else t for t in timing]
         assert waited != list(timing)
         assert contradiction([t for t in waited if t.repeat == 1]) is not None
+        lone = [t for t in timing if (t.num_layers, t.repeat) != (1, 32)]  # one depth's repeats all failed
+        assert {t.repeat for t in lone} == {1, 16}
+        assert contradiction(lone) is None
         assert contradiction(waited) is None
 
 
