@@ -58,9 +58,9 @@ def check_ranks(ranks: Sequence[RankMemory], *, pp: int) -> None:
 def contradiction(points: Sequence[TimingPoint]) -> str | None:
     """Where a decode step of more layers took less time than one of fewer; None: nowhere.
 
-    Repeated steps are compared, by the time of one repeat; unrepeated ones, each with its like, only where no batch
-    was repeated at two depths: of several ranks each waits in its forward for the one that the host came to last,
-    which in a step of a layer or two can be most of the time and tells nothing of the layers.
+    Repeated steps are compared, by the time of one repeat; unrepeated ones, each with its like, only where no
+    batch was repeated at two depths: of several ranks each waits in its forward for the one that the host came to
+    last, which in a step of a layer or two can be most of the time and tells nothing of the layers.
     """
     repeated, others = _by_depth(points, repeated=True), _by_depth(points, repeated=False)
     compared = repeated if _tells(repeated) else others
