@@ -224,9 +224,9 @@ class _Driver:
     _session: StepTimedSession | None = None
     _first_error: IserveError | None = None
     _done: int = 0
-    # Of all its GPUs together, as ``spent_s``:
-    _cost_s: dict[tuple[int, int, int], float] = field(default_factory=dict)  # per prompt token; tp, pp, layers
-    _took_s: dict[tuple[int, int, bool, Point], float] = field(default_factory=dict)  # by tp, pp, plain, point
+    # GPU-seconds, as ``spent_s``: per prompt token by tp, pp, layers; and by tp, pp, plain, point
+    _cost_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _took_s: dict[tuple[int, int, bool, Point], float] = field(default_factory=dict)
 
     def profile(self) -> Profile:
         """What is measured by now."""

@@ -231,6 +231,7 @@ def _fit_overhead(seen: list[tuple[Took, float]], per_token_s: float | None = No
     Args:
         per_token_s: as prompts tell it. A token is embedded and normed in a decode step as in a prompt, for some
             nanoseconds; fitted to decode steps' few tokens it would be their noise, carried to large batches.
+            Prompts of one size do not tell it: then it is 0.
     """
     if not seen:
         return Overhead(0.0, per_token_s or 0.0)
