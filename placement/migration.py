@@ -2,9 +2,10 @@
 
 Both directions are one rule. Leaving a crowded GPU saves requests that wait; joining others saves a GPU. A move is
 ordered when the fall of the standing cost (``load_model``), kept up until ``horizon_s``, exceeds what the move
-takes: ``gpu_price`` for each GPU-second in which the replica holds memory twice. Every move that is made lowers
-the standing cost by more than a positive margin and the way back would raise it, so at a standing load moves come
-to an end, and one is undone only after the load has changed by twice the margin's worth.
+takes: ``gpu_price`` for each GPU-second in which the replica holds memory twice. None leads to a GPU on which
+another replica of the same deployment stands: the two would share its time (``replicas``). Every move that is made
+lowers the standing cost by more than a positive margin and the way back would raise it, so at a standing load moves
+come to an end, and one is undone only after the load has changed by twice the margin's worth.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fingerprint.errors import ConfigError
-from placement.load_model import LoadedCluster, Tenant, shares
+from placement.load_model import Key, LoadedCluster, Tenant, shares
 from placement.lookahead import DEFAULT_GPU_PRICE
 from placement.orders import Move
 from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement, ReplicaState
@@ -58,12 +59,13 @@ def best_move(snapshot: ClusterSnapshot, rule: Migration, *, link_group_size: in
     best: Move | None = None
     most = 0.0
     for deployment, replica in _movable(snapshot, cluster, rule):
+        held = frozenset(key for one in deployment.replicas for _, keys in shares(one.placement) for key in keys)
         tenant = Tenant(deployment.busy_fraction, shares(replica.placement))
         takes_s = load_s(replica.placement, rule)
         lasts_s = rule.horizon_s - takes_s
         price = rule.gpu_price * len(tenant.gpus) * takes_s
         freed = cluster.saved_by_taking(replica.replica_id, tenant, rule.gpu_price)
-        for placement in groups.for_another(replica.placement):
+        for placement in groups.for_another(replica.placement, held):
             target = Tenant(deployment.busy_fraction, shares(placement))
             saved = freed - cluster.cost_of_adding(target, rule.gpu_price)
             pays = saved * lasts_s - price
@@ -105,16 +107,15 @@ class _Groups:
             self._nodes.setdefault(gpu.node_id, []).append((load, gpu))
         self._of: dict[int, list[tuple[float, tuple[GpuState, ...]]]] = {}
 
-    def for_another(self, placement: Placement) -> Iterator[Placement]:
-        """Placements of the same shape on other GPUs with room. Of a pipeline all stages go, to groups next to one
-        another in the order of preference."""
+    def for_another(self, placement: Placement, held: frozenset[Key]) -> Iterator[Placement]:
+        """Placements of the same shape on GPUs with room that are not ``held`` by its deployment. Of a pipeline all
+        stages go, to groups next to one another in the order of preference."""
         tp = len(placement.stages[0].device_ids)
-        own = {key for _, keys in shares(placement) for key in keys}
         need_bytes = max(stage.bytes_per_gpu for stage in placement.stages)
         fitting: list[tuple[GpuState, ...]] = []
         empty = 0
         for load, group in self._groups(tp):
-            if any((gpu.node_id, gpu.device_id) in own or gpu.free_bytes < need_bytes for gpu in group):
+            if any((gpu.node_id, gpu.device_id) in held or gpu.free_bytes < need_bytes for gpu in group):
                 continue
             empty += load == 0.0
             if empty <= len(placement.stages):

@@ -105,20 +105,24 @@ def moved(snapshot: ClusterSnapshot, name: str, replica_id: str, placement: Plac
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> ClusterSnapshot:
-    """Four to eight GPUs, up to six deployments of one or two GPUs, some crowded, some idle."""
+def fleets(draw: st.DrawFn, most_replicas: int = 1) -> ClusterSnapshot:
+    """Four to eight GPUs, up to six deployments of one or two GPUs each replica, some crowded, some idle; no two
+    replicas of one deployment on one GPU."""
     num_gpus = draw(st.sampled_from([4, 6, 8]))
     free = [TOTAL] * num_gpus
     deployments = []
     for index in range(draw(st.integers(0, 6))):
         size = draw(st.integers(5, 60))
         tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))
-        first = draw(st.integers(0, num_gpus // 2 - 1)) * 2
-        gpus = [first + i for i in range(tp * pp)]
-        if min(free[gpu] for gpu in gpus) < size:
-            continue
-        for gpu in gpus:
-            free[gpu] -= size
-        busy = draw(st.floats(0, 1.2))
-        deployments.append(serving(f"d{index}", place(*gpus, size_bytes=size, pp=pp), busy=busy))
+        firsts = st.lists(st.integers(0, num_gpus // 2 - 1), min_size=1, max_size=most_replicas, unique=True)
+        placements = []
+        for first in draw(firsts):
+            gpus = [2 * first + i for i in range(tp * pp)]
+            if min(free[gpu] for gpu in gpus) < size:
+                continue
+            for gpu in gpus:
+                free[gpu] -= size
+            placements.append(place(*gpus, size_bytes=size, pp=pp))
+        if placements:
+            deployments.append(serving(f"d{index}", *placements, busy=draw(st.floats(0, 1.2))))
     return fleet(num_gpus, *deployments)

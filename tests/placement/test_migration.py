@@ -40,6 +40,16 @@ def test_two_quiet_replicas_come_together_and_free_a_gpu() -> None:
     assert sum(gpu.free_bytes == gpu.total_bytes for gpu in after.gpus) == 1
 
 
+def test_two_quiet_replicas_of_one_deployment_stay_apart() -> None:
+    """Together they would free a GPU, and each would share its time with the other."""
+    snapshot = fleet(2, serving("a", place(0), place(1), busy=0.02))
+    assert best_move(snapshot, RULE) is None
+    crowded = serving("a", place(0), place(1), busy=0.4), serving("b", place(0), busy=0.4, steady_s=0.0)
+    assert best_move(fleet(2, *crowded), RULE) is None
+    away = Move(name="a", replica_id="a#0", placement=place(2), load_s=20.0)
+    assert best_move(fleet(3, *crowded), RULE) == away
+
+
 @pytest.mark.parametrize(
     ("busy", "rule"),
     [
@@ -70,17 +80,19 @@ def test_a_tensor_parallel_group_stays_within_a_link_group() -> None:
 
 
 @settings(max_examples=200)
-@given(snapshot=fleets(), price=st.floats(0.02, 1))
+@given(snapshot=fleets(most_replicas=3), price=st.floats(0.02, 1))
 def test_a_move_fits_lies_elsewhere_and_pays(snapshot: ClusterSnapshot, price: float) -> None:
-    """While it lasts both places hold memory, so the new one must be free before the old one is."""
+    """While it lasts both places hold memory, so the new one must be free before the old one is. Elsewhere: where
+    no replica of its deployment stands."""
     rule = replace(RULE, gpu_price=price)
     move = best_move(snapshot, rule)
     if move is None:
         return
     deployment = next(d for d in snapshot.deployments if d.name == move.name)
-    old = deployment.replicas[0].placement
+    old = next(r.placement for r in deployment.replicas if r.replica_id == move.replica_id)
+    theirs = {device for replica in deployment.replicas for device in replica.placement.device_ids}
     free = {gpu.device_id: gpu.free_bytes for gpu in snapshot.gpus}
-    assert not set(old.device_ids) & set(move.placement.device_ids)
+    assert not theirs & set(move.placement.device_ids)
     assert len(set(move.placement.device_ids)) == len(old.device_ids)
     assert move.placement.layers_per_stage == old.layers_per_stage
     for before, stage in zip(old.stages, move.placement.stages, strict=True):
@@ -93,7 +105,7 @@ def test_a_move_fits_lies_elsewhere_and_pays(snapshot: ClusterSnapshot, price: f
 
 
 @settings(max_examples=150)
-@given(snapshot=fleets())
+@given(snapshot=fleets(most_replicas=2))
 def test_at_a_standing_load_moves_end_and_none_is_undone(snapshot: ClusterSnapshot) -> None:
     seen = [snapshot.deployments]
     for _ in range(40):
