@@ -3,9 +3,9 @@
 Both directions are one rule. Leaving a crowded GPU saves requests that wait; joining others saves a GPU. A move is
 ordered when the fall of the standing cost (``load_model``), kept up until ``horizon_s``, exceeds what the move
 takes: ``gpu_price`` for each GPU-second in which the replica holds memory twice. None leads to a GPU on which
-another replica of the same deployment stands: the two would share its time (``replicas``). Every move that is made
-lowers the standing cost by more than a positive margin and the way back would raise it, so at a standing load moves
-come to an end, and one is undone only after the load has changed by twice the margin's worth.
+another replica of the same deployment stands: the two would share its time (``replicas``). Every move that is
+made lowers the standing cost by more than a positive margin and the way back would raise it, so at a standing load
+moves come to an end, and one is undone only after the load has changed by twice the margin's worth.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Groups:
         self._of: dict[int, list[tuple[float, tuple[GpuState, ...]]]] = {}
 
     def for_another(self, placement: Placement, held: frozenset[Key]) -> Iterator[Placement]:
-        """Placements of the same shape on GPUs with room that are not ``held`` by its deployment. Of a pipeline all
+        """Placements of the same shape on GPUs with room that its deployment has not ``held``. Of a pipeline all
         stages go, to groups next to one another in the order of preference."""
         tp = len(placement.stages[0].device_ids)
         need_bytes = max(stage.bytes_per_gpu for stage in placement.stages)

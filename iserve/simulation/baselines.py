@@ -70,10 +70,9 @@ class World:
     scenario: Scenario
 
     @property
-    def replicas(self) -> list[str]:
-        """The model of every replica that will be asked for, in the order of deployment."""
-        deploys = [action for action in self.scenario.actions if isinstance(action, Deploy)]
-        return [deploy.model for deploy in deploys for _ in range(deploy.replicas)]
+    def deploys(self) -> list[Deploy]:
+        """All that will be deployed, in that order."""
+        return [action for action in self.scenario.actions if isinstance(action, Deploy)]
 
 
 def knowledge_of(model: SimulatedModel, gpu: GpuSpec, cluster: ClusterSnapshot) -> Knowledge:
@@ -157,8 +156,7 @@ def prepare(
         case Baseline.ALPASERVE | Baseline.ALPASERVE_ALL:
             # One more than it takes, so that a trace of millions is not read to be refused.
             read = list(islice(requests, MOST_REQUESTS + 1))
-            names = [action.name for action in world.scenario.actions if isinstance(action, Deploy)]
-            slos = {} if slo is None else dict.fromkeys(names, slo)
+            slos = {} if slo is None else dict.fromkeys((deploy.name for deploy in world.deploys), slo)
             keep_all = baseline is Baseline.ALPASERVE_ALL
             return alpaserve(world, read, slos, router=router, keep_all=keep_all), read
         case Baseline.AICONFIGURATOR:
@@ -215,7 +213,7 @@ def alpaserve(
         ConfigError: the trace is longer than ``MOST_REQUESTS``, or a deployment has no SLO or asks for replicas.
         InfeasibleError: ``keep_all``, and no placement of all was found.
     """
-    deploys = [action for action in world.scenario.actions if isinstance(action, Deploy)]
+    deploys = world.deploys
     _check_alpaserve(deploys, len(requests), slos)
     cluster, gpu = world.scenario.cluster, world.gpu
     models = {
@@ -282,8 +280,8 @@ def _first_fit(baseline: Baseline, world: World, known: Mapping[str, Knowledge])
     else:
         order = max_tp if baseline is Baseline.MAX_TP else max_pp
         configs = {name: order(model) for name, model in known.items()}
-        replicas = [(known[name], configs[name]) for name in world.replicas]
-        batches = _batches(world, common_batch(replicas, world.scenario.cluster, places))
+        deployments = [(known[d.model], configs[d.model], d.replicas) for d in world.deploys]
+        batches = _batches(world, common_batch(deployments, world.scenario.cluster, places))
         preferences = [Preference(known[name], configs[name], batches[name]) for name in known]
     return FirstFit(baseline, preferences, places, StepTimes())
 

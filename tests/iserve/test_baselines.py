@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,16 @@ from planner.intent import Intent, IntentKind, Slo
 from planner.space import shape_refusal
 from tests.fingerprint.step_timed_machine import llama_7b
 from traces.request import Request
-from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Scenario, Service
+from traces.simulator.result import ChangeKind
+from traces.simulator.scenario import (
+    Deploy,
+    Deployed,
+    NodeFails,
+    NodeReturns,
+    NotDeployed,
+    Scenario,
+    Service,
+)
 from traces.summary import kept
 
 A6000, H200 = gpu_spec("a6000"), gpu_spec("h200")
@@ -117,6 +127,42 @@ def test_all_that_was_counted_on_is_then_deployed() -> None:
     assert isinstance(first, Deployed)
     batches = {change.text.rpartition("batch ")[2] for change in result.changes}
     assert batches == {str(first.steps.limits.max_batch)}
+
+
+@pytest.mark.parametrize(
+    "baseline", [Baseline.ISERVE, Baseline.MAX_TP, Baseline.MAX_PP, Baseline.RULE, Baseline.FSDP]
+)
+def test_no_two_replicas_share_a_gpu(baseline: Baseline) -> None:
+    """Neither as they come nor when one comes back with its node: three replicas on GPUs of two nodes."""
+    asked = world(model("m", intent=LATENCY))
+    actions = (
+        Deploy(at_s=0.0, name="m", model="m", replicas=3),
+        NodeFails(at_s=3.0, node_id="node1"),
+        NodeReturns(at_s=6.0, node_id="node1"),
+    )
+    cluster = idle_cluster(A6000, 8, per_node=4)
+    asked = replace(asked, scenario=replace(asked.scenario, cluster=cluster, actions=actions))
+    result = simulate_cluster(
+        poisson(100, 10.0, ["m"]),
+        asked.scenario,
+        A6000,
+        asked.models,
+        router=make_router(),
+        deployer=static_deployer(baseline, asked),
+    )
+    standing: dict[str, tuple[str, ...]] = {}
+    numbers = count(1)
+    for change in result.changes:
+        if change.kind is ChangeKind.DEPLOYED:
+            standing[f"m#{next(numbers)}"] = change.device_ids
+            devices = list(chain.from_iterable(standing.values()))
+            assert len(set(devices)) == len(devices)
+        elif change.kind is ChangeKind.LOST:
+            del standing[change.text.rpartition(" ")[2]]
+    assert len(standing) == 3
+    (deployment,) = result.deployments
+    assert deployment.replicas == 3
+    assert int(result.outcomes.completed.sum()) > 90
 
 
 def test_baselines_know_what_the_planner_could_choose_from() -> None:

@@ -7,7 +7,9 @@ What they are given, so that none is weak for want of it:
     not, 1, so that no memory is spent on sequences that never run together;
 *   what does not fit at their favourite degrees goes on at the next ones, and with half the batch, before it is
     refused;
-*   the least loaded GPUs.
+*   the least loaded GPUs;
+*   of several replicas each has GPUs of its own, and all are launched alike, or none is: the first configuration
+    and batch that goes in so often.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError
-from placement.types import ClusterSnapshot, Placement, Refusal
+from placement.types import ClusterSnapshot, Refusal
 from traces.baselines.knowledge import (
     MOST_BATCH,
     Knowledge,
@@ -57,26 +59,27 @@ def max_pp(model: Knowledge) -> tuple[DeploymentConfig, ...]:
 
 
 def common_batch(
-    models: Sequence[tuple[Knowledge, Sequence[DeploymentConfig]]],
+    deployments: Sequence[tuple[Knowledge, Sequence[DeploymentConfig], int]],
     cluster: ClusterSnapshot,
     places: Places,
 ) -> int:
-    """The largest batch up to ``MOST_BATCH`` with which ``models`` (one entry per replica) fit side by side on the
+    """The largest batch up to ``MOST_BATCH`` with which ``deployments`` (replicas of each) fit side by side on the
     idle ``cluster``, each in its first configuration that fits alone; 0: not even one sequence of each does."""
     firsts = []
-    for model, configs in models:
-        alone = (c for c in configs if isinstance(places.find(model, c, 1, cluster), Placement))
-        firsts.append((model, next(alone, None)))
+    for model, configs, count in deployments:
+        alone = (c for c in configs if not isinstance(places.find_apart(model, c, 1, cluster, count), Refusal))
+        firsts.append((model, next(alone, None), count))
 
     def all_fit(batch: int) -> bool:
         left = cluster
-        for model, config in firsts:
+        for model, config, count in firsts:
             if config is None:
                 return False
-            placed = places.find(model, config, batch, left)
+            placed = places.find_apart(model, config, batch, left, count)
             if isinstance(placed, Refusal):
                 return False
-            left = without(left, placed)
+            for one in placed:
+                left = without(left, one)
         return True
 
     return largest(all_fit, MOST_BATCH)
@@ -98,19 +101,26 @@ class FirstFit:
         self._places, self._times = places, times
 
     def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        found = self.several(model, snapshot, 1)
+        return found if isinstance(found, NotDeployed) else found[0]
+
+    def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
         wanted = self._preferences[model]
         refusal: Refusal | None = None
         for config in wanted.configs:
             for batch in halvings(wanted.batch):
-                placed = self._places.find(wanted.model, config, batch, snapshot)
-                if isinstance(placed, Placement):
-                    return Deployed(
-                        placement=placed,
-                        steps=self._times(wanted.model, config, batch),
-                        what=f"{config} on {config.engine}, batch {batch}",
-                        pipelined=keeps_stages_full(config.engine),
-                    )
-                refusal = refusal or placed
+                placed = self._places.find_apart(wanted.model, config, batch, snapshot, count)
+                if isinstance(placed, Refusal):
+                    refusal = refusal or placed
+                    continue
+                steps = self._times(wanted.model, config, batch)
+                what = f"{config} on {config.engine}, batch {batch}"
+                pipelined = keeps_stages_full(config.engine)
+                return [Deployed(placement=one, steps=steps, what=what, pipelined=pipelined) for one in placed]
         if refusal is None:
             return NotDeployed(reason=f"{self.name}: {wanted.why_none}")
         return NotDeployed(reason=f"no configuration of {self.name} fits; of the first: {refusal.reason}")
+
+    def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        """What fits now: another configuration than the others' is better than none."""
+        return self(model, snapshot)

@@ -21,7 +21,7 @@ embedding where that is larger, the KV cache of its own sequences, and the activ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -99,7 +99,8 @@ class FsdpDeployer:
 
     Widths are powers of two and the whole node; of one width the least loaded neighbours, then those with most
     room. What is offloaded is as little as the memory that is free now makes necessary; the batch is halved where
-    not even everything on the host leaves it room.
+    not even everything on the host leaves it room. Of several replicas each has GPUs of its own, and the slowest
+    of them counts.
 
     Args:
         batch_of: what each model is launched for.
@@ -117,30 +118,49 @@ class FsdpDeployer:
         self._made: dict[tuple[str, Sharding, int], StepModel] = {}
 
     def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        found = self.several(model, snapshot, 1)
+        return found if isinstance(found, NotDeployed) else found[0]
+
+    def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        """Over as many GPUs as answer soonest now."""
+        return self(model, snapshot)
+
+    def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
         asked = self._models[model]
         config = next((config for config in sixteen_bit(asked.configs) if config.num_gpus == 1), None)
         if config is None:
             return NotDeployed(reason="no engine runs it on one GPU in 16 bits, as every rank of FSDP does")
-        windows = list(_windows(snapshot, whole_node=self._whole_node))
+        by_width = [
+            windows for windows in _windows(snapshot, count, whole_node=self._whole_node) if len(windows) == count
+        ]
+        if not by_width:
+            return NotDeployed(reason=f"{len(snapshot.gpus)} GPUs have no {count} groups of one width")
         for batch in halvings(self._batch_of[model]):
             fitting = [
-                (sharding, window)
-                for window in windows
-                if (sharding := _fewest_on_host(asked, config, batch, window)) is not None
+                (shardings, windows)
+                for windows in by_width
+                if (shardings := _fewest_on_hosts(asked, config, batch, windows)) is not None
             ]
             if fitting:
-                sharding, window = min(fitting, key=lambda option: self._e2e_s(asked, config, batch, option[0]))
-                return self._deployed(asked, config, batch, sharding, window)
-        widest = max(windows, key=len)
-        least = sharded_bytes(asked, config, Sharding(len(widest), asked.spec.num_layers), 1)
+                chosen = min(fitting, key=lambda option: self._e2e_s(asked, config, batch, option[0]))
+                return [self._deployed(asked, config, batch, *one) for one in zip(*chosen, strict=True)]
+        widest = max(by_width, key=lambda windows: len(windows[0]))
+        width, room_bytes = len(widest[0]), min(_room(window) for window in widest)
+        least = sharded_bytes(asked, config, Sharding(width, asked.spec.num_layers), 1)
         return NotDeployed(
-            reason=f"with all layers on the host it needs {least / 2**30:.2f} GiB on each of {len(widest)} GPUs, "
-            f"{_room(widest) / 2**30:.2f} GiB are free"
+            reason=f"with all layers on the host it needs {least / 2**30:.2f} GiB on each of {count * width} "
+            f"GPUs, {room_bytes / 2**30:.2f} GiB are free"
         )
 
-    def _e2e_s(self, model: Knowledge, config: DeploymentConfig, batch: int, sharding: Sharding) -> float:
-        estimator = FsdpEstimator(model.estimator, model.spec, self._gpu, sharding)
-        return estimator.estimate(config, replace(model.workload, batch=batch)).e2e_s.value
+    def _e2e_s(
+        self, model: Knowledge, config: DeploymentConfig, batch: int, shardings: Iterable[Sharding]
+    ) -> float:
+        """Of the slowest."""
+        workload = replace(model.workload, batch=batch)
+        return max(
+            FsdpEstimator(model.estimator, model.spec, self._gpu, sharding).estimate(config, workload).e2e_s.value
+            for sharding in shardings
+        )
 
     def _deployed(
         self,
@@ -203,8 +223,18 @@ def _fewest_on_host(
     return Sharding(len(window), layers - kept) if kept or kept_fit(0) else None
 
 
-def _windows(snapshot: ClusterSnapshot, *, whole_node: bool) -> Iterable[tuple[GpuState, ...]]:
-    """Of every width the preferred neighbours of one node."""
+def _fewest_on_hosts(
+    model: Knowledge, config: DeploymentConfig, batch: int, windows: Iterable[tuple[GpuState, ...]]
+) -> list[Sharding] | None:
+    """Of each window; None: one has no room."""
+    shardings = [_fewest_on_host(model, config, batch, window) for window in windows]
+    found = [sharding for sharding in shardings if sharding is not None]
+    return found if len(found) == len(shardings) else None
+
+
+def _windows(snapshot: ClusterSnapshot, count: int, *, whole_node: bool) -> Iterable[list[tuple[GpuState, ...]]]:
+    """Of every width the ``count`` preferred groups of neighbours of one node, or as many as there are; they share
+    no GPU. Full ones come last."""
     ordered = sorted(snapshot.gpus, key=lambda gpu: (gpu.node_id, gpu.gpu_index, gpu.device_id))
     nodes = [tuple(gpus) for _, gpus in groupby(ordered, key=lambda gpu: gpu.node_id)]
     by_width: dict[int, list[tuple[GpuState, ...]]] = {}
@@ -214,7 +244,8 @@ def _windows(snapshot: ClusterSnapshot, *, whole_node: bool) -> Iterable[tuple[G
             for i in range(0, len(gpus) - width + 1, width):
                 by_width.setdefault(width, []).append(gpus[i : i + width])
     for windows in by_width.values():
-        yield min(windows, key=lambda window: (sum(gpu.load_fraction for gpu in window), -_room(window)))
+        load = {window: sum(gpu.load_fraction for gpu in window) for window in windows}
+        yield sorted(windows, key=lambda window: (not _room(window), load[window], -_room(window)))[:count]
 
 
 def _room(window: Iterable[GpuState]) -> int:

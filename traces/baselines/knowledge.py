@@ -11,6 +11,7 @@ from fingerprint.estimates import Estimator
 from fingerprint.model_spec import ModelSpec
 from placement.fit import Placer, demand
 from placement.policies import LeastLoaded
+from placement.replicas import ReplicaPlacer
 from placement.types import ClusterSnapshot, Placement, Refusal
 from traces.simulator.step_model import Limits, StepModel, tabulate
 
@@ -67,12 +68,25 @@ class Places:
         self, model: Knowledge, config: DeploymentConfig, batch: int, snapshot: ClusterSnapshot
     ) -> Placement | Refusal:
         """A refusal too where the estimator has nothing measured to tell it from."""
+        found = self.find_apart(model, config, batch, snapshot, 1)
+        return found if isinstance(found, Refusal) else found[0]
+
+    def find_apart(
+        self, model: Knowledge, config: DeploymentConfig, batch: int, snapshot: ClusterSnapshot, count: int
+    ) -> tuple[Placement, ...] | Refusal:
+        """``count`` replicas, no two on one GPU; all of them, or a refusal."""
         try:
             memory = model.estimator.estimate(config, replace(model.workload, batch=batch)).memory
         except NotMeasuredError as error:
             return Refusal(str(error), 0)
-        placer = Placer(snapshot, LeastLoaded(), link_group_size=self._link_group_size)
-        return placer.fit(demand(memory))
+        if count > 1:
+            several = ReplicaPlacer(snapshot, count, self._placer).fit(demand(memory))
+            return several if isinstance(several, Refusal) else several.placements
+        alone = self._placer(snapshot).fit(demand(memory))
+        return alone if isinstance(alone, Refusal) else (alone,)
+
+    def _placer(self, snapshot: ClusterSnapshot) -> Placer:
+        return Placer(snapshot, LeastLoaded(), link_group_size=self._link_group_size)
 
 
 def without(snapshot: ClusterSnapshot, placement: Placement) -> ClusterSnapshot:

@@ -125,7 +125,8 @@ class Deployer(Protocol):
 
 @runtime_checkable
 class ReplicaDeployer(Deployer, Protocol):
-    """One that knows what replicas are, as the controller does: of one configuration, no two on one GPU.
+    """One that knows what replicas are, as the controller does: no two on one GPU, and those that come together of
+    one configuration.
 
     Any other is asked for each by itself, and may stack them.
     """

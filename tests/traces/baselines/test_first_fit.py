@@ -91,10 +91,41 @@ def test_the_common_batch_leaves_room_for_all_that_come() -> None:
     """By hand: two models with 16 + 8b and 40 + 8b bytes on each of two GPUs of 100: 56 + 16b <= 100."""
     a, b = known("a", 32, kv_bytes=16), known("b", 80, kv_bytes=16)
     order = ((2, 1),)
-    models = [(m, [c for c in m.configs if (c.tp, c.pp) in order]) for m in (a, b)]
+    models = [(m, [c for c in m.configs if (c.tp, c.pp) in order], 1) for m in (a, b)]
     assert common_batch(models, cluster(2), PLACES) == 2
     assert common_batch([*models, models[1]], cluster(2), PLACES) == 0  # 96 + 24b
-    assert common_batch([(known("c", 1000), known("c", 1000).configs)], cluster(2), PLACES) == 0
+    assert common_batch([(known("c", 1000), known("c", 1000).configs, 1)], cluster(2), PLACES) == 0
+
+
+def test_the_common_batch_keeps_replicas_apart() -> None:
+    """By hand: 40 + 8b bytes on a GPU of 100, of which two have room for two replicas, and not for three. At tp=2
+    not even two go in, so the next degree's turn comes."""
+    model = known("m", 40, kv_bytes=8)
+    alone = [c for c in model.configs if c.num_gpus == 1]
+    assert common_batch([(model, alone, 2)], cluster(2), PLACES) == 7  # 40 + 56 <= 100
+    assert common_batch([(model, max_tp(model), 2)], cluster(2), PLACES) == 7
+    assert common_batch([(model, alone, 3)], cluster(2), PLACES) == 0
+
+
+@pytest.mark.parametrize(
+    ("replicas", "gpus"),
+    [
+        pytest.param(1, [{"gpu0", "gpu1", "gpu2", "gpu3"}], id="all GPUs for one"),
+        pytest.param(2, [{"gpu0", "gpu1"}, {"gpu2", "gpu3"}], id="halves, though two would fit on all four"),
+        pytest.param(4, [{"gpu0"}, {"gpu1"}, {"gpu2"}, {"gpu3"}], id="a GPU each"),
+    ],
+)
+def test_replicas_have_gpus_of_their_own(replicas: int, gpus: list[set[str]]) -> None:
+    decided = deployer(known("m", 40)).several("m", cluster(4), replicas)
+    assert not isinstance(decided, NotDeployed), decided
+    assert [set(one.placement.device_ids) for one in decided] == gpus
+    assert len({one.what for one in decided}) == 1
+
+
+def test_more_replicas_than_have_a_gpu_are_refused() -> None:
+    decided = deployer(known("m", 40)).several("m", cluster(4), 5)
+    assert isinstance(decided, NotDeployed)
+    assert "replicas of tp=4,pp=1 fit, each on devices of its own" in decided.reason
 
 
 @given(

@@ -142,6 +142,28 @@ def test_the_least_loaded_neighbours_are_taken() -> None:
     assert deploy(real(), busy).placement.device_ids == ("gpu3",)
 
 
+@pytest.mark.parametrize(("replicas", "width"), [(2, 4), (3, 2), (8, 1)])
+def test_replicas_have_gpus_of_their_own(replicas: int, width: int) -> None:
+    """With links so wide that more GPUs are always faster: as wide as goes so often."""
+    wide = replace(A6000, link_group_size=8, link_bytes_per_s=1e15)
+    deployer = FsdpDeployer(wide, [batched(real(), 64)], {"m": 64})
+    assert len(deploy(batched(real(), 64), gpus(8), wide).placement.device_ids) == 8
+    decided = deployer.several("m", gpus(8), replicas)
+    assert not isinstance(decided, NotDeployed), decided
+    taken = [device for one in decided for device in one.placement.device_ids]
+    assert (len(taken), len(set(taken))) == (replicas * width, replicas * width)
+    assert isinstance(deployer.several("m", gpus(8), 9), NotDeployed)
+
+
+def test_one_more_replica_goes_where_there_is_room_though_others_are_less_loaded() -> None:
+    full = [replace(gpu, free_bytes=0) for gpu in gpus(4).gpus[:2]]
+    loaded = [replace(gpu, load_fraction=0.9) for gpu in gpus(4).gpus[2:]]
+    deployer = FsdpDeployer(A6000, [real()], {"m": 1})
+    decided = deployer.another(deploy(real(), gpus(4)), "m", ClusterSnapshot((*full, *loaded)))
+    assert isinstance(decided, Deployed), decided
+    assert set(decided.placement.device_ids) <= {"gpu2", "gpu3"}
+
+
 def test_a_batch_that_leaves_no_room_is_halved() -> None:
     model = batched(real(), 256)
     decided = deploy(model, gpus(1))
