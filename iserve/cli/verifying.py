@@ -147,7 +147,34 @@ def _print(document: VerificationDocument, model: str) -> None:
         out.print(f"note: {note}")
     if document.correction_before is not None:
         out.print(f"predictions include the correction {correction_words(document.correction_before)}")
-    out.print(f"kept: it corrects `iserve plan` and `report` until `iserve verify {model} --forget`")
+    for sentence in _kept(document.metrics, model):
+        out.print(sentence)
+
+
+def _kept(metrics: tuple[MetricDocument, ...], model: str) -> list[str]:
+    """What the check is good for: which figures of other answers it changes, and why not the others."""
+    corrected, vague = [], []
+    for metric in metrics:
+        name = _NAMES[metric.name].partition(",")[0]
+        full, alone = f"{name} of the full batch", f"{name} of one request alone"
+        timed = metric.measured_low is not None
+        if metric.corrects and metric.corrects_alone is not False:
+            corrected.append(name)
+        elif timed and not metric.corrects and not metric.corrects_alone:
+            vague.append(name)
+        elif timed:
+            corrected.append(full if metric.corrects else alone)
+            vague.append(alone if metric.corrects else full)
+    until = f"until `iserve verify {model} --forget`"
+    if corrected:
+        said = [f"kept: it corrects {', '.join(corrected)} in `iserve plan` and `report` {until}"]
+    else:
+        said = [f"kept {until}, but it corrects nothing"]
+    if vague:
+        said.append(
+            f"not corrected, for what was read is less certain than what was predicted: {', '.join(vague)}"
+        )
+    return said
 
 
 def _row(metric: MetricDocument) -> tuple[str, ...]:

@@ -162,6 +162,7 @@ class Verifier:
         document = verification_document(
             verification,
             replace(predicted, memory=estimator.estimate(running.spec.config, running.room).memory),
+            base=estimator.base,
             model=running.source.name,
             deployment=running.deployment,
             hardware=hardware_of(node, running.profile.machine.device).label,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from daemon.engines.base import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.estimates import Correction, Estimate, Quantity, Source
+from fingerprint.estimates import Correction, Estimate, Estimator, Quantity, Source
+from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.verification import Reading, Verification
 from iserve.api_types import ProgressDocument
 
@@ -24,7 +25,11 @@ SERVED = "served: over HTTP, from a burst's first byte sent to its last one read
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricDocument:
-    """One figure. ``measured`` None: not reported; ``error`` is measured over predicted, less 1."""
+    """One figure. ``measured`` None: not reported; ``error`` is measured over predicted, less 1.
+
+    ``corrects``: whether the model's estimates are changed by it. They are not by what is not reported, nor by a
+    time that is less certain than what was predicted; room that was ordered is no estimate.
+    """
 
     name: str  # "ttft_s" | "tpot_s" | "memory_bytes_per_gpu" | "kv_tokens"
     predicted: float
@@ -38,6 +43,8 @@ class MetricDocument:
     error: float | None
     inside: bool | None
     how: str  # it was measured
+    corrects: bool
+    corrects_alone: bool | None  # of the same time of one request alone; None: that was not read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +90,7 @@ def verification_document(
     verification: Verification,
     predicted: Estimate,
     *,
+    base: Estimator,
     model: str,
     deployment: str | None,
     hardware: str,
@@ -94,13 +102,18 @@ def verification_document(
     """The check beside ``predicted``, what the plan said of just that configuration and workload.
 
     Args:
+        base: what the check corrects: the estimator without any check's correction.
         stats: the worker's own account; None: it gave none.
         memory_how: who counted the memory, or why nobody did.
     """
-    metrics = [_time("ttft_s", predicted.ttft_s, verification.ttft_s)]
+    taught, of_alone = _taught(base, verification)
+    ttft = taught.ttft_log_ratio, None if of_alone is None else of_alone.ttft_log_ratio
+    metrics = [_time("ttft_s", predicted.ttft_s, verification.ttft_s, *ttft)]
     if verification.tpot_s is not None:
-        metrics.append(_time("tpot_s", predicted.tpot_s, verification.tpot_s))
-    metrics += [_memory(verification, predicted, memory_how), _kv(verification, spec, stats)]
+        tpot = taught.tpot_log_ratio, None if of_alone is None else of_alone.tpot_log_ratio
+        metrics.append(_time("tpot_s", predicted.tpot_s, verification.tpot_s, *tpot))
+    memory = _memory(verification, predicted, memory_how)
+    metrics += [replace(memory, corrects=taught.memory_bytes != 0), _kv(verification, spec, stats)]
     return VerificationDocument(
         model=model,
         deployment=deployment,
@@ -114,7 +127,18 @@ def verification_document(
     )
 
 
-def _time(name: str, predicted: Quantity, measured: Reading) -> MetricDocument:
+def _taught(base: Estimator, check: Verification) -> tuple[Correction, Correction | None]:
+    """By what the check's own two workloads are corrected from now on; of one request alone, if that was timed."""
+    corrected = CorrectedEstimator(base, (check,))
+    run = [check.workload] + ([] if check.alone is None else [check.alone.workload])
+    found = [corrected.estimate(check.config, workload).correction for workload in run]
+    assert found[0] is not None, "it is what was checked"
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def _time(
+    name: str, predicted: Quantity, measured: Reading, log_ratio: float, log_ratio_alone: float | None
+) -> MetricDocument:
     return MetricDocument(
         name=name,
         predicted=predicted.value,
@@ -128,6 +152,8 @@ def _time(name: str, predicted: Quantity, measured: Reading) -> MetricDocument:
         error=measured.value / predicted.value - 1,
         inside=predicted.low <= measured.value <= predicted.high,
         how=SERVED,
+        corrects=log_ratio != 0,
+        corrects_alone=None if log_ratio_alone is None else log_ratio_alone != 0,
     )
 
 
@@ -172,4 +198,6 @@ def _read_once(
         error=None if measured is None else measured / predicted - 1,
         inside=inside,
         how=how,
+        corrects=False,
+        corrects_alone=None,
     )

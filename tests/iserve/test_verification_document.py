@@ -10,7 +10,8 @@ from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.status import WorkerStats
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Estimate, MemoryEstimate, Quantity, Source
-from fingerprint.verification import Reading, Verification
+from fingerprint.estimators.corrected import CorrectedEstimator
+from fingerprint.verification import Alone, Reading, Verification
 from iserve.cli.verifying import _print
 from iserve.verify.documents import MetricDocument, VerificationDocument, verification_document
 
@@ -73,12 +74,22 @@ STATS = WorkerStats(
 )
 
 
+class Uncorrected:
+    """Predicts the same of everything: no check has corrected it."""
+
+    name = "uncorrected"
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        return replace(PREDICTED, config=config, workload=workload)
+
+
 def document(
     check: Verification = CHECK, predicted: Estimate = PREDICTED, stats: WorkerStats | None = STATS
 ) -> VerificationDocument:
     return verification_document(
         check,
         predicted,
+        base=Uncorrected(),
         model="m",
         deployment=None,
         hardware="1 x h200",
@@ -124,6 +135,80 @@ def test_what_nobody_reports_is_not_made_up() -> None:
     assert found["kv_tokens"].how == "not reported by the engine"
 
 
+def vague(reading: Reading | None) -> Reading:
+    """The same with an interval that holds all that was predicted, and more."""
+    assert reading is not None
+    return replace(reading, low=reading.value / 10, high=reading.value * 10)
+
+
+ALONE = Alone(workload=replace(WORK, batch=1), ttft_s=CHECK.ttft_s, tpot_s=CHECK.tpot_s)
+VAGUE_ALONE = replace(ALONE, ttft_s=vague(CHECK.ttft_s), tpot_s=vague(CHECK.tpot_s))
+IN = "in `iserve plan` and `report` until `iserve verify ./m --forget`"
+VAGUE = "not corrected, for what was read is less certain than what was predicted: "
+
+
+@pytest.mark.parametrize(
+    ("check", "told"),
+    [
+        pytest.param(CHECK, [f"kept: it corrects TTFT, TPOT, memory {IN}"], id="all"),
+        pytest.param(
+            replace(CHECK, ttft_s=vague(CHECK.ttft_s)),
+            [f"kept: it corrects TPOT, memory {IN}", f"{VAGUE}TTFT"],
+            id="a vague reading",
+        ),
+        pytest.param(
+            replace(CHECK, ttft_s=vague(CHECK.ttft_s), tpot_s=vague(CHECK.tpot_s), memory_bytes_per_gpu=None),
+            ["kept until `iserve verify ./m --forget`, but it corrects nothing", f"{VAGUE}TTFT, TPOT"],
+            id="nothing",
+        ),
+        pytest.param(
+            replace(CHECK, memory_bytes_per_gpu=None, alone=ALONE),
+            [f"kept: it corrects TTFT, TPOT {IN}"],
+            id="one request alone too, no memory",
+        ),
+        pytest.param(
+            replace(CHECK, alone=VAGUE_ALONE),
+            [
+                f"kept: it corrects TTFT of the full batch, TPOT of the full batch, memory {IN}",
+                f"{VAGUE}TTFT of one request alone, TPOT of one request alone",
+            ],
+            id="only the full batch",
+        ),
+        pytest.param(
+            replace(CHECK, tpot_s=vague(CHECK.tpot_s), alone=ALONE),
+            [
+                f"kept: it corrects TTFT, TPOT of one request alone, memory {IN}",
+                f"{VAGUE}TPOT of the full batch",
+            ],
+            id="only one request alone",
+        ),
+        pytest.param(
+            replace(CHECK, tpot_s=None, alone=replace(ALONE, tpot_s=None)),
+            [f"kept: it corrects TTFT, memory {IN}"],
+            id="one output token",
+        ),
+    ],
+)
+def test_what_is_kept_says_what_it_corrects(
+    check: Verification, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that is what the next estimate then does."""
+    found = document(check)
+    _print(found, "./m")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.endswith(" ".join(told))
+    after = CorrectedEstimator(Uncorrected(), (check,)).estimate(CONFIG, WORK)
+    changed = {
+        "ttft_s": after.ttft_s != PREDICTED.ttft_s,
+        "tpot_s": after.tpot_s != PREDICTED.tpot_s,
+        "memory_bytes_per_gpu": after.memory != PREDICTED.memory,
+        "kv_tokens": False,
+    }
+    assert {name: metric.corrects for name, metric in figures(found).items()} == {
+        name: changed[name] for name in figures(found)
+    }
+
+
 def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     before = Correction(
         measured_at="2026-11-20T09:08:07+00:00",
@@ -151,4 +236,5 @@ def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "90% interval over 7" in rest
     assert "note: a note" in rest
     assert "at 2026-11-20 09:08: TTFT x1, TPOT x0.5, memory -3.0 MiB a GPU" in rest
+    assert "kept: it corrects TTFT, TPOT, memory in" in rest
     assert "until `iserve verify ./m --forget`" in rest
