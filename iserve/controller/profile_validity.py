@@ -16,6 +16,8 @@ __all__ = ["covers", "described", "differences", "key_without_driver", "machine_
 
 Versions = Sequence[tuple[str, str]]
 
+_UNWATCHED = frozenset({"python"})  # recorded beside an engine's packages; a profile holds whichever it is
+
 
 def machine_key(node: NodeStatus, engine: Engine) -> str:
     """Equal while a profile stays valid: the same devices, driver and engine versions.
@@ -74,12 +76,8 @@ def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: in
 
 def differences(profile: Profile, node: NodeStatus | NodeDocument, versions: Versions) -> list[str]:
     """What the profile was taken with that is otherwise now: versions of the engine, driver, devices."""
-    then, now = profile.machine, dict(versions)
-    found = [
-        f"{version if name == 'engine' else f'{name} {version}'} (now {now[name]})"
-        for name, version in then.versions
-        if now.get(name, version) != version
-    ]
+    then = profile.machine
+    found = _other_versions(then.versions, versions)
     if then.driver != node.driver:
         found.append(f"driver {then.driver or 'unknown'} (now {node.driver or 'none'})")
     names = sorted({_name(device.kind, device.name) for device in node.devices})
@@ -89,6 +87,20 @@ def differences(profile: Profile, node: NodeStatus | NodeDocument, versions: Ver
     if then.num_devices != len(node.devices):
         found.append(f"{then.num_devices} devices (now {len(node.devices)})")
     return found
+
+
+def _other_versions(then: Versions, now: Versions) -> list[str]:
+    """Packages of another version, that are gone, or that have come; of an engine that is gone it alone."""
+    before, after = {name: version for name, version in then if name not in _UNWATCHED}, dict(now)
+    if not after:
+        before = {name: version for name, version in before.items() if name == "engine"}
+    found = [
+        f"{described([(name, version)])} (now {after.get(name, 'not installed')})"
+        for name, version in before.items()
+        if after.get(name) != version
+    ]
+    come = [(name, version) for name, version in now if name not in before]
+    return [*found, *(f"no {name} (now {version})" for name, version in come)]
 
 
 def _name(kind: str, name: str) -> str:

@@ -18,7 +18,7 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
 from iserve.controller.check_targets import check_same_engine
 from iserve.controller.node import hardware_of
-from iserve.controller.profile_validity import key_without_driver, machine_key
+from iserve.controller.profile_validity import differences, key_without_driver, machine_key
 from iserve.controller.profiling import Profiler
 from iserve.model_source import ModelSource
 from iserve.state.store import Store
@@ -36,6 +36,11 @@ class Vllm:
 
     def versions(self) -> tuple[tuple[str, str], ...]:
         return self._versions
+
+
+class Gone(Vllm):
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        return ()
 
 
 def node(*, count: int = 2, driver: str | None = "570.86", name: str = "NVIDIA RTX A6000") -> NodeStatus:
@@ -92,6 +97,11 @@ CHANGES = [
         id="engine",
     ),
     pytest.param(node(), Vllm(VERSIONS[0], ("torch", "2.12.0")), "torch 2.11.0 (now 2.12.0)", id="library"),
+    pytest.param(node(), Vllm(VERSIONS[0]), "torch 2.11.0 (now not installed)", id="library-gone"),
+    pytest.param(
+        node(), Vllm(*VERSIONS, ("transformers", "5.0")), "no transformers (now 5.0)", id="library-has-come"
+    ),
+    pytest.param(node(), Gone(), "vllm 0.24.0 (now not installed)", id="engine-gone"),
     pytest.param(node(name="NVIDIA H200"), Vllm(), "a6000 (now h200-sxm)", id="gpu"),
     pytest.param(node(count=1), Vllm(), "2 devices (now 1)", id="number-of-gpus"),
 ]
@@ -113,6 +123,12 @@ def test_any_other_is_not_and_it_is_told_why(
     assert profiler.unused(SOURCE, engine, now) == (
         f"a profile on vllm of {PROFILE.created_at} is not used: it was taken with {difference}",
     )
+
+
+def test_the_python_that_ran_it_is_told_apart_from_its_packages() -> None:
+    """The embedded engine's profile says which Python it was; of that none is out of force."""
+    recorded = replace(PROFILE, machine=replace(PROFILE.machine, versions=(*VERSIONS, ("python", "3.11.9"))))
+    assert differences(recorded, node(), VERSIONS) == []
 
 
 def test_it_is_used_again_when_the_machine_is_as_it_was(store: Store, profiler: Profiler) -> None:
