@@ -39,6 +39,7 @@ __all__ = [
     "check_idempotency_key",
     "check_label",
     "check_name",
+    "check_refuse_late",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -57,6 +58,15 @@ def check_name(name: str) -> str:
             f"the name {name[:80]!r} must be 1 to 63 letters, digits, '.', '_' or '-', the first a letter or digit"
         )
     return name
+
+
+def check_refuse_late(refuse_late: bool, slo: Slo | None) -> None:
+    """Raises ConfigError: nothing says what is late."""
+    if refuse_late and slo is None:
+        raise ConfigError(
+            "refusing late requests needs to know what is late; give the limits in seconds, such as "
+            '--slo ttft=1,e2e=8 (slo: {"ttft_s": 1, "e2e_s": 8})'
+        )
 
 
 def check_idempotency_key(key: str) -> str:
@@ -178,6 +188,12 @@ class DeployBody(_ReplicatedWish):
     model: _Text | None = None
     name: _Text | None = None  # what clients put in ``model``; None: the model's own name
     scale_to_zero_s: float | None = Field(default=None, ge=MIN_IDLE_S, le=31_536_000)  # idle; None: it stays
+    refuse_late: bool = False  # the gateway answers 503 at once to a request that would miss the SLO
+
+    def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
+        wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
+        check_refuse_late(self.refuse_late, wish.intent.slo)
+        return wish
 
 
 class ProfileBody(_Body):
@@ -273,6 +289,7 @@ class DeploymentDocument:
     scale_to_zero_s: float | None = None
     num_replicas: int = 1  # asked for
     num_ready: int = 0
+    refuses_late: bool = False  # the gateway answers 503 to who would miss the SLO
     replicas: tuple[ReplicaDocument, ...] = ()  # those that were chosen
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.intent import Slo
+from planner.lateness import Pace
+
 __all__ = [
     "DEMAND_PATH",
     "ApiKeyRecord",
     "Demand",
     "DeploymentDemand",
     "GatewayLimits",
+    "Punctuality",
     "Route",
     "RouteTable",
     "WorkerTarget",
@@ -29,6 +33,14 @@ class WorkerTarget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Punctuality:
+    """Of a deployment that refuses who would be late: what is late, and how fast its plan says a replica is."""
+
+    slo: Slo
+    pace: Pace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
     """One deployment: what clients put in ``model``, and who answers."""
 
@@ -40,6 +52,7 @@ class Route:
     ready_wait_s: float | None = None  # for a worker to be started; None: the gateway's own
     refusal: str | None = None  # why no worker can be started now: requests are told so at once
     retry_after_s: int = 1  # with ``refusal``
+    punctuality: Punctuality | None = None  # None: nobody is refused for being late
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ class Failure(IntEnum):
     NO_TOKENS = 10  # complete, and empty
     INTERRUPTED = 11  # the run was ended while it was in flight
     NOT_SERVED = 12  # no deployment was there to take it (simulation)
-    TOO_LATE = 13  # it could not keep its SLO any more, and was refused for it (simulation)
+    TOO_LATE = 13  # it could not keep its SLO any more, and was refused for it
 
     @property
     def words(self) -> str:

@@ -61,6 +61,13 @@ def deploy(
             help="End the workers after so long without a request; the next one starts them again.",
         ),
     ] = None,
+    refuse_late: Annotated[
+        bool,
+        typer.Option(
+            "--refuse-late",
+            help="Answer 503 at once to a request that would miss --slo, in place of a late answer.",
+        ),
+    ] = False,
     export: e.ExportOption = None,
     output: e.ExportOutput = None,
     gpus: e.ExportGpus = None,
@@ -85,7 +92,7 @@ def deploy(
     """
     import secrets
 
-    from iserve.api_types import DeploymentDocument, check_idempotency_key, check_name
+    from iserve.api_types import DeploymentDocument, check_idempotency_key, check_name, check_refuse_late
     from iserve.cli.live import client, model_argument
     from iserve.client import post_once
     from iserve.settings import load_settings
@@ -98,6 +105,8 @@ def deploy(
             check_name(name)
     with o.usage_errors("--scale-to-zero"):
         Scaling(idle_s=scale_to_zero)
+    with o.usage_errors("--refuse-late"):
+        check_refuse_late(refuse_late, wish.limits)
     if idempotency_key is not None:
         with o.usage_errors("--idempotency-key"):
             check_idempotency_key(idempotency_key)
@@ -106,6 +115,8 @@ def deploy(
             raise typer.BadParameter("--export writes a file; leave --json out")
         if scale_to_zero is not None:
             raise typer.BadParameter("nobody watches what is exported; leave --scale-to-zero out")
+        if refuse_late:
+            raise typer.BadParameter("there is no gateway before what is exported; leave --refuse-late out")
         where = e.Export(kind=export, output=output, gpus=gpus, image=image, volume=volume)
         e.export(where, model, name, wish, replicas)
         return
@@ -116,7 +127,9 @@ def deploy(
     controller, accepted = post_once(
         lambda: client(settings),
         "/api/v1/deployments",
-        wish.body() | {"model": model, "name": name, "scale_to_zero_s": scale_to_zero, "replicas": replicas},
+        wish.body()
+        | {"model": model, "name": name, "scale_to_zero_s": scale_to_zero, "replicas": replicas}
+        | {"refuse_late": refuse_late},
         DeploymentDocument,
         secrets.token_hex(16) if idempotency_key is None else idempotency_key,
     )
@@ -180,7 +193,7 @@ def ps(as_json: o.JsonOption = False) -> None:
             (
                 d.name,
                 d.model,
-                d.intent,
+                f"{d.intent}, refuses late" if d.refuses_late else d.intent,
                 d.status,
                 f"{d.num_ready}/{d.num_replicas}",
                 "" if d.config is None else short(d.config),

@@ -18,6 +18,7 @@ from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 from iserve.controller.autoscaling import Autoscaler
 from iserve.controller.patience import Patience
+from iserve.controller.punctuality import punctuality_of
 from iserve.controller.records import recorded_workers
 from iserve.controller.service import Controller
 from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
@@ -191,24 +192,27 @@ class Reconciler:
         there = {} if node is None else {w.spec.worker_id: w for w in node.workers}
         refusal = self._autoscaler.refusal(row)
         patience_s = self._controller.settings.start_timeout_s if row.phase in _STARTED_ON_CALL else None
-        first = specs[0]
+        first, punctuality = specs[0], punctuality_of(row)
+        # As many again wait at the worker as run there, so that a slot that frees is filled at once; but where who
+        # would be late is refused: all of those wait in the gateway, which then knows when each began.
+        a_slot = 2 if punctuality is None else 1
         return Route(
             name=row.name,
             model=first.served_model,
             created=int(row.created_at),
             max_context_tokens=first.limits.max_context_tokens,
-            workers=tuple(_target(spec, there.get(spec.worker_id), row.phase) for spec in specs),
+            workers=tuple(_target(spec, there.get(spec.worker_id), row.phase, a_slot) for spec in specs),
             ready_wait_s=patience_s,
             refusal=None if refusal is None else refusal.reason,
             retry_after_s=1 if refusal is None else refusal.retry_after_s,
+            punctuality=punctuality,
         )
 
 
-def _target(spec: WorkerSpec, seen: WorkerStatus | None, phase: str) -> WorkerTarget:
+def _target(spec: WorkerSpec, seen: WorkerStatus | None, phase: str, a_slot: int) -> WorkerTarget:
     return WorkerTarget(
         worker_id=spec.worker_id,
         url=f"http://{spec.host}:{spec.port}" if seen is None else seen.url,
         ready=seen is not None and seen.state is WorkerState.READY and phase in _SERVED,
-        # As many again wait at the worker as run there, so that a slot that frees is filled at once.
-        max_outstanding=2 * spec.limits.max_batch,
+        max_outstanding=a_slot * spec.limits.max_batch,
     )

@@ -422,6 +422,7 @@ class Controller:
             created_at=time.time(),
             scale_to_zero_s=body.scale_to_zero_s,
             num_replicas=body.replicas,
+            refuses_late=body.refuse_late,
         )
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
@@ -451,6 +452,7 @@ class Controller:
             progress=None if progress is None else _progress_document(progress),
             scale_to_zero_s=wish.scale_to_zero_s,
             num_replicas=wish.replicas,
+            refuses_late=wish.refuse_late,
             num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
             replicas=replicas,
         )

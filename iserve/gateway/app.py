@@ -16,7 +16,7 @@ import msgspec
 from fingerprint.codec import to_json
 from iserve.gateway.auth import check_access, check_token
 from iserve.gateway.dispatch import Deployment, Dispatcher
-from iserve.gateway.errors import ApiError
+from iserve.gateway.errors import WOULD_BE_LATE, ApiError
 from iserve.gateway.limits import BodyBudget, ClientGoneError, check_headers, parse_head, read_body
 from iserve.gateway.metrics import GatewayMetrics
 from iserve.gateway.proxy import InferenceRequest, forward
@@ -167,6 +167,7 @@ class Gateway:
                 ticket=ticket,
                 arrived_s=arrived_s,
                 request_id=reply.request_id,
+                flight=deployment.flight(len(body), head.longest_answer, streams=bool(head.stream)),
             )
             await self._forward(request, deployment, incoming, reply)
         finally:
@@ -181,6 +182,8 @@ class Gateway:
             try:
                 await forward(request, deployment, self._workers, reply, self.metrics)
             except ApiError as error:
+                if error.code == WOULD_BE_LATE:
+                    self.metrics.refused_late(name)
                 await _refuse(reply, error, incoming)
         if watch.left:
             self.metrics.client_left(name)

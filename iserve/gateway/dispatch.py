@@ -1,5 +1,8 @@
 """Which worker answers next: a first-come-first-served queue per deployment, then the least loaded ready worker.
 
+Where a deployment refuses who would be late, a request goes to a worker where it keeps its limits, if there is
+one, and is refused if there is none: when it comes, or when its turn comes (``planner.refusing``).
+
 Knows tickets and targets; sends nothing. A worker is full at ``max_outstanding`` requests, and the rest wait
 here, so that whoever waits longest gets the first worker that has room, not the one that looked best on arrival.
 """
@@ -14,7 +17,9 @@ from dataclasses import dataclass, field
 
 from iserve.gateway.arrivals import Arrivals
 from iserve.gateway.errors import ApiError
+from iserve.gateway.punctuality import Punctual
 from iserve.routes import DeploymentDemand, Route, RouteTable, WorkerTarget
+from planner.refusing import Flight, Late
 
 __all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "Dispatcher"]
 
@@ -27,6 +32,7 @@ _TIMER_SLACK_S = 0.05  # by which a timer may be early
 class _Waiting:
     ticket: int
     avoid: str = field(compare=False)
+    flight: Flight | None = field(compare=False)
     turn: asyncio.Future[WorkerTarget] = field(compare=False)
 
 
@@ -43,6 +49,8 @@ class Deployment:
         self._waiting: list[_Waiting] = []
         self._last_s = time.monotonic()  # a request came or went
         self._arrivals = Arrivals()
+        self.punctual = Punctual.of(route)
+        self._was_ready = False  # when it was last looked at
 
     @property
     def num_waiting(self) -> int:
@@ -69,6 +77,7 @@ class Deployment:
     def update(self, route: Route, max_queue: int, max_wait_s: float) -> None:
         """Take the route of a new table. Requests already sent stay where they are."""
         self.route, self.max_queue, self.max_wait_s = route, max_queue, max_wait_s
+        self.punctual = Punctual.of(route, self.punctual)
         if route.refusal is not None:
             self._refuse_all(ApiError.cannot_start(route.name, route.refusal, route.retry_after_s))
         urls = {worker.url for worker in route.workers}
@@ -77,6 +86,12 @@ class Deployment:
         for url in [u for u in self._down_until_s if u not in urls]:
             del self._down_until_s[url]
         self._serve()
+
+    def flight(self, body_bytes: int, longest_answer: int | None, *, streams: bool) -> Flight | None:
+        """What is known of a request that has come; None: nobody is refused here for being late."""
+        if self.punctual is None:
+            return None
+        return self.punctual.flight(body_bytes, longest_answer, streams=streams)
 
     def close(self) -> None:
         """The deployment has left the table: whoever waits is told so."""
@@ -92,19 +107,23 @@ class Deployment:
         if not avoid:
             self._arrivals.count()
 
-    async def acquire(self, ticket: int, avoid: str = "") -> WorkerTarget:
+    async def acquire(self, ticket: int, avoid: str = "", flight: Flight | None = None) -> WorkerTarget:
         """A worker with room; the caller releases it. Waits its turn, in order of tickets.
 
         Args:
             avoid: URL of a worker that should not be taken while another has room.
+            flight: of :meth:`flight`.
 
         Raises:
-            ApiError: 429 the queue is full; 503 no worker became ready within the route's ``ready_wait_s``, none
-                can be started, or none had room within ``max_wait_s``; 404 the deployment was removed meanwhile.
+            ApiError: 429 the queue is full; 503 it would be late, no worker became ready within the route's
+                ``ready_wait_s``, none can be started, or none had room within ``max_wait_s``; 404 the deployment
+                was removed meanwhile.
         """
         self._last_s = time.monotonic()
         if not self._waiting:
-            target = self._take(ticket, avoid)
+            target = self._take(ticket, avoid, flight)
+            if isinstance(target, Late):
+                raise ApiError.would_be_late(self.route.name, target)
             if target is not None:
                 self._count(avoid)
                 return target
@@ -114,8 +133,9 @@ class Deployment:
             raise ApiError.no_ready_worker(self.route.name, math.ceil(READY_WAIT_S))
         if len(self._waiting) >= self.max_queue:
             raise ApiError.queue_full(self.route.name, len(self._waiting))
+        self._judge_wait(ticket, avoid, flight)
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(ticket, avoid, loop.create_future())
+        waiting = _Waiting(ticket, avoid, flight, loop.create_future())
         insort(self._waiting, waiting)
         self._count(avoid)
         self._serve()
@@ -126,12 +146,14 @@ class Deployment:
                 self._waiting.remove(waiting)
                 self._last_s = time.monotonic()
             elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
-                self.release(waiting.turn.result())  # given a worker in the very moment it left
+                self.release(waiting.turn.result(), flight)  # given a worker in the very moment it left
             raise
 
-    def release(self, target: WorkerTarget) -> None:
+    def release(self, target: WorkerTarget, flight: Flight | None = None) -> None:
         """A request has left ``target``."""
         self._last_s = time.monotonic()
+        if self.punctual is not None and flight is not None:
+            self.punctual.left(flight, target.url)
         left = self._outstanding[target.url] - 1
         if left:
             self._outstanding[target.url] = left
@@ -166,29 +188,65 @@ class Deployment:
         down_until_s = self._down_until_s.get(worker.url)
         return down_until_s is None or asyncio.get_running_loop().time() >= down_until_s
 
-    def _take(self, ticket: int, avoid: str) -> WorkerTarget | None:
-        best, best_rank = None, (True, math.inf, 0)
+    def _judge_wait(self, ticket: int, avoid: str, flight: Flight | None) -> None:
+        """Of one that nobody has room for. Raises ApiError: it would be late. While nobody serves it is not: who
+        calls then is what starts a worker, and nobody knows when that will be."""
+        if self.punctual is None or flight is None or avoid:
+            return
+        urls = [worker.url for worker in self.route.workers if self._is_ready(worker)]
+        if not urls:
+            self._was_ready = False
+            return
+        before = (one.flight for one in self._waiting if one.ticket < ticket and one.flight is not None)
+        late = self.punctual.waits(flight, urls, before)
+        if late is not None:
+            raise ApiError.would_be_late(self.route.name, late)
+
+    def _take(self, ticket: int, avoid: str, flight: Flight | None) -> WorkerTarget | Late | None:
+        """The best that has room, None: none has; or why it would be late even there."""
+        punctual = self.punctual
+        best, best_rank, best_late = None, (True, True, math.inf, 0), None
         for worker in self.route.workers:
             outstanding = self._outstanding.get(worker.url, 0)
             if outstanding >= worker.max_outstanding or not self._is_ready(worker):
                 continue
+            late = None if punctual is None or flight is None or avoid else punctual.joins(flight, worker.url)
             # Among equals, the one not used for longest.
-            rank = (worker.url == avoid, outstanding, self._last_ticket.get(worker.url, -1))
+            rank = (worker.url == avoid, late is not None, outstanding, self._last_ticket.get(worker.url, -1))
             if best is None or rank < best_rank:
-                best, best_rank = worker, rank
+                best, best_rank, best_late = worker, rank, late
+        if best_late is not None:
+            return best_late
         if best is not None:
+            if punctual is not None and flight is not None:
+                punctual.sent(flight, best.url)
             self._outstanding[best.url] = self._outstanding.get(best.url, 0) + 1
             self._last_ticket[best.url] = ticket
         return best
 
     def _serve(self) -> None:
+        self._look_who_is_ready()
         while self._waiting:
             first = self._waiting[0]
-            target = self._take(first.ticket, first.avoid)
+            target = self._take(first.ticket, first.avoid, first.flight)
             if target is None:
                 return
             del self._waiting[0]
-            first.turn.set_result(target)
+            if isinstance(target, Late):
+                first.turn.set_exception(ApiError.would_be_late(self.route.name, target))
+            else:
+                first.turn.set_result(target)
+
+    def _look_who_is_ready(self) -> None:
+        """The time in which nobody could have served anybody makes nobody late."""
+        if self.punctual is None:
+            return
+        is_ready = self.num_ready > 0
+        if is_ready and not self._was_ready:
+            for waiting in self._waiting:
+                if waiting.flight is not None:
+                    self.punctual.counts_anew(waiting.flight)
+        self._was_ready = is_ready
 
 
 class Dispatcher:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from fingerprint.errors import IserveError
+from planner.refusing import Late
 
-__all__ = ["ApiError", "error_body"]
+__all__ = ["WOULD_BE_LATE", "ApiError", "error_body"]
 
 _RETRY_SOON_S = 1
+WOULD_BE_LATE = "would_be_late"
 
 
 class ApiError(IserveError):
@@ -78,6 +82,21 @@ class ApiError(IserveError):
             f"no worker of {deployment!r} had room within {waited_s:g} s; it is busy, try again later",
             "queue_timeout",
             retry_after_s=_RETRY_SOON_S,
+        )
+
+    @classmethod
+    def would_be_late(cls, deployment: str, late: Late) -> ApiError:
+        """Not 429: nobody sent too much, and waiting would be of no use to who asks."""
+        what = (
+            "time per token" if late.limit == "tpot" else "first token" if late.limit == "ttft" else "last token"
+        )
+        why = ", as it would be with nobody before it: ask for less" if late.alone else ""
+        return cls(
+            503,
+            f"this request would be late at {deployment!r}: {what} in {late.forecast_s:.3g} s by the forecast, "
+            f"the limit is {late.limit}={late.limit_s:g} s{why}",
+            WOULD_BE_LATE,
+            retry_after_s=max(_RETRY_SOON_S, math.ceil(late.retry_s)),
         )
 
     @classmethod

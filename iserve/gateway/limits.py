@@ -53,6 +53,14 @@ class RequestHead(msgspec.Struct):
     best_of: Any = None
     stream: Any = None
     stream_options: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+
+    @property
+    def longest_answer(self) -> int | None:
+        """Tokens, where the client says a number; whether that can be is for the worker to say."""
+        told = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return told if type(told) is int and told > 0 else None
 
 
 class BodyBudget:

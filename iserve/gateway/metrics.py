@@ -38,6 +38,7 @@ class GatewayMetrics:
         self._retries = counter(
             "retries", "Requests sent once more, to a worker that had not begun.", "deployment"
         )
+        self._late = counter("late_refusals", "Requests refused because they would have been late.", "deployment")
         self._cuts = counter("cut_streams", "Streams that ended in an error frame.", "deployment")
         self._left = counter(
             "client_disconnects", "Clients that left before their answer was complete.", "deployment"
@@ -78,6 +79,9 @@ class GatewayMetrics:
     def retried(self, deployment: str) -> None:
         self._retries.labels(deployment).inc()
 
+    def refused_late(self, deployment: str) -> None:
+        self._late.labels(deployment).inc()
+
     def cut(self, deployment: str) -> None:
         self._cuts.labels(deployment).inc()
 
@@ -87,7 +91,7 @@ class GatewayMetrics:
     def _forget(self, deployment: str) -> None:
         for series in self._statuses.pop(deployment, ()):
             self._requests.remove(deployment, *series)
-        per_deployment = (self._prompt, self._completion, self._retries, self._cuts, self._left)
+        per_deployment = (self._prompt, self._completion, self._retries, self._late, self._cuts, self._left)
         for metric in (*per_deployment, self._ttft, self._duration):
             metric.remove(deployment)
 

@@ -18,7 +18,7 @@ from iserve.gateway.dispatch import READY_WAIT_S, Deployment
 from iserve.gateway.errors import ApiError, error_body
 from iserve.gateway.metrics import GatewayMetrics
 from iserve.gateway.reply import Reply
-from iserve.gateway.sse import FrameBuffer, error_frame, usage_of
+from iserve.gateway.sse import FrameBuffer, Usage, error_frame, usage_of
 from iserve.gateway.worker_client import (
     WorkerAnswer,
     WorkerClient,
@@ -26,6 +26,7 @@ from iserve.gateway.worker_client import (
     WorkerNotReachedError,
 )
 from iserve.routes import WorkerTarget
+from planner.refusing import Flight
 
 __all__ = ["InferenceRequest", "forward"]
 
@@ -45,6 +46,7 @@ class InferenceRequest:
     ticket: int  # rises with arrival
     arrived_s: float  # on the event loop's clock
     request_id: bytes
+    flight: Flight | None = None  # of a deployment that refuses who would be late
 
 
 class _NotBegunError(Exception):
@@ -75,9 +77,9 @@ async def forward(
     avoid, give_up_s = "", math.inf
     failed_before = False
     while True:
-        target = await deployment.acquire(request.ticket, avoid)
+        target = await deployment.acquire(request.ticket, avoid, request.flight)
         try:
-            await _attempt(request, name, target, deployment.max_wait_s, workers, reply, metrics)
+            await _attempt(request, name, target, deployment, workers, reply, metrics)
             return
         except WorkerNotReachedError:
             deployment.mark_down(target)
@@ -90,7 +92,7 @@ async def forward(
                 raise error.answer from None
             failed_before = True
         finally:
-            deployment.release(target)
+            deployment.release(target, request.flight)
         avoid = target.url
         metrics.retried(name)
 
@@ -99,12 +101,13 @@ async def _attempt(
     request: InferenceRequest,
     name: str,
     target: WorkerTarget,
-    silence_s: float,
+    deployment: Deployment,
     workers: WorkerClient,
     reply: Reply,
     metrics: GatewayMetrics,
 ) -> None:
-    """One worker's try. ``silence_s`` bounds the longest silence of the worker, not the longest answer."""
+    """One worker's try. ``max_wait_s`` bounds the longest silence of the worker, not the longest answer."""
+    silence_s, seen = deployment.max_wait_s, _Seen(deployment, request.flight)
     try:
         response = await workers.post(target.url, request.endpoint, request.body, request.request_id, silence_s)
     except TimeoutError as error:
@@ -113,17 +116,37 @@ async def _attempt(
         raise _NotBegunError(f"failed ({error})", _worker_lost(name)) from error
     try:
         if response.content_type == b"text/event-stream" and response.status == 200:
-            await _relay_stream(request, name, response, silence_s, reply, metrics)
+            await _relay_stream(request, name, response, silence_s, reply, metrics, seen)
         else:
-            await _relay_whole(name, response, silence_s, reply, metrics)
+            await _relay_whole(name, response, silence_s, reply, metrics, seen)
     except BaseException:
         response.close()  # ends the worker's side at once; it must not generate for nobody
         raise
     response.release()
 
 
+class _Seen:
+    """Tells who judges lateness how an answer comes, if anybody does."""
+
+    __slots__ = ("_flight", "_punctual")
+
+    def __init__(self, deployment: Deployment, flight: Flight | None) -> None:
+        self._flight = flight
+        self._punctual = None if flight is None else deployment.punctual
+
+    def frames(self, data: bytes) -> None:
+        """Each is taken for a token: engines send one for each step."""
+        if self._punctual is not None and self._flight is not None:
+            frames = data.count(b"\n\n") or data.count(b"\r\n\r\n")
+            self._punctual.came(self._flight, frames - data.count(b"[DONE]"))
+
+    def whole(self, usage: Usage | None) -> None:
+        if self._punctual is not None and self._flight is not None:
+            self._punctual.ended(self._flight, usage)
+
+
 async def _relay_whole(
-    name: str, response: WorkerAnswer, silence_s: float, reply: Reply, metrics: GatewayMetrics
+    name: str, response: WorkerAnswer, silence_s: float, reply: Reply, metrics: GatewayMetrics, seen: _Seen
 ) -> None:
     try:
         body = await _read_bounded(response, name, silence_s)
@@ -135,7 +158,9 @@ async def _relay_whole(
     if status == 503:
         raise _NotBegunError("is not serving", ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)))
     if status == 200:
-        metrics.tokens(name, usage_of(body))
+        usage = usage_of(body)
+        metrics.tokens(name, usage)
+        seen.whole(usage)
     elif not (400 <= status < 600 and _is_openai_error(body)):
         status = status if 400 <= status < 600 else 502
         body = error_body(status, f"a worker of {name!r} answered {response.status}", code="upstream_error")
@@ -160,6 +185,7 @@ async def _relay_stream(
     silence_s: float,
     reply: Reply,
     metrics: GatewayMetrics,
+    seen: _Seen,
 ) -> None:
     frames = FrameBuffer()
     failure = "the worker went away"
@@ -169,6 +195,7 @@ async def _relay_stream(
         if not frames.is_plain(chunk) or not reply.piece_now(chunk):
             return False
         frames.feed(chunk)
+        seen.frames(chunk)
         return True
 
     try:
@@ -176,6 +203,7 @@ async def _relay_stream(
             data = frames.feed(chunk)
             if not data:
                 continue
+            seen.frames(data)
             if not reply.started:
                 metrics.first_token(name, asyncio.get_running_loop().time() - request.arrived_s)
                 await reply.begin_stream(200, b"text/event-stream; charset=utf-8")
@@ -192,9 +220,10 @@ async def _relay_stream(
         raise
     if not reply.started:
         raise _NotBegunError("ended the stream", _worker_lost(name))
-    if request.wants_usage:
-        metrics.tokens(name, frames.usage())
+    usage = frames.usage() if request.wants_usage else None
+    metrics.tokens(name, usage)
     if frames.is_done:
+        seen.whole(usage)
         await reply.end()
         with suppress(TimeoutError, WorkerLostError):
             await response.read(_LINGER_S)

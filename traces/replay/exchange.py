@@ -8,11 +8,12 @@ from contextlib import suppress
 
 from traces.outcomes import Failure
 from traces.replay.http_answer import EventLines, HttpAnswer, MalformedError
-from traces.replay.pieces import error_words, read_piece
+from traces.replay.pieces import error_code, error_words, read_piece
 
 __all__ = ["Exchange"]
 
 _MAX_REFUSAL_BYTES = 64 * 2**10
+_WOULD_BE_LATE = "would_be_late"  # how iServe's gateway says it
 _SPARE_PIECES = 1000  # what an answer may have beyond two pieces for each token asked
 
 
@@ -164,6 +165,8 @@ class Exchange:
         kind = (
             Failure.RATE_LIMITED
             if status == 429
+            else Failure.TOO_LATE
+            if status == 503 and error_code(bytes(self._refusal)) == _WOULD_BE_LATE
             else Failure.SERVER_ERROR
             if status >= 500
             else Failure.BAD_REQUEST

@@ -8,7 +8,7 @@ import msgspec
 
 from traces.replay.http_answer import MalformedError
 
-__all__ = ["Piece", "error_words", "read_piece"]
+__all__ = ["Piece", "error_code", "error_words", "read_piece"]
 
 _MAX_WORDS = 300
 
@@ -73,6 +73,22 @@ class _ErrorMessage(msgspec.Struct):
 
 class _ErrorBody(msgspec.Struct):
     error: _ErrorMessage | str
+
+
+class _ErrorCode(msgspec.Struct):
+    code: str | None = None
+
+
+class _CodedBody(msgspec.Struct):
+    error: _ErrorCode
+
+
+def error_code(body: bytes) -> str | None:
+    """``code`` of an OpenAI error's body; None: it has none, or is none."""
+    try:
+        return msgspec.json.decode(body, type=_CodedBody).error.code
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def error_words(body: bytes | Any) -> str:

@@ -148,9 +148,9 @@ async def _not_a_stream(request: web.Request, body: dict) -> web.StreamResponse:
     return web.json_response({"choices": [{"text": "whole"}]})
 
 
-def _refusal(status: int) -> Callable[[web.Request, dict], Awaitable[web.StreamResponse]]:
+def _refusal(status: int, **more: str) -> Callable[[web.Request, dict], Awaitable[web.StreamResponse]]:
     async def refuse(request: web.Request, body: dict) -> web.StreamResponse:
-        return web.json_response({"error": {"message": f"told {status}"}}, status=status)
+        return web.json_response({"error": {"message": f"told {status}", **more}}, status=status)
 
     return refuse
 
@@ -171,6 +171,8 @@ _FAULTS: dict[str, Callable[[web.Request, dict], Awaitable[web.StreamResponse]]]
     "429": _refusal(429),
     "400": _refusal(400),
     "500": _refusal(500),
+    "503": _refusal(503),
+    "late": _refusal(503, code="would_be_late"),
 }
 
 

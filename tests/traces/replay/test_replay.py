@@ -114,6 +114,8 @@ def _hold_the_loop() -> None:
         pytest.param("429", Failure.RATE_LIMITED, "429 told 429", id="429"),
         pytest.param("400", Failure.BAD_REQUEST, "400 told 400", id="400"),
         pytest.param("500", Failure.SERVER_ERROR, "500 told 500", id="500"),
+        pytest.param("503", Failure.SERVER_ERROR, "503 told 503", id="503"),
+        pytest.param("late", Failure.TOO_LATE, "503 told 503", id="refused for being late"),
         pytest.param("silent", Failure.TIMEOUT, "before the first token", id="silent"),
         pytest.param("hangs-in-the-middle", Failure.TIMEOUT, "after 1 pieces", id="hangs"),
         pytest.param("slow-loris", Failure.TIMEOUT, "not complete within", id="slow-loris"),

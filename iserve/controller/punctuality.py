@@ -1,0 +1,54 @@
+"""What the gateway is told of a deployment that refuses who would be late: its limits, and its plan's times."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fingerprint.codec import from_json
+from fingerprint.errors import BadInputError, ConfigError
+from iserve.controller.records import recorded_wish
+from iserve.planning.document import PlanDocument
+from iserve.routes import Punctuality
+from iserve.state.store import DeploymentRow
+from planner.intent import Slo
+from planner.lateness import Pace
+
+__all__ = ["pace_of", "punctuality_of"]
+
+
+def punctuality_of(row: DeploymentRow) -> Punctuality | None:
+    """None: nobody is refused there for being late, or nothing is planned yet."""
+    if row.plan is None:
+        return None
+    try:
+        wish = recorded_wish(row)
+    except ConfigError:  # its trouble is told where it is asked for
+        return None
+    slo = wish.slo
+    pace = pace_of(row.plan) if wish.refuse_late and slo is not None else None
+    if pace is None or slo is None:
+        return None
+    return Punctuality(slo=Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s), pace=pace)
+
+
+@lru_cache(maxsize=256)
+def pace_of(plan: str) -> Pace | None:
+    """Of the chosen configuration of a plan's JSON, beside what ran on its GPUs then. None: nothing is chosen, or
+    the plan is of another version of iServe."""
+    try:
+        document = from_json(plan, PlanDocument, what="the recorded plan")
+    except BadInputError:
+        return None
+    chosen = None if document.chosen is None else document.candidates[document.chosen]
+    if chosen is None or chosen.estimate is None:
+        return None
+    full, alone, work = chosen.estimate, document.alone or chosen.estimate, document.workload
+    return Pace(
+        slots=work.batch,
+        input_tokens=work.input_tokens,
+        output_tokens=work.output_tokens,
+        ttft_s=alone.ttft_s.value * chosen.slowdown,
+        ttft_full_s=full.ttft_s.value * chosen.slowdown,
+        tpot_s=alone.tpot_s.value * chosen.slowdown,
+        tpot_full_s=full.tpot_s.value * chosen.slowdown,
+    )

@@ -1,0 +1,194 @@
+"""A deployment that refuses who would be late: a real gateway, and workers that are held for as long as it takes.
+
+No worker is fast or slow here: what a request would take is what its route says, so that nothing hangs on time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from iserve.routes import Punctuality, Route, WorkerTarget
+from planner.intent import Slo
+from planner.lateness import Pace
+from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route, wait_until
+
+NAME = "late"
+REFUSED = f'iserve_gateway_late_refusals_total{{deployment="{NAME}"}}'
+# Two at once; a prompt takes 10 s, a token 1 s, and beside another 2 s. An answer whose length nobody says has 11.
+PACE = Pace(slots=2, input_tokens=10, output_tokens=11, ttft_s=10.0, ttft_full_s=10.0, tpot_s=1.0, tpot_full_s=2.0)
+
+
+def late_route(*workers: WorkerTarget, slots: int = 2, pace: Pace = PACE, **limits: float) -> Route:
+    targets = tuple(replace(worker, max_outstanding=slots) for worker in workers)
+    told = Punctuality(slo=Slo(**limits), pace=replace(pace, slots=slots))
+    return replace(route(*targets, name=NAME), punctuality=told)
+
+
+@contextmanager
+def held(gateway: GatewayProcess, *workers: FakeWorker, number: int = 1) -> Iterator[list[Answer]]:
+    """So many requests, begun and at their workers; when it ends, their answers."""
+    answers: list[Answer] = []
+    before = sum(len(worker.bodies) for worker in workers)
+    threads = [threading.Thread(target=lambda: answers.append(gateway.complete(NAME))) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: sum(len(worker.bodies) for worker in workers) == before + number, "they are at work")
+    try:
+        yield answers
+    finally:
+        for worker in workers:
+            worker.go_on.set()
+        for thread in threads:
+            thread.join(30)
+
+
+def test_who_would_be_late_is_refused_at_once_and_told_why_and_when_to_come(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
+) -> None:
+    worker = make_worker("wait")
+    gateway.publish(late_route(worker.target(), slots=1, e2e_s=30.0))
+    with held(gateway, worker) as answers:
+        refused = gateway.complete(NAME)
+        assert refused.status == 503
+        assert (refused.error["code"], refused.error["type"]) == ("would_be_late", "server_error")
+        words = refused.error["message"]
+        assert "last token in" in words
+        assert "the limit is e2e=30 s" in words
+        assert "nobody before it" not in words
+        # 20 s of the one before it, and 20 s of its own.
+        assert 1 <= int(refused.headers["retry-after"]) <= 10
+        assert gateway.metric(REFUSED) == 1
+        waiting = gateway.metric(f'iserve_gateway_waiting_requests{{deployment="{NAME}"}}')
+        assert waiting == 0
+    assert [answer.status for answer in answers] == [200]
+    assert len(worker.bodies) == 1
+    assert gateway.complete(NAME).status == 200, "nobody is before it now"
+
+
+def test_one_that_asks_for_less_is_taken(gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]) -> None:
+    worker = make_worker("wait")
+    gateway.publish(late_route(worker.target(), slots=1, e2e_s=36.0))
+    with held(gateway, worker):
+        assert gateway.complete(NAME, max_tokens=500).status == 503
+        answers: list[Answer] = []
+        short = threading.Thread(target=lambda: answers.append(gateway.complete(NAME, max_tokens=3)))
+        short.start()
+        waits = f'iserve_gateway_waiting_requests{{deployment="{NAME}"}}'
+        wait_until(lambda: gateway.metric(waits) == 1, "it waits for its turn")
+    short.join(30)
+    assert [answer.status for answer in answers] == [200]
+
+
+def test_an_idle_deployment_lets_one_through_that_it_cannot_serve_in_time(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
+) -> None:
+    """Again and again, one at a time; beside another such a request is told that waiting is of no use."""
+    worker = make_worker()
+    gateway.publish(late_route(worker.target(), slots=1, e2e_s=0.001))
+    assert [gateway.complete(NAME).status for _ in range(5)] == [200] * 5
+    worker.mode = "wait"
+    with held(gateway, worker):
+        words = gateway.complete(NAME).error["message"]
+        assert "as it would be with nobody before it: ask for less" in words
+
+
+def test_it_goes_to_the_replica_where_it_keeps_its_limits(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
+) -> None:
+    """A step beside another is too slow: each gets a replica of its own, the third is refused."""
+    first, second = make_worker("wait"), make_worker("wait")
+    gateway.publish(late_route(first.target("w0"), second.target("w1"), tpot_s=1.5))
+    with held(gateway, first, second, number=2) as answers:
+        assert (len(first.bodies), len(second.bodies)) == (1, 1)
+        refused = gateway.complete(NAME)
+        assert refused.status == 503
+        assert "time per token" in refused.error["message"]
+    assert [answer.status for answer in answers] == [200, 200]
+
+
+def test_fewest_requests_do_not_decide_where_only_another_keeps_the_limits(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
+) -> None:
+    """One replica has a prompt under way; the other has two that have their first tokens. A prompt behind another
+    is too late: it goes to the fuller one.
+
+    A prompt's token takes 100 s, by the plan; that first tokens come at once lowers this to some 40 s.
+    """
+    prompting, decoding = make_worker("wait"), make_worker("hold")
+    pace = replace(PACE, ttft_s=1000.0, ttft_full_s=3000.0)
+    gateway.publish(late_route(decoding.target("w1"), slots=3, pace=pace, ttft_s=800.0))
+    begun = f'iserve_gateway_time_to_first_token_seconds_count{{deployment="{NAME}"}}'
+    before = gateway.metric(begun)
+    streams = []
+    for number in (1, 2):
+        streams.append(threading.Thread(target=lambda: gateway.complete(NAME, stream=True)))
+        streams[-1].start()
+        wait_until(lambda wanted=before + number: gateway.metric(begun) == wanted, "its first token has come")
+    both = (prompting.target("w0"), decoding.target("w1"))
+    gateway.publish(late_route(*both, slots=3, pace=pace, ttft_s=800.0))
+    with held(gateway, prompting):
+        answers: list[Answer] = []
+        third = threading.Thread(target=lambda: answers.append(gateway.complete(NAME, stream=False)))
+        third.start()
+        wait_until(lambda: len(decoding.bodies) == 3, "it is at the fuller one")
+        assert len(prompting.bodies) == 1
+        decoding.go_on.set()
+        third.join(30)
+    for stream in streams:
+        stream.join(30)
+    assert [answer.status for answer in answers] == [200]
+
+
+def test_who_calls_one_that_sleeps_is_not_late_for_its_start(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
+) -> None:
+    """However many wait, however short the limits: nobody is refused while no worker is ready, and who is first
+    when one is ready is served."""
+    worker = make_worker()
+    asleep = replace(late_route(worker.target(ready=False), slots=2, ttft_s=0.001), ready_wait_s=60.0)
+    gateway.publish(asleep)
+    answers: list[Answer] = []
+    threads = [threading.Thread(target=lambda: answers.append(gateway.complete(NAME))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    waits = f'iserve_gateway_waiting_requests{{deployment="{NAME}"}}'
+    wait_until(lambda: gateway.metric(waits) == 3, "all wait")
+    gateway.publish(late_route(worker.target(), slots=2, ttft_s=0.001))
+    for thread in threads:
+        thread.join(30)
+    assert sorted(answer.status for answer in answers)[0] == 200
+    assert len(answers) == 3
+
+
+def test_without_the_option_nobody_is_refused(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
+) -> None:
+    """As long as the queue has room."""
+    worker = make_worker("wait")
+    gateway.publish(route(worker.target(max_outstanding=1), name=NAME))
+    before = gateway.metric(REFUSED)
+    with held(gateway, worker):
+        answers: list[Answer] = []
+        second = threading.Thread(target=lambda: answers.append(gateway.complete(NAME, max_tokens=10**6)))
+        second.start()
+        waits = f'iserve_gateway_waiting_requests{{deployment="{NAME}"}}'
+        wait_until(lambda: gateway.metric(waits) == 1, "it waits")
+    second.join(30)
+    assert [answer.status for answer in answers] == [200]
+    assert gateway.metric(REFUSED) == before
+
+
+@pytest.mark.parametrize("ended", ["status-400", "die", "busy"])
+def test_what_fails_leaves_the_judge_with_nobody(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker], ended: str
+) -> None:
+    worker = make_worker(ended)
+    gateway.publish(late_route(worker.target(), slots=1, e2e_s=0.001))
+    assert gateway.complete(NAME).status != 200
+    worker.mode = "ok"
+    assert gateway.complete(NAME).status == 200, "it is idle"
