@@ -102,14 +102,18 @@ class FingerprintedEstimator:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a reader of the numbers must know: unresolved layers, KV that is not the spec's, gaps."""
-        unresolved = tuple(
-            f"below resolution: at tp={e.key.tp} pp={e.key.pp}, {e.key.weights}, batch {e.batch}, "
-            f"{e.input_tokens} in, one layer takes {_ms(e.first_s)} of a prefill and {_ms(e.next_s)} of a step: "
-            "these runs do not tell it from zero"
-            for e in self.layer_effects
-            if e.below_resolution
-        )
-        return unresolved + self.memory.warnings + self.profile.notes
+        said = []
+        for effect in self.layer_effects:
+            if effect.below_resolution:
+                taken = _taken(effect, effect.below_resolution)
+                said.append(f"below resolution: {taken}: these runs do not tell it from zero")
+            if effect.below_zero:
+                taken = _taken(effect, effect.below_zero)
+                said.append(
+                    f"below zero: {taken}: less than nothing, so something else changed between the depths that "
+                    "were run; profile it again while nothing else is at work"
+                )
+        return (*said, *self.memory.warnings, *self.profile.notes)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict ``config`` under ``workload``.
@@ -213,6 +217,13 @@ class FingerprintedEstimator:
         mean = float(np.mean(read))
         source = Source.EXTRAPOLATED if near == config else Source.SCALED
         return Quantity(mean, min(float(low), mean), max(float(high), mean), source)
+
+
+def _taken(effect: LayerEffect, parts: Iterable[tuple[str, Interval]]) -> str:
+    key = effect.key
+    at = f"at tp={key.tp} pp={key.pp}, {key.weights}, batch {effect.batch}, {effect.input_tokens} in"
+    times = " and ".join(f"{_ms(layer)} of {of_what}" for of_what, layer in parts)
+    return f"{at}, one layer takes {times}"
 
 
 def _ms(interval: Interval) -> str:

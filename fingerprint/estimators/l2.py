@@ -67,9 +67,19 @@ class LayerEffect:
     next_s: Interval
 
     @property
-    def below_resolution(self) -> bool:
-        """The noise hides a layer's cost: the measurement cannot tell it from zero, in prefill or in decode."""
-        return self.first_s.low <= 0 or self.next_s.low <= 0
+    def parts(self) -> tuple[tuple[str, Interval], ...]:
+        """With what each is of."""
+        return ("a prefill", self.first_s), ("a step", self.next_s)
+
+    @property
+    def below_resolution(self) -> tuple[tuple[str, Interval], ...]:
+        """Parts in which the noise hides a layer's cost: the measurement cannot tell it from zero."""
+        return tuple((of_what, layer) for of_what, layer in self.parts if layer.low <= 0 <= layer.high)
+
+    @property
+    def below_zero(self) -> tuple[tuple[str, Interval], ...]:
+        """Parts in which more layers ran faster than fewer, beyond the noise: it was the runs that differed."""
+        return tuple((of_what, layer) for of_what, layer in self.parts if layer.high < 0)
 
 
 # One run is one row: the prefill's columns as they are, the decode step's times the number of steps.
@@ -375,7 +385,7 @@ class L2:
 
     @property
     def layer_effects(self) -> tuple[LayerEffect, ...]:
-        """Of every fit that tells one, at its largest point; ask each for ``below_resolution``."""
+        """Of every fit that tells one, at its largest point; ask each for ``below_resolution``, ``below_zero``."""
         return tuple(fit.layer_effect() for fit in self.fits.values() if fit.tells_layer_effect)
 
     def latency(self, config: DeploymentConfig, workload: Workload) -> Latency:

@@ -206,7 +206,8 @@ def layer_effects(report: Report) -> Markup | None:
             "p",
             "The device time that one hidden layer adds, with its 90% interval, at the largest burst that was "
             "run. An interval that reaches zero is below resolution: these runs do not tell one layer from none, "
-            "and estimates that rest on it are as wide as that says.",
+            "and estimates that rest on it are as wide as that says. One wholly below zero says that something "
+            "else changed between the runs of different depths.",
         )
     ]
     for title, name in (("of a prefill", "first_s"), ("of a decode step", "next_s")):
@@ -216,11 +217,12 @@ def layer_effects(report: Report) -> Markup | None:
         for effect, interval in found:
             key = effect.key
             said = f"tp={key.tp} pp={key.pp}, {key.weights} weights, {key.kv} KV"
-            verdict = (
-                el("span", "below resolution", class_="bad")
-                if interval.low <= 0
-                else el("span", "resolved", class_="good")
-            )
+            if interval.high < 0:
+                verdict = el("span", "below zero", class_="bad")
+            elif interval.low <= 0:
+                verdict = el("span", "below resolution", class_="bad")
+            else:
+                verdict = el("span", "resolved", class_="good")
             chart = charts.whisker(interval, most, least, f"{said}: {seconds(interval.value)}")
             rows.append(
                 el(

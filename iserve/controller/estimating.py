@@ -34,11 +34,10 @@ def contradictions(profile: Profile) -> dict[MeasuredKey, str]:
         return {}
     found = {}
     for effect in L2(profile).layer_effects:
-        for of_what, layer in (("a prefill", effect.first_s), ("a step", effect.next_s)):
-            if layer.high < 0:
-                interval = f"{1e3 * layer.value:.3g} ms ({1e3 * layer.low:.3g} to {1e3 * layer.high:.3g})"
-                at = f"(batch {effect.batch}, {effect.input_tokens} in)"
-                found[effect.key] = f"one layer takes {interval} of {of_what} {at}"
+        for of_what, layer in effect.below_zero:
+            interval = f"{1e3 * layer.value:.3g} ms ({1e3 * layer.low:.3g} to {1e3 * layer.high:.3g})"
+            at = f"(batch {effect.batch}, {effect.input_tokens} in)"
+            found[effect.key] = f"one layer takes {interval} of {of_what} {at}"
     return found
 
 

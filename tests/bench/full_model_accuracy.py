@@ -94,7 +94,12 @@ def compared(
 
 
 def below_resolution(estimator: FingerprintedEstimator, config: DeploymentConfig) -> bool:
-    return any(effect.below_resolution for effect in estimator.layer_effects if effect.key == key_of(config))
+    """Or below zero: that tells no more of a layer."""
+    return any(
+        effect.below_resolution or effect.below_zero
+        for effect in estimator.layer_effects
+        if effect.key == key_of(config)
+    )
 
 
 def run(which: str, options: Options, command: str) -> AccuracyRecord:

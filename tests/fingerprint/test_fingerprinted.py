@@ -231,6 +231,19 @@ class TestFacts:
         assert warnings[0].startswith("below resolution: at tp=1 pp=1, 16bit, batch 4, 512 in, one layer takes")
         assert any("left out: needs 2 devices" in warning for warning in warnings)
 
+    def test_layers_below_zero_are_not_called_hidden(self):
+        """A step of two layers is faster than one of one: the runs of the two depths were not alike."""
+        truth = Truth(layer_next_s=(-1e-4, 0.0, 0.0))
+        estimator = estimator_of(take_profile(SyntheticMachine(truth=truth), PLAN))
+        assert estimator.warnings
+        assert {part for effect in estimator.layer_effects for part, _ in effect.below_zero} == {"a step"}
+        assert not any(effect.below_resolution for effect in estimator.layer_effects)
+        for warning in estimator.warnings:
+            assert "one layer takes -" in warning
+            assert "of a step: less than nothing" in warning
+            assert "prefill" not in warning
+            assert "tell it from zero" not in warning
+
     def test_power_is_what_was_read_or_unknown(self, quiet):
         assert estimator_of(quiet).estimate(DeploymentConfig(), LARGEST).power_w_per_gpu is None
 

@@ -13,6 +13,7 @@ import pytest
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
+from fingerprint.estimators.linear import Interval
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.profile import ProfilePlan
 from fingerprint.report import (
@@ -242,6 +243,14 @@ def test_a_layer_that_noise_hides_is_called_so(report: Report) -> None:
     text = section(page, "layer")
     assert text.count("resolved") == 1
     assert text.count("below resolution") == 2  # once explained, once found
+
+
+def test_a_layer_that_takes_less_than_nothing_is_not_called_hidden(report: Report) -> None:
+    effect = report.layer_effects[0]
+    impossible = replace(effect, next_s=Interval(-2e-6, -3e-6, -1e-6))
+    text = section(render_report(replace(report, layer_effects=(impossible,))), "layer")
+    assert (text.count("resolved"), text.count("below resolution")) == (1, 1)  # the other part; in words above
+    assert text.count("below zero") == 2  # once explained, once found
 
 
 def test_the_same_report_is_the_same_page(report: Report) -> None:
