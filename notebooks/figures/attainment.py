@@ -17,11 +17,11 @@ from dataclasses import replace
 from itertools import product
 
 from iserve.simulation.baselines import Baseline
-from notebooks.figures.comparison import served
+from notebooks.figures.comparison import Place, served
 from notebooks.figures.contest import BASELINES, Contestant, Served, iserve
 from notebooks.figures.figure import NOT_GIVEN, Cell, Chart, Figure, Finding, Table
 from notebooks.figures.load import SEEDS, trace_source
-from notebooks.figures.under_load import AS_IF_IDLE, FACTORS, FASTEST, LARGE, RULE_CHEAP, RULE_FAST, PaperPlace
+from notebooks.figures.under_load import AS_IF_IDLE, FACTORS, FASTEST, LARGE, RULE_CHEAP, RULE_FAST
 from planner.intent import IntentKind, Quality
 
 __all__ = ["MULTIPLES", "figure_14"]
@@ -51,7 +51,7 @@ def figure_14(factors: Sequence[float] = FACTORS, multiples: Sequence[float] = M
     for multiple in multiples:
         for factor in factors:
             for who in CONTESTANTS:
-                one = served(PaperPlace("code", factor, LARGE), who, multiple)
+                one = served(Place("code", factor, LARGE), who, multiple)
                 if one is not None:
                     found[multiple, factor, who.name] = one
     middle = multiples[len(multiples) // 2]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from statistics import fmean, median
-from typing import Protocol
 
 from notebooks.figures.contest import BASELINES, SLO_FACTOR, Contestant, Served, averaged, serve
 from notebooks.figures.figure import NOT_GIVEN, Cell, Chart, Finding, Table
-from notebooks.figures.load import SEEDS, World
+from notebooks.figures.load import SEEDS, Site, World, compressed, world_of
 from planner.intent import IntentKind
+from traces.request import Request
 
 __all__ = [
     "COST",
@@ -21,6 +22,7 @@ __all__ = [
     "Columns",
     "Of",
     "Place",
+    "Scene",
     "against_all",
     "against_each",
     "cells_of",
@@ -36,20 +38,35 @@ __all__ = [
 NAMES = tuple(who.name for who in BASELINES)
 
 
-class Place(Protocol):
-    """Where all contestants meet."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scene:
+    """What the places of a comparison have in common; one is equal to itself alone.
+
+    ``requests`` of a trace at a rate factor, by a seed.
+    """
+
+    site: Site
+    models: tuple[str, ...]  # deployed in this order
+    deploy_every_s: float
+    requests: Callable[[str, float, int], Iterable[Request]] = compressed
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where all contestants meet: a trace and its rate factor, in a scene."""
+
+    trace: str
+    factor: float
+    scene: Scene
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def trace(self) -> str: ...
-
-    def __hash__(self) -> int: ...
+    def name(self) -> str:
+        return f"{self.trace} {self.factor:g}"
 
     def world(self, seed: int) -> World:
         """The same for whoever is compared."""
-        ...
+        scene, requests = self.scene, self.scene.requests(self.trace, self.factor, seed)
+        return world_of(scene.site, scene.models, requests, deploy_every_s=scene.deploy_every_s, seed=seed)
 
 
 @cache

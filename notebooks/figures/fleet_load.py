@@ -13,23 +13,22 @@ finds no placement, as 21 of them in 16 bits are larger than the cluster.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from iserve.simulation.baselines import Baseline
-from notebooks.figures.comparison import Cells, Columns, cells_of, chart, table
+from notebooks.figures.comparison import Cells, Columns, Place, Scene, cells_of, chart, table
 from notebooks.figures.contest import BASELINES, Contestant, Served, iserve
 from notebooks.figures.figure import NOT_GIVEN, Cell, Figure, Finding, Table
 from notebooks.figures.fleet import TWENTY_ONE
-from notebooks.figures.load import PAPER_SITE, SEED, SEEDS, World, compressed, trace_source, world_of
+from notebooks.figures.load import PAPER_SITE, SEED, SEEDS, trace_source
 from notebooks.figures.setting import INTENTS
 from notebooks.figures.under_load import RULE_CHEAP, RULE_FAST, SPREAD
 from planner.intent import IntentKind
 
-__all__ = ["FleetPlace", "figure_16_load"]
+__all__ = ["SCENE", "figure_16_load"]
 
 FACTORS = (0.1, 0.4)
 TRACES = ("code", "conv")
-_DEPLOY_EVERY_S = 50.0
+SCENE = Scene(site=PAPER_SITE, models=TWENTY_ONE, deploy_every_s=50.0)
 
 _INTENTS = tuple(iserve(kind) for kind in (*INTENTS, IntentKind.LATENCY_SLO))
 _PLAIN = tuple(who for who in BASELINES if who.baseline not in (Baseline.ALPASERVE, Baseline.ALPASERVE_ALL))
@@ -51,26 +50,9 @@ _COLUMNS: Columns = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FleetPlace:
-    """A trace and its rate factor."""
-
-    trace: str
-    factor: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.trace} {self.factor:g}"
-
-    def world(self, seed: int) -> World:
-        """The same for whoever is compared."""
-        requests = compressed(self.trace, self.factor, seed)
-        return world_of(PAPER_SITE, TWENTY_ONE, requests, deploy_every_s=_DEPLOY_EVERY_S, seed=seed)
-
-
-def figure_16_load(places: Sequence[FleetPlace] | None = None) -> Figure:
+def figure_16_load(places: Sequence[Place] | None = None) -> Figure:
     """Every intent against every baseline."""
-    places = places or [FleetPlace(trace, factor) for trace in TRACES for factor in FACTORS]
+    places = places or [Place(trace, factor, SCENE) for trace in TRACES for factor in FACTORS]
     cells = {}
     for place in places:
         cells |= cells_of([place], _CONTESTANTS) | cells_of([place], [_ALPASERVE], seeds=(SEED,))

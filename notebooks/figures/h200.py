@@ -10,8 +10,8 @@ as in figure 11. (Three deployments each were tried in one cell: AlpaServe's sea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 from fingerprint.config import DeploymentConfig, Workload
@@ -20,17 +20,29 @@ from fingerprint.gpus import gpu_spec
 from iserve.planning.making import PlanOptions
 from iserve.simulation.baselines import Baseline
 from iserve.simulation.running import SimulatedModel, measured_model
-from notebooks.figures.comparison import COST, LATENCY, OWN, against_each, cells_of, chart, lost, table
+from notebooks.figures.comparison import (
+    COST,
+    LATENCY,
+    OWN,
+    Place,
+    Scene,
+    against_each,
+    cells_of,
+    chart,
+    lost,
+    table,
+)
 from notebooks.figures.contest import BASELINES, Contestant, iserve
 from notebooks.figures.figure import Figure, Finding
-from notebooks.figures.load import INTERVAL_S, SEED, Site, World, azure, trace_source, world_of
+from notebooks.figures.load import INTERVAL_S, SEED, Site, azure, trace_source
 from notebooks.figures.recordings import recording_of
 from planner.intent import IntentKind, Quality
 from traces.compression import compress
+from traces.request import Request
 from traces.simulator.scenario import Service
 from traces.transforms import clip
 
-__all__ = ["H200_SITE", "H200Place", "figure_h200"]
+__all__ = ["H200_SITE", "SCENE", "figure_h200"]
 
 GPU = gpu_spec("h200-sxm")
 MODELS = ("Llama-3.1-8B", "Mistral-7B-v0.1") * 2
@@ -38,7 +50,6 @@ FACTORS = (0.25, 0.75)
 TRACES = ("code", "conv")
 _AGGREGATE = 8
 _DEPLOY_EVERY_S = 30.0
-_END_S = _DEPLOY_EVERY_S * (len(MODELS) - 1) + 60.0
 
 
 class _Remembered:
@@ -75,23 +86,13 @@ H200_SITE = Site(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class H200Place:
-    """Where all contestants meet."""
+def _requests(trace: str, factor: float, seed: int) -> Iterator[Request]:
+    """More of them at once than the paper's (module docstring), until a minute after the last deployment."""
+    requests = compress(azure(trace), rate_factor=factor, interval_s=INTERVAL_S, aggregate=_AGGREGATE, seed=seed)
+    return clip(requests, 0.0, _DEPLOY_EVERY_S * (len(MODELS) - 1) + 60.0)
 
-    trace: str
-    factor: float
 
-    @property
-    def name(self) -> str:
-        return f"{self.trace} {self.factor:g}"
-
-    def world(self, seed: int) -> World:
-        """The same for whoever is compared."""
-        requests = compress(
-            azure(self.trace), rate_factor=self.factor, interval_s=INTERVAL_S, aggregate=_AGGREGATE, seed=seed
-        )
-        return world_of(H200_SITE, MODELS, clip(requests, 0.0, _END_S), deploy_every_s=_DEPLOY_EVERY_S, seed=seed)
+SCENE = Scene(site=H200_SITE, models=MODELS, deploy_every_s=_DEPLOY_EVERY_S, requests=_requests)
 
 
 _INTENTS = tuple(iserve(kind, Quality.NEAR) for kind in OWN)
@@ -109,9 +110,9 @@ _RULES = tuple(
 )
 
 
-def figure_h200(places: Sequence[H200Place] | None = None) -> Figure:
+def figure_h200(places: Sequence[Place] | None = None) -> Figure:
     """Every intent against every baseline."""
-    places = places or [H200Place(trace, factor) for trace in TRACES for factor in FACTORS]
+    places = places or [Place(trace, factor, SCENE) for trace in TRACES for factor in FACTORS]
     cells = cells_of(places, (*_INTENTS, *_SEEN, _SPREAD, *_RULES, *BASELINES), seeds=(SEED,))
     findings = []
     for kind, (unit, of) in OWN.items():

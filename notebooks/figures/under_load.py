@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from iserve.simulation.baselines import Baseline
 from notebooks.figures.choices import SETS
@@ -12,6 +12,8 @@ from notebooks.figures.comparison import (
     LATENCY,
     OWN,
     Cells,
+    Place,
+    Scene,
     against_all,
     against_each,
     cells_of,
@@ -24,16 +26,18 @@ from notebooks.figures.comparison import (
 )
 from notebooks.figures.contest import BASELINES, Contestant, iserve
 from notebooks.figures.figure import NOT_GIVEN, Figure, Finding
-from notebooks.figures.load import PAPER_SITE, SEEDS, World, compressed, trace_source, world_of
+from notebooks.figures.load import PAPER_SITE, SEEDS, trace_source
 from planner.intent import IntentKind, Quality
 
-__all__ = ["FACTORS", "LARGE", "SMALL", "PaperPlace", "figure_11", "figure_12", "figure_13"]
+__all__ = ["FACTORS", "LARGE", "SMALL", "figure_11", "figure_12", "figure_13"]
 
 FACTORS = (0.1, 0.2, 0.3, 0.4)
 TRACES = ("code", "conv")
-LARGE, SMALL = SETS.values()
 # The paper deploys one every five minutes; eight would not be there before its half hour is over.
-_DEPLOY_EVERY_S = {LARGE: 300.0, SMALL: 150.0}
+LARGE, SMALL = (
+    Scene(site=PAPER_SITE, models=models, deploy_every_s=every_s)
+    for models, every_s in zip(SETS.values(), (300.0, 150.0), strict=True)
+)
 
 FASTEST = iserve(IntentKind.MIN_LATENCY)
 CHEAPEST = iserve(IntentKind.MIN_COST)
@@ -51,27 +55,8 @@ SPREAD = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PaperPlace:
-    """A trace, its rate factor, and the models."""
-
-    trace: str
-    factor: float
-    models: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.trace} {self.factor:g}"
-
-    def world(self, seed: int) -> World:
-        """The same for whoever is compared."""
-        requests = compressed(self.trace, self.factor, seed)
-        every_s = _DEPLOY_EVERY_S[self.models]
-        return world_of(PAPER_SITE, self.models, requests, deploy_every_s=every_s, seed=seed)
-
-
-def _large() -> tuple[PaperPlace, ...]:
-    return tuple(PaperPlace(trace, factor, LARGE) for trace in TRACES for factor in FACTORS)
+def _large() -> tuple[Place, ...]:
+    return tuple(Place(trace, factor, LARGE) for trace in TRACES for factor in FACTORS)
 
 
 def _source() -> str:
@@ -81,7 +66,7 @@ def _source() -> str:
     )
 
 
-def figure_11(places: Sequence[PaperPlace] | None = None) -> Figure:
+def figure_11(places: Sequence[Place] | None = None) -> Figure:
     """min-latency on the larger models, both traces, four rates."""
     cells = cells_of(places or _large(), (FASTEST, EXACT, BY_LOADS, AS_IF_IDLE, RULE_FAST, *BASELINES))
     ours = FASTEST.name
@@ -120,7 +105,7 @@ _PAPER_11 = {"AlpaServe": "-31.86% with code at 0.4"}
 
 def _paper_cells(cells: Cells) -> tuple[Finding, ...]:
     """What the paper tells of single cells."""
-    high, lower = PaperPlace("code", 0.4, LARGE), PaperPlace("code", 0.3, LARGE)
+    high, lower = Place("code", 0.4, LARGE), Place("code", 0.3, LARGE)
     if (high, FASTEST.name) not in cells or (lower, FASTEST.name) not in cells:
         return ()
     ours, less = cells[high, FASTEST.name], cells[lower, FASTEST.name]
@@ -144,9 +129,9 @@ def _paper_cells(cells: Cells) -> tuple[Finding, ...]:
     )
 
 
-def figure_12(place: PaperPlace | None = None) -> Figure:
+def figure_12(place: Place | None = None) -> Figure:
     """All intents on eight smaller models, code at 0.4 (the paper's figures 12 and 24)."""
-    place = place or PaperPlace("code", 0.4, SMALL)
+    place = place or Place("code", 0.4, SMALL)
     intents = [
         iserve(kind, quality)
         for kind in (IntentKind.MIN_LATENCY, *SAVING)
@@ -181,7 +166,7 @@ def figure_12(place: PaperPlace | None = None) -> Figure:
     )
 
 
-def figure_13(places: Sequence[PaperPlace] | None = None) -> Figure:
+def figure_13(places: Sequence[Place] | None = None) -> Figure:
     """min-cost, min-memory, min-gpu-hours on the larger models (the paper's figures 13 and 21 to 23)."""
     intents = [iserve(kind, quality) for kind in SAVING for quality in (Quality.ANY, Quality.EXACT)]
     cells = cells_of(places or _large(), (*intents, SPREAD[-1], RULE_CHEAP, *BASELINES))

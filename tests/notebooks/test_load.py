@@ -10,15 +10,15 @@ from statistics import fmean, pstdev
 import pytest
 
 from iserve.simulation.baselines import Baseline
-from notebooks.figures.comparison import against_all, changes, lost, served
+from notebooks.figures.comparison import Place, against_all, changes, lost, served
 from notebooks.figures.contest import BASELINES, Contestant, Served, averaged, fewest_gpus, iserve, serve, slos_of
-from notebooks.figures.fleet_load import FleetPlace
+from notebooks.figures.fleet_load import SCENE as TWENTY_ONE_MODELS
 from notebooks.figures.h200 import MODELS as H200_MODELS
 from notebooks.figures.harvest import attained
 from notebooks.figures.load import PAPER_SITE, SEED, World, world_of
 from notebooks.figures.record import read
 from notebooks.figures.recordings import recording_of
-from notebooks.figures.under_load import LARGE, PaperPlace
+from notebooks.figures.under_load import LARGE
 from planner.intent import IntentKind, Quality
 from traces.request import Request
 from traces.simulator.scenario import Deploy
@@ -44,13 +44,13 @@ def test_requests_go_to_all_models_alike_and_to_none_that_is_not_there(world: Wo
 
 
 def test_a_world_is_the_same_for_whoever_asks() -> None:
-    place = PaperPlace("code", 0.1, LARGE)
+    place = Place("code", 0.1, LARGE)
     assert place.world(SEED).requests == place.world(SEED).requests
     assert place.world(SEED).requests != place.world(SEED + 1).requests
 
 
 def test_minimum_parallelism_is_the_fewest_gpus_that_hold_the_model() -> None:
-    world = world_of(PAPER_SITE, LARGE, [Request(0.0, 100, 10)], deploy_every_s=0.0)
+    world = world_of(PAPER_SITE, LARGE.models, [Request(0.0, 100, 10)], deploy_every_s=0.0)
     found = {model: config.num_gpus for model, config in fewest_gpus(world).items()}
     assert found["Llama-2-7b-hf"] == 1
     assert found["falcon-40b"] == 2
@@ -153,7 +153,7 @@ def test_means_over_seeds_are_of_every_number() -> None:
 
 
 def test_who_answers_less_is_compared_apart_and_never_wins_a_cell() -> None:
-    place = PaperPlace("code", 0.1, LARGE)
+    place = Place("code", 0.1, LARGE)
     half = replace(_ONE, answered=0.5, p50_s=1.0, p50_all_s=math.inf)
     slower, faster = replace(_ONE, p50_s=4.0), replace(_ONE, p50_s=1.0)
     cells = {(place, name): one for name, one in (("us", _ONE), ("max TP", slower), ("AlpaServe", half))}
@@ -171,7 +171,7 @@ def test_who_answers_less_is_compared_apart_and_never_wins_a_cell() -> None:
 @pytest.mark.parametrize("who", ["min-latency", "max TP"])
 def test_a_committed_cell_is_what_comes_out(who: str) -> None:
     contestants = {one.name: one for one in (iserve(IntentKind.MIN_LATENCY), *BASELINES)}
-    found = served(PaperPlace("code", 0.1, LARGE), contestants[who])
+    found = served(Place("code", 0.1, LARGE), contestants[who])
     assert found is not None
     table = read("11").figure.tables[0]
     (kept,) = (dict(zip(table.columns, row, strict=True)) for row in table.rows if row[:2] == ("code 0.1", who))
@@ -183,7 +183,7 @@ def test_a_committed_cell_is_what_comes_out(who: str) -> None:
 
 @pytest.mark.skipif(not REFERENCE, reason="ISERVE_REFERENCE_DATA does not name the reference data")
 def test_a_committed_cell_of_21_models_is_what_comes_out() -> None:
-    found = served(FleetPlace("code", 0.1), iserve(IntentKind.MIN_MEMORY))
+    found = served(Place("code", 0.1, TWENTY_ONE_MODELS), iserve(IntentKind.MIN_MEMORY))
     assert found is not None
     table = read("16-load").figure.tables[0]
     (kept,) = (
