@@ -3,11 +3,18 @@
 With the engine's own ``Scheduler`` this is the truth that ``continuous`` must equal, and the way to try another
 batching policy: anything that plans steps as :class:`Batcher` says. A step is planned when the one before has
 ended, whatever ``StepModel.plans_ahead`` says.
+
+A batcher knows slots and no room for KV: where ``kv_tokens`` of the limits bounds it, a request is submitted to the
+batcher when its prompt and whole answer fit beside those of all that were, in the order of arrival, as ``continuous``
+admits.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from traces.simulator.faults import PolicyFault, ask
@@ -47,7 +54,7 @@ MakeBatcher: TypeAlias = Callable[[Limits], Batcher]
 class SteppedWorker(Server):
     """A run is one step."""
 
-    __slots__ = ("_batcher", "_held", "_plan", "_requests", "_steps")
+    __slots__ = ("_batcher", "_held", "_kv_free", "_plan", "_requests", "_steps", "_waiting")
 
     def __init__(
         self,
@@ -60,19 +67,30 @@ class SteppedWorker(Server):
     ):
         super().__init__(name, stages, ready_s)
         self.max_batch = steps.limits.max_batch
-        self.longest = steps.limits.max_context_tokens
+        limits = steps.limits
+        self.longest = min(limits.max_context_tokens, limits.kv_tokens or limits.max_context_tokens)
+        self._kv_free = sys.maxsize if limits.kv_tokens is None else limits.kv_tokens
         self._steps = steps
         self._requests = requests
         self._batcher = batcher
         self._plan: Sequence[Chunk] = ()
-        self._held: dict[int, None] = {}  # in order of arrival
+        self._waiting: deque[tuple[int, int, int]] = deque()  # for KV: (row, input, output tokens)
+        self._held: dict[int, int] = {}  # by the batcher, in order of arrival: the tokens that a row has KV for
 
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
         self.outstanding += 1
-        self._held[row] = None
-        ask("batching", lambda: self._batcher.submit(row, input_tokens, output_tokens))
+        self._waiting.append((row, input_tokens, output_tokens))
+
+    def _hand_over(self) -> None:
+        """To the batcher: those who wait, as far as there is KV for them."""
+        while self._waiting and sum(self._waiting[0][1:]) <= self._kv_free:
+            request = row, *lengths = self._waiting.popleft()
+            self._held[row] = sum(lengths)
+            self._kv_free -= sum(lengths)
+            ask("batching", partial(self._batcher.submit, *request))
 
     def begin(self) -> float:
+        self._hand_over()
         self._plan = ask("batching", self._batcher.plan)
         if self._held and not self._plan:
             raise PolicyFault("batching", f"planned nothing for {len(self._held)} requests")
@@ -100,10 +118,12 @@ class SteppedWorker(Server):
         for row in ask("batching", lambda: self._batcher.complete(self._plan)):
             last_s[row] = now_s
             self.outstanding -= 1
-            del self._held[row]
+            self._kv_free += self._held.pop(row)
 
     def clear(self) -> tuple[list[int], list[int]]:
         """Those that have a token run, the others count as waiting: the scheduler does not tell them apart."""
-        held, self._held = list(self._held), {}
+        held = [*self._held, *(row for row, _, _ in self._waiting)]
+        self._held.clear()
+        self._waiting.clear()
         started = {chunk.sequence_id for chunk in self._plan}
         return [row for row in held if row in started], [row for row in held if row not in started]

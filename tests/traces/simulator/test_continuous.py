@@ -103,6 +103,24 @@ def test_equals_it_on_a_shared_gpu_too(asked: list[tuple[float, int, int]], whos
     _assert_same(fast, true)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    asked=st.lists(_ASKED, min_size=1, max_size=25),
+    max_batch=st.integers(1, 6),
+    kv_tokens=st.integers(40, 300),
+    pace=st.sampled_from([0.05, 0.3, 1.0]),
+)
+def test_equals_it_where_kv_bounds_admission(
+    asked: list[tuple[float, int, int]], max_batch: int, kv_tokens: int, pace: float
+) -> None:
+    """Also in what is refused, for it is longer than all the KV there is."""
+    steps = _curved(replace(limits(max_batch, 100, max_batch + 20), kv_tokens=kv_tokens), pace)
+    requests = _requests(asked)
+    fast, true = (serve(requests, steps, service=s) for s in (Service.CONTINUOUS, Service.STEPPED))
+    assert fast.outcomes.failure.tolist() == true.outcomes.failure.tolist()
+    _assert_same(fast, true)
+
+
 @settings(max_examples=300, deadline=None)
 @given(asked=st.lists(_ASKED, min_size=1, max_size=25), pace=st.sampled_from([0.05, 1.0]))
 def test_one_slot_is_first_come_first_served(asked: list[tuple[float, int, int]], pace: float) -> None:
