@@ -4,9 +4,9 @@ With the engine's own ``Scheduler`` this is the truth that ``continuous`` must e
 batching policy: anything that plans steps as :class:`Batcher` says. A step is planned when the one before has
 ended, whatever ``StepModel.plans_ahead`` says.
 
-A batcher knows slots and no room for KV: where ``kv_tokens`` of the limits bounds it, a request is submitted to the
-batcher when its prompt and whole answer fit beside those of all that were, in the order of arrival, as ``continuous``
-admits.
+A batcher knows slots and no room for KV. Where ``kv_tokens`` of the limits bounds that, requests reach the batcher
+in the order of arrival, each when its prompt and whole answer fit beside those that are there, as ``continuous``
+admits them.
 """
 
 from __future__ import annotations
