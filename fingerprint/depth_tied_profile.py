@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.depth_tied_cuts import kind_counts, repeats_the_mix, tied_depths, why_no_cuts
-from fingerprint.errors import ConfigError, IserveError, NotMeasuredError
+from fingerprint.depth_tied_plan import DepthTiedPlan, Point, tokens_of
+from fingerprint.errors import IserveError, NotMeasuredError
 from fingerprint.measurements import (
     MachineInfo,
     MemoryPoint,
@@ -35,115 +36,7 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_checks import check_ranks, check_runs, contradiction
 
-__all__ = ["ONCE_TOKENS", "DepthTiedPlan", "StepTimedTarget", "depth_tied_plan", "depth_tied_profile"]
-
-Point = tuple[int, int]  # batch, input tokens
-
-ONCE_TOKENS = 32_768  # a prefill of as many takes a second of an 8B model on an H200: settled within itself
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DepthTiedPlan:
-    """What is to be measured. Points are (batch, input tokens)."""
-
-    degrees: tuple[tuple[int, int], ...] = ((1, 1),)  # (tp, pp)
-    weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,)
-    kv: tuple[KvFormat, ...] = (KvFormat.BITS16,)
-    points: tuple[Point, ...]
-    shallow_points: tuple[Point, ...]  # of these, what the shallower fingerprint runs: for the cost of a repeat
-    plain_points: tuple[Point, ...] = ()  # run unrepeated at both depths too, for the strategies that want that
-    long_output: int = 33
-    max_batch: int  # sequences that the engine is started for
-    max_context_tokens: int
-    max_batched_tokens: int = 0  # of the largest step that the engine is started for, to be recorded; 0: not known
-    settle_s: float = 0.5  # bursts of one output token go on for as long
-    most_bursts: int = 40
-    long_s: float = 0.7  # and those that generate
-    long_bursts: int = 4
-    plain_bursts: int = 3
-    once_tokens: int | None = None  # points with more prompt tokens are run once, generating
-    visits: int = 3  # of the deeper one to points of at most ``short_tokens``, for bursts of one output token
-    short_tokens: int = 2048
-    budget_s: float = 90.0  # of all its GPUs together, after engine starts
-
-    def __post_init__(self) -> None:
-        if not self.points or not set(self.shallow_points) <= set(self.points):
-            raise ConfigError("a plan needs points, and its shallow ones must be among them")
-        if any(b < 1 or n < 1 or b > self.max_batch for b, n in self.points):
-            raise ConfigError(
-                f"batches and inputs of {self.points} must be 1 at least, batches {self.max_batch} at most"
-            )
-        longest = max(n for _, n in self.points) + self.long_output
-        if longest > self.max_context_tokens:
-            raise ConfigError(
-                f"{longest} tokens of the longest point exceed the context {self.max_context_tokens}"
-            )
-        if self.long_output < 3:
-            raise ConfigError(f"long_output must be at least 3, got {self.long_output}")
-
-    def bursts(self, point: Point) -> tuple[tuple[int, int, float], ...]:
-        """How a point is measured: output tokens, bursts at most, seconds after which no further one begins."""
-        long = (self.long_output, self.long_bursts, self.long_s)
-        if self.once_tokens is not None and _tokens(point) > self.once_tokens:
-            return ((self.long_output, 1, 0.0),)
-        return (1, self.most_bursts, self.settle_s), long
-
-    def is_visited_again(self, point: Point) -> bool:
-        """By the deeper fingerprint: a short prompt that is run with one output token at all."""
-        return _tokens(point) <= self.short_tokens and len(self.bursts(point)) > 1
-
-    def num_bursts(self, depths: Sequence[int]) -> int:
-        """How often bursts of one configuration are asked for, when nothing fails."""
-        if not depths:
-            return 0
-        shallow = self.shallow_points or (min(self.points, key=_tokens),)
-        asked = [self.points, *(shallow for _ in depths[1:])]
-        again = sum(map(self.is_visited_again, self.points)) if len(depths) > 1 else 0
-        once = sum(len(self.bursts(point)) for points in asked for point in points)
-        return once + 2 * len(self.plain_points) * len(depths) + (self.visits - 1) * again
-
-    @property
-    def kv_tokens(self) -> int:
-        """Room of the KV cache that the largest point needs."""
-        return max(b * (n + self.long_output) for b, n in self.points)
-
-
-def depth_tied_plan(
-    spec: ModelSpec,
-    workload: Workload,
-    *,
-    max_batch: int,
-    weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,),
-    kv: tuple[KvFormat, ...] = (KvFormat.BITS16,),
-    degrees: tuple[tuple[int, int], ...] = ((1, 1),),
-    budget_s: float = 90.0,
-    max_burst_tokens: int = 131_072,
-) -> DepthTiedPlan:
-    """Points around ``workload``: its batch, one, and between; its input, and a quarter of it.
-
-    Raises:
-        ConfigError: a context too short to generate in.
-    """
-    long_output = min(33, spec.max_context_tokens // 2)
-    longest = min(workload.input_tokens, spec.max_context_tokens - long_output)
-    top = max(1, min(workload.batch, max_burst_tokens // max(1, longest)))
-    batches = {1, top, max(1, round(top**0.5)), max(top, min(8, max_burst_tokens // max(1, longest)))}
-    inputs = {longest, max(1, longest // 4)}
-    points = tuple(sorted((b, n) for b in batches for n in inputs))
-    cheap = sorted(points, key=lambda point: point[0] * point[1])
-    alike = all(repeats_the_mix(spec, pp) for _, pp in degrees)  # else each point has its own cost of a repeat
-    return DepthTiedPlan(
-        degrees=degrees,
-        weights=weights,
-        kv=kv,
-        points=points,
-        shallow_points=tuple(cheap[: max(1, (len(cheap) + 1) // 2)] if alike else cheap),
-        long_output=long_output,
-        max_batch=max(max_batch, *batches),
-        max_context_tokens=min(spec.max_context_tokens, max(longest + long_output, workload.context_tokens)),
-        once_tokens=ONCE_TOKENS,
-        budget_s=budget_s,
-    )
+__all__ = ["StepTimedTarget", "depth_tied_profile"]
 
 
 class StepTimedTarget(Protocol):
@@ -300,7 +193,7 @@ class _Driver:
         for attempt in (1, 2):
             timing: list[TimingPoint] = []
             memory: list[MemoryPoint] = []
-            points = sorted(self.plan.points, key=_tokens)
+            points = sorted(self.plan.points, key=tokens_of)
             for depth in depths:
                 self._depth(case, depth, points, timing, memory)
                 points = self._shallow(timing)
@@ -320,7 +213,7 @@ class _Driver:
         Raises:
             NotMeasuredError: there is none.
         """
-        there = sorted({(p.batch, p.input_tokens) for p in timing}, key=_tokens)
+        there = sorted({(p.batch, p.input_tokens) for p in timing}, key=tokens_of)
         if not there:
             raise NotMeasuredError("not one point could be measured")
         return [point for point in there if point in self.plan.shallow_points] or there[:1]
@@ -346,7 +239,7 @@ class _Driver:
         if is_deepest and not repeats_the_mix(self.spec, case.pp):  # each point is wanted of both
             end_s = (end_s + self.spent_s) / 2
         jobs = [(point, repeat) for point in points]
-        jobs += [(point, 1) for point in sorted(plan.plain_points, key=_tokens)]
+        jobs += [(point, 1) for point in sorted(plan.plain_points, key=tokens_of)]
         died = False
         for number, (point, times) in enumerate(jobs):
             plain = number >= len(points)
@@ -437,12 +330,12 @@ class _Driver:
             measured = [replace(p, runs=_settled(p.runs)) if p.output_tokens == 1 else p for p in measured]
         took_s, at = session.num_devices * (self.clock() - begun), (case.tp, case.pp, num_layers * repeat)
         self._took_s[case.tp, case.pp, plain, point] = took_s
-        self._cost_s[at] = min(took_s / _tokens(point), self._cost_s.get(at, math.inf))
+        self._cost_s[at] = min(took_s / tokens_of(point), self._cost_s.get(at, math.inf))
         return measured
 
     def _foreseen_s(self, case: _Case, num_layers: int, point: Point, *, plain: bool) -> float:
         """Of all its GPUs together: what it took at the other depth, else as if nothing had a fixed cost."""
-        by_tokens = self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * _tokens(point)
+        by_tokens = self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * tokens_of(point)
         return self._took_s.get((case.tp, case.pp, plain, point), by_tokens)
 
     def _bursts(
@@ -491,10 +384,6 @@ class _Driver:
         of_degrees = sum(plan.num_bursts(tied_depths(self.spec, pp)) for _, pp in plan.degrees)
         total = of_degrees * len(plan.weights) * len(plan.kv)
         self.progress(ProfileProgress(self._done, max(total, self._done), self.spent_s, plan.budget_s, running))
-
-
-def _tokens(point: Point) -> int:
-    return point[0] * point[1]
 
 
 def _settled(runs: tuple[RunReading, ...]) -> tuple[RunReading, ...]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from fingerprint.config import DeploymentConfig, WeightFormat
-from fingerprint.depth_tied_profile import DepthTiedPlan, StepTimedTarget
+from fingerprint.depth_tied_plan import DepthTiedPlan
+from fingerprint.depth_tied_profile import StepTimedTarget
 from fingerprint.errors import InfeasibleError, IserveError
 from fingerprint.measurements import MachineInfo, Profile, StepTimedSession
 from fingerprint.shard_config import refuses_shards

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.depth_tied_cuts import tied_depths
-from fingerprint.depth_tied_profile import DepthTiedPlan
+from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.errors import InfeasibleError
 from fingerprint.estimates import StageMemory
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator

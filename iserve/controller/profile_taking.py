@@ -14,7 +14,8 @@ from daemon.status import NodeStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.depth_tied_cuts import tied_depths
-from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_plan, depth_tied_profile
+from fingerprint.depth_tied_plan import DepthTiedPlan, depth_tied_plan
+from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import (
     ConfigError,
     InfeasibleError,

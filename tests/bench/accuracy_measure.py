@@ -38,7 +38,8 @@ from daemon.engines.vllm.adapter import HOSTED_PATH
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
-from fingerprint.depth_tied_profile import ONCE_TOKENS, DepthTiedPlan, Point, depth_tied_profile
+from fingerprint.depth_tied_plan import ONCE_TOKENS, DepthTiedPlan, Point
+from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import IserveError
 from fingerprint.families import read_config, read_spec
 from fingerprint.generate import generate_shape

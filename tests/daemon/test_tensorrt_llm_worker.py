@@ -19,7 +19,8 @@ import pytest
 
 from daemon.profile_client import WorkerProfileSession
 from fingerprint.config import KvFormat
-from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
+from fingerprint.depth_tied_plan import DepthTiedPlan
+from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import ConfigError, EngineError, IserveError, UnavailableError
 from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.l3 import whole_points

@@ -15,7 +15,8 @@ import pytest
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.profile_client import WorkerProfileTarget
 from fingerprint.config import KvFormat
-from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
+from fingerprint.depth_tied_plan import DepthTiedPlan
+from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import ConfigError, ConflictError, EngineError, IserveError, UnavailableError
 from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.l3 import whole_points

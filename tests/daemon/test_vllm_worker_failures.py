@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
+from fingerprint.depth_tied_plan import DepthTiedPlan
+from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import ConflictError, EngineError, UnavailableError
 from fingerprint.families import load_spec
 from tests.daemon.hosted_house import bursts, cmdline, house, keepers, kept, session

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fingerprint.config import KvFormat, WeightFormat
-from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
+from fingerprint.depth_tied_plan import DepthTiedPlan
+from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import IserveError
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import MachineInfo, Profile, RankMemory, RunReading, StepReading

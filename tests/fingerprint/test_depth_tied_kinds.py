@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.depth_tied_cuts import kind_counts, repeats_the_mix, tied_depths
-from fingerprint.depth_tied_profile import depth_tied_plan
+from fingerprint.depth_tied_plan import depth_tied_plan
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.l3 import whole_points

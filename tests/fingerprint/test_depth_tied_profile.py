@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, Workload
-from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_plan, depth_tied_profile
+from fingerprint.depth_tied_plan import DepthTiedPlan, depth_tied_plan
+from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import ConfigError, EngineError, NotMeasuredError
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.depth_tied import DepthTiedEstimator

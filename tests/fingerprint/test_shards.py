@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
-from fingerprint.depth_tied_profile import DepthTiedPlan, depth_tied_profile
+from fingerprint.depth_tied_plan import DepthTiedPlan
+from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import EngineError, InfeasibleError
 from fingerprint.estimates import Source
 from fingerprint.estimators.all_reduce import GroupSums
