@@ -16,7 +16,8 @@ from daemon.engines.vllm.table import TABLE
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
-from tests.daemon.engines.test_vllm_parts import DEVICES, LLAMA_8B, METRICS, worker
+from tests.daemon.engines.test_vllm_parts import METRICS
+from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
 
 pytestmark = pytest.mark.skipif(
     "ISERVE_REFERENCE_DATA" not in os.environ, reason="ISERVE_REFERENCE_DATA is not set"
