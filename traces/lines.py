@@ -61,8 +61,10 @@ class Lines:
         except FileNotFoundError as error:
             raise NotFoundError(f"there is no trace file {self.path}") from error
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            where = "after this line" if self.number else "before its first line ends"
             raise self.error(
-                f"the gzip stream is damaged or ends early after this line ({error}); copy the file again"
+                f"the gzip stream is damaged or ends early {where} ({error}); copy the file again",
+                line=self.number or 1,
             ) from error
         except OSError as error:
             raise BadInputError(f"{self.path}: cannot be read: {error.strerror or error}") from error

@@ -71,7 +71,9 @@ class OpenTrace:
             if not (request.input_tokens and request.output_tokens) and self._zero_lengths != "keep":
                 if self._zero_lengths == "refuse":
                     side = "output" if request.input_tokens else "input"
-                    raise self._lines.error(f"has no {side} tokens; read it with zero_lengths skip or keep")
+                    raise self._lines.error(
+                        f"has no {side} tokens; take the row out, or say zero_lengths in Python"
+                    )
                 self.skipped += 1
                 continue
             yield request

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fingerprint.errors import ConfigError
 from iserve.cli import options as o
 from iserve.cli import simulation_options as s
 from planner.intent import parse_slo
@@ -86,6 +87,10 @@ def simulate(
     with o.usage_errors("--gpus"):
         gpu, snapshot = cluster.hardware()
     with o.usage_errors():
+        if not 0 <= cluster.deploy_every < float("inf"):
+            raise ConfigError(
+                f"deployments come at finite times: --deploy-every is 0 s or more, got {cluster.deploy_every:g}"
+            )
         least, _ = steering.range()
         o.replicated(options, least)  # checked
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
@@ -179,6 +184,7 @@ def _models(
     """Every model as the planner needs it, and a sentence on where its times are from."""
     from iserve.cli.live import registered_models
     from iserve.model_source import resolve
+    from iserve.planning.making import check_context
     from iserve.settings import load_settings
     from iserve.simulation.running import measured_model, roofline_model
 
@@ -186,6 +192,10 @@ def _models(
     prepared, times = {}, []
     for name, model in named.items():
         source = resolve(model, registered_models(model, settings), need_weights=False)
+        try:
+            check_context(source.spec, options.workload)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
         profile = next((p for p in profiles if p.spec.shape_hash == source.spec.shape_hash), None)
         if profile is None:
             prepared[name] = roofline_model(name, source.spec, gpu, options, engine)

@@ -25,9 +25,10 @@ def print_statistics(name: str, requests: RequestStream, found: TraceStatistics)
     rate = "" if found.rate_per_s is None else f", {found.rate_per_s:.4g} requests/s"
     out.print(f"{name}{known}: {found.requests:,} requests in {found.span_s:,.1f} s{rate}")
     if isinstance(requests, OpenTrace) and requests.skipped:
-        out.print(f"{requests.skipped:,} rows without input or output tokens left out")
+        out.print(f"rows without input or output tokens, left out: {requests.skipped:,}")
     cv = "-" if found.cv is None else f"{found.cv:.2f}"
-    out.print(f"gaps: CV {cv} (1 = Poisson), longest {found.longest_gap_s:,.1f} s; {found.same_times:,} of 0 s")
+    out.print(f"gaps: CV {cv} (1 = Poisson), longest {found.longest_gap_s:,.1f} s")
+    out.print(f"requests at the very time of the one before: {found.same_times:,}")
     print_rows(
         ("bins of", "peak requests/s", "IoD", "empty"),
         [

@@ -11,11 +11,15 @@ from fingerprint.errors import BadInputError
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from iserve.cli.progress import StepDisplay
     from traces.request import Request
 
 __all__ = ["register"]
+
+# Some seconds of reading.
+_TOLD_EVERY = 1_000_000
 
 FormatOption = Annotated[
     str | None, typer.Option("--format", help="Of the files read; else it is recognised (docs/traces.md).")
@@ -50,12 +54,14 @@ def show(
 ) -> None:
     """Show a trace's rate, burstiness and lengths, and its rate over time. Reads it once, in constant memory."""
     from fingerprint.codec import to_json
+    from iserve.cli.progress import StepDisplay
     from iserve.cli.trace_text import print_statistics
     from traces.sources import requests_of
     from traces.statistics import statistics_of
 
     requests = requests_of(trace, format=trace_format, strict=strict, seed=seed)
-    found = statistics_of(requests)
+    with StepDisplay(quiet=as_json) as display:
+        found = statistics_of(_told(requests, display))
     if as_json:
         typer.echo(to_json(found, indent=2).decode())
     else:
@@ -130,6 +136,14 @@ def write(
             stream = cap_lengths(stream, context_tokens=context)
     count = write_trace(out, stream, to)
     typer.echo(f"{count} requests written to {out}")
+
+
+def _told(requests: Iterable[Request], display: StepDisplay) -> Iterator[Request]:
+    """The same, and now and then a word on how far it is: of some traces a whole reading takes an hour."""
+    for count, request in enumerate(requests, start=1):
+        if count % _TOLD_EVERY == 0:
+            display.show(f"{count:,} requests read, {request.arrival_s:,.0f} s of the trace", None)
+        yield request
 
 
 def _window(text: str) -> tuple[float, float]:

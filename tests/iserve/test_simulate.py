@@ -289,6 +289,7 @@ def test_measured_times(simulate: Callable[..., Done], trace: Path, model: Path,
         pytest.param(("--replicas", "65"), 2, "has 1 to 64 replicas, got 65", id="too many replicas"),
         pytest.param(("--most-waiting", "0"), 2, "queue's bounds must be", id="no queue"),
         pytest.param(("--deploy-every", "nan"), 2, "finite times", id="no such time"),
+        pytest.param(("--deploy-every", "-4"), 2, "--deploy-every is 0 s or more, got -4", id="before the start"),
         pytest.param(("--judge", "x=1"), 2, "is not one of ttft=, tpot=, e2e=", id="unknown SLO"),
         pytest.param(("--input-tokens", "5000"), 1, "the model's context is 4096", id="beyond the context"),
     ],
@@ -299,6 +300,19 @@ def test_what_cannot_be_simulated_is_one_sentence(
     given = {"--gpus": "a6000:2", "--models": str(model)}
     given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
     assert message in simulate(trace, *(word for pair in given.items() for word in pair)).refused(code=code)
+
+
+def test_whose_context_is_too_short_is_said(
+    simulate: Callable[..., Done], trace: Path, model: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    (small / "config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 2048})
+    )
+    given = ("--gpus", "a6000:2", "--models", f"chat={model},small={small}", "--context", "4096")
+    refused = simulate(trace, *given).refused()
+    assert "small: requests of 4096 tokens are longer than the model's context of 2048" in refused
 
 
 def test_consolidating_needs_replicas_to_choose_among(

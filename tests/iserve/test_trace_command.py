@@ -44,6 +44,24 @@ def test_show(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["input", "27.5", "20", "30", "30", "50"] in [line.split() for line in shown.splitlines()]
 
 
+def test_equal_times_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "twice.csv"
+    path.write_text(HEADER + "0,10,5\n1,20,5\n1,30,5\n1,30,5\n")
+    assert run("trace", "show", str(path)) == 0
+    assert "requests at the very time of the one before: 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_long_reading_tells_how_far_it_is(
+    options: tuple[str, ...], trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr, and not beside JSON."""
+    monkeypatch.setattr("iserve.cli.tracing._TOLD_EVERY", 2)
+    assert run("trace", "show", trace, *options) == 0
+    told = ["2 requests read, 1 s of the trace", "4 requests read, 4 s of the trace"]
+    assert capsys.readouterr().err.splitlines() == ([] if options else told)
+
+
 def test_show_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("trace", "show", trace, "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -57,7 +75,7 @@ def test_left_out_rows_and_models_are_told(tmp_path: Path, capsys: pytest.Captur
     assert run("trace", "show", str(path)) == 0
     shown = capsys.readouterr().out
     assert "(burstgpt): 3 requests" in shown
-    assert "1 rows without input or output tokens left out" in shown
+    assert "rows without input or output tokens, left out: 1" in shown
     assert "models: a 66.7%, b 33.3%" in shown
 
 

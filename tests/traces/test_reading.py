@@ -177,6 +177,14 @@ def test_a_truncated_gzip_names_the_last_line_it_gave(tmp_path: Path) -> None:
         list(open_trace(path))
 
 
+def test_a_gzip_that_ends_in_its_first_line_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path, gzip.compress((CSV + "0,1,1\n").encode())[:30])
+    with pytest.raises(
+        BadInputError, match=r"line 1: the gzip stream is damaged or ends early before its first line"
+    ):
+        open_trace(path)
+
+
 def test_a_gzip_with_a_flipped_byte_is_refused(tmp_path: Path) -> None:
     data = bytearray(gzip.compress((CSV + "0,1,1\n" * 1000).encode()))
     data[-6] ^= 1  # in the checksum
