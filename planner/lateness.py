@@ -22,9 +22,11 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
+from fingerprint.estimates import Quantity
 
 __all__ = ["Asked", "Forecast", "Pace", "Under", "forecast", "wait_s"]
 
@@ -51,6 +53,15 @@ class Forecast(NamedTuple):
     end_s: float
 
 
+class Times(Protocol):
+    """Of an estimate, or of its document."""
+
+    @property
+    def ttft_s(self) -> Quantity: ...
+    @property
+    def tpot_s(self) -> Quantity: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
     """How fast a replica is: alone, and with all its slots full. Times in seconds, of the planned lengths.
@@ -73,6 +84,20 @@ class Pace:
         times = (self.ttft_s, self.ttft_full_s, self.tpot_s, self.tpot_full_s)
         if not all(math.isfinite(time_s) and time_s > 0 for time_s in times):
             raise ConfigError(f"the times of a pace must be positive, finite numbers of seconds, got {self}")
+
+    @classmethod
+    def planned(cls, work: Workload, full: Times, alone: Times | None = None, slowdown: float = 1.0) -> Pace:
+        """By the estimates of a whole batch of ``work`` and of one request of it; None: that is as slow."""
+        one = full if alone is None else alone
+        return cls(
+            slots=work.batch,
+            input_tokens=work.input_tokens,
+            output_tokens=work.output_tokens,
+            ttft_s=one.ttft_s.value * slowdown,
+            ttft_full_s=full.ttft_s.value * slowdown,
+            tpot_s=one.tpot_s.value * slowdown,
+            tpot_full_s=full.tpot_s.value * slowdown,
+        )
 
     @property
     def prompt_token_s(self) -> float:

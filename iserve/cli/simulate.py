@@ -119,6 +119,7 @@ def simulate(
         times=times,
         slo=judged,
         refuses_late=serving.refuse_late,
+        forecasts_late=serving.forecast_late,
         planner=baseline,
         placement=options.policy,
         steering=steers,

@@ -123,6 +123,13 @@ class ServiceOptions:
             "--refuse-late", help="Refuse a request that could not keep its SLO any more, as AlpaServe does."
         ),
     ] = False
+    forecast_late: Annotated[
+        bool,
+        typer.Option(
+            "--forecast-late",
+            help="With --refuse-late: when it comes, by what iServe's gateway can know, in place of exact times.",
+        ),
+    ] = False
 
     def kind(self) -> Service:
         from traces.simulator.scenario import Service
@@ -241,6 +248,8 @@ def scenario_of(
 
     if service.refuse_late and slo is None:
         raise ConfigError("--refuse-late needs to know what is late; give the SLO with --judge")
+    if service.forecast_late and not service.refuse_late:
+        raise ConfigError("--forecast-late says how --refuse-late judges; give that too")
     return Scenario(
         cluster=snapshot,
         actions=cluster.actions(replicas),
@@ -250,6 +259,7 @@ def scenario_of(
         max_waiting=service.max_waiting,
         most_waiting=service.most_waiting,
         refuse_late=dict.fromkeys(cluster.named_models(), slo) if service.refuse_late and slo else {},
+        forecasts_late=service.forecast_late,
     )
 
 

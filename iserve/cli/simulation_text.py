@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iserve.cli.render import console, gib, print_rows, seconds, workload_words
-from iserve.simulation.document import devices_told, steering_words
+from iserve.simulation.document import devices_told, late_words, steering_words
 
 if TYPE_CHECKING:
     from iserve.simulation.document import DeploymentOutcome, SimulationDocument
@@ -22,7 +22,7 @@ def print_simulation(document: SimulationDocument) -> None:
     by = "" if document.planner == "iserve" else f" by {document.planner}"
     planned = f"planned{by} for {workload_words(document.workload)}"
     placed = f", {document.placement} placement" if document.planner == "iserve" else ""
-    late = ", who is too late refused" if document.refuses_late else ""
+    late = late_words(document)
     out.print(f"{document.trace} on {document.hardware}, {document.service}, {planned}{placed}{late}")
     if document.steering is not None:
         out.print(f"steered: {steering_words(document.steering)}")

@@ -42,13 +42,4 @@ def pace_of(plan: str) -> Pace | None:
     chosen = None if document.chosen is None else document.candidates[document.chosen]
     if chosen is None or chosen.estimate is None:
         return None
-    full, alone, work = chosen.estimate, document.alone or chosen.estimate, document.workload
-    return Pace(
-        slots=work.batch,
-        input_tokens=work.input_tokens,
-        output_tokens=work.output_tokens,
-        ttft_s=alone.ttft_s.value * chosen.slowdown,
-        ttft_full_s=full.ttft_s.value * chosen.slowdown,
-        tpot_s=alone.tpot_s.value * chosen.slowdown,
-        tpot_full_s=full.tpot_s.value * chosen.slowdown,
-    )
+    return Pace.planned(document.workload, chosen.estimate, document.alone, chosen.slowdown)

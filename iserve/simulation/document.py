@@ -21,6 +21,7 @@ __all__ = [
     "LatencyCurves",
     "SimulationDocument",
     "devices_told",
+    "late_words",
     "simulation_document",
     "steering_words",
 ]
@@ -59,6 +60,7 @@ class SimulationDocument:
     hardware: str
     service: Service
     refuses_late: bool  # requests that could not keep the SLO any more
+    forecasts_late: bool  # ... by what iServe's gateway knows when they come; else by exact times at their turn
     planner: str  # who decided what was deployed
     placement: str  # iServe's policy for where
     steering: Elastic | None  # what could change once it ran; None: nothing
@@ -87,6 +89,7 @@ def simulation_document(
     times: tuple[str, ...],
     slo: Slo | None,
     refuses_late: bool = False,
+    forecasts_late: bool = False,
     planner: str = "iserve",
     placement: str = DEFAULT_POLICY,
     steering: Elastic | None = None,
@@ -100,6 +103,7 @@ def simulation_document(
         hardware=hardware,
         service=service,
         refuses_late=refuses_late,
+        forecasts_late=forecasts_late,
         planner=planner,
         placement=placement,
         steering=steering,
@@ -150,6 +154,13 @@ def devices_told(device_ids: Sequence[str]) -> str:
             runs.append((name, int(number), int(number)))
     ranges = (f"{name}:{low}" if low == high else f"{name}:{low}-{high}" for name, low, high in runs)
     return ", ".join((*ranges, *said))
+
+
+def late_words(document: SimulationDocument) -> str:
+    """Of those who are refused, behind the service; empty: nobody is."""
+    if not document.refuses_late:
+        return ""
+    return ", who is too late refused by forecast" if document.forecasts_late else ", who is too late refused"
 
 
 def steering_words(steering: Elastic) -> str:

@@ -6,7 +6,13 @@ from fingerprint.report.markup import Markup, el, join
 from fingerprint.report.shell import html_page, sectioned
 from fingerprint.report.tables import bullets, facts, table
 from fingerprint.report.text import gib, number, seconds
-from iserve.simulation.document import DeploymentOutcome, SimulationDocument, devices_told, steering_words
+from iserve.simulation.document import (
+    DeploymentOutcome,
+    SimulationDocument,
+    devices_told,
+    late_words,
+    steering_words,
+)
 from traces.panels import over_time, quantiles
 from traces.summary import Percentiles, Summary
 
@@ -155,7 +161,7 @@ def _settings(document: SimulationDocument) -> Markup:
             ("planner", document.planner),
             ("placement", document.placement),
             ("steering", "none" if document.steering is None else steering_words(document.steering)),
-            ("service", f"{document.service}{', who is too late refused' if document.refuses_late else ''}"),
+            ("service", f"{document.service}{late_words(document)}"),
             ("planned for", planned),
             ("simulated", seconds(document.end_s)),
         ]

@@ -21,12 +21,13 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.making import FitsOn, Hardware, PlanOptions, make_plan, placements_of
+from iserve.planning.making import FitsOn, Hardware, PlanOptions, alone_of, make_plan, placements_of
 from iserve.planning.ranked_model import RankedModel
 from placement.harvesting import spare_gpu
 from placement.orders import Steering
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState, Placement
+from planner.lateness import Pace
 from planner.plan import NoRoom, Plan
 from traces.request import Request
 from traces.simulator.pipelined import keeps_stages_full
@@ -140,6 +141,7 @@ class PlannedDeployer:
         self._gpu, self._knows_rates = gpu, knows_rates
         self._models = {model.name: model for model in models}
         self._steps: dict[tuple[str, DeploymentConfig], StepModel] = {}
+        self._paces: dict[tuple[str, DeploymentConfig], Pace] = {}
         self._ranked = {
             name: RankedModel(model.spec, gpu, model.estimator, model.engines, model.options)
             for name, model in self._models.items()
@@ -190,7 +192,18 @@ class PlannedDeployer:
             steps=self._step_model(asked, config),
             what=f"{config} on {config.engine}",
             pipelined=keeps_stages_full(config.engine),
+            pace=self._pace(asked, config),
         )
+
+    def _pace(self, asked: SimulatedModel, config: DeploymentConfig) -> Pace:
+        """As the controller tells it to a gateway."""
+        found = self._paces.get((asked.name, config))
+        if found is None:
+            work = asked.options.workload
+            alone = alone_of(asked.estimator, config, work)
+            found = Pace.planned(work, asked.estimator.estimate(config, work), alone)
+            self._paces[asked.name, config] = found
+        return found
 
     def _why_not(self, asked: SimulatedModel, snapshot: ClusterSnapshot) -> str:
         plan = self._plan(asked, snapshot, 1)

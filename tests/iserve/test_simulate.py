@@ -385,6 +385,11 @@ def test_who_is_too_late_is_refused_where_that_is_asked_for(
     assert [failure["kind"] for failure in refusing["summary"]["failures"]] == ["too late"]
     assert "who is too late refused" in page.read_text()
     assert "who is too late refused" in " ".join(simulate(*given, "--refuse-late").out.split())
+    forecast = simulate(*given, "--refuse-late", "--forecast-late", "--json").document
+    assert forecast["forecasts_late"]
+    assert forecast["summary"]["slo"]["met"] > 3 * served["summary"]["slo"]["met"]
+    assert forecast["summary"]["slo"]["met"] > 0.8 * forecast["summary"]["completed"]
+    assert "give that too" in simulate(*given, "--forecast-late").refused(code=2)
     nobody = (path, "--gpus", "a6000:1", "--models", model, "--refuse-late")
     assert "give the SLO with --judge" in simulate(*nobody).refused(code=2)
 

@@ -23,6 +23,7 @@ from traces.simulator.fcfs import FcfsWorker
 from traces.simulator.fleet import Deployment, can_keep, snapshot_without, states
 from traces.simulator.gpus import Gpu
 from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
+from traces.simulator.punctuality import Punctual
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
 from traces.simulator.scenario import (
@@ -149,6 +150,8 @@ class Deployments:
             self._requests.fail(row, Failure.BAD_REQUEST)
         elif not deployment.queue and self._give(deployment, row, now_s):
             pass
+        elif (judge := deployment.punctual) and not judge.waits(row, replicas, deployment.queue, now_s):
+            self._refuse(deployment, row)
         elif self._scenario.max_waiting is not None and len(deployment.queue) >= self._scenario.max_waiting:
             self._requests.fail(row, Failure.RATE_LIMITED)
         else:
@@ -297,10 +300,14 @@ class Deployments:
             roomy = [server for server in replicas if server.outstanding < server.max_outstanding]
             if not roomy:
                 return False
+            if (judge := deployment.punctual) and row not in self._left:
+                roomy = [server for server in roomy if judge.joins(row, server, now_s)] or roomy
             server = roomy[self._choose(deployment, roomy)]
         if self._scenario.refuse_late and self._too_late(deployment, server, row, now_s):
-            self._requests.fail(row, Failure.TOO_LATE)
+            self._refuse(deployment, row)
             return True
+        if deployment.punctual is not None:
+            deployment.punctual.sent(row, server, now_s)
         server.last_turn = deployment.turn
         deployment.turn += 1
         if self._left and row in self._left:
@@ -319,9 +326,16 @@ class Deployments:
         slo = self._scenario.refuse_late.get(deployment.name)
         if slo is None or row in self._left:
             return False
+        if deployment.punctual is not None:
+            return not deployment.punctual.joins(row, server, now_s)
         requests, steps = self._requests, deployment.decided[server].steps
         waited_s = max(now_s, server.ready_s) - requests.arrival_s[row] + self._scenario.overhead_s
         return not can_keep(slo, steps, waited_s, requests.input_tokens[row], requests.output_tokens[row])
+
+    def _refuse(self, deployment: Deployment, row: int) -> None:
+        self._requests.fail(row, Failure.TOO_LATE)
+        if deployment.punctual is not None:
+            deployment.punctual.refused(row)
 
     def _choose(self, deployment: Deployment, roomy: list[Server]) -> int:
         router, turn = self._policies.router, deployment.turn
@@ -395,6 +409,9 @@ class Deployments:
         self._of[server] = deployment
         deployment.decided[server] = deployment.latest = decided
         deployment.slots = server.max_batch
+        slo = self._scenario.refuse_late.get(deployment.name)
+        if slo and decided.pace and deployment.punctual is None and self._scenario.forecasts_late:
+            deployment.punctual = Punctual(slo, replace(decided.pace, slots=server.at_once), self._requests)
         return server, memory
 
     def _worker(self, name: str, stages: list[Stage], decided: Deployed, ready_s: float) -> Server:

@@ -12,6 +12,7 @@ from placement.types import ClusterSnapshot, DeploymentState, Placement, Replica
 from planner.intent import Slo
 from traces.simulator.gpus import LOAD_WINDOW_S
 from traces.simulator.pipelined import PipelinedWorker
+from traces.simulator.punctuality import Punctual
 from traces.simulator.requests import Requests
 from traces.simulator.scenario import Deployed
 from traces.simulator.servers import Server
@@ -45,6 +46,7 @@ class Deployment:
     wakes: int = 0
     asleep_s: float = 0.0  # in all, up to the last time it woke
     slept_at_s: float = 0.0
+    punctual: Punctual | None = None  # where who would be late is refused by forecast
 
     @property
     def wanted(self) -> int:

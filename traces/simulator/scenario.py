@@ -16,6 +16,7 @@ from placement.orders import Steering
 from placement.routing import LeastOutstanding, Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.intent import Slo
+from planner.lateness import Pace
 from traces.simulator.contention import Contention, processor_sharing
 from traces.simulator.step_model import StepModel
 from traces.simulator.stepped import MakeBatcher
@@ -107,6 +108,7 @@ class Deployed:
     steps: StepModel
     what: str  # the configuration, for people
     pipelined: bool = False  # its engine keeps as many batches in flight as there are stages
+    pace: Pace | None = None  # by its plan; what a gateway would be told of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +185,9 @@ class Scenario:
     # By deployment: a request that could not keep this any more, were it alone from its turn on, is refused then.
     # Its turn comes when a slot is free: such a deployment has nobody wait at the worker.
     refuse_late: Mapping[str, Slo] = field(default_factory=dict)
+    # It is refused when it comes, by what a gateway can know and the plan's pace, as by iServe's gateway. Where a
+    # deployment has no pace it is as above, with every time known exactly: as by AlpaServe.
+    forecasts_late: bool = False
 
     def __post_init__(self) -> None:
         if not self.cluster.gpus:

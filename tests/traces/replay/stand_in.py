@@ -13,6 +13,7 @@ from aiohttp import web
 
 TTFT_S = 0.05
 GAP_S = 0.02
+SLOTS = 2  # of the model "slotted": more wait, first come first served
 _HEAD = {"Content-Type": "text/event-stream"}
 
 
@@ -24,6 +25,7 @@ class StandIn:
     bodies: list[dict] = field(default_factory=list)
     clients: set[tuple[str, int]] = field(default_factory=set)
     left: int = 0
+    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SLOTS))
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -31,6 +33,9 @@ class StandIn:
         assert request.transport is not None
         self.clients.add(request.transport.get_extra_info("peername"))
         try:
+            if body["model"] == "slotted":
+                async with self.slots:
+                    return await _served(request, body)
             return await _FAULTS.get(body["model"], _served)(request, body)
         except (ConnectionResetError, asyncio.CancelledError):
             self.left += 1

@@ -1,0 +1,93 @@
+"""A deployment that refuses late requests: the option's way from the command line to the gateway, and what it does
+for a demo model that is asked for twice what it serves. Real processes, real HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fingerprint.codec import from_json
+from iserve.routes import RouteTable
+from planner.intent import Slo
+from planner.lateness import Pace
+from tests.bench.refusing import figures, measured_pace, open_load, sent
+
+pytestmark = pytest.mark.long
+
+NAME = "prompt-one"
+SLOTS, INPUT, OUTPUT = 2, 64, 48
+WORK = (
+    "--input-tokens",
+    INPUT,
+    "--output-tokens",
+    OUTPUT,
+    "--context",
+    512,
+    "--batch",
+    SLOTS,
+    "--engine",
+    "torch",
+)
+
+
+def table(installation: Any) -> RouteTable:
+    return from_json((installation.home / "run" / "routes.json").read_bytes(), RouteTable)
+
+
+@pytest.fixture(scope="module")
+def refusing(shared_home: Any) -> Any:
+    given = ("--name", NAME, "--slo", "e2e=60", "--refuse-late")
+    shared_home.first = shared_home.json("deploy", *WORK, *given)
+    return shared_home
+
+
+def test_its_route_has_the_limits_and_the_times_of_its_plan(refusing: Any) -> None:
+    assert refusing.first["refuses_late"]
+    (route,) = table(refusing).routes
+    plan = refusing.get(f"/api/v1/deployments/{NAME}/plan")
+    full = plan["candidates"][plan["chosen"]]["estimate"]
+    assert route.punctuality is not None
+    assert route.punctuality.slo == Slo(e2e_s=60.0)
+    assert route.punctuality.pace == Pace(
+        slots=SLOTS,
+        input_tokens=INPUT,
+        output_tokens=OUTPUT,
+        ttft_s=plan["alone"]["ttft_s"]["value"],
+        ttft_full_s=full["ttft_s"]["value"],
+        tpot_s=plan["alone"]["tpot_s"]["value"],
+        tpot_full_s=full["tpot_s"]["value"],
+    )
+    assert [worker.max_outstanding for worker in route.workers] == [SLOTS]
+    assert "refuses late" in refusing.run("ps").stdout
+
+
+def test_it_answers(refusing: Any) -> None:
+    asked = [{"role": "user", "content": "123+456="}]
+    for stream in (False, True):
+        found = refusing.openai().chat.completions.create(model=NAME, messages=asked, temperature=0, stream=stream)
+        words = (
+            found.choices[0].message.content
+            if not stream
+            else "".join(c.choices[0].delta.content or "" for c in found)
+        )
+        assert words == "579"
+
+
+def test_under_twice_what_it_serves_more_keep_their_slo_and_most_of_the_accepted_do(refusing: Any) -> None:
+    """Without and with the option, one after the other on one machine in one run: nothing is asserted of either by
+    itself but that most of who is accepted is in time."""
+    refusing.run("rm", NAME)
+    url = f"{refusing.record('gateway').url}/v1"
+    refusing.run("deploy", *WORK, "--name", "plain")
+    pace = measured_pace(url, "plain", SLOTS, INPUT, OUTPUT)
+    batch_s = pace.ttft_full_s + (OUTPUT - 1) * pace.tpot_full_s
+    slo = Slo(e2e_s=4 * batch_s)
+    asked = open_load(2 * SLOTS / batch_s, 30 * batch_s, pace, output_cv=0.5, seed=0, model="any")
+    plain = figures(sent(url, asked, "plain"), slo, refusing=False)
+    refusing.run("rm", "plain")
+    refusing.run("deploy", *WORK, "--name", NAME, "--slo", f"e2e={slo.e2e_s}", "--refuse-late")
+    punctual = figures(sent(url, asked, NAME), slo, refusing=True)
+    assert punctual.refused_late > 0
+    assert punctual.kept_fraction > 1.2 * plain.kept_fraction
+    assert punctual.kept_of_answered > 0.6

@@ -1,0 +1,108 @@
+"""What the controller tells the gateway of a deployment that refuses who would be late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.engines.registry import capabilities_for
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import Workload
+from fingerprint.errors import ConfigError
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.families import load_spec
+from fingerprint.gpus import gpu_spec
+from iserve.api_types import DeployBody
+from iserve.controller.punctuality import pace_of, punctuality_of
+from iserve.demo import demo_model_path
+from iserve.planning.document import PlanDocument, plan_document
+from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
+from iserve.routes import Punctuality, RouteTable
+from iserve.state.store import DeploymentRow
+from planner.intent import Slo
+from planner.lateness import Pace
+from tests.iserve.test_autoscaling import at_work
+from tests.iserve.test_replicas import Twins
+
+WORK = Workload(batch=4, input_tokens=64, output_tokens=16)
+SLO = {"ttft_s": 1.0, "e2e_s": 8.0}
+
+
+@pytest.fixture(scope="module")
+def plan() -> PlanDocument:
+    spec, hardware = load_spec(demo_model_path()), hypothetical_hardware(gpu_spec("a6000"), 1)
+    estimator, options = RooflineEstimator(spec, hardware.gpu), PlanOptions(workload=WORK)
+    made = make_plan(spec, hardware, estimator, capabilities_for("torch"), options)
+    assert made.best is not None
+    alone = alone_of(estimator, made.best.config, WORK)
+    return plan_document(made, model="m", hardware=hardware.label, workload=WORK, alone=alone)
+
+
+def row(plan: PlanDocument | None, **wish: Any) -> DeploymentRow:
+    return DeploymentRow(
+        id=1,
+        name="a",
+        created_at=0.0,
+        request=DeployBody(name="a", **wish).model_dump_json(),
+        desired="running",
+        phase="ready",
+        error=None,
+        plan=None if plan is None else to_json(plan).decode(),
+        workers=None,
+    )
+
+
+def test_it_has_the_limits_asked_for_and_the_times_of_the_plan(plan: PlanDocument) -> None:
+    assert plan.chosen is not None
+    full, alone = plan.candidates[plan.chosen].estimate, plan.alone
+    assert full is not None
+    assert alone is not None
+    told = punctuality_of(row(plan, slo=SLO, refuse_late=True))
+    assert told == Punctuality(
+        slo=Slo(ttft_s=1.0, e2e_s=8.0),
+        pace=Pace(
+            slots=4,
+            input_tokens=64,
+            output_tokens=16,
+            ttft_s=alone.ttft_s.value,
+            ttft_full_s=full.ttft_s.value,
+            tpot_s=alone.tpot_s.value,
+            tpot_full_s=full.tpot_s.value,
+        ),
+    )
+    assert from_json(to_json(told), Punctuality) == told
+
+
+def test_nobody_is_refused_where_it_is_not_asked_for_or_not_planned_yet(plan: PlanDocument) -> None:
+    assert punctuality_of(row(plan, slo=SLO)) is None
+    assert punctuality_of(row(None, slo=SLO, refuse_late=True)) is None
+    assert pace_of('{"of": "another version"}') is None
+
+
+def test_it_wants_to_know_what_is_late() -> None:
+    with pytest.raises(ConfigError, match="needs to know what is late; give the limits"):
+        DeployBody(refuse_late=True).options(default_policy="hybrid", load_threshold=0.2)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Twins]:
+    with at_work(Twins(tmp_path)) as world:
+        yield world
+
+
+def test_its_workers_get_as_many_requests_as_they_have_slots(
+    world: Twins, until: Callable[..., Any], plan: PlanDocument
+) -> None:
+    """The others wait in the gateway, which then knows when each begins; elsewhere as many again wait there."""
+    world.deploy_two(until, slo=SLO, refuse_late=True)
+    assert [(w.ready, w.max_outstanding) for w in world.route().workers] == [(True, 2)] * 2, "no plan, no times"
+    world.store.update_deployment(world.store.deployment("a").id, plan=to_json(plan))
+    world.reconciler.tick()
+    table = from_json((world.node.home / "run" / "routes.json").read_bytes(), RouteTable)
+    (route,) = table.routes
+    assert route.punctuality == punctuality_of(row(plan, slo=SLO, refuse_late=True))
+    assert [worker.max_outstanding for worker in route.workers] == [1, 1]
+    assert world.shown().refuses_late

@@ -1,0 +1,125 @@
+"""Who would be late refused by the gateway's own judge: when it comes, by the plan's pace and what is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.types import ClusterSnapshot
+from planner.intent import Slo
+from planner.lateness import Pace
+from tests.traces.simulator.test_refusing_late import words
+from tests.traces.simulator.worlds import OnTheFirst, cluster, second_per_step
+from traces.outcomes import Failure
+from traces.request import Request
+from traces.simulator.result import SimulationResult
+from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Scenario, Service
+from traces.simulator.simulation import simulate
+from traces.summary import kept
+
+
+class OnTheFirstWithAPace(OnTheFirst):
+    """A second a token, of which the plan may say something else."""
+
+    def __init__(self, max_batch: int = 1, told: float = 1.0) -> None:
+        super().__init__(second_per_step(max_batch))
+        self.pace = Pace(
+            slots=max_batch, input_tokens=1, output_tokens=5,
+            ttft_s=told, ttft_full_s=told, tpot_s=told, tpot_full_s=told,
+        )  # fmt: skip
+
+    def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+        found = super().__call__(model, snapshot)
+        return replace(found, pace=self.pace) if isinstance(found, Deployed) else found
+
+
+def run(
+    asked: Sequence[tuple[float, int]],
+    slo: Slo,
+    *,
+    forecasts: bool = True,
+    replicas: int = 1,
+    max_batch: int = 1,
+    told: float = 1.0,
+    startup_s: float = 0.0,
+) -> SimulationResult:
+    scenario = Scenario(
+        cluster=cluster(replicas),
+        actions=(Deploy(at_s=0.0, name="a", model="a", replicas=replicas),),
+        service=Service.CONTINUOUS if max_batch > 1 else Service.FCFS,
+        refuse_late={"a": slo},
+        forecasts_late=forecasts,
+        startup_s=startup_s,
+    )
+    deployer = OnTheFirstWithAPace(max_batch, told)
+    deployer.size_bytes = cluster().gpus[0].free_bytes  # a GPU of its own for each replica
+    return simulate([Request(at_s, 1, n, "a") for at_s, n in asked], scenario, Policies(deployer=deployer))
+
+
+def test_it_is_refused_when_it_comes_not_when_its_turn_comes() -> None:
+    """Two of 10 s at once and one of 4, as by exact times; but the second is told so at once, in its queue's place
+    another is never counted."""
+    result = run([(0.0, 10), (0.0, 10), (0.0, 4)], Slo(e2e_s=15.0))
+    assert words(result) == ["none", "too late", "none"]
+    assert result.outcomes.last_token_s[[0, 2]].tolist() == [10.0, 14.0]
+
+
+def test_who_finds_nobody_is_served_though_it_cannot_keep_its_limit() -> None:
+    """By exact times it is refused for ever, and so does AlpaServe."""
+    asked = [(0.0, 10), (50.0, 10)]
+    assert words(run(asked, Slo(e2e_s=5.0))) == ["none", "none"]
+    assert words(run(asked, Slo(e2e_s=5.0), forecasts=False)) == ["too late", "too late"]
+
+
+def test_a_workers_start_makes_nobody_late() -> None:
+    asked = [(0.0, 5)]
+    assert words(run(asked, Slo(e2e_s=6.0), startup_s=3.0)) == ["none"]
+    assert words(run(asked, Slo(e2e_s=6.0), startup_s=3.0, forecasts=False)) == ["too late"]
+
+
+def test_a_replica_that_would_keep_it_is_taken() -> None:
+    assert words(run([(0.0, 5), (0.0, 5), (0.0, 5)], Slo(e2e_s=6.0), replicas=2)) == ["none", "none", "too late"]
+
+
+@pytest.mark.parametrize("told", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_whatever_the_plan_says_more_keep_their_slo_than_without(told: float, max_batch: int) -> None:
+    """Twice what is served, for long."""
+    asked = [(5.0 / 2 / max_batch * i, 3 + i % 5) for i in range(300)]
+    slo = Slo(e2e_s=20.0)
+    refusing = run(asked, slo, max_batch=max_batch, told=told).outcomes
+    everybody = run(asked, Slo(e2e_s=1e9), max_batch=max_batch).outcomes
+    met = kept(refusing, slo)
+    assert met.sum() > 3 * kept(everybody, slo).sum()
+    assert met.sum() > 0.8 * refusing.completed.sum()
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.floats(0, 30), st.integers(1, 8)), min_size=1, max_size=25).map(sorted),
+    st.floats(1, 20),
+    st.integers(1, 3),
+    st.integers(1, 2),
+)
+def test_each_is_served_or_refused_and_the_first_is_always_served(
+    asked: list[tuple[float, int]], e2e_s: float, max_batch: int, replicas: int
+) -> None:
+    result = run(asked, Slo(e2e_s=e2e_s), max_batch=max_batch, replicas=replicas)
+    assert {Failure(failure) for failure in result.outcomes.failure} <= {Failure.NONE, Failure.TOO_LATE}
+    assert result.outcomes.completed[0]
+
+
+def test_without_a_pace_it_is_judged_by_exact_times() -> None:
+    scenario = Scenario(
+        cluster=cluster(),
+        actions=(Deploy(at_s=0.0, name="a", model="a"),),
+        service=Service.FCFS,
+        refuse_late={"a": Slo(e2e_s=5.0)},
+        forecasts_late=True,
+    )
+    result = simulate([Request(0.0, 1, 10, "a")], scenario, Policies(deployer=OnTheFirst(second_per_step())))
+    assert words(result) == ["too late"]
