@@ -12,7 +12,8 @@ alike, of what it serves alone: four LLMs on one pair of GPUs are busy for 30% t
 section 8. One trace has some 400 requests, hence forty seeds (ten were meant at first, and one had been seen).
 
 *planner*: the same for the paper's six LLMs (the first two twice), each configuration chosen by the planner: as it
-is, seeing only how busy GPUs are ("by loads alone"), or as if they were idle.
+is, seeing only how busy GPUs are ("by loads alone"), or as if they were idle. *planner, full pipelines*: with a
+request in each stage of a pipeline. (In *figure 10* there are no pipelines.)
 
 *elastic*: continuous batching, 16 slots, an hour; the same three LLMs are sent 0 to 2.5 times what one replica
 serves, a new level every 5 to 8 minutes, one level in four being silence. A start takes 30 s. On eight GPUs, as it
@@ -325,8 +326,8 @@ def figure_10_rows(seed: int) -> Iterator[Row]:
         yield row("figure 10", f"{name}, moving", world, result)
 
 
-def planner_rows(seed: int) -> Iterator[Row]:
-    world = figure_10(seed, PAPERS)
+def planner_rows(seed: int, service: Service = Service.FCFS, experiment: str = "planner") -> Iterator[Row]:
+    world = replace(figure_10(seed, PAPERS), service=service)
     for kind in (IntentKind.MIN_COST, IntentKind.MIN_LATENCY):
         for policy in ("packing", "hybrid", "least-loaded"):
             for name, deployer in (
@@ -334,7 +335,7 @@ def planner_rows(seed: int) -> Iterator[Row]:
                 (", by loads alone", planned(kind, policy, knows_rates=False)),
                 (", as if idle", planned(kind, policy, weigh_load=False)),
             ):
-                yield row("planner", f"{kind}, {policy}{name}", world, run(world, deployer))
+                yield row(experiment, f"{kind}, {policy}{name}", world, run(world, deployer))
 
 
 def elastic_rows(seed: int, num_gpus: int) -> Iterator[Row]:
@@ -364,13 +365,15 @@ def elastic_rows(seed: int, num_gpus: int) -> Iterator[Row]:
     yield tried("to zero, consolidating, look-ahead", price, consolidating, router=Busiest())
 
 
+_FULL = "planner, full pipelines"
 EXPERIMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "figure 10": figure_10_rows,
     "planner": planner_rows,
+    _FULL: partial(planner_rows, service=Service.FCFS_PIPELINED, experiment=_FULL),
     "elastic 8": partial(elastic_rows, num_gpus=8),
     "elastic 16": partial(elastic_rows, num_gpus=16),
 }
-SEEDS_OF = {"figure 10": 40, "planner": 10, "elastic 8": 5, "elastic 16": 5}
+SEEDS_OF = {"figure 10": 40, "planner": 10, _FULL: 10, "elastic 8": 5, "elastic 16": 5}
 _SHOWN = (
     ("gpus_used", "GPUs"), ("gpu_hours", "GPU-h"), ("cost_mean_gib_s", "GiB*s"), ("e2e_mean_s", "mean s"),
     ("e2e_p50_s", "p50 s"), ("e2e_p95_s", "p95 s"),
