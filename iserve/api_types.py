@@ -16,7 +16,7 @@ from fingerprint.profile_plan import Shards
 from iserve.planning.making import MAX_REPLICAS, PlanOptions
 from placement.placers import check_placement
 from placement.scaling import MIN_IDLE_S
-from planner.intent import CostModel, Intent, IntentKind, Level, Quality, Slo, Traffic
+from planner.intent import MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
 
 __all__ = [
     "IDEMPOTENCY_KEY",
@@ -116,13 +116,15 @@ class _Wish(_Body):
     burstiness: float = Traffic().burstiness
     input_cv: float = Traffic().input_cv
     output_cv: float = Traffic().output_cv
-    rate_levels: list[Level] = Field(default_factory=list)  # shares of requests, and the rate over its mean then
+    rates: list[float] = Field(default_factory=list, max_length=MOST_WINDOWS)  # over their mean, window by window
+    rate_window_s: float = Traffic().window_s
     quality: Quality = Quality.NEAR
     budget: float | None = None
     input_tokens: int = Workload().input_tokens
     output_tokens: int = Workload().output_tokens
     context_tokens: int | None = Field(default=None, ge=1)  # of the longest request taken; None: input and output
     batch: int = Workload().batch
+    expect: int = Field(default=0, ge=0)  # deployments that the cluster is to hold in all; 0: no more than there are
     engine: str = "auto"
     policy: str | None = None  # None: the installation's
 
@@ -145,7 +147,8 @@ class _Wish(_Body):
                     burstiness=self.burstiness,
                     input_cv=self.input_cv,
                     output_cv=self.output_cv,
-                    levels=tuple(self.rate_levels),
+                    rates=tuple(self.rates),
+                    window_s=self.rate_window_s,
                 ),
                 quality=self.quality,
                 budget=self.budget,
@@ -158,6 +161,7 @@ class _Wish(_Body):
             ),
             policy=self.policy or default_policy,
             load_threshold=load_threshold,
+            expect=self.expect,
         )
 
 

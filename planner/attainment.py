@@ -14,9 +14,11 @@ What is uncertain, and how it is put together:
 *   *The waits*: for a slot; and, where there are several, for prompts that are under way, a queue of one server
     whose service is a prompt's share of a batch's TTFT. Besides, a first token waits for half a step.
 
-*   *The rate*, where it moves between levels: the mean over them, each as if it lasted (Green and Kolesar's
-    pointwise stationary approximation). What a busy time leaves waiting for the next is left out; instead, at a
-    level that is not served every request misses.
+*   *The rate*, where it moves (``planner.moving_rate``): the mean over its levels. Who comes while a busy time
+    left work finds every slot taken and waits for that work; else a level is as if it lasted (Green and Kolesar's
+    pointwise stationary approximation). But while the rate stays near it a queue only grows so long as a random
+    walk of as many requests goes: no level above the mean rate counts as busier than the one whose steady queue is
+    that long; and those below it count as near the mean as a queue of the mean rate still is then.
 
 A time is a lognormal service (the second and third together) plus an independent exponential wait. Of several
 limits the one that is missed most often counts: all grow with the same load and the same error.
@@ -36,7 +38,8 @@ import numpy.typing as npt
 from fingerprint.estimates import Estimate
 from planner.cells import Column, Rows
 from planner.costs import Figures
-from planner.intent import Level, Traffic
+from planner.intent import Traffic
+from planner.moving_rate import moving_rate
 from planner.normal import Z_OF_INTERVAL, normal_cdf, normal_quantile
 from planner.queueing import peakedness, wait_probability, wait_tail
 
@@ -173,10 +176,22 @@ def _uncertain(value: Column, low: Column, high: Column) -> Uncertain:
     return Uncertain(value, np.maximum(below, 0.0) / Z_OF_INTERVAL, above / Z_OF_INTERVAL)
 
 
+class _Load(NamedTuple):
+    """A level of the rate: its number, and requests per second of each configuration, then and on average."""
+
+    level: int
+    then: Column
+    mean: Column
+
+    def take(self, rows: Rows) -> _Load:
+        return _Load(self.level, self.then[rows], self.mean[rows])
+
+
 class _State(NamedTuple):
     """One truth of each configuration, and the load that follows from it: all [..., rows]."""
 
     z: Column
+    mean: Column  # utilisation over all levels, below 1
     utilisation: Column  # below 1
     among: Column  # how many run at once while a request runs, itself included
     spread: Column  # standard deviation of that
@@ -194,7 +209,8 @@ class Attainment:
         self._fixed_share = self._fixed / seen.e2e_s.value
         prompts = np.minimum(seen.prompt_s / self.service_s, 1.0)  # of the work
         self._work_cv = np.hypot(prompts * traffic.input_cv, (1 - prompts) * traffic.output_cv)
-        self._levels = traffic.levels or (Level(1.0, 1.0),)
+        self._moving = moving_rate(traffic.rates)
+        self._stays_s = self._moving.stays * traffic.window_s if traffic.rates else np.inf
         self._largest_cv = max(traffic.input_cv, traffic.output_cv)  # no mixture of the two is above it
 
     def __len__(self) -> int:
@@ -223,10 +239,10 @@ class Attainment:
         """The share of requests whose ``metric`` is above ``limit_s``."""
         limit, rate = self._column(limit_s), self._column(rate_per_s)
         found = np.zeros(len(self))
-        for level in self._levels:
-            here = rate * level.times
-            sure, z, weights = self._truths(metric, limit, here)
-            missed = self._misses_at(metric, limit, here, z)
+        for number, level in enumerate(self._moving.levels):
+            load = _Load(number, rate * level.times, rate)
+            sure, z, weights = self._truths(metric, limit, load)
+            missed = self._misses_at(metric, limit, load, z)
             found += level.share * np.clip(sure + (weights * missed).sum(axis=0), 0.0, 1.0)
         return found
 
@@ -237,37 +253,38 @@ class Attainment:
         part of it is, and one truth in the middle settles most rows."""
         limit, rate = self._column(limit_s), self._column(rate_per_s)
         found = np.zeros(len(self))
-        for level in sorted(self._levels, key=lambda level: -level.times):
+        for number, level in sorted(enumerate(self._moving.levels), key=lambda one: -one[1].times):
             rows = np.flatnonzero(found <= share)
             if not len(rows):
                 break
             some = self if len(rows) == len(self) else self.take(rows)
             enough = (share - found[rows]) / level.share
-            found[rows] += level.share * some._misses_upto(metric, limit[rows], level.times * rate[rows], enough)
+            load = _Load(number, level.times * rate[rows], rate[rows])
+            found[rows] += level.share * some._misses_upto(metric, limit[rows], load, enough)
         return np.asarray(found > share)
 
-    def _misses_upto(self, metric: Metric, limit: Column, rate: Column, enough: Column) -> Column:
-        """``misses`` at a steady rate, or a part of it that is above ``enough``."""
-        found, z, weights = self._truths(metric, limit, rate)
+    def _misses_upto(self, metric: Metric, limit: Column, load: _Load, enough: Column) -> Column:
+        """``misses`` at one level, or a part of it that is above ``enough``."""
+        found, z, weights = self._truths(metric, limit, load)
         rows = np.arange(len(self))
         for points in _MIDDLE, _OTHERS:
             rows = rows[found[rows] <= enough[rows]]
             if not len(rows):
                 break
             some = self if len(rows) == len(self) else self.take(rows)
-            missed = some._misses_at(metric, limit[rows], rate[rows], z[points][:, rows])
+            missed = some._misses_at(metric, limit[rows], load.take(rows), z[points][:, rows])
             found[rows] += (weights[points][:, rows] * missed).sum(axis=0)
         return np.minimum(found, 1.0)
 
     def _column(self, value: Column | float) -> Column:
         return np.broadcast_to(np.asarray(value, np.float64), (len(self),))
 
-    def _truths(self, metric: Metric, limit: Column, rate: Column) -> tuple[Column, Column, Column]:
-        """The share of truths that leave no queue; and the points, [points, rows], at which the others are
+    def _truths(self, metric: Metric, limit: Column, load: _Load) -> tuple[Column, Column, Column]:
+        """The share of truths that leave no steady queue; and the points, [points, rows], at which the others are
         looked at, with their weights."""
-        full = rate * self.service_s
+        full = load.mean * self.service_s
         steady = normal_cdf(self._seen.e2e_s.z_of(_LARGEST / np.maximum(full, _TINY)))
-        middle = np.minimum(normal_cdf(self._where_it_turns(metric, limit, rate)), steady)
+        middle = np.minimum(normal_cdf(self._where_it_turns(metric, limit, load)), steady)
         quick = np.minimum(self._never_late(metric, limit), middle)
         below, above = quick + (middle - quick) * _POINTS[:, None], middle + (steady - middle) * _POINTS[:, None]
         weights = np.concatenate([(middle - quick) * _WEIGHTS[:, None], (steady - middle) * _WEIGHTS[:, None]])
@@ -283,27 +300,42 @@ class Attainment:
             z = np.clip(self._seen.tpot_s.z_of(limit / most), -8.0, 8.0)
         return np.where(self._batches, normal_cdf(z), 0.0)
 
-    def _where_it_turns(self, metric: Metric, limit: Column, rate: Column) -> Column:
+    def _where_it_turns(self, metric: Metric, limit: Column, load: _Load) -> Column:
         """The truth at which the service alone is as long as the limit, by a few steps to a fixed point."""
         z = np.zeros(len(self))
         law = self._law(metric)
         for _ in range(3):
-            mean, _ = self._service(metric, self._state(z, rate))
+            mean, _ = self._service(metric, self._state(z, load))
             with np.errstate(invalid="ignore"):
                 z = np.clip(law.z_of(limit * law.factor(z) / mean), -8.0, 8.0)
         return z
 
-    def _state(self, z: Column, rate: Column) -> _State:
-        slower = self._seen.e2e_s.factor(z)
-        utilisation = np.minimum(rate * self.service_s * slower, _LARGEST)
-        pace = np.minimum(rate * slower, _LARGEST / self.service_s)  # arrivals in units of the value's times
+    def _state(self, z: Column, load: _Load) -> _State:
+        work_s = self.service_s * self._seen.e2e_s.factor(z)
+        mean = np.minimum(load.mean * work_s, _LARGEST)
+        utilisation = np.minimum(load.then * work_s, _LARGEST)
+        if self._traffic.rates:
+            utilisation = self._reached(work_s, mean, utilisation)
+        pace = utilisation / self.service_s  # arrivals in units of the value's times
         peak = peakedness(utilisation * self._seen.slots, self._traffic.burstiness, self._traffic.output_cv)
         alone = 1 - pace * self._grows
-        mean = pace * (self._fixed + self._grows * peak) / alone
-        among = np.clip(mean + peak, 1.0, self._seen.slots)
+        others = pace * (self._fixed + self._grows * peak) / alone
+        among = np.clip(others + peak, 1.0, self._seen.slots)
         # No law between 1 and the slots has a larger variance than the second (Bhatia and Davis).
-        variance = np.minimum(peak * mean / alone, (self._seen.slots - among) * (among - 1))
-        return _State(z, utilisation, among, np.sqrt(variance))
+        variance = np.minimum(peak * others / alone, (self._seen.slots - among) * (among - 1))
+        return _State(z, mean, utilisation, among, np.sqrt(variance))
+
+    def _reached(self, work_s: Column, mean: Column, there: Column) -> Column:
+        """The utilisation whose steady queue is the one that a level has in the time for which the rate stays.
+
+        With v the sum of the squared variations, a reflected random walk without drift is
+        ``sqrt(2 v work_s t / pi)`` long after t; a queue is forgotten after ``v work_s / (1 - utilisation)**2``.
+        """
+        varied_s = (self._traffic.burstiness**2 + self._work_cv**2) * work_s
+        busiest = 1 - np.sqrt(np.pi * varied_s / (8 * self._stays_s))
+        forgotten_s = varied_s / (1 - mean) ** 2
+        below = mean + (there - mean) * self._stays_s / (self._stays_s + forgotten_s)
+        return np.where(there > mean, np.minimum(there, np.maximum(busiest, mean)), below)
 
     def _service(self, metric: Metric, state: _State) -> tuple[Column, Column]:
         """Mean of the time without waits, and its squared coefficient of variation."""
@@ -336,12 +368,35 @@ class Attainment:
     def _batches(self) -> npt.NDArray[np.bool_]:
         return np.asarray(self._grows * (self._seen.slots > 1) > 0)
 
-    def _misses_at(self, metric: Metric, limit: Column, rate: Column, z: Column) -> Column:
+    def _misses_at(self, metric: Metric, limit: Column, load: _Load, z: Column) -> Column:
         """[points, rows]: at each truth z."""
-        state = self._state(z, rate)
+        state = self._state(z, load)
+        missed = self._misses_in(metric, limit, state, None)
+        if not self._traffic.rates:
+            return missed
+        left = self._left(load.level, state)
+        late = left(np.zeros_like(missed))
+        if not late.any():
+            return missed
+        full = state._replace(among=np.broadcast_to(self._seen.slots, z.shape), spread=np.zeros_like(z))
+        some = np.maximum(late, _TINY)
+        return missed + late * (self._misses_in(metric, limit, full, lambda wait_s: left(wait_s) / some) - missed)
+
+    def _left(self, level: int, state: _State) -> Callable[[Column], Column]:
+        """How many of those who come at a level find so many seconds of work left, or more."""
+
+        def beyond(wait_s: Column) -> Column:
+            return self._moving.left_beyond(level, state.mean, wait_s / self._traffic.window_s)
+
+        return beyond
+
+    def _misses_in(
+        self, metric: Metric, limit: Column, state: _State, left: Callable[[Column], Column] | None
+    ) -> Column:
+        """Of those who come in that state; ``left``: and find work left (how many of them more than so much)."""
         mean, squared = self._service(metric, state)
         if not squared.any():
-            return np.where(mean > limit, 1.0, self._waits(metric, limit - mean, state))
+            return np.where(mean > limit, 1.0, self._waits(metric, limit - mean, state, left))
         width = np.sqrt(np.log1p(squared))
         with np.errstate(divide="ignore", invalid="ignore"):
             turn = np.log(limit / mean) / width + width / 2
@@ -351,13 +406,15 @@ class Attainment:
             most = self._per_token(
                 self._fixed + self._grows * self._seen.slots
             )  # never more run than there are slots
-            return np.where(limit < most * self._seen.tpot_s.factor(z), missed, 0.0)
+            return np.where(limit < most * self._seen.tpot_s.factor(state.z), missed, 0.0)
         for point, weight in zip(_POINTS.tolist(), _WEIGHTS.tolist(), strict=True):
             service = mean * np.exp(width * normal_quantile(in_time * point) - width**2 / 2)
-            missed = missed + in_time * weight * self._waits(metric, limit - service, state)
+            missed = missed + in_time * weight * self._waits(metric, limit - service, state, left)
         return missed
 
-    def _waits(self, metric: Metric, longer_than_s: Column, state: _State) -> Column:
+    def _waits(
+        self, metric: Metric, longer_than_s: Column, state: _State, left: Callable[[Column], Column] | None
+    ) -> Column:
         """The share of requests that wait longer, 0 of TPOT."""
         if metric == "tpot":
             return np.zeros_like(longer_than_s)
@@ -365,6 +422,8 @@ class Attainment:
         missed = self._slot_wait(wait_s, state)
         if metric == "ttft" and (self._seen.slots > 1).any():
             missed = 1 - (1 - missed) * (1 - self._prompt_wait(wait_s, state))
+        if left is not None:
+            missed = 1 - (1 - missed) * (1 - left(np.broadcast_to(wait_s, missed.shape)))
         return missed
 
     def _slot_wait(self, longer_than_s: Column, state: _State) -> Column:

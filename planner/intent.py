@@ -10,10 +10,10 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
 
 __all__ = [
+    "MOST_WINDOWS",
     "CostModel",
     "Intent",
     "IntentKind",
-    "Level",
     "Quality",
     "Slo",
     "Traffic",
@@ -77,7 +77,7 @@ def allows(quality: Quality, config: DeploymentConfig) -> bool:
 
 
 _MOST_CV = 100.0
-_SUMS = 1e-6
+_MEAN = 1e-3  # rates are told with few digits
 
 
 def _positive(name: str, value: float | None) -> None:
@@ -127,56 +127,47 @@ def parse_slo(text: str) -> Slo:
     return Slo(ttft_s=values.get("ttft"), tpot_s=values.get("tpot"), e2e_s=values.get("e2e"))
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """``share`` of the requests come while the rate is ``times`` its mean."""
-
-    share: float
-    times: float
-
-
-_MOST_LEVELS = 64
+MOST_WINDOWS = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """How requests come and how their lengths vary about the workload's, which are the means.
 
-    ``levels``: between which the rate moves, slowly against what a request takes, as shares of the requests; none:
-    it is always the same. The burstiness is that of a steady rate.
+    ``rates``: over their mean, in windows of ``window_s`` that follow one another again and again; none: the rate
+    is always the same. The burstiness is that within a window.
 
     Raises:
-        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, or levels whose shares
-            are not 1 together or whose mean over time is not the rate's mean.
+        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, rates below 0 or whose
+            mean is not 1, more than 2,048 of them, or a window that is not positive.
     """
 
     burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
     input_cv: float = 0.0
     output_cv: float = 0.0
-    levels: tuple[Level, ...] = ()
+    rates: tuple[float, ...] = ()
+    window_s: float = 10.0
 
     def __post_init__(self) -> None:
         _positive("the burstiness", self.burstiness)
+        _positive("the window of a rate that moves", self.window_s)
         for name in ("burstiness", "input_cv", "output_cv"):
             value = getattr(self, name)
             if not 0 <= value <= _MOST_CV:
                 raise ConfigError(f"{name} must be from 0 to {_MOST_CV:g}, got {value}")
-        if self.levels:
-            self._check_levels()
+        if self.rates:
+            self._check_rates()
 
-    def _check_levels(self) -> None:
-        if len(self.levels) > _MOST_LEVELS:
-            raise ConfigError(f"at most {_MOST_LEVELS} levels of the rate can be told, got {len(self.levels)}")
-        for level in self.levels:
-            _positive("the share of a level of the rate", level.share)
-            _positive("a level of the rate", level.times)
-        shares = sum(level.share for level in self.levels)
-        over_time = sum(level.share / level.times for level in self.levels)
-        if abs(shares - 1) > _SUMS or abs(over_time - 1) > _SUMS:
+    def _check_rates(self) -> None:
+        if len(self.rates) > MOST_WINDOWS:
             raise ConfigError(
-                f"the levels' shares must add up to 1 and so must share / times, such that the mean is the rate; "
-                f"got {shares:g} and {over_time:g}"
+                f"at most {MOST_WINDOWS:,} windows can be told, got {len(self.rates):,}; make them longer"
             )
+        if not all(math.isfinite(rate) and rate >= 0 for rate in self.rates):
+            raise ConfigError("the rates of windows must be finite and not below 0")
+        mean = sum(self.rates) / len(self.rates)
+        if abs(mean - 1) > _MEAN:
+            raise ConfigError(f"the rates of windows are over their mean, which must be 1; it is {mean:g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

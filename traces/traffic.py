@@ -1,14 +1,13 @@
 """What a queue must know of a trace: how its rate moves, how bursty it is beside that, how its lengths vary.
 
 Requests are counted in windows. Were the rate always the same, the counts of a window would vary as much as their
-mean (Poisson); what they vary beyond that is the rate moving. Sorted by their counts, windows make up levels with
-equally many requests each, and of the deviations of a level from the mean the part that is the rate's own is kept,
-``sqrt(1 - 1 / index of dispersion)``, so that noise is not counted twice. Within a window, the index of dispersion
-of its tenths says how bursty it is at a steady rate.
+mean (Poisson); what they vary beyond that is the rate moving. Of their deviations from the mean the part that is
+the rate's own is kept, ``sqrt(1 - 1 / index of dispersion)``, so that noise is not counted twice. Within a window,
+the index of dispersion of its tenths says how bursty it is at a steady rate. A trace of many windows is told in
+longer ones.
 
-Sources: Green and Kolesar, The pointwise stationary approximation for queues with nonstationary arrivals, 1991 (a
-load that moves slowly is a mixture of steady ones); Sriram and Whitt, 1986 (indices of dispersion). How well it
-does: docs/risk.md.
+Source: Sriram and Whitt, Characterizing superposition arrival processes in packet multiplexers, 1986 (indices of
+dispersion). What is made of it: ``planner.moving_rate``; how well it does: docs/risk.md.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fingerprint.errors import BadInputError
-from planner.intent import Level, Traffic
+from planner.intent import MOST_WINDOWS, Traffic
 from traces.blocks import Moments, blocks
 from traces.request import Request
 
@@ -27,7 +26,6 @@ __all__ = ["WINDOW_S", "traffic_of"]
 
 WINDOW_S = 10.0  # longer than most answers take, shorter than a rate stays
 _TENTHS = 10
-_LEVELS = 8
 _FEWEST_WINDOWS = 8
 _LEAST_CV, _MOST_CV = 0.25, 100.0
 
@@ -54,28 +52,24 @@ def traffic_of(requests: Iterable[Request], *, window_s: float = WINDOW_S) -> Tr
             f"the trace spans {used * window_s / _TENTHS:.4g} s; to tell how its rate moves takes at least "
             f"{_FEWEST_WINDOWS} windows of {window_s:g} s"
         )
+    together = -(-len(tenths) // MOST_WINDOWS)
+    tenths = tenths[: len(tenths) // together * together].reshape(-1, _TENTHS, together).sum(axis=2)
     within = float(tenths.var(axis=1, ddof=1).sum() / tenths.mean(axis=1).sum())
     input_cv, output_cv = (lengths.std / lengths.mean).tolist()
     return Traffic(
         burstiness=min(max(within**0.5, _LEAST_CV), _MOST_CV),
         input_cv=min(input_cv, _MOST_CV),
         output_cv=min(output_cv, _MOST_CV),
-        levels=_levels(tenths.sum(axis=1)),
+        rates=_rates(tenths.sum(axis=1)),
+        window_s=window_s * together,
     )
 
 
-def _levels(counts: NDArray[np.int64]) -> tuple[Level, ...]:
-    """Of the counts of windows; none where they vary no more than Poisson's."""
+def _rates(counts: NDArray[np.int64]) -> tuple[float, ...]:
+    """Over their mean, of the counts of windows; none where they vary no more than Poisson's."""
     mean = float(counts.mean())
     dispersion = float(counts.var()) / mean
     if dispersion <= 1:
         return ()
     kept = (1 - 1 / dispersion) ** 0.5
-    in_order = np.sort(counts)
-    before = np.cumsum(in_order) - in_order
-    group = np.minimum(before * _LEVELS // in_order.sum(), _LEVELS - 1)
-    some = [in_order[group == level] for level in range(_LEVELS)]
-    shares = [float(one.sum()) / float(in_order.sum()) for one in some if one.any()]
-    rates = [1 + kept * (float(one.mean()) / mean - 1) for one in some if one.any()]
-    over = sum(share / rate for share, rate in zip(shares, rates, strict=True))  # such that the mean is kept
-    return tuple(Level(share, rate * over) for share, rate in zip(shares, rates, strict=True))
+    return tuple((1 + kept * (counts / mean - 1)).round(4).tolist())

@@ -194,6 +194,16 @@ class Wish:
         ),
     ] = None
     batch: Batch = DEFAULT_WORKLOAD.batch
+    expect: Annotated[
+        int,
+        typer.Option(
+            "--expect",
+            metavar="N",
+            min=0,
+            help="Deployments that the cluster is to hold in all, this one among them; min-latency and cost-slo "
+            "count what sharing with them will cost. 0: no more than there are.",
+        ),
+    ] = 0
     engine: EngineOption = "auto"
     policy: Annotated[
         str | None,
@@ -254,6 +264,7 @@ class Wish:
                 workload=workload,
                 policy=policy,
                 load_threshold=settings.load_threshold,
+                expect=self.expect,
             )
 
     def body(self) -> dict[str, Any]:
@@ -268,13 +279,15 @@ class Wish:
             "burstiness": traffic.burstiness,
             "input_cv": traffic.input_cv,
             "output_cv": traffic.output_cv,
-            "rate_levels": [{"share": level.share, "times": level.times} for level in traffic.levels],
+            "rates": list(traffic.rates),
+            "rate_window_s": traffic.window_s,
             "quality": self.quality,
             "budget": self.budget,
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
             "context_tokens": self.context,
             "batch": self.batch,
+            "expect": self.expect,
             "engine": self.engine,
             "policy": self.policy,
         }

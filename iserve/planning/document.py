@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.estimates import Correction, Estimate, Quantity
 from planner.costs import total_bytes
-from planner.intent import Intent, Level
+from planner.intent import Intent
+from planner.moving_rate import Level, moving_rate
 from planner.plan import Plan, Ranked, Served, WhyNot
 
 __all__ = [
@@ -261,7 +262,7 @@ def _served(served: Served, intent: Intent) -> ServedDocument:
         burstiness=intent.traffic.burstiness,
         input_cv=intent.traffic.input_cv,
         output_cv=intent.traffic.output_cv,
-        rate_levels=intent.traffic.levels,
+        rate_levels=moving_rate(intent.traffic.rates).levels if intent.traffic.rates else (),
         utilisation=served.utilisation,
         highest_rate_per_s=served.highest_rate_per_s,
         miss_probability=served.risk,

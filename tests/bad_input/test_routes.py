@@ -107,8 +107,8 @@ def test_an_unknown_field_is_refused_by_its_name(api: Api) -> None:
         assert "colour_of_the_box" in body["message"]
     status, body = api.ask("POST", "/api/v1/plans", {"slo": {"ttft_s": 1, "p98_s": 1}})
     assert (status, "p98_s" in body["message"]) == (400, True)
-    status, body = api.ask("POST", "/api/v1/plans", {"rate_levels": [{"share": 1, "times": 1, "wobble": 2}]})
-    assert (status, "wobble" in body["message"]) == (400, True)
+    status, body = api.ask("POST", "/api/v1/plans", {"rates": [{"share": 1}]})
+    assert (status, "rates" in body["message"]) == (400, True)
 
 
 def test_an_unknown_query_parameter_is_refused_by_its_name(api: Api) -> None:

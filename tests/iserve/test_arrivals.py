@@ -12,6 +12,7 @@ from iserve.api_types import PlanBody
 from iserve.cli.app import make_app
 from iserve.cli.options import Wish
 from planner.intent import Traffic
+from planner.moving_rate import moving_rate
 from traces.sources import requests_of
 from traces.traffic import traffic_of
 
@@ -30,7 +31,7 @@ def traffic() -> Traffic:
 
 def test_the_body_says_what_the_trace_says(traffic: Traffic) -> None:
     body = PlanBody.model_validate({"model": "m", **Wish(arrivals=TRACE, rate=1.0).body()})
-    assert len(traffic.levels) > 1
+    assert len(traffic.rates) > 1
     assert body.options(default_policy="hybrid", load_threshold=0.5).intent.traffic == traffic
 
 
@@ -50,7 +51,8 @@ def test_a_plan_tells_the_levels_and_a_larger_risk(
     monkeypatch.setenv("ISERVE_HOME", str(tmp_path / "home"))
     steady, moving = planned(tmp_path), planned(tmp_path, "--arrivals", TRACE)
     assert steady["rate_levels"] == []
-    assert moving["rate_levels"] == [{"share": level.share, "times": level.times} for level in traffic.levels]
+    levels = moving_rate(traffic.rates).levels
+    assert moving["rate_levels"] == [{"share": level.share, "times": level.times} for level in levels]
     assert moving["burstiness"] == traffic.burstiness
     assert moving["miss_probability"] >= steady["miss_probability"]  # type: ignore[operator]
 

@@ -3,6 +3,7 @@ never lose a row."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ from fingerprint.errors import (
     UnavailableError,
 )
 from fingerprint.verification import Reading, Verification
-from iserve.controller.records import recorded_workers
+from iserve.api_types import DeployBody
+from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.routes import ApiKeyRecord
 from iserve.state.database import open_database
 from iserve.state.schema import metadata
@@ -265,6 +267,36 @@ def test_the_worker_of_an_earlier_iserve_is_the_first_of_several(where: Where, a
     store = at()
     assert recorded_workers(store.deployment("a")) == (WORKER,)
     assert [(e.deployment_id, e.message) for e in store.events()] == [(1, "a")]
+
+
+def test_levels_of_a_rate_that_were_asked_for_are_windows_now(where: Where, at: Callable[[], Store]) -> None:
+    """As long as they were taken to last; a wish that cannot be read stays as it is."""
+    database = open_database(where)
+    database.migrate(to="0005")
+    levels = [{"share": 0.75, "times": 1.5}, {"share": 0.25, "times": 0.5}]
+    asked = [{"model": "m", "rate_levels": []}, {"model": "m", "rate_per_s": 2.0, "rate_levels": levels}]
+    with database.write() as connection:
+        for number, request in enumerate([*map(json.dumps, asked), "no JSON"]):
+            values = {"id": number, "name": str(number), "request": request}
+            row = ":id, :name, 1.5, :request, 'running', 'ready'"
+            columns = "id, name, created_at, request, desired, phase"
+            connection.execute(text(f"INSERT INTO deployments ({columns}) VALUES ({row})"), values)
+    database.close()
+    store = at()
+    steady, moving, lost = store.deployments()
+    assert recorded_wish(steady) == DeployBody(model="m")
+    wish = recorded_wish(moving)
+    times = [level["times"] for level in levels]
+    assert [wish.rates.count(each) / len(wish.rates) for each in times] == [0.5, 0.5], "of the time"
+    assert wish.rate_window_s >= 86_400
+    assert lost.request == "no JSON"
+    store.close()
+    migrated_back(where, "0005")
+    database = open_database(where)
+    with database.read() as connection:
+        kept = connection.execute(text("SELECT request FROM deployments ORDER BY id")).scalars().all()
+    database.close()
+    assert [json.loads(one) for one in kept[:2]] == [{"model": "m"}, {"model": "m", "rate_per_s": 2.0}]
 
 
 def test_migrations_lead_back_too(where: Where, at: Callable[[], Store]) -> None:

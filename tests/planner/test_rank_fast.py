@@ -15,7 +15,7 @@ from planner import cells as cells_module
 from planner.attainment import Attainment, paces
 from planner.cells import Cells, Column, Mask, Rows, smallest
 from planner.costs import figures
-from planner.intent import Intent, IntentKind, Level, Quality, Slo, Traffic
+from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
 from planner.plan import Candidate, LimitKind
 from planner.rank import rank
 from tests.planner.candidates import estimate, everything_fits
@@ -131,8 +131,8 @@ def test_a_part_of_the_sum_says_what_the_sum_says(
 ) -> None:
     candidates = many(40, seed)
     full, alone = [c.estimate for c in candidates if c.estimate], [c.alone for c in candidates if c.alone]
-    levels = (Level(0.75, 1.5), Level(0.25, 0.5))
-    for traffic in (Traffic(), Traffic(burstiness=4.0, input_cv=1.0, output_cv=1.0), Traffic(levels=levels)):
+    moving = Traffic(rates=(1.5, 0.5), window_s=30.0)
+    for traffic in (Traffic(), Traffic(burstiness=4.0, input_cv=1.0, output_cv=1.0), moving):
         served = Attainment(paces(figures(full), alone, traffic), traffic)
         rates, limits_s = busy / served.service_s, limit * served.alone_high(metric)  # type: ignore[arg-type]
         missed = served.misses(metric, limits_s, rates)  # type: ignore[arg-type]
