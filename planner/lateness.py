@@ -109,8 +109,8 @@ class Pace:
 
     def prompt_s(self, tokens: float) -> float:
         """Prompts of so many tokens in all."""
-        fixed_s = self.ttft_s - self.prompt_token_s * self.input_tokens
-        return fixed_s + self.prompt_token_s * tokens
+        token_s = self.prompt_token_s
+        return self.ttft_s + token_s * (tokens - self.input_tokens)
 
     def step_s(self, running: int) -> float:
         """One token of each of ``running`` requests; of more than there are slots as of all of them."""
@@ -138,18 +138,18 @@ def wait_s(pace: Pace, replicas: Sequence[Sequence[Under]], waiting: Iterable[As
     Args:
         replicas: what runs on each that serves; there is at least one.
     """
-    step_s, ends = pace.step_s(pace.slots), []
+    step_s, token_s, ends = pace.step_s(pace.slots), pace.prompt_token_s, []
     for running in replicas:
-        prompts_s = _prompts_s(pace, running)
+        prompts_s = token_s * sum(
+            under.prompt_tokens for under in running
+        )  # their fixed time is passed, or shared
         ends += [prompts_s + under.output_tokens * step_s for under in running]
         ends += [0.0] * (pace.slots - len(running))
-    last_s = max(ends)
     heapq.heapify(ends)
-    for asked in waiting:
-        end_s = ends[0] + pace.prompt_s(asked.input_tokens) + max(0.0, asked.output_tokens - 1) * step_s
-        last_s = max(last_s, end_s)
-        heapq.heapreplace(ends, end_s)
-    return ends[0], last_s
+    fixed_s = pace.prompt_s(0) - step_s  # the first token comes with the prompt
+    for input_tokens, output_tokens in waiting:
+        heapq.heapreplace(ends, ends[0] + fixed_s + input_tokens * token_s + max(1.0, output_tokens) * step_s)
+    return ends[0], max(ends)
 
 
 def forecast(pace: Pace, beside: Sequence[Under], asked: Asked, after_s: float = 0.0) -> Forecast:
@@ -158,8 +158,3 @@ def forecast(pace: Pace, beside: Sequence[Under], asked: Asked, after_s: float =
     first_s = after_s + pace.prompt_s(prompts + asked.input_tokens)
     step_s = pace.step_s(len(beside) + 1)
     return Forecast(first_s, step_s, first_s + max(0.0, asked.output_tokens - 1) * step_s)
-
-
-def _prompts_s(pace: Pace, running: Sequence[Under]) -> float:
-    """Those that are under way. Their fixed time is passed already, or shared."""
-    return pace.prompt_token_s * sum(under.prompt_tokens for under in running)

@@ -169,7 +169,7 @@ class Judge:
 
     def _expected_tokens(self, flight: Flight) -> float:
         if flight.bounded:
-            return max(1.0, min(flight.output_tokens, flight.output_tokens * self._filled.mean))
+            return max(1.0, flight.output_tokens * min(1.0, self._filled.mean))
         return max(1.0, flight.output_tokens * self._length.mean)
 
     def _asked(self, flight: Flight) -> Asked:
@@ -180,10 +180,11 @@ class Judge:
         step_s = self._now.step_s(len(running))
         left = []
         for one in running:
-            expected, ran_s = self._expected_tokens(one), now_s - (now_s if one.sent_s is None else one.sent_s)
+            expected = self._expected_tokens(one)
             if one.tokens:
                 left.append(Under(0.0, max(1.0, expected - one.tokens)))
                 continue
+            ran_s = 0.0 if one.sent_s is None else now_s - one.sent_s
             prompt_s = self._now.prompt_s(one.input_tokens)
             if one.streams or ran_s < prompt_s:
                 to_come = one.input_tokens * max(0.0, 1 - ran_s / prompt_s)
