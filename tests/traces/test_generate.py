@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import tracemalloc
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +19,10 @@ from traces.arrivals import ArrivalProcess, Diurnal, Drifting, Gamma, OnOff, Poi
 from traces.generate import generate
 from traces.lengths import EmpiricalLengths, FixedLengths, LognormalLengths
 from traces.popularity import Distinct, Identical, Zipf
+from traces.reading import open_trace
 from traces.request import Request
 
+PAGE = Path(__file__).parents[2] / "docs/traces.md"
 LENGTHS = LognormalLengths(6.0, 1.0, 4.0, 0.8)
 PROCESSES = st.sampled_from(
     [
@@ -115,3 +119,16 @@ def test_uniform_is_the_popularity_that_is_meant() -> None:
 def test_what_cannot_be_generated(bounds: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         generate(Poisson(1.0), LENGTHS, **{"seed": 0, **bounds})  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_docs_runs_and_makes_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models, the first with 2^1.5 times the other's requests; of a sine's quarters the mean is 2/pi off."""
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    requests = list(open_trace(tmp_path / "day.csv.gz"))
+    assert len(requests) == pytest.approx(0.5 * 86_400, rel=0.03)
+    named = Counter(request.model for request in requests)
+    assert named["llama"] / named["falcon"] == pytest.approx(2**1.5, rel=0.06)
+    quarters = Counter(int(request.arrival_s // 21_600) for request in requests)
+    assert quarters[1] / quarters[0] == pytest.approx((1 + 1.6 / math.pi) / (1 - 1.6 / math.pi), rel=0.06)
