@@ -26,13 +26,14 @@ import numpy.typing as npt
 
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
-from planner.attainment import Attainment, paces
+from planner.attainment import Attainment
 from planner.beside import Fits, Load, Neighbours, Sites, idle, told_of_idle
 from planner.cells import Mask, Rows
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
 from planner.explain import better, what_it_takes
 from planner.intent import Intent
 from planner.limits import Check, Verdicts, checks_as_asked, limits_missed, num_missed, told_of
+from planner.paces import paces
 from planner.plan import TIMED, BetterIdle, Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
 from planner.queueing import MODEL_NAME
 

@@ -35,9 +35,10 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.simulation.running import EngineBatcher, idle_cluster
-from planner.attainment import Attainment, Paces, paces
+from planner.attainment import Attainment
 from planner.costs import figures
 from planner.intent import Traffic
+from planner.paces import Paces, paces
 from tests.bench.kept import read_kept, write_kept
 from tests.bench.rank import machine
 from tests.bench.simulate import Spread

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fingerprint.config import DeploymentConfig
-from planner.attainment import Attainment, Metric, paces
+from planner.attainment import Attainment, Metric
 from planner.costs import COSTS, Prices, figures
 from planner.intent import Intent, quality_needed
+from planner.paces import paces
 from planner.plan import QUALITIES, Candidate, LimitKind
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")

@@ -12,9 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, Workload
-from planner.attainment import Attainment, Metric, paces
+from planner.attainment import Attainment, Metric
 from planner.costs import figures
 from planner.intent import Traffic
+from planner.paces import paces
 from tests.planner.candidates import estimate
 
 POISSON = Traffic()

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from planner import cells as cells_module
-from planner.attainment import Attainment, paces
+from planner.attainment import Attainment
 from planner.cells import Cells, Column, Mask, Rows, smallest
 from planner.costs import figures
 from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
+from planner.paces import paces
 from planner.plan import Candidate, LimitKind
 from planner.rank import rank
 from tests.planner.candidates import estimate, everything_fits

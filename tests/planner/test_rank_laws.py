@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.estimates import Estimate
-from planner.attainment import Attainment, Metric, paces
+from planner.attainment import Attainment, Metric
 from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, quality_needed
+from planner.paces import paces
 from planner.plan import QUALITIES, Candidate, Change, Layout, LimitKind, NoRoom, Plan, Relaxation
 from planner.rank import rank
 from tests.planner.candidates import estimate, fits_below
