@@ -17,12 +17,24 @@ from dataclasses import dataclass, field
 
 from placement.types import ClusterSnapshot, Placement
 
-__all__ = ["Key", "LoadedCluster", "Tenant", "lost_by_others", "shares", "slope", "slowdown", "stretch"]
+__all__ = [
+    "Key",
+    "LoadedCluster",
+    "Tenant",
+    "crowd",
+    "crowd_slope",
+    "lost_by_others",
+    "shares",
+    "slope",
+    "slowdown",
+    "stretch",
+]
 
 Key = tuple[str, str]  # (node_id, device_id)
 
 # Beyond, a queue has no mean: the cost goes on along its tangent, finite, and the fuller the dearer.
 _FULL = 0.95
+_FULL_POWER = _FULL / (1 - _FULL)
 
 
 def stretch(load: float) -> float:
@@ -36,6 +48,18 @@ def stretch(load: float) -> float:
 def slope(load: float) -> float:
     """Of ``stretch``: how much longer a request takes for each further GPU's worth of load."""
     return stretch(min(load, _FULL)) ** 2
+
+
+def crowd(load: float) -> float:
+    """As ``stretch``, of a load that is expected and may be several times what a GPU can do. Beyond ``_FULL`` it
+    goes on along its tangent in logarithms, a power: of two who bring a multiple of their work each, the one with
+    less gains by every further multiple, which a straight line does not give."""
+    return stretch(load) if load <= _FULL else stretch(_FULL) * (load / _FULL) ** _FULL_POWER
+
+
+def crowd_slope(load: float) -> float:
+    """Of ``crowd``."""
+    return slope(load) if load <= _FULL else slope(_FULL) * (load / _FULL) ** (_FULL_POWER - 1)
 
 
 def lost_by_others(load: float) -> float:

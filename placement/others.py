@@ -15,15 +15,17 @@ theirs who have requests now, and what else was seen has passed, such as the sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 
 from placement.batch_load import Batching
 from placement.batch_sharing import kept
-from placement.load_model import Key, LoadedCluster, Tenant, shares, slope, stretch
+from placement.load_model import Key, LoadedCluster, Tenant, crowd, crowd_slope, shares, slope, stretch
 from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement
 
 __all__ = ["Others"]
+
+_Curve = Callable[[float], float]  # of a load
 
 _ALIKE = 1 - 1e-9  # loads that differ by rounding only
 _UNTOLD = 0.02  # of a GPU's memory: less that no deployment tells of is the driver's own
@@ -53,7 +55,7 @@ class Others:
 
     def slowdown(self, placement: Placement) -> float:
         """How many times as long as on idle GPUs a request takes at ``placement``; at least 1."""
-        return max(1.0, sum(share * stretch(self._most(keys)) for share, keys in shares(placement)))
+        return max(1.0, self._slowed(placement, stretch))
 
     def lost(self, placement: Placement) -> float:
         """Seconds that the requests of others lose together by each second that one at ``placement`` takes alone:
@@ -65,6 +67,22 @@ class Others:
         a GPU where a deployment stands whose rate is not told or where none is known to stand: nobody knows who
         stands on several. Elsewhere what was seen beyond the rates is a queue of those who are told, and theirs.
         """
+        return self._lost(placement, slope)
+
+    def later(self, placement: Placement, load: float) -> float:
+        """By how many seconds a request at ``placement`` and those of others are later together, for each second
+        that it takes alone, once there is so much more load on every GPU."""
+
+        def in_all(more: float) -> float:
+            own = self._slowed(placement, lambda seen: crowd(seen + more))
+            return own + self._lost(placement, lambda seen: crowd_slope(seen + more))
+
+        return in_all(load) - in_all(0.0)
+
+    def _slowed(self, placement: Placement, times: _Curve) -> float:
+        return sum(share * times(self._most(keys)) for share, keys in shares(placement))
+
+    def _lost(self, placement: Placement, rises: _Curve) -> float:
         stages = shares(placement)
         comes: dict[Key, float] = {}
         met: dict[str, Tenant] = {}
@@ -75,16 +93,16 @@ class Others:
                 met |= self._tenants.get(key, {})
                 if key in self._each_counts or key not in self._tenants:
                     load = self.loads.get(key, 0.0)
-                    untold += share * max(0.0, load - self._told.get(key, 0.0)) * slope(load)
-        return untold + sum(tenant.busy_fraction * self._grows(tenant, comes) for tenant in met.values())
+                    untold += share * max(0.0, load - self._told.get(key, 0.0)) * rises(load)
+        return untold + sum(t.busy_fraction * self._grows(t, comes, rises) for t in met.values())
 
-    def _grows(self, tenant: Tenant, comes: dict[Key, float]) -> float:
+    def _grows(self, tenant: Tenant, comes: dict[Key, float], rises: _Curve) -> float:
         """The slowdown of ``tenant``, by what ``comes`` to each GPU."""
         grows = 0.0
         for share, keys in tenant.stages:
             most = self._most(keys)
             slowest = (comes.get(key, 0.0) for key in keys if self.loads.get(key, 0.0) >= most * _ALIKE)
-            grows += share * slope(most) * max(slowest)
+            grows += share * rises(most) * max(slowest)
         return grows
 
     def _most(self, keys: tuple[Key, ...]) -> float:

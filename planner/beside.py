@@ -7,6 +7,8 @@ of a candidate is multiplied by one number, and all that is made of times follow
 
 A latency is ranked by its own and what the requests of others lose by it, which are seconds as well: a TP group
 over all GPUs may be fastest and slow all others. Other objectives are of things that nobody tells of the others.
+So it is with who is expected: what all lose once they have come counts in a latency, and in no limit, which is
+kept or not as things are.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from planner.plan import BetterIdle, Layout, NoRoom, Ranked
 
 __all__ = ["Fits", "Load", "Neighbours", "Sites", "idle", "told_of_idle"]
 
+_ROUNDING = 1e-9
+
 Fits = Callable[[Estimate], Layout | NoRoom]
 
 
@@ -37,6 +41,11 @@ class Neighbours(Protocol):
         """Seconds that the requests of others lose together by each second that one at ``layout`` takes alone."""
         ...
 
+    def later(self, layout: Layout, estimate: Estimate) -> float:
+        """Seconds that one at ``layout`` and the others lose together, for each second that it takes alone, once
+        who is expected has come; 0 where nobody is."""
+        ...
+
     def quietest(self, estimate: Estimate) -> Layout | NoRoom:
         """As ``fits``, on the GPUs with the least load."""
         ...
@@ -47,10 +56,11 @@ class Load(NamedTuple):
 
     slowdowns: Column
     taken: Column
+    later: Column
 
 
 def idle(rows: int) -> Load:
-    return Load(np.ones(rows), np.zeros(rows))
+    return Load(np.ones(rows), np.zeros(rows), np.zeros(rows))
 
 
 class Sites:
@@ -107,6 +117,7 @@ class Sites:
         if not isinstance(answer, NoRoom):
             self.load.slowdowns[row] = self._neighbours.slowdown(answer)
             self.load.taken[row] = self._neighbours.taken(answer)
+            self.load.later[row] = self._neighbours.later(answer, estimate)
 
 
 def told_of_idle(
@@ -119,14 +130,22 @@ def told_of_idle(
     """
     if chosen is not None and chosen.config == config:
         return None
-    late = f"what runs on the GPUs that it would get makes it {here.slowdown:.3g} times as slow"
-    if here.feasible and here.objective is not None:
-        late += f" ({here.objective:.4g} {unit})"
-        if here.weight is not None and here.weight > here.objective:
-            late += f" and costs the others {here.weight - here.objective:.3g} {unit} for each request"
-    else:
-        late += ", and it misses a limit"
-    text = f"{config} would be best on idle GPUs ({objective:.4g} {unit}); {late}"
+    why = []
+    if here.slowdown > 1 or not here.later_s:
+        late = f"what runs on the GPUs that it would get makes it {here.slowdown:.3g} times as slow"
+        if here.feasible and here.objective is not None:
+            late += f" ({here.objective:.4g} {unit})"
+            taken = 0.0 if here.weight is None else here.weight - here.objective - here.later_s
+            if taken > _ROUNDING * here.objective:
+                late += f" and costs the others {taken:.3g} {unit} for each request"
+        why.append(late)
+    if not here.feasible:
+        why.append("it misses a limit")
+    elif here.later_s:
+        why.append(f"with those to come, all lose {here.later_s:.3g} {unit} more by each request")
+    text = f"{config} would be best on idle GPUs ({objective:.4g} {unit}); {', and '.join(why)}"
     if chosen is not None and chosen.objective is not None:
         text += f"; {chosen.config} comes to {chosen.objective:.4g} {unit}, {chosen.slowdown:.3g} times as slow"
+        if chosen.later_s:
+            text += f", and to {chosen.later_s:.3g} {unit} more"
     return BetterIdle(config, objective, here.slowdown, text)

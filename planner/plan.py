@@ -26,6 +26,7 @@ __all__ = [
     "Plan",
     "Ranked",
     "Relaxation",
+    "Room",
     "Served",
     "Together",
     "Violation",
@@ -154,8 +155,9 @@ class Ranked(NamedTuple):
     row: int = 0
     slowdown: float = 1.0  # by what runs on the GPUs of ``layout``; the objective, the cost and the limits have it
     weight: float | None = (
-        None  # what it is ranked by: the objective and, of a latency, what the others lose by it
+        None  # what it is ranked by: the objective and, of a latency, what the others lose by it, and ``later_s``
     )
+    later_s: float = 0.0  # of a latency: what all lose more by each request once those who are expected have come
 
     @property
     def actual(self) -> tuple[float, ...]:
@@ -280,6 +282,17 @@ class Expected(NamedTuple):
     risk: float | None  # share of requests beyond the limit
 
 
+class Room(NamedTuple):
+    """For whom a plan leaves room."""
+
+    later: int  # deployments that are still to come
+    num_gpus: int  # of the cluster
+
+    def text(self, config: DeploymentConfig) -> str:
+        more = "1 more deployment" if self.later == 1 else f"{self.later} more deployments"
+        return f"{config} takes {config.num_gpus} of {self.num_gpus} GPUs: chosen with {more} to come"
+
+
 class Served(NamedTuple):
     """What the chosen configuration gives under the intent's rate."""
 
@@ -304,6 +317,7 @@ class Plan:
     served: Served | None  # of the chosen one, None without a rate
     why_not: WhyNot
     better_idle: BetterIdle | None = None  # None: the chosen one is that of idle GPUs, too
+    room: Room | None = None  # None: nobody is expected
 
     @property
     def best(self) -> Ranked | None:

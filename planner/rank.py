@@ -127,7 +127,8 @@ def _weighed(
     kept = num_missed(checks, len(table.rows)) == 0
     sites.ask(kept)
     first = _first_of(table, kept & sites.placed)
-    if first is not None and not (sites.load.slowdowns > 1).any():  # nobody runs where any of them would go
+    if first is not None and not (sites.load.slowdowns > 1).any() and not sites.load.later.any():
+        # nobody is there where any of them would go, nor to come
         return _Weighed(table, served, checks, sites.fits, None)
     return _Weighed(*_beside(table, sites, intent, objective, cost, prices), sites.fits, first)
 
@@ -159,7 +160,7 @@ def _table(
         costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
         costs_high = np.where(seen.usable, cost.of(seen.at_high, prices), np.nan)
         objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
-        weights = objectives + load.taken * alone.e2e_s if objective.of_all else objectives
+        weights = objectives + (load.taken + load.later) * alone.e2e_s if objective.of_all else objectives
     order = _order(predicted, seen, -weights if objective.maximize else weights)
     rows = [predicted[row] for row in order.tolist()]
     return _Table(
@@ -263,7 +264,8 @@ def _judge(
     """The verdict on every candidate of ``table``."""
     judged: list[Ranked] = []
     values = _or_none(table.objectives)
-    for row, ((config, estimate, *_), refusal, limits, value, spent, slowdown, weight) in enumerate(
+    is_weighed = table.load.taken.any() or table.load.later.any()
+    for row, ((config, estimate, *_), refusal, limits, value, spent, slowdown, weight, later_s) in enumerate(
         zip(
             table.rows,
             _refusals(table, intent, objective, cost),
@@ -271,7 +273,8 @@ def _judge(
             values,
             _or_none(table.costs),
             table.load.slowdowns.tolist(),
-            _or_none(table.weights) if table.load.taken.any() else values,
+            _or_none(table.weights) if is_weighed else values,
+            (table.load.later * table.alone.e2e_s).tolist(),
             strict=True,
         )
     ):
@@ -289,7 +292,7 @@ def _judge(
         judged.append(
             Ranked(
                 config, estimate, value, spent, feasible, refusal, limits,
-                layout, no_room, verdicts, row, slowdown, weight,
+                layout, no_room, verdicts, row, slowdown, weight, later_s,
             )
         )  # fmt: skip
     return judged

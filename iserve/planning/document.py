@@ -239,6 +239,8 @@ def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
 def _beside(plan: Plan) -> tuple[str, ...]:
     """What the load of the GPUs has to do with the choice."""
     told = [] if plan.better_idle is None else [plan.better_idle.text]
+    if plan.room is not None and plan.best is not None:
+        told.append(plan.room.text(plan.best.config))
     if plan.best is not None and plan.best.slowdown > 1:
         told.append(
             f"its GPUs are busy: beside what runs there {plan.best.config} is {plan.best.slowdown:.3g} times as "

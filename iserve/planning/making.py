@@ -15,6 +15,7 @@ from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
+from iserve.planning.expecting import Expected, expected
 from placement.fit import demand
 from placement.others import Others
 from placement.placers import FindsPlaces, check_placement, make_placer
@@ -22,9 +23,9 @@ from placement.policies import DEFAULT_LOAD_THRESHOLD
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.beside import Neighbours
-from planner.costs import Prices
+from planner.costs import Prices, objective_of
 from planner.intent import Intent
-from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Relaxation
+from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Relaxation, Room
 from planner.rank import rank
 from planner.space import configuration_space, shape_refusal
 
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 MAX_REPLICAS = 64  # a node has no more devices
+MAX_EXPECTED = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +63,19 @@ class PlanOptions:
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
     weigh_load: bool = True  # count what runs on the GPUs now; else plan as if they were idle
     replicas: int = 1  # of the configuration, each on devices of its own
+    expect: int = 0  # deployments that the cluster is to hold in all, this one included; 0: no more than there are
 
     def __post_init__(self) -> None:
         check_placement(self.policy)
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise ConfigError(f"a deployment has 1 to {MAX_REPLICAS} replicas, got {self.replicas}")
+        if not 0 <= self.expect <= MAX_EXPECTED:
+            raise ConfigError(f"there may be 0 to {MAX_EXPECTED} deployments to expect, got {self.expect}")
+        if self.expect and not objective_of(self.intent).of_all:
+            raise ConfigError(
+                f"{self.intent.kind} leaves no room for later deployments; leave out what is expected, or ask for "
+                "min-latency or cost-slo"
+            )
 
     @property
     def replica_intent(self) -> Intent:
@@ -144,9 +154,14 @@ def _plan_on(
 ) -> Plan:
     num_gpus, fits = len(hardware.snapshot.gpus), FitsOn(hardware, options)
     candidates = space(spec, hardware.gpu, num_gpus, estimator, engines, options)
-    return rank(
+    if options.expect:
+        anywhere = ranked_anywhere(candidates, options, hardware.gpu).candidates
+        able = {ranked.config for ranked in anywhere if ranked.feasible}
+        fits.expect([candidate for candidate in candidates if candidate.config in able])
+    plan = rank(
         candidates, options.replica_intent, fits=fits, prices=prices_of(hardware.gpu), neighbours=fits.neighbours
     )
+    return plan if fits.expected is None else replace(plan, room=Room(fits.expected.num, num_gpus))
 
 
 def space(
@@ -249,7 +264,8 @@ class FitsOn:
     (``planner.beside.Neighbours``)?"""
 
     def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
-        self._hardware, self._replicas = hardware, options.replicas
+        self._hardware, self._options, self._replicas = hardware, options, options.replicas
+        self.expected: Expected | None = None
         self._others = Others(hardware.snapshot)
         self._counts = options.weigh_load and bool(self._others.loads)
         self._placer = self._placer_of(options.policy, options.load_threshold)
@@ -265,8 +281,15 @@ class FitsOn:
 
     @property
     def neighbours(self) -> Neighbours | None:
-        """None where nothing runs, or where it is not to count."""
-        return self if self._counts else None
+        """None where nothing runs and nobody is expected, or where it is not to count."""
+        return self if self._counts or self.expected is not None else None
+
+    def expect(self, candidates: Sequence[Candidate]) -> None:
+        """Count those who are still to come, of whom the options tell. ``candidates``: what may be chosen on idle
+        GPUs, as whose like they count."""
+        if self._options.weigh_load:
+            intent, in_all = self._options.replica_intent, self._options.expect
+            self.expected = expected(in_all, candidates, intent, self._hardware.snapshot, self._others)
 
     def __call__(self, estimate: Estimate) -> Placement | Replicas | NoRoom:
         return _answer(self._placer, estimate)
@@ -279,6 +302,13 @@ class FitsOn:
         """On average over the replicas, each of which serves as many requests."""
         placements = placements_of(layout)
         return sum(self._others.lost(placement) for placement in placements) / len(placements)
+
+    def later(self, layout: Layout, estimate: Estimate) -> float:
+        """As ``taken``."""
+        if self.expected is None:
+            return 0.0
+        load, placements = self.expected.load(estimate), placements_of(layout)
+        return sum(self._others.later(placement, load) for placement in placements) / len(placements)
 
     def quietest(self, estimate: Estimate) -> Placement | Replicas | NoRoom:
         if self._calm is None:

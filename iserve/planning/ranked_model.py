@@ -15,6 +15,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
+from iserve.planning.expecting import Expected
 from iserve.planning.making import FitsOn, Hardware, PlanOptions, check_context, prices_of, ranked_anywhere, space
 from placement.types import ClusterSnapshot, Placement
 from planner.costs import objective_of
@@ -97,6 +98,8 @@ class RankedModel:
         if not snapshot.gpus:
             return None
         fits = FitsOn(Hardware(label="", gpu=self._gpu, snapshot=snapshot), self.options)
+        if self.options.expect:
+            fits.expect([candidate for candidate, _ in self._order(len(snapshot.gpus))])
         if fits.neighbours is None:
             return self._first_that_fits(len(snapshot.gpus), fits)
         best = self._best_beside(snapshot, fits)
@@ -104,10 +107,10 @@ class RankedModel:
 
     def _best_beside(self, snapshot: ClusterSnapshot, fits: FitsOn) -> Ranked | None:
         """The best where each would go. Others make nobody faster, so the search ends where the next one is behind
-        even on idle GPUs."""
+        even on idle GPUs, those who are expected counted."""
         num_gpus, looks, most = len(snapshot.gpus), _LOOKS, 1
         found, chunk = _BestBeside(self.options, self._gpu, fits), list[Candidate]()
-        for candidate, on_idle in self._order(num_gpus):
+        for candidate, on_idle in self._on_idle(num_gpus, fits.expected):
             if found.best is not None:
                 if found.is_ahead_of(on_idle):
                     break
@@ -130,6 +133,15 @@ class RankedModel:
             if isinstance(answer, Placement):
                 return Chosen(config, estimate, answer)
         return None
+
+    def _on_idle(self, num_gpus: int, expected: Expected | None) -> list[tuple[Candidate, float]]:
+        """What each is ranked by on idle GPUs, the best first: of a latency, which is all that ``expected`` is
+        for, as many times its own as they make it."""
+        order = self._order(num_gpus)
+        if expected is None:
+            return order
+        later = [(one, own * expected.slowest(one.estimate)) for one, own in order if one.estimate is not None]
+        return sorted(later, key=lambda weighed: weighed[1])
 
     def _order(self, num_gpus: int) -> list[tuple[Candidate, float]]:
         """What nothing but memory refuses on idle GPUs, best first, and the objective there."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.batch_load import Batching
-from placement.load_model import LoadedCluster, Tenant, lost_by_others, shares, slowdown, stretch
+from placement.load_model import LoadedCluster, Tenant, crowd, lost_by_others, shares, slowdown, stretch
 from placement.others import Others
 from placement.types import ClusterSnapshot, DeploymentState, Placement, Stays
 from tests.placement import fleets as small
@@ -206,3 +206,31 @@ def test_beside_one_at_a_time_both_ask() -> None:
     assert load >= alone + 0.3
     assert both.slowdown(place(0)) > max(without.slowdown(place(0)), Others(fleet(1, one)).slowdown(place(0)))
     assert both.lost(place(0)) > without.lost(place(0)) + Others(fleet(1, one)).lost(place(0))
+
+
+@given(snapshot=fleets(), where=PLACES, low=st.floats(0, 3), more=st.floats(0, 3))
+def test_more_to_come_costs_no_less_and_nobody_costs_nothing(
+    snapshot: ClusterSnapshot, where, low: float, more: float
+) -> None:
+    others = Others(snapshot)
+    assert others.later(where, 0.0) == 0.0
+    assert 0.0 <= others.later(where, low) <= others.later(where, low + more) * (1 + 1e-9)
+
+
+@given(where=PLACES, load=st.floats(0, 3))
+def test_on_idle_gpus_who_is_to_come_slows_its_own_only(where, load: float) -> None:
+    assert Others(fleet(4)).later(where, load) == pytest.approx(crowd(load) - 1)
+
+
+@given(where=PLACES, busy=st.floats(0, 0.4), load=st.floats(0, 0.4))
+def test_who_is_to_come_counts_as_load_that_is_there(where, busy: float, load: float) -> None:
+    """What is lost by it is what the load model says of GPUs that are busy for as much more."""
+    there = one_at_a_time(seen(fleet(4, serving("a", place(0, 1, 2, 3), busy=busy)), *[0.0] * 4))
+    added = Tenant(1e-7, shares(where))
+
+    def in_all(more: float) -> float:
+        cluster = LoadedCluster.of(there)
+        cluster.loads = {(g.node_id, g.device_id): busy + more for g in there.gpus}
+        return cluster.cost_of_adding(added, 0.0) / 1e-7
+
+    assert Others(there).later(where, load) == pytest.approx(in_all(load) - in_all(0.0), rel=1e-3, abs=1e-4)

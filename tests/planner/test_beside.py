@@ -30,6 +30,9 @@ class Alike:
     def taken(self, layout: Layout) -> float:
         return 0.0
 
+    def later(self, layout: Layout, seen: Estimate) -> float:
+        return 0.0
+
     def quietest(self, seen: Estimate) -> Layout | NoRoom:
         return fits_below(self.fits_gib)(seen)
 
@@ -96,6 +99,9 @@ class ByPlace:
     def taken(self, layout: Layout) -> float:
         return 0.0
 
+    def later(self, layout: Layout, seen: Estimate) -> float:
+        return 0.0
+
     def quietest(self, seen: Estimate) -> Layout | NoRoom:
         return self.quiet
 
@@ -145,3 +151,59 @@ def test_what_others_lose_counts_in_a_latency_only() -> None:
 
     assert chosen(IntentKind.MIN_LATENCY) == slow
     assert chosen(IntentKind.MAX_THROUGHPUT) == fast
+
+
+@settings(max_examples=25)
+@given(
+    candidates=candidate_lists(),
+    intent=intents(),
+    room=st.sampled_from([7.0, 15.0, 100.0]),
+    times=st.sampled_from([1.0, 2.0]),
+)
+def test_who_is_expected_keeps_no_candidate_from_a_limit(
+    candidates: list[Candidate], intent: Intent, room: float, times: float
+) -> None:
+    """Neither what is feasible nor any figure changes; only a latency's order may."""
+
+    @dataclass(frozen=True)
+    class Expecting(Alike):
+        def later(self, layout: Layout, seen: Estimate) -> float:
+            return float(seen.config.num_gpus) ** 2
+
+    fits = fits_below(room)
+    before = rank(candidates, intent, fits=fits, prices=PRICES, neighbours=Alike(times, room))
+    after = rank(candidates, intent, fits=fits, prices=PRICES, neighbours=Expecting(times, room))
+
+    def told(one: Ranked) -> object:
+        return one.objective, one.cost, one.feasible, one.refusal, one.violations, one.slowdown
+
+    assert {one.config: told(one) for one in after.candidates if one.feasible} == {
+        one.config: told(one) for one in before.candidates if one.feasible
+    }
+    if intent.kind not in (IntentKind.MIN_LATENCY, IntentKind.COST_SLO):
+        assert [one.config for one in after.candidates] == [one.config for one in before.candidates]
+    weights = [one.weight for one in after.candidates if one.feasible and one.weight is not None]
+    assert weights == sorted(weights, reverse=after.maximize)
+
+
+def test_what_all_lose_later_decides_and_is_told() -> None:
+    """Four GPUs are fastest now, and bring four times the load."""
+    narrow, wide = DeploymentConfig(), DeploymentConfig(tp=4)
+    both = [Candidate(narrow, estimate(narrow)), Candidate(wide, estimate(wide, tpot_s=0.01, ttft_s=0.2))]
+
+    class Expecting(Alike):
+        def later(self, layout: Layout, seen: Estimate) -> float:
+            return 3.0 * seen.config.num_gpus - 3.0
+
+    def chosen(kind: IntentKind) -> DeploymentConfig:
+        plan = rank(both, Intent(kind=kind), fits=lambda _: Somewhere(), neighbours=Expecting(1.0))
+        assert plan.best is not None
+        if plan.best.config == narrow and kind is IntentKind.MIN_LATENCY:
+            assert plan.better_idle is not None
+            assert plan.better_idle.config == wide
+            assert "with those to come, all lose 10.8 s more by each request" in plan.better_idle.text
+            assert "times as slow" not in plan.better_idle.text.split(";")[1]
+        return plan.best.config
+
+    assert chosen(IntentKind.MIN_LATENCY) == narrow
+    assert chosen(IntentKind.MAX_THROUGHPUT) == wide
