@@ -84,7 +84,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # restored whatever follows
     torch = module_of("torch", STAND_IN / "torch_on_paper.py")
-    sys.modules["vllm"].costs = module_of("vllm.costs", STAND_IN / "costs.py")
+    for name in ("costs", "checks"):
+        setattr(sys.modules["vllm"], name, module_of(f"vllm.{name}", STAND_IN / f"{name}.py"))
     worker = module_of("vllm.v1.worker.gpu_worker", STAND_IN / "gpu_worker.py")
     core = module_of("core", STAND_IN / "core.py")
     timer = module_of("iserve_timer", TIMER)

@@ -1,4 +1,5 @@
-"""A strict stand-in for ``python -m vllm.entrypoints.cli.main serve MODEL ...`` (0.20 to 0.24), stdlib only.
+"""A strict stand-in for ``python -m vllm.entrypoints.cli.main serve MODEL ...`` (0.20 to 0.24), stdlib only but
+for the checks that it shares with the stand-in for vLLM's ``LLM`` class (``vllm_stand_in``).
 
 It takes the documented flags and no other, makes the documented checks with the documented texts, binds its port
 with SO_REUSEPORT before it "loads", is as many processes as vLLM is (none of which minds its parent's death), and
@@ -12,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -24,19 +24,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
 
+from vllm import checks
+
 GIB = 2**30
-ARCHITECTURES = {
-    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "FalconForCausalLM", "GPTJForCausalLM",
-}  # fmt: skip
-KV_DTYPES = {"auto": (2, 0), "float16": (2, 0), "bfloat16": (2, 0), "fp8": (1, 0), "fp8_e4m3": (1, 0),
-             "int8_per_token_head": (1, 4)}  # fmt: skip
-QUANTIZATIONS = {"fp8", "fp8_per_tensor", "fp8_per_block", "mxfp8", "gptq", "gptq_marlin", "awq", "awq_marlin",
-                 "compressed-tensors"}  # fmt: skip
-# PyTorch and NCCL read these too; the stand-in wants them where vLLM would use NVLink multicast.
-MULTICAST_OFF = {
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
-}  # fmt: skip
 
 
 def fail(text):
@@ -68,22 +58,23 @@ def parse(argv):
     serve.add_argument("--served-model-name", nargs="+", required=True)
     serve.add_argument("--block-size", type=int, choices=[16, 32, 64, 128], default=16)
     serve.add_argument("--gpu-memory-utilization", type=float, default=0.92)
-    serve.add_argument("--kv-cache-dtype", choices=sorted(KV_DTYPES), default="auto")
+    serve.add_argument("--kv-cache-dtype", choices=sorted(checks.KV_DTYPES), default="auto")
     serve.add_argument("--load-format", choices=["auto", "safetensors", "dummy"], default="auto")
-    serve.add_argument("--quantization", choices=sorted(QUANTIZATIONS))
+    serve.add_argument("--quantization", choices=sorted(checks.QUANTIZATIONS))
     serve.add_argument("--generation-config", default="auto")
     serve.add_argument("--distributed-executor-backend", choices=["mp", "uni", "ray", "external_launcher"])
     serve.add_argument("--compilation-config", type=json.loads, default={})
     serve.add_argument("--disable-uvicorn-access-log", action="store_true")
     serve.add_argument("--skip-tokenizer-init", action="store_true")
     given = parser.parse_args(argv)
-    if given.max_num_batched_tokens < given.max_num_seqs:
-        serve.error(
-            f"max_num_batched_tokens ({given.max_num_batched_tokens}) must be greater than or equal to "
-            f"max_num_seqs ({given.max_num_seqs})."
+    try:
+        checks.check_options(
+            max_num_seqs=given.max_num_seqs,
+            max_num_batched_tokens=given.max_num_batched_tokens,
+            gpu_memory_utilization=given.gpu_memory_utilization,
         )
-    if not 0 < given.gpu_memory_utilization <= 1:
-        serve.error("gpu_memory_utilization must be in (0, 1]")
+    except ValueError as error:
+        serve.error(str(error))
     return given
 
 
@@ -93,41 +84,31 @@ class Engine:
     def __init__(self, given, behaviour):
         self.given, self.behaviour = given, behaviour
         folder = Path(given.model_tag)
-        self.config = config = json.loads((folder / "config.json").read_text())
-        self._check_model(folder)
+        config = json.loads((folder / "config.json").read_text())
+        self.num_gpus = given.tensor_parallel_size * given.pipeline_parallel_size
+        try:
+            checks.check_folder(
+                folder,
+                config,
+                max_model_len=given.max_model_len,
+                load_format=given.load_format,
+                skip_tokenizer_init=given.skip_tokenizer_init,
+            )
+            checks.check_engine(
+                config,
+                tp=given.tensor_parallel_size,
+                pp=given.pipeline_parallel_size,
+                compilation=given.compilation_config,
+            )
+        except (ValueError, RuntimeError, OSError, AssertionError) as error:
+            fail(f"{type(error).__name__}: {error}")
         layers = self._layers_per_stage(config["num_hidden_layers"])
-        self._check_devices()
+        self._check_memory()
         self.blocks = self._kv_blocks(config, layers)
         self.lock = threading.Lock()
         self.running = self.waiting = self.held_tokens = self.prompt_tokens = self.output_tokens = self.steps = 0
         self.slots = threading.Semaphore(given.max_num_seqs)
         self.dead = False
-
-    def _check_model(self, folder):
-        given, config = self.given, self.config
-        architectures = config["architectures"]
-        if not set(architectures) & ARCHITECTURES:
-            fail(
-                f"ValueError: Model architectures {architectures} are not supported for now. "
-                f"Supported architectures: dict_keys({sorted(ARCHITECTURES)})"
-            )
-        heads, tp = config["num_attention_heads"], given.tensor_parallel_size
-        if heads % tp:
-            fail(
-                f"ValueError: Total number of attention heads ({heads}) must be divisible by tensor parallel size "
-                f"({tp})."
-            )
-        longest = config["max_position_embeddings"]
-        if given.max_model_len > longest:
-            fail(
-                f"ValueError: User-specified max_model_len ({given.max_model_len}) is greater than the derived "
-                f"max_model_len (max_position_embeddings={longest}.0 or model_max_length=None in model's "
-                "config.json)."
-            )
-        if given.load_format != "dummy" and not list(folder.glob("*.safetensors")):
-            fail(f"RuntimeError: Cannot find any model weights with `{folder}`")
-        if not given.skip_tokenizer_init and not (folder / "tokenizer.json").exists():
-            fail(f"OSError: Can't load tokenizer for '{folder}'.")
 
     def _layers_per_stage(self, num_hidden_layers):
         pp = self.given.pipeline_parallel_size
@@ -144,23 +125,10 @@ class Engine:
             fail(f"ValueError: sum(partitions)={sum(partitions)} does not match {num_hidden_layers=}.")
         return partitions
 
-    def _check_devices(self):
+    def _check_memory(self):
         given, behaviour = self.given, self.behaviour
-        self.num_gpus = given.tensor_parallel_size * given.pipeline_parallel_size
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if not all(re.fullmatch(r"\d+", device) for device in devices):
-            fail(f"RuntimeError: Failed to infer device type (CUDA_VISIBLE_DEVICES={devices})")
-        if len(devices) != self.num_gpus:
-            fail(f"ValueError: {self.num_gpus} GPUs are needed, {len(devices)} are visible")
         if self.num_gpus > 1 and given.distributed_executor_backend not in (None, "mp"):
             fail("ValueError: this stand-in has the mp executor only")
-        if unknown := given.compilation_config.keys() - {"max_cudagraph_capture_size", "pass_config"}:
-            fail(f"ValidationError: CompilationConfig: Unexpected keyword argument {sorted(unknown)}")
-        if given.tensor_parallel_size > 1:
-            passes = given.compilation_config.get("pass_config", {})
-            on = [name for name, value in MULTICAST_OFF.items() if os.environ.get(name) != value]
-            if on or passes.get("fuse_allreduce_rms") is not False:
-                fail(f"RuntimeError: CUDA driver error: multicast is not supported on this host ({on})")
         total = behaviour.get("total_bytes", 48 * GIB)
         free = behaviour.get("free_bytes", total)
         wanted = math.ceil(total * given.gpu_memory_utilization)
@@ -180,10 +148,9 @@ class Engine:
     def _kv_blocks(self, config, layers):
         """As many blocks as the stage with the most layers can hold; one of them is the engine's own."""
         given = self.given
-        element_bytes, scale_bytes = KV_DTYPES[given.kv_cache_dtype]
-        heads = max(1, config["num_key_value_heads"] // given.tensor_parallel_size)
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        page = 2 * given.block_size * heads * (head_dim * element_bytes + scale_bytes)
+        page = checks.page_bytes(
+            config, tp=given.tensor_parallel_size, kv_dtype=given.kv_cache_dtype, block_tokens=given.block_size
+        )
         needed = math.ceil(given.max_model_len / given.block_size) * page * max(layers)
         if needed > given.kv_cache_memory_bytes:
             fits = given.kv_cache_memory_bytes // page // max(layers) * given.block_size

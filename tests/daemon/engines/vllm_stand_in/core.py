@@ -11,18 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from vllm import costs
+from vllm import checks, costs
 
 GIB = 2**30
 BLOCK_TOKENS = 16
-KV_BYTES = {"auto": 2, "fp8": 1, "int8_per_token_head": 1}
-MULTICAST_OFF = {
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
-}  # fmt: skip
-ARCHITECTURES = {
-    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "FalconForCausalLM", "GPTJForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
-}  # fmt: skip
 
 
 def load_general_plugins():
@@ -100,33 +92,17 @@ class Core:
         given, config = self.arguments, self.config
         if "start_error" in self.behaviour:
             raise ValueError(self.behaviour["start_error"])
-        if not set(config["architectures"]) & ARCHITECTURES:
-            raise ValueError(f"Model architectures {config['architectures']} are not supported for now.")
-        tp = given["tensor_parallel_size"]
-        if config["num_attention_heads"] % tp:
-            raise ValueError(
-                f"Total number of attention heads ({config['num_attention_heads']}) must be divisible by tensor "
-                f"parallel size ({tp})."
-            )
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if len(visible) != tp * given["pipeline_parallel_size"] or not all(v.isdigit() for v in visible):
-            raise RuntimeError(f"Failed to infer device type (CUDA_VISIBLE_DEVICES={visible})")
-        compilation = given["compilation_config"] or {}
-        if unknown := compilation.keys() - {"max_cudagraph_capture_size", "pass_config"}:
-            raise ValueError(f"Unexpected keyword argument: {unknown}")
-        if compilation.get("max_cudagraph_capture_size", 1) < 1:
-            raise AssertionError("Maximum cudagraph size should be greater than or equal to 1")
-        if tp > 1:
-            passes = compilation.get("pass_config", {})
-            on = [name for name, value in MULTICAST_OFF.items() if os.environ.get(name) != value]
-            if on or passes.get("fuse_allreduce_rms") is not False:
-                raise RuntimeError(f"CUDA driver error: multicast is not supported on this host ({on})")
+        checks.check_engine(
+            config,
+            tp=given["tensor_parallel_size"],
+            pp=given["pipeline_parallel_size"],
+            compilation=given["compilation_config"] or {},
+        )
 
     def kv_config(self, available):
         given, config = self.arguments, self.config
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        heads = max(1, config["num_key_value_heads"] // given["tensor_parallel_size"])
-        page = 2 * BLOCK_TOKENS * heads * head_dim * KV_BYTES[given["kv_cache_dtype"]]
+        tp, kv_dtype = given["tensor_parallel_size"], given["kv_cache_dtype"]
+        page = checks.page_bytes(config, tp=tp, kv_dtype=kv_dtype, block_tokens=BLOCK_TOKENS)
         if available <= 0:
             raise ValueError(
                 "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "

@@ -5,9 +5,7 @@ import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
-from vllm import core
-
-QUANTIZATIONS = {None, "fp8", "fp8_per_tensor", "gptq", "awq", "compressed-tensors"}
+from vllm import checks, core
 
 
 class EngineDeadError(Exception):
@@ -40,25 +38,20 @@ class LLM:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         core.load_general_plugins()
         config = json.loads((Path(model) / "config.json").read_text())
-        longest = config["max_position_embeddings"]
-        if max_model_len > longest:
-            raise ValueError(
-                f"User-specified max_model_len ({max_model_len}) is greater than the derived max_model_len "
-                f"(max_position_embeddings={longest}.0 or model_max_length=None in model's config.json)."
-            )
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be greater than or equal to max_num_seqs "
-                f"({max_num_seqs})."
-            )
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
-        if quantization not in QUANTIZATIONS or kv_cache_dtype not in core.KV_BYTES:
+        checks.check_options(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+        )
+        if quantization not in {None, *checks.QUANTIZATIONS} or kv_cache_dtype not in checks.KV_DTYPES:
             raise ValueError(f"Unknown quantization method {quantization} or KV cache type {kv_cache_dtype}")
-        if load_format != "dummy" and not list(Path(model).glob("*.safetensors")):
-            raise RuntimeError(f"Cannot find any model weights with `{model}`")
-        if not skip_tokenizer_init and not (Path(model) / "tokenizer.json").exists():
-            raise OSError(f"Can't load tokenizer for '{model}'.")
+        checks.check_folder(
+            Path(model),
+            config,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            skip_tokenizer_init=skip_tokenizer_init,
+        )
         self._limits, self._vocab = arguments, config["vocab_size"]
         self.llm_engine = SimpleNamespace(
             model_config=SimpleNamespace(get_vocab_size=lambda: self._vocab),
