@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fingerprint.profile_plan import Shards
 from iserve.cli import options as o
+
+if TYPE_CHECKING:
+    from fingerprint.measurements import Profile
+    from iserve.api_types import ProfileJobDocument
+    from iserve.client import ControllerClient
 
 __all__ = ["register"]
 
@@ -154,8 +159,6 @@ def profile(
 ) -> None:
     """Measure MODEL's fingerprints (one and two of its layers) on the devices that are free now."""
     from fingerprint.codec import to_json
-    from fingerprint.errors import EngineError, UnavailableError
-    from fingerprint.measurements import Profile
     from iserve.api_types import ProfileJobDocument
     from iserve.cli.live import client, model_argument
     from iserve.cli.profile_text import print_profile
@@ -177,13 +180,7 @@ def profile(
             display.show("profiling", job.progress)
             time.sleep(_POLL_S)
             job = controller.get(f"/api/v1/profiles/jobs/{job.job_id}", ProfileJobDocument)
-    if job.status == "failed":
-        raise EngineError(job.error or "the profile failed")
-    known = controller.get("/api/v1/profiles", tuple[Profile, ...])
-    taken = [p for p in known if (p.model, p.engine) == (job.model, job.engine)]
-    measured = max(taken, key=lambda p: p.created_at, default=None)  # another driver may have an older one
-    if measured is None:
-        raise UnavailableError(f"the profile of {job.model} was taken and is gone again; take it once more")
+    measured = _taken(controller, job)
     if as_json:
         typer.echo(to_json(measured, indent=2).decode())
         return
@@ -191,6 +188,26 @@ def profile(
     for note in (*job.notes, *measured.notes):
         typer.echo(f"note: {note}")
     typer.echo(f"see it: iserve report {measured.model} -o report.html")
+
+
+def _taken(controller: ControllerClient, job: ProfileJobDocument) -> Profile:
+    """What the job, which has ended, measured.
+
+    Raises:
+        EngineError: it failed.
+        UnavailableError: somebody has removed the profile since.
+    """
+    from fingerprint.errors import EngineError, UnavailableError
+    from fingerprint.measurements import Profile
+
+    if job.status == "failed":
+        raise EngineError(job.error or "the profile failed")
+    known = controller.get("/api/v1/profiles", tuple[Profile, ...])
+    taken = [p for p in known if (p.model, p.engine) == (job.model, job.engine)]
+    measured = max(taken, key=lambda p: p.created_at, default=None)  # another driver may have an older one
+    if measured is None:
+        raise UnavailableError(f"the profile of {job.model} was taken and is gone again; take it once more")
+    return measured
 
 
 def keys_create(

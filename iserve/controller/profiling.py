@@ -295,7 +295,6 @@ class Profiler:
             node = ask_daemon(daemon, self._without_leftovers)
             check_one_kind(node)
             key, versions = machine_key(node, engine), engine.versions()
-            folder = self._folder / uuid.uuid4().hex
             order = Order(
                 source=source,
                 table=engine.capabilities().unprepared(),
@@ -309,18 +308,24 @@ class Profiler:
                 known=None if wish is None else self.stored(source, engine, node, batch=workload.batch),
                 serving=self._serving(node),
             )
-            fingerprints = Fingerprints(source, folder, weights=not order.table.step_timed)
-            try:
-                fingerprints(1)  # a checkpoint that cannot be cut costs no launch
-                with self._target(source, engine, daemon, node) as target:
-                    measured = take(order, target, fingerprints)
-                _check_usable(measured, workload)
-                _check_same_engine(engine, versions, measured)
-            finally:
-                self._workers = frozenset()
-                shutil.rmtree(folder, ignore_errors=True)
+            measured = self._measured(order, engine, daemon)
+            _check_same_engine(engine, versions, measured)
             self._keep(measured, key)
             return measured
+
+    def _measured(self, order: Order, engine: Engine, daemon: Callable[[], DaemonClient]) -> Profile:
+        """As :meth:`take`; fingerprints and workers are gone afterwards."""
+        folder = self._folder / uuid.uuid4().hex
+        fingerprints = Fingerprints(order.source, folder, weights=not order.table.step_timed)
+        try:
+            fingerprints(1)  # a checkpoint that cannot be cut costs no launch
+            with self._target(order.source, engine, daemon, order.node) as target:
+                measured = take(order, target, fingerprints)
+            _check_usable(measured, order.workload)
+            return measured
+        finally:
+            self._workers = frozenset()
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _keep(self, measured: Profile, key: str, *, patience_s: float = 60.0) -> None:
         """A minute of measuring is not lost to a database that is being restarted."""
