@@ -24,6 +24,7 @@ RESULTS = Path(__file__).parents[2] / "bench/results/fidelity"
 KEPT = read(RESULTS / "h200-vllm.json.xz")
 FRESH = read(RESULTS / "h200-vllm-fresh.json.xz")  # played after the step model was mended
 THREE_MINUTES = read(RESULTS / "h200-vllm-three-minutes.json.xz")  # later, at two loads
+CLOCKS = read(RESULTS / "h200-vllm-clocks.json.xz")  # at 0.8 again, with own steps
 
 
 @pytest.fixture
@@ -63,6 +64,18 @@ def test_three_minutes_that_nobody_had_seen_are_simulated_as_the_document_says()
             for name in ("tpot_s", "e2e_s"):  # at P50, P90, P99
                 assert getattr(found.at, name) == pytest.approx(getattr(load.measured, name), rel=0.1)
     assert by_06[0].at.ttft_s == pytest.approx(at_06.measured.ttft_s, rel=0.1)
+
+
+def test_three_minutes_at_eight_tenths_again() -> None:
+    """By the profile all but the P99 of first tokens; own steps, told at a lower clock than the trace's, are long."""
+    ((load, (profile, checked, whole)),) = again(CLOCKS)
+    assert (profile.source, checked.source, whole.source) == (PROFILE, CHECKED, WHOLE)
+    for name in ("tpot_s", "e2e_s"):  # at P50, P90, P99
+        assert getattr(profile.at, name) == pytest.approx(getattr(load.measured, name), rel=0.06)
+        assert getattr(checked.at, name) == pytest.approx(getattr(load.measured, name), rel=0.06)
+        assert min(getattr(whole.at, name)) > min(getattr(load.measured, name))
+    assert profile.at.ttft_s[:2] == pytest.approx(load.measured.ttft_s[:2], rel=0.1)
+    assert profile.at.ttft_s[2] == pytest.approx(load.measured.ttft_s[2], rel=0.15)
 
 
 def test_what_is_kept_is_what_was_played() -> None:
