@@ -122,10 +122,10 @@ def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
 
 def _served_words(served: ServedDocument) -> list[str]:
     """Under which load, what a request gets, and how often it misses a limit."""
-    gaps = "Poisson" if served.burstiness == 1 else f"gaps' deviation {served.burstiness:g} times their mean"
+    gaps = "Poisson" if served.burstiness == 1 else f"gaps' deviation {served.burstiness:.3g} times their mean"
     if served.rate_levels:
         moves = [level.times for level in served.rate_levels]
-        gaps += f", moving between {min(moves):.2g} and {max(moves):.2g} times that"
+        gaps += f", the rate moving between {min(moves):.2g} and {max(moves):.2g} times its mean"
     times = [("TTFT", served.ttft), ("TPOT", served.tpot), ("E2E", served.e2e)]
     told = ", ".join(f"{name} {_quantile(time.quantile_s)}" for name, time in times)
     missed = [
