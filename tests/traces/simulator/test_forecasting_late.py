@@ -13,12 +13,13 @@ from placement.types import ClusterSnapshot
 from planner.intent import Slo
 from planner.lateness import Pace
 from tests.traces.simulator.test_refusing_late import words
-from tests.traces.simulator.worlds import OnTheFirst, cluster, second_per_step
+from tests.traces.simulator.worlds import OnTheFirst, cluster, limits, second_per_step
 from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
+from traces.simulator.step_model import linear_steps
 from traces.summary import kept
 
 
@@ -96,6 +97,31 @@ def test_whatever_the_plan_says_more_keep_their_slo_than_without(told: float, ma
     met = kept(refusing, slo)
     assert met.sum() > 3 * kept(everybody, slo).sum()
     assert met.sum() > 0.8 * refusing.completed.sum()
+
+
+def test_where_a_batch_slows_its_requests_it_keeps_more_than_exact_times_of_one_alone() -> None:
+    """Four at once take 2.5 times as long as one. AlpaServe's rule, of requests alone, lets in who is late beside
+    others."""
+    steps = linear_steps(limits(4), step_s=0.5, sequence_s=0.5)
+    deployer = OnTheFirstWithAPace(4)
+    deployer.steps = steps
+    deployer.pace = replace(deployer.pace, tpot_full_s=2.5, ttft_full_s=1.0)
+    slo = Slo(e2e_s=20.0)
+    asked = [Request(1.5 * i, 1, 3 + i % 5, "a") for i in range(300)]
+
+    def met(*, forecasts: bool) -> tuple[int, int]:
+        scenario = Scenario(
+            cluster=cluster(),
+            actions=(Deploy(at_s=0.0, name="a", model="a"),),
+            refuse_late={"a": slo},
+            forecasts_late=forecasts,
+        )
+        outcomes = simulate(asked, scenario, Policies(deployer=deployer)).outcomes
+        return int(kept(outcomes, slo).sum()), int(outcomes.completed.sum())
+
+    by_forecast, served = met(forecasts=True)
+    assert by_forecast > 1.2 * met(forecasts=False)[0]
+    assert by_forecast > 0.9 * served
 
 
 @settings(max_examples=60)
