@@ -145,7 +145,9 @@ def told_of_idle(
         why.append(f"with those to come, all lose {here.later_s:.3g} {unit} more by each request")
     text = f"{config} would be best on idle GPUs ({objective:.4g} {unit}); {', and '.join(why)}"
     if chosen is not None and chosen.objective is not None:
-        text += f"; {chosen.config} comes to {chosen.objective:.4g} {unit}, {chosen.slowdown:.3g} times as slow"
-        if chosen.later_s:
-            text += f", and to {chosen.later_s:.3g} {unit} more"
+        text += f"; {chosen.config} comes to {chosen.objective:.4g} {unit}"
+        if chosen.slowdown > 1 or not here.later_s:
+            text += f", {chosen.slowdown:.3g} times as slow"
+        if here.later_s:
+            text += f", and loses them {chosen.later_s:.3g} {unit}"
     return BetterIdle(config, objective, here.slowdown, text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +28,9 @@ from placement.types import ClusterSnapshot, DeploymentState, Placement, Replica
 from planner.intent import Intent, IntentKind
 from planner.plan import Candidate, Plan
 from tests.fingerprint.step_timed_machine import llama_7b
+from tests.iserve.command_line import Done, iserve, model
+
+__all__ = ["iserve", "model"]  # fixtures
 
 GIB = 2**30
 A6000 = gpu_spec("a6000")
@@ -200,7 +205,9 @@ def test_a_plan_tells_for_whom_it_leaves_room() -> None:
     taken = plan.best.config.num_gpus
     assert taken < plan.better_idle.config.num_gpus == 8
     assert f"{plan.best.config} takes {taken} of 8 GPUs: chosen with 7 more deployments to come" in notes
-    assert any("with those to come, all lose" in note for note in notes)
+    (told,) = (note for note in notes if "with those to come, all lose" in note)
+    assert f"{plan.best.config} comes to {plan.best.objective:.4g} s, and loses them" in told
+    assert "times as slow" not in told
 
 
 def test_other_intents_and_impossible_numbers_are_refused() -> None:
@@ -208,3 +215,26 @@ def test_other_intents_and_impossible_numbers_are_refused() -> None:
         PlanOptions(expect=4)
     with pytest.raises(ConfigError, match="-1"):
         PlanOptions(intent=LATENCY, expect=-1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (("--intent", "min-latency", "--expect", "-1"), "--expect"),
+        (("--expect", "4"), "min-cost leaves no room"),
+    ],
+)
+def test_the_command_refuses_them_too(
+    asked: tuple[str, ...], told: str, iserve: Callable[..., Done], model: Callable[[str], Path]
+) -> None:
+    done = iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:8", *asked)
+    assert (done.code, done.out) == (2, "")
+    assert told in done.err
+
+
+def test_the_command_plans_for_them(iserve: Callable[..., Done], model: Callable[[str], Path]) -> None:
+    asked = ("plan", model("Llama-2-7b"), "--gpus", "a6000:8", "--intent", "min-latency", "--json")
+    alone, several = iserve(*asked).document, iserve(*asked, "--expect", "8").document
+    assert alone["notes"] == []
+    assert "8 GPUs: chosen with 7 more deployments to come" in several["notes"][-1]
+    assert several["candidates"][0]["config"] != alone["candidates"][0]["config"]
