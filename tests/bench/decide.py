@@ -140,6 +140,9 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
     estimator = RooflineEstimator(spec, A6000)
     ranked = RankedModel(spec, A6000, estimator, engines, OPTIONS)
     seeing = RankedModel(spec, A6000, estimator, engines, replace(OPTIONS, intent=LATENCY))
+    expecting = RankedModel(
+        spec, A6000, estimator, engines, replace(OPTIONS, intent=LATENCY, expect=2 * NUM_MODELS)
+    )
 
     def whole_plan(snapshot: ClusterSnapshot) -> object:
         best = make_plan(spec, Hardware(label="", gpu=A6000, snapshot=snapshot), estimator, engines, OPTIONS).best
@@ -156,6 +159,11 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
         assert chosen is not None
         return chosen.placement
 
+    def beside_and_later(snapshot: ClusterSnapshot) -> object:
+        chosen = expecting.choose(snapshot)
+        assert chosen is not None
+        return chosen.placement
+
     def by_loads(snapshot: ClusterSnapshot) -> object:
         return beside(replace(snapshot, deployments=()))
 
@@ -164,6 +172,7 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
         "plan, order kept": kept_order,
         "plan, order kept, sees others": beside,
         "plan, order kept, sees loads": by_loads,
+        "plan, order kept, expects others": beside_and_later,
         "look-ahead, tp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(2, 1)),
         "look-ahead, tp=8,pp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(8, 2)),
         "scaling of all": lambda snapshot: scale(snapshot, Scaling()),
