@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from daemon.process import write_file_atomically
 from iserve.routes import Punctuality, Route, WorkerTarget
 from planner.intent import Slo
 from planner.lateness import Pace
@@ -192,3 +193,16 @@ def test_what_fails_leaves_the_judge_with_nobody(
     assert gateway.complete(NAME).status != 200
     worker.mode = "ok"
     assert gateway.complete(NAME).status == 200, "it is idle"
+
+
+def test_a_table_with_a_pace_that_cannot_be_is_left_out(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
+) -> None:
+    worker = make_worker()
+    gateway.publish(late_route(worker.target(), slots=2, e2e_s=30.0))
+    path, rejected = gateway.home / "run" / "routes.json", gateway.metric("iserve_gateway_rejected_routes_total")
+    told = path.read_bytes()
+    assert b'"slots":2' in told
+    write_file_atomically(path, told.replace(b'"slots":2', b'"slots":0'))
+    wait_until(lambda: gateway.metric("iserve_gateway_rejected_routes_total") == rejected + 1, "it is rejected")
+    assert gateway.complete(NAME).status == 200, "the last one stays in force"
