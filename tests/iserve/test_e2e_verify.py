@@ -71,8 +71,9 @@ def test_a_check_of_a_model_corrects_its_plans_and_leaves_nothing_running(
         assert (correction["exact"], correction["config"]) == (exact, config)
         if exact:
             estimate = candidate["estimate"]
-            assert estimate["ttft_s"]["value"] == pytest.approx(found["ttft_s"]["measured"])
-            assert estimate["tpot_s"]["value"] == pytest.approx(found["tpot_s"]["measured"])
+            for name in ("ttft_s", "tpot_s"):  # of a reading less certain than what was predicted it says so
+                now = found[name]["measured"] if found[name]["corrects"] else raw[name]["value"]
+                assert estimate[name]["value"] == pytest.approx(now)
             assert estimate["memory_bytes_per_gpu"] == found["memory_bytes_per_gpu"]["measured"]
             assert set(estimate) - {"correction"} == set(raw) - {"correction"}
     assert "corrected by the check of" in home.run("plan", DEMO, *WORK).stdout
