@@ -10,9 +10,10 @@ estimator. Estimates have no interval here, so that what differs is the queueing
 
 Utilisation is of the planner's own capacity, ``slots / E2E(slots)``. Limits are settled beforehand: TTFT of 5
 times that of a request alone, E2E of 1.5 times that of the whole batch; "either" is judged by the simulator on
-both. With ISERVE_REFERENCE_DATA, Azure's conversation and code traces too, their times stretched to the
-utilisation; the planner is told the workload's mean lengths, their variation and the index of dispersion in
-bins of 10 s; or ("levels") what ``--arrivals`` tells it of the trace as it is.
+both. Rates that move ("on and off", "drifting"): the planner is told what ``--arrivals`` takes from one stream and
+judged by another of the same law. With ISERVE_REFERENCE_DATA, Azure's conversation and code traces too, their
+times stretched to the utilisation; the planner is told the workload's mean lengths, their variation and the index
+of dispersion in bins of 10 s; or ("path") what ``--arrivals`` tells it of the trace.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tests.bench.kept import read_kept, write_kept
 from tests.bench.rank import machine
 from tests.bench.simulate import Spread
 from tests.fingerprint.step_timed_machine import llama_7b
-from traces.arrivals import Gamma
+from traces.arrivals import ArrivalProcess, Drifting, Gamma, OnOff
 from traces.generate import generate
 from traces.lengths import FixedLengths, LengthModel, LognormalLengths
 from traces.outcomes import Outcomes
@@ -186,6 +187,25 @@ def generated(grid: Grid, count: int) -> Iterator[Compared]:
         yield compare(case, *simulated(case, stream), rate, foreseen)
 
 
+def moving(grid: Grid, count: int) -> Iterator[Compared]:
+    """Busy for 15 s of 60; and a rate that drifts by 60% about its mean, a minute at a time."""
+    cv_lengths = grid.length_cvs[0]
+    lengths = varied(grid, cv_lengths)
+    for law, slots, utilisation in product(("on and off", "drifting"), grid.slots, grid.utilisations):
+        work = Workload(slots, grid.input_tokens, grid.output_tokens)
+        case = Case(law, slots, utilisation, Traffic(), work)
+        rate = utilisation / float(prediction(case).service_s[0])
+        arrivals: ArrivalProcess = Drifting(rate, 0.6, 60.0)
+        if law == "on and off":
+            arrivals = OnOff(rate_per_s=4 * rate, on_s=15.0, off_s=45.0)
+        told, judged = (
+            list(generate(arrivals, lengths, seed=grid.seed + turn, num_requests=count, models=["0"]))
+            for turn in (1, 2)
+        )
+        case = case._replace(traffic=traffic_of(told))
+        yield compare(case, *simulated(case, judged), rate, prediction(case))
+
+
 def of_azure(grid: Grid, folder: Path) -> Iterator[Compared]:
     for name in ("conv", "code"):
         requests = list(open_trace(folder / f"azure_llm_2023_{name}.csv.gz", None))
@@ -205,7 +225,8 @@ def of_azure(grid: Grid, folder: Path) -> Iterator[Compared]:
                 case = case._replace(traffic=traffic)
                 outcomes = simulated(case, slowed)
                 yield compare(case, *outcomes, rate, prediction(case))
-                case = case._replace(name=f"azure {name}, levels", traffic=moving)
+                path = replace(moving, window_s=moving.window_s * stretch)
+                case = case._replace(name=f"azure {name}, path", traffic=path)
                 yield compare(case, *outcomes, rate, prediction(case))
 
 
@@ -293,7 +314,7 @@ def main(arguments: list[str]) -> None:
     print(machine())
     found = []
     data, grid = os.environ.get("ISERVE_REFERENCE_DATA"), GRIDS[options.grid]
-    sources = ([] if options.azure else [generated(grid, options.requests)]) + (
+    sources = ([] if options.azure else [generated(grid, options.requests), moving(grid, options.requests)]) + (
         [of_azure(grid, Path(data) / "traces")] if data else []
     )
     for source in sources:

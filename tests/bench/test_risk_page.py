@@ -27,7 +27,8 @@ def test_the_results_are_of_all_loads_of_the_grid_and_of_none_that_the_model_was
         for lengths in own.length_cvs
     }
     traces = {"azure conv", "azure code"}
-    assert {c.case for c in found if c not in gamma} == traces | {f"{trace}, levels" for trace in traces}
+    moving = traces | {f"{trace}, path" for trace in traces} | {"on and off", "drifting"}
+    assert {c.case for c in found if c not in gamma} == moving
     for name in ("slots", "utilisations", "cvs", "length_cvs"):
         assert not set(getattr(own, name)) & set(getattr(built, name)), name
     assert own.seed != built.seed
