@@ -24,7 +24,7 @@ from notebooks.figures.setting import INTENTS
 from notebooks.figures.under_load import RULE_CHEAP, RULE_FAST, SPREAD
 from planner.intent import IntentKind
 
-__all__ = ["SCENE", "figure_16_load"]
+__all__ = ["COLUMNS", "SCENE", "figure_16_load"]
 
 FACTORS = (0.1, 0.4)
 TRACES = ("code", "conv")
@@ -35,7 +35,7 @@ _PLAIN = tuple(who for who in BASELINES if who.baseline not in (Baseline.ALPASER
 _ALPASERVE = Contestant(name="AlpaServe, one seed", baseline=Baseline.ALPASERVE)
 _BASELINES = (*_PLAIN, _ALPASERVE)
 _CONTESTANTS = (*_INTENTS, *SPREAD, RULE_FAST, RULE_CHEAP, *_PLAIN)
-_COLUMNS: Columns = {
+COLUMNS: Columns = {
     "deployed": lambda s: float(s.deployed),
     "answered": lambda s: s.answered,
     "SLO kept": lambda s: 1 - s.missed,
@@ -61,7 +61,7 @@ def figure_16_load(places: Sequence[Place] | None = None) -> Figure:
         title="21 models on 8 A6000 under load",
         source=f"simulated, roofline, no batching, {trace_source()}, means of {len(SEEDS)} seeds; the paper's "
         "engine and formats; table 1's six in turn, one every 50 s",
-        tables=(table("latencies and costs are of answered requests", cells, _COLUMNS), _most_kept(cells)),
+        tables=(table("latencies and costs are of answered requests", cells, COLUMNS), _most_kept(cells)),
         findings=tuple(_findings(cells)),
         charts=tuple(
             chart(

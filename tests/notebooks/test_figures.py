@@ -42,7 +42,7 @@ SLOW = {
     "14",
     "20",
     "h200",
-}  # simulations; test_fleet and test_load recompute a part
+}  # simulations; test_fleet and test_committed_cells recompute a part
 
 
 @with_reference

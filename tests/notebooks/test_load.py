@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from statistics import fmean, pstdev
 
 import pytest
 
 from iserve.simulation.baselines import Baseline
-from notebooks.figures.comparison import Place, against_all, changes, lost, served
+from notebooks.figures.comparison import Place, against_all, changes, lost
 from notebooks.figures.contest import BASELINES, Contestant, Served, averaged, fewest_gpus, iserve, serve, slos_of
-from notebooks.figures.fleet_load import SCENE as TWENTY_ONE_MODELS
 from notebooks.figures.h200 import MODELS as H200_MODELS
 from notebooks.figures.harvest import attained
 from notebooks.figures.load import PAPER_SITE, SEED, World, world_of
-from notebooks.figures.record import read
 from notebooks.figures.recordings import recording_of
 from notebooks.figures.under_load import LARGE
 from planner.intent import IntentKind, Quality
 from traces.request import Request
 from traces.simulator.scenario import Deploy
 
-REFERENCE = os.environ.get("ISERVE_REFERENCE_DATA")
 SMALL = ("gpt-j-6b", "Llama-2-7b-hf", "gpt-j-6b")
 SITE = replace(PAPER_SITE, num_gpus=2)
 
@@ -165,34 +161,6 @@ def test_who_answers_less_is_compared_apart_and_never_wins_a_cell() -> None:
     assert [row[1:3] for row in lost(cells, "us", lambda s: s.p50_s).rows] == [("max PP", "+100.0%")]
     cells[place, "FSDP, offload"] = replace(_ONE, p50_s=1.5)
     assert [row[1] for row in lost(cells, "us", lambda s: s.p50_s).rows] == ["max PP"]
-
-
-@pytest.mark.skipif(not REFERENCE, reason="ISERVE_REFERENCE_DATA does not name the reference data")
-@pytest.mark.parametrize("who", ["min-latency", "max TP"])
-def test_a_committed_cell_is_what_comes_out(who: str) -> None:
-    contestants = {one.name: one for one in (iserve(IntentKind.MIN_LATENCY), *BASELINES)}
-    found = served(Place("code", 0.1, LARGE), contestants[who])
-    assert found is not None
-    table = read("11").figure.tables[0]
-    (kept,) = (dict(zip(table.columns, row, strict=True)) for row in table.rows if row[:2] == ("code 0.1", who))
-    live = {"p50 s": found.p50_s, "p99 s": found.p99_s, "SLO missed": found.missed, "busy": found.busy}
-    assert {name: float(f"{value:.4g}") for name, value in live.items()} == {name: kept[name] for name in live}, (
-        "run `make evaluation` with the reference data"
-    )
-
-
-@pytest.mark.skipif(not REFERENCE, reason="ISERVE_REFERENCE_DATA does not name the reference data")
-def test_a_committed_cell_of_21_models_is_what_comes_out() -> None:
-    found = served(Place("code", 0.1, TWENTY_ONE_MODELS), iserve(IntentKind.MIN_MEMORY))
-    assert found is not None
-    table = read("16-load").figure.tables[0]
-    (kept,) = (
-        dict(zip(table.columns, row, strict=True)) for row in table.rows if row[:2] == ("code 0.1", "min-memory")
-    )
-    live = {"deployed": found.deployed, "SLO kept": 1 - found.missed, "p95 s": found.p95_s, "GPU*s": found.gpu_s}
-    assert {name: float(f"{value:.4g}") for name, value in live.items()} == {name: kept[name] for name in live}, (
-        "run `make evaluation` with the reference data"
-    )
 
 
 def test_a_profile_on_every_gpu_takes_from_the_requests_and_nothing_where_there_is_none() -> None:
