@@ -52,6 +52,7 @@ class Contestant:
         weighs_load: of iServe's planner; else it plans as if GPUs were idle.
         longest_apart: plans for the mean request with room for the longest, as by ``--context``, and has the SLO
             by which it is judged; else it plans for the longest request, with the SLO of that.
+        told_number: of models, how many the cluster is to hold in all, as by ``--expect``.
         told_demand: of its own model's requests, their rate and how they come.
         refused: what iServe is asked for, no demand told, where it refuses ``kind``; None: the model is not
             deployed then.
@@ -67,6 +68,7 @@ class Contestant:
     knows_rates: bool = True
     weighs_load: bool = True
     longest_apart: bool = False
+    told_number: bool = False
     told_demand: bool = False
     refused: IntentKind | None = None
     refuses_late: bool = False
@@ -173,7 +175,8 @@ def _models(world: World, who: Contestant, slo_factor: float) -> dict[str, Simul
     def intent(model: str) -> Intent:
         return who.intent(slos[model], world.demand_of(model) if who.told_demand else None)
 
-    return world.models(intent, who.policy, weigh_load=who.weighs_load, workload=workload)
+    expect = len(world.deployments) if who.told_number else 0
+    return world.models(intent, who.policy, weigh_load=who.weighs_load, workload=workload, expect=expect)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,10 +96,12 @@ SCENE = Scene(site=H200_SITE, models=MODELS, deploy_every_s=_DEPLOY_EVERY_S, req
 
 
 _INTENTS = tuple(iserve(kind, Quality.NEAR) for kind in OWN)
-# What min-latency sees of who runs already: rates, as it is; only how busy GPUs are; nothing. And on quiet GPUs.
+# What min-latency sees of who runs already: rates, as it is; only how busy GPUs are; nothing. Told how many come.
+# And on quiet GPUs.
 _SEEN = (
     replace(_INTENTS[0], name="min-latency, by loads alone", knows_rates=False),
     replace(_INTENTS[0], name="min-latency, as if idle", weighs_load=False),
+    replace(_INTENTS[0], name="min-latency, told how many come", told_number=True),
     replace(_INTENTS[0], name="min-latency, least-loaded", policy="least-loaded"),
 )
 _LEAST_GPU_HOURS = _INTENTS[-1]

@@ -109,16 +109,17 @@ class World:
         *,
         weigh_load: bool = True,
         workload: Workload | None = None,
+        expect: int = 0,
     ) -> dict[str, SimulatedModel]:
         """As each is asked for; ``workload``: that they are planned for, the site's by default."""
         workload = workload or self.site.workload
-        return {
-            model: self.site.model(
-                model,
-                PlanOptions(intent=intent_of(model), workload=workload, policy=policy, weigh_load=weigh_load),
+
+        def options(model: str) -> PlanOptions:
+            return PlanOptions(
+                intent=intent_of(model), workload=workload, policy=policy, weigh_load=weigh_load, expect=expect
             )
-            for model in dict.fromkeys(self.deployments.values())
-        }
+
+        return {m: self.site.model(m, options(m)) for m in dict.fromkeys(self.deployments.values())}
 
     @property
     def mean_request(self) -> Workload:

@@ -45,6 +45,8 @@ EXACT = iserve(IntentKind.MIN_LATENCY, Quality.EXACT)
 # What it sees of who runs already: rates, as it is; only how busy GPUs are; nothing.
 BY_LOADS = replace(FASTEST, name="min-latency, by loads alone", knows_rates=False)
 AS_IF_IDLE = replace(FASTEST, name="min-latency, as if idle", weighs_load=False)
+# And of who is to come: how many.
+EXPECTING = replace(FASTEST, name="min-latency, told how many come", told_number=True)
 RULE_FAST = Contestant(name="rule: max TP, 4 bits", baseline=Baseline.RULE, kind=IntentKind.MIN_LATENCY)
 RULE_CHEAP = Contestant(name="rule: min TP, 4 bits", baseline=Baseline.RULE, kind=IntentKind.MIN_COST)
 SAVING = (IntentKind.MIN_COST, IntentKind.MIN_MEMORY, IntentKind.MIN_GPU_HOURS)
@@ -68,7 +70,7 @@ def _source() -> str:
 
 def figure_11(places: Sequence[Place] | None = None) -> Figure:
     """min-latency on the larger models, both traces, four rates."""
-    cells = cells_of(places or _large(), (FASTEST, EXACT, BY_LOADS, AS_IF_IDLE, RULE_FAST, *BASELINES))
+    cells = cells_of(places or _large(), (FASTEST, EXACT, BY_LOADS, AS_IF_IDLE, EXPECTING, RULE_FAST, *BASELINES))
     ours = FASTEST.name
     p50, throughput = OWN[IntentKind.MIN_LATENCY][1], LATENCY["req/s/GPU"]
     return Figure(
@@ -137,7 +139,9 @@ def figure_12(place: Place | None = None) -> Figure:
         for kind in (IntentKind.MIN_LATENCY, *SAVING)
         for quality in (Quality.ANY, Quality.EXACT)
     ]
-    cells = cells_of((place,), (*intents, BY_LOADS, AS_IF_IDLE, *SPREAD, RULE_FAST, RULE_CHEAP, *BASELINES))
+    cells = cells_of(
+        (place,), (*intents, BY_LOADS, AS_IF_IDLE, EXPECTING, *SPREAD, RULE_FAST, RULE_CHEAP, *BASELINES)
+    )
     p95, alpaserve = LATENCY["p95 s"], cells[place, "AlpaServe"]
     return Figure(
         number="12",

@@ -22,7 +22,7 @@ from notebooks.figures.h200 import SCENE as FOUR_H200S
 from notebooks.figures.harvest import attained
 from notebooks.figures.load import SEED, SEEDS
 from notebooks.figures.record import read
-from notebooks.figures.under_load import FASTEST, LARGE, SMALL
+from notebooks.figures.under_load import EXPECTING, FASTEST, LARGE, SMALL
 from planner.intent import IntentKind, Quality
 
 pytestmark = pytest.mark.skipif(
@@ -53,6 +53,7 @@ def digits(value: float) -> float | None:
     ("number", "place", "who"),
     [
         ("11", Place("code", 0.1, LARGE), FASTEST),
+        ("11", Place("code", 0.1, LARGE), EXPECTING),
         ("11", Place("code", 0.1, LARGE), MAX_TP),
         ("12", Place("code", 0.4, SMALL), FASTEST),
         ("12", Place("code", 0.4, SMALL), iserve(IntentKind.MIN_MEMORY)),
