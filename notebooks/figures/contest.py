@@ -15,6 +15,7 @@ from iserve.simulation.baselines import Baseline, Prepared, alpaserve, knowledge
 from iserve.simulation.baselines import World as BaselineWorld
 from iserve.simulation.running import PlannedDeployer, SimulatedModel
 from notebooks.figures.load import World
+from notebooks.figures.recommended import recommended
 from placement.routing import LeastOutstanding
 from placement.types import ClusterSnapshot, Placement
 from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
@@ -45,7 +46,8 @@ class Contestant:
     """iServe under an intent, or a baseline.
 
     Args:
-        kind: what iServe is asked for, and what the rule of thumb is told; no other baseline knows it.
+        kind: what iServe is asked for, what the rule of thumb is told, and which limits AIConfigurator; no other
+            baseline knows it.
             ``latency-slo``: each model's own SLO, for the longest request, which models are planned for.
         policy: placement, of iServe; the default is its own.
         knows_rates: of iServe's planner, of those who run already; else the busy fractions of their GPUs only.
@@ -215,6 +217,8 @@ def _prepared(world: World, who: Contestant, slo_factor: float, slos: Mapping[st
                 return alpaserve(seen, world.requests, slos, router=LeastOutstanding(), keep_all=keep_all)
             except InfeasibleError:
                 return None
+        case Baseline.AICONFIGURATOR:
+            return Prepared(world.scenario, recommended(seen, who.kind, who.quality))
         case _:
             return Prepared(world.scenario, static_deployer(who.baseline, seen))
 

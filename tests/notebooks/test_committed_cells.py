@@ -18,6 +18,7 @@ from notebooks.figures.contest import BASELINES, Contestant, iserve
 from notebooks.figures.figure import Cell
 from notebooks.figures.fleet_load import COLUMNS
 from notebooks.figures.fleet_load import SCENE as TWENTY_ONE_MODELS
+from notebooks.figures.h200 import ADVISED
 from notebooks.figures.h200 import SCENE as FOUR_H200S
 from notebooks.figures.harvest import attained
 from notebooks.figures.load import SEED, SEEDS
@@ -61,6 +62,7 @@ def digits(value: float) -> float | None:
         ("13", Place("code", 0.1, LARGE), iserve(IntentKind.MIN_GPU_HOURS, Quality.EXACT)),
         ("16-load", Place("code", 0.1, TWENTY_ONE_MODELS), iserve(IntentKind.MIN_MEMORY)),
         ("h200", Place("code", 0.25, FOUR_H200S), iserve(IntentKind.MIN_GPU_HOURS, Quality.NEAR)),
+        ("h200", Place("code", 0.25, FOUR_H200S), ADVISED[-1]),
     ],
     ids=lambda value: value.name if isinstance(value, Place | Contestant) else value,
 )
