@@ -158,6 +158,17 @@ def test_every_figure_is_in_a_notebook() -> None:
         assert any(f"](results/figure_{number}.svg)" in cell for cell in cells), number
 
 
+def test_beside_every_figure_is_why_ours_is_not_the_papers() -> None:
+    for path in NOTEBOOKS.glob("evaluation_*.ipynb"):
+        text = "".join(
+            "".join(cell["source"]) + "\n"
+            for cell in json.loads(path.read_text())["cells"]
+            if cell["cell_type"] == "markdown"
+        )
+        for beside in text.split("](results/figure_")[1:]:
+            assert "**Why they differ**" in beside or "**No number of the paper's**" in beside, beside[:20]
+
+
 def test_an_unknown_figure_is_said_to_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
