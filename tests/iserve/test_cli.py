@@ -114,6 +114,21 @@ def test_the_plan_as_text_shows_the_ranking_and_the_refusals(
     assert "quality not measured" in text
 
 
+@pytest.mark.parametrize("more", [(), ("--batch", 8, "--engine", "vllm")], ids=["alone", "batched"])
+def test_the_plan_as_text_says_how_probably_each_limit_is_missed(
+    iserve: Callable[..., Done], model: Callable[[str], Path], more: tuple[object, ...]
+) -> None:
+    asked = ("plan", model("Llama-2-7b"), "--gpus", "a6000:8", "--rate", 0.1, *more)
+    limits = ("--slo", "ttft=1.5,e2e=20")
+    served = iserve(*asked, *limits, "--json").document["served"]
+    ttft, e2e = served["ttft"]["miss_probability"], served["e2e"]["miss_probability"]
+    assert 0 < ttft < 1
+    assert 0 <= e2e < 1
+    text = " ".join(iserve(*asked, *limits).out.split())
+    assert f"probability of missing TTFT of 1.5 s: {ttft:.2g}, E2E of 20 s: {e2e:.2g} " in text
+    assert "probability of missing" not in iserve(*asked).out  # no limit, nothing to miss
+
+
 @pytest.mark.parametrize("name", ["a[bold]b", "a[", "[red]x[", "tada :tada: x"])
 def test_a_folders_name_is_shown_as_it_is(
     iserve: Callable[..., Done], model: Callable[[str], Path], tmp_path: Path, name: str
