@@ -6,8 +6,8 @@ its own requests come (``--rate``, ``--arrivals``), such that 95% of them keep i
 those that are refused then.
 
 AlpaServe's runtime refuses a request that would miss its SLO, which the first recordings of this figure left out:
-it is in both forms now, and so is iServe, whose gateway does not, to tell what is the runtime's and what the
-placement's.
+it is in both forms now. So is iServe: by the same rule with exact times, to tell what is the runtime's and what
+the placement's, and as its gateway does it (``--refuse-late``), by a forecast when a request comes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ ALPASERVE = tuple(who for who in BASELINES if who.baseline in (Baseline.ALPASERV
 REFUSING = tuple(
     replace(who, name=f"{who.name}, refusing late", refuses_late=True) for who in (SLO_INTENT, FASTEST, *ALPASERVE)
 )
+GATEWAY = tuple(
+    replace(who, name=f"{who.name}, its gateway refusing late", refuses_late=True, by_forecast=True)
+    for who in (SLO_INTENT, TOLD_OR_FASTEST, FASTEST)
+)
 WAITING = (*BASELINES, RULE_FAST, RULE_CHEAP)
-CONTESTANTS = (*OURS, EXACT, AS_IF_IDLE, RULE_FAST, RULE_CHEAP, *BASELINES, *REFUSING)
+CONTESTANTS = (*OURS, EXACT, AS_IF_IDLE, RULE_FAST, RULE_CHEAP, *BASELINES, *REFUSING, *GATEWAY)
 _PAPERS = (ALPASERVE[0], REFUSING[2])
 
 Found = dict[tuple[float, float, str], Served]  # multiple, rate factor, who; without who places not all
@@ -113,12 +117,12 @@ def _lost(found: Found, ours: Contestant) -> Table:
 
 
 def _findings(found: Found) -> Iterator[Finding]:
-    for ours, rival in product((*OURS, *REFUSING[:2]), (*ALPASERVE, *REFUSING[2:])):
+    for ours, rival in product((*OURS, *REFUSING[:2], *GATEWAY), (*ALPASERVE, *REFUSING[2:])):
         if not ours.refuses_late or rival.refuses_late:
             paper = "3.03 to 7.09 times as rates grow" if ours is SLO_INTENT and rival in _PAPERS else NOT_GIVEN
             yield Finding(f"{ours.name}: attainment over {rival.name}'s", paper, _ratios(found, ours, rival.name))
     cells = _cells(found)
-    for ours in (*OURS, *REFUSING[:2]):
+    for ours in (*OURS, *REFUSING[:2], *GATEWAY):
         for rivals, what in (
             (WAITING, "all baselines"),
             ((*WAITING, *REFUSING[2:]), "all baselines, AlpaServe refusing late too"),

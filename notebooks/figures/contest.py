@@ -58,8 +58,9 @@ class Contestant:
         told_demand: of its own model's requests, their rate and how they come.
         refused: what iServe is asked for, no demand told, where it refuses ``kind``; None: the model is not
             deployed then.
-        refuses_late: requests that could not keep their SLO any more when their turn comes, as AlpaServe's
-            runtime does and iServe's gateway does not; else they wait.
+        refuses_late: requests that could not keep their SLO any more when their turn comes, by exact times, as
+            AlpaServe's runtime does; else they wait.
+        by_forecast: of those, when they come and by what iServe's gateway knows then.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Contestant:
     told_demand: bool = False
     refused: IntentKind | None = None
     refuses_late: bool = False
+    by_forecast: bool = False
 
     def intent(self, slo: Slo, demand: tuple[float, Traffic] | None = None) -> Intent:
         """What is wished of a model with this SLO and demand."""
@@ -158,7 +160,8 @@ def serve(world: World, who: Contestant, slo_factor: float = SLO_FACTOR) -> Serv
     by_model = slos_of(world, slo_factor, world.mean_request)
     slos = {name: by_model[model] for name, model in world.deployments.items()}
     if who.refuses_late:
-        world = replace(world, scenario=replace(world.scenario, refuse_late=slos))
+        scenario = replace(world.scenario, refuse_late=slos, forecasts_late=who.by_forecast)
+        world = replace(world, scenario=scenario)
     prepared = _prepared(world, who, slo_factor, slos)
     if prepared is None:
         return None
