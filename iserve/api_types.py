@@ -124,7 +124,7 @@ class _Wish(_Body):
     output_tokens: int = Workload().output_tokens
     context_tokens: int | None = Field(default=None, ge=1)  # of the longest request taken; None: input and output
     batch: int = Workload().batch
-    expect: int = Field(default=0, ge=0)  # deployments that the cluster is to hold in all; 0: no more than there are
+    expect: int = Field(default=0, ge=0)  # deployments to be held in all; 0: no more than there are
     engine: str = "auto"
     policy: str | None = None  # None: the installation's
 

@@ -67,7 +67,7 @@ def test_three_minutes_that_nobody_had_seen_are_simulated_as_the_document_says()
 
 
 def test_three_minutes_at_eight_tenths_again() -> None:
-    """By the profile all but the P99 of first tokens; own steps, told at a lower clock than the trace's, are long."""
+    """By the profile all but the P99 of first tokens; own steps, told at a lower clock, are too long."""
     ((load, (profile, checked, whole)),) = again(CLOCKS)
     assert (profile.source, checked.source, whole.source) == (PROFILE, CHECKED, WHOLE)
     for name in ("tpot_s", "e2e_s"):  # at P50, P90, P99
