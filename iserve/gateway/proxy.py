@@ -78,9 +78,9 @@ async def forward(
     failed_before = False
     while True:
         target = await deployment.acquire(request.ticket, avoid, request.flight)
+        answer: WorkerAnswer | None = None
         try:
-            await _attempt(request, name, target, deployment, workers, reply, metrics)
-            return
+            answer = await _attempt(request, name, target, deployment, workers, reply, metrics)
         except WorkerNotReachedError:
             deployment.mark_down(target)
             give_up_s = min(give_up_s, loop.time() + READY_WAIT_S)
@@ -93,6 +93,9 @@ async def forward(
             failed_before = True
         finally:
             deployment.release(target, request.flight)
+        if answer is not None:  # its slot is free: nobody waits, or is late, for the connection's sake
+            await _end(answer)
+            return
         avoid = target.url
         metrics.retried(name)
 
@@ -105,8 +108,9 @@ async def _attempt(
     workers: WorkerClient,
     reply: Reply,
     metrics: GatewayMetrics,
-) -> None:
-    """One worker's try. ``max_wait_s`` bounds the longest silence of the worker, not the longest answer."""
+) -> WorkerAnswer:
+    """One worker's try; what it answered is for ``_end``. ``max_wait_s`` bounds the longest silence of the worker,
+    not the longest answer."""
     silence_s, seen = deployment.max_wait_s, _Seen(deployment, request.flight)
     try:
         response = await workers.post(target.url, request.endpoint, request.body, request.request_id, silence_s)
@@ -122,7 +126,18 @@ async def _attempt(
     except BaseException:
         response.close()  # ends the worker's side at once; it must not generate for nobody
         raise
-    response.release()
+    return response
+
+
+async def _end(answer: WorkerAnswer) -> None:
+    """The client has all of it, or never will: wait a moment for the worker's end of one that is complete."""
+    try:
+        with suppress(TimeoutError, WorkerLostError):
+            await answer.read(_LINGER_S)
+    except BaseException:
+        answer.close()
+        raise
+    answer.release()
 
 
 class _Seen:
@@ -225,13 +240,12 @@ async def _relay_stream(
     if frames.is_done:
         seen.whole(usage)
         await reply.end()
-        with suppress(TimeoutError, WorkerLostError):
-            await response.read(_LINGER_S)
     elif frames.ended_in_error:
         metrics.cut(name)
         await reply.end()
     else:
         _log.warning("%s: a stream was cut: %s", name, failure)
+        response.close()
         await _cut(frames, name, failure, reply, metrics)
 
 

@@ -98,6 +98,16 @@ def test_an_idle_deployment_lets_one_through_that_it_cannot_serve_in_time(
         assert "as it would be with nobody before it: ask for less" in words
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_who_comes_again_when_the_answer_is_complete_finds_nobody_there(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker], slots: int
+) -> None:
+    """Though the worker has not yet ended its stream, which the gateway waits for to use the connection again."""
+    worker = make_worker("done-hold")
+    gateway.publish(late_route(worker.target(), slots=slots, e2e_s=0.001))
+    assert [gateway.complete(NAME, stream=True).status for _ in range(3)] == [200] * 3
+
+
 def test_it_goes_to_the_replica_where_it_keeps_its_limits(
     gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
 ) -> None:
