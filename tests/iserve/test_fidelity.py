@@ -61,7 +61,8 @@ NO_PROFILE = Profile(
     memory=(),
     timing=(),
 )
-WITHIN = 1.6  # of the median E2E, either way; CI's cores are shared
+# Of each, either way; CI's cores are shared, and of 16 requests a P99 is one.
+WITHIN = {("e2e", 50): 1.6, ("e2e", 90): 1.8, ("ttft", 50): 1.8, ("ttft", 90): 2.5}
 CORRELATED = 0.7  # at least, the order of the requests
 
 
@@ -113,7 +114,7 @@ def deployed(launch: Callable[..., Launched]) -> tuple[Served, list[Stretch]]:
 def agrees(served: Served, stretches: list[Stretch]) -> bool:
     """Whether the last one is within both bounds."""
     last = stretches[-1:]
-    return bool(last) and nearest(ratios(served, last)) < WITHIN and correlations(served, last)[0] > CORRELATED
+    return bool(last) and worst(served, last[0]) < 1 and correlations(served, last)[0] > CORRELATED
 
 
 def stretch(target: Target, served: Served, calm_s: float, seed: int) -> Stretch:
@@ -147,13 +148,25 @@ def slower(served: Served, factor: float) -> Served:
     return replace(served, estimator=Slower(served.estimator, factor), overhead_s=served.overhead_s * factor)
 
 
-def ratios(served: Served, stretches: list[Stretch]) -> list[float]:
-    """Of each stretch: its median E2E as simulated at the machine's pace, over the measured one."""
-    found = []
-    for one in stretches:
-        model = simulated(one.real, slower(served, one.pace))
-        found.append(float(np.median(model.e2e_s) / np.median(one.real.e2e_from_send_s)))
-    return found
+def ratios(served: Served, one: Stretch) -> dict[tuple[str, int], float]:
+    """Of a stretch: percentiles as simulated at the machine's pace, over the measured ones."""
+    model = simulated(one.real, slower(served, one.pace))
+    sides = {
+        "e2e": (model.e2e_s, one.real.e2e_from_send_s),
+        "ttft": (model.ttft_s, one.real.ttft_from_send_s),
+    }
+    return {
+        (metric, percentile): float(
+            np.percentile(sides[metric][0], percentile) / np.percentile(sides[metric][1], percentile)
+        )
+        for metric, percentile in WITHIN
+    }
+
+
+def worst(served: Served, one: Stretch) -> float:
+    """How far the one that is farthest off is on the way to its bound, as ratios go: 1 there."""
+    found = ratios(served, one)
+    return max(abs(np.log(found[which])) / np.log(bound) for which, bound in WITHIN.items())
 
 
 def correlations(served: Served, stretches: list[Stretch]) -> list[float]:
@@ -164,11 +177,6 @@ def correlations(served: Served, stretches: list[Stretch]) -> list[float]:
         ranks = [np.argsort(np.argsort(side)) for side in sides]
         found.append(float(np.corrcoef(*ranks)[0, 1]))
     return found
-
-
-def nearest(found: list[float]) -> float:
-    """To 1, as a factor of at least 1."""
-    return min(max(ratio, 1 / ratio) for ratio in found)
 
 
 def test_every_request_ends_on_both_sides_with_the_tokens_that_were_asked(
@@ -184,16 +192,19 @@ def test_every_request_ends_on_both_sides_with_the_tokens_that_were_asked(
         assert one.real.input_tokens.tolist() == model.input_tokens.tolist()
 
 
-def test_the_median_e2e_is_the_measured_one_within_a_factor(deployed: tuple[Served, list[Stretch]]) -> None:
-    found = ratios(*deployed)
-    assert nearest(found) < WITHIN, f"simulated over measured: {found}"
+def test_times_are_the_measured_ones_within_a_factor(deployed: tuple[Served, list[Stretch]]) -> None:
+    """In the least disturbed stretch all of them."""
+    served, stretches = deployed
+    found = [ratios(served, one) for one in stretches]
+    assert min(worst(served, one) for one in stretches) < 1, f"simulated over measured: {found}"
 
 
 @pytest.mark.parametrize("factor", [1 / 4, 4])
 def test_steps_that_are_wrong_would_be_found(deployed: tuple[Served, list[Stretch]], factor: float) -> None:
     served, stretches = deployed
-    found = ratios(slower(served, factor), stretches)
-    assert nearest(found) > WITHIN, f"simulated over measured: {found}"
+    wrong = slower(served, factor)
+    found = [ratios(wrong, one) for one in stretches]
+    assert min(worst(wrong, one) for one in stretches) > 1, f"simulated over measured: {found}"
 
 
 def test_requests_that_take_long_are_those_that_are_simulated_to(deployed: tuple[Served, list[Stretch]]) -> None:
