@@ -7,8 +7,8 @@ cannot keep its limits even so, serving it is how the forecast is found out. So 
 however wrong its times, in which an idle deployment refuses.
 
 Five ratios are learned from what is served, each an exponential mean that begins at what the plan says and
-stays within bounds: what prompts and steps take, how long answers get (of ``max_tokens``; of the planned length
-where nobody says one), and what whole requests take by their forecast. Of the last the mean is not enough:
+stays within bounds: what prompts and steps take, how long answers get (of ``max_tokens`` up to eight planned
+lengths; of the planned length where nobody says one), and what whole requests take by their forecast. Of the last the mean is not enough:
 under overload the queue grows until forecasts are just within the limit, and then half of the accepted would be
 late. It is taken with twice its mean deviation, as TCP's retransmission timer does (Jacobson 1988). When its
 turn has come a request has its wait behind it, and is judged by the forecast itself.
@@ -157,7 +157,7 @@ class Judge:
         if flight.promised is not None and flight.promised[0] in took_s:
             limit, promised_s = flight.promised
             self._slip = self._slip.seen(took_s[limit] / promised_s)
-        share = count / flight.output_tokens
+        share = count / self._told_tokens(flight)
         if flight.bounded:
             self._filled = self._filled.seen(share)
         else:
@@ -167,9 +167,14 @@ class Judge:
     def _learned(self) -> None:
         self._now = self.pace.slowed(self._prompts.mean, self._steps.mean)
 
+    def _told_tokens(self, flight: Flight) -> float:
+        """That its length is learned as a share of. A bound of many times the planned length is one that its client
+        gives whatever it asks, and says no more of this answer than that one would."""
+        return min(flight.output_tokens, _FARTHEST * self.pace.output_tokens)
+
     def _expected_tokens(self, flight: Flight) -> float:
         if flight.bounded:
-            return max(1.0, flight.output_tokens * min(1.0, self._filled.mean))
+            return max(1.0, min(flight.output_tokens, self._told_tokens(flight) * self._filled.mean))
         return max(1.0, flight.output_tokens * self._length.mean)
 
     def _asked(self, flight: Flight) -> Asked:

@@ -114,6 +114,31 @@ def test_a_step_beside_others_can_be_too_slow() -> None:
     assert judge.joins(judge.flight(0.0, 10, 1), [running(judge, 0.0, 3)], 0.0) is None, "one token has no TPOT"
 
 
+def test_a_bound_far_beyond_what_answers_need_keeps_nobody_out() -> None:
+    """Answers have the planned five tokens, their clients allow 500 each: beside another they take 8 s."""
+    judge = Judge(Slo(e2e_s=12.0), TWO)
+    for now_s in range(0, 1000, 10):
+        flight = running(judge, float(now_s), 500)
+        judge.came(flight, 1, now_s + 1.0)
+        judge.came(flight, 4, now_s + 5.0)
+        judge.ended(flight, now_s + 5.0)
+    other = running(judge, 2000.0, 500)
+    assert judge.joins(judge.flight(2000.0, 1, 500), [other], 2000.0) is None
+
+
+def test_who_uses_a_bound_far_beyond_the_plan_is_known_to_in_the_end() -> None:
+    judge = Judge(Slo(e2e_s=60.0), TWO)
+    for now_s in range(0, 100_000, 1000):
+        flight = running(judge, float(now_s), 200)
+        judge.came(flight, 1, now_s + 1.0)
+        judge.came(flight, 199, now_s + 200.0)
+        judge.ended(flight, now_s + 200.0)
+    other = running(judge, 200_000.0, 200)
+    late = judge.joins(judge.flight(200_000.0, 1, 200), [other], 200_000.0)
+    assert late is not None
+    assert late.forecast_s > 200
+
+
 @given(st.lists(st.floats(0, 1e9), max_size=60))
 def test_a_ratio_stays_within_its_bounds(values: list[float]) -> None:
     ratio = Ratio()
