@@ -8,10 +8,10 @@ however wrong its times, in which an idle deployment refuses.
 
 Five ratios are learned from what is served, each an exponential mean that begins at what the plan says and
 stays within bounds: what prompts and steps take, how long answers get (of ``max_tokens`` up to eight planned
-lengths; of the planned length where nobody says one), and what whole requests take by their forecast. Of the last the mean is not enough:
-under overload the queue grows until forecasts are just within the limit, and then half of the accepted would be
-late. It is taken with twice its mean deviation, as TCP's retransmission timer does (Jacobson 1988). When its
-turn has come a request has its wait behind it, and is judged by the forecast itself.
+lengths; of the planned length where nobody says one), and what whole requests take by their forecast. Of the last
+the mean is not enough: under overload the queue grows until forecasts are just within the limit, and then half of
+the accepted would be late. It is taken with twice its mean deviation, as TCP's retransmission timer does (Jacobson
+1988). When its turn has come a request has its wait behind it, and is judged by the forecast itself.
 
 Times are seconds of the caller's clock. Used by the gateway on a real one and by the simulator on its own.
 """
@@ -168,8 +168,8 @@ class Judge:
         self._now = self.pace.slowed(self._prompts.mean, self._steps.mean)
 
     def _told_tokens(self, flight: Flight) -> float:
-        """That its length is learned as a share of. A bound of many times the planned length is one that its client
-        gives whatever it asks, and says no more of this answer than that one would."""
+        """That its length is learned as a share of. Beyond eight planned lengths a bound is what its client gives
+        whatever it asks, and says nothing of this answer."""
         return min(flight.output_tokens, _FARTHEST * self.pace.output_tokens)
 
     def _expected_tokens(self, flight: Flight) -> float:
