@@ -2,8 +2,8 @@
 
 A request is *late* where its forecast (``planner.lateness``) exceeds a limit of the SLO. It is judged when it
 comes, by what stands before it, and once more when its turn comes, by what it has waited. Who finds an idle
-replica on coming is never refused: nobody slows it, it costs nobody anything, and if the forecast says that it
-cannot keep its limits even so, serving it is how the forecast is found out. So there is no state of the judge,
+replica on coming is never refused: nobody slows it, it costs nobody who is there, and if the forecast says that
+it cannot keep its limits even so, serving it is how the forecast is found out. So there is no state of the judge,
 however wrong its times, in which an idle deployment refuses.
 
 Five ratios are learned from what is served, each an exponential mean that begins at what the plan says and
