@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, Workload
@@ -217,6 +217,32 @@ def off_of_lindley(window_s: float, utilisation: float) -> list[float]:
         abs(misses(found, "e2e", limit_s, rate) - float((ends - arrivals > limit_s).mean()))
         for limit_s in (2 * service_s, 5 * service_s, 20 * service_s)
     ]
+
+
+@settings(max_examples=20)
+@given(
+    path=st.lists(st.floats(0.0, 5.0), min_size=2, max_size=12).filter(lambda rates: sum(rates) > 0.1),
+    window_s=st.floats(0.1, 1e4),
+    batch=st.sampled_from([1, 4, 32]),
+    burstiness=st.sampled_from([0.5, 1.0, 3.0]),
+    metric=st.sampled_from(METRICS),
+    times=st.sampled_from([1.1, 2.0, 10.0]),
+)
+def test_of_a_rate_that_moves_a_higher_one_is_missed_more_often_and_exceeds_says_the_same(
+    path: list[float], window_s: float, batch: int, burstiness: float, metric: Metric, times: float
+) -> None:
+    """But for two points, by which the shares of a steady rate fall here and there too."""
+    rates = tuple((np.array(path) / np.mean(path)).tolist())
+    traffic = Traffic(rates=rates, window_s=window_s, burstiness=burstiness)
+    one = attainment(batch=batch, spread=0.1, traffic=traffic)
+    rate = capacity(one) * np.linspace(0.05, 1.05, 9)
+    found = one.take(np.zeros(len(rate), np.intp))
+    limit = times * {"ttft": 0.4, "tpot": 0.02, "e2e": 2.4}[metric]
+    missed = found.misses(metric, limit, rate)
+    assert np.diff(missed).min() > -0.02
+    for share in (0.05, missed[4] * 0.99, missed[4] * 1.01):
+        surely = np.abs(missed - share) > 1e-9
+        assert (found.exceeds(metric, limit, rate, float(share)) == (missed > share))[surely].all()
 
 
 def test_nothing_to_judge() -> None:
