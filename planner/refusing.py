@@ -7,11 +7,12 @@ it cannot keep its limits even so, serving it is how the forecast is found out. 
 however wrong its times, in which an idle deployment refuses.
 
 Five ratios are learned from what is served, each an exponential mean that begins at what the plan says and
-stays within bounds: what prompts and steps take, how long answers get (of ``max_tokens`` up to eight planned
-lengths; of the planned length where nobody says one), and what whole requests take by their forecast. Of the last
-the mean is not enough: under overload the queue grows until forecasts are just within the limit, and then half of
-the accepted would be late. It is taken with twice its mean deviation, as TCP's retransmission timer does (Jacobson
-1988). When its turn has come a request has its wait behind it, and is judged by the forecast itself.
+stays within bounds: what prompts and steps take, how long answers get (of ``max_tokens``, which may be a bound
+that none comes near; of the planned length where nobody says one), and what whole requests take by their forecast.
+Of the last the mean is not enough: under overload the queue grows until forecasts are just within the limit, and
+then half of the accepted would be late. It is taken with twice its mean deviation, as TCP's retransmission timer
+does (Jacobson 1988). When its turn has come a request has its wait behind it, and is judged by the forecast
+itself.
 
 Times are seconds of the caller's clock. Used by the gateway on a real one and by the simulator on its own.
 """
@@ -28,6 +29,7 @@ from planner.lateness import Asked, Forecast, Pace, Under, forecast, wait_s
 __all__ = ["Flight", "Judge", "Late", "Ratio"]
 
 _FARTHEST = 8.0  # from what the plan says, either way
+_LARGEST_BOUND = 4096.0  # over what an answer gets: some clients give one bound whatever they ask
 _SLIP_LOW, _SLIP_HIGH = 0.5, 2.0
 _OLDEST = 1 / 16  # weight of the latest, once many have been seen
 _AT_ONCE_S = 0.05  # who has waited no longer comes now
@@ -41,9 +43,9 @@ class Ratio(NamedTuple):
     deviation: float = 0.0
     number: int = 1
 
-    def seen(self, value: float) -> Ratio:
+    def seen(self, value: float, farthest: float = _FARTHEST) -> Ratio:
         """With one more."""
-        value = min(max(value, 1 / _FARTHEST), _FARTHEST)
+        value = min(max(value, 1 / farthest), farthest)
         weight = max(_OLDEST, 1 / (self.number + 1))
         error = value - self.mean
         deviation = self.deviation + weight * (abs(error) - self.deviation)
@@ -157,9 +159,9 @@ class Judge:
         if flight.promised is not None and flight.promised[0] in took_s:
             limit, promised_s = flight.promised
             self._slip = self._slip.seen(took_s[limit] / promised_s)
-        share = count / self._told_tokens(flight)
+        share = count / flight.output_tokens
         if flight.bounded:
-            self._filled = self._filled.seen(share)
+            self._filled = self._filled.seen(share, _LARGEST_BOUND)
         else:
             self._length = self._length.seen(share)
         self._learned()
@@ -167,14 +169,9 @@ class Judge:
     def _learned(self) -> None:
         self._now = self.pace.slowed(self._prompts.mean, self._steps.mean)
 
-    def _told_tokens(self, flight: Flight) -> float:
-        """That its length is learned as a share of. Beyond eight planned lengths a bound is what its client gives
-        whatever it asks, and says nothing of this answer."""
-        return min(flight.output_tokens, _FARTHEST * self.pace.output_tokens)
-
     def _expected_tokens(self, flight: Flight) -> float:
         if flight.bounded:
-            return max(1.0, min(flight.output_tokens, self._told_tokens(flight) * self._filled.mean))
+            return max(1.0, flight.output_tokens * min(1.0, self._filled.mean))
         return max(1.0, flight.output_tokens * self._length.mean)
 
     def _asked(self, flight: Flight) -> Asked:

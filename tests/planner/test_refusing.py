@@ -126,7 +126,7 @@ def test_a_bound_far_beyond_what_answers_need_keeps_nobody_out() -> None:
     assert judge.joins(judge.flight(2000.0, 1, 500), [other], 2000.0) is None
 
 
-def test_who_uses_a_bound_far_beyond_the_plan_is_known_to_in_the_end() -> None:
+def test_who_uses_all_of_a_bound_far_beyond_the_plan_is_believed() -> None:
     judge = Judge(Slo(e2e_s=60.0), TWO)
     for now_s in range(0, 100_000, 1000):
         flight = running(judge, float(now_s), 200)
