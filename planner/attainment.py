@@ -38,7 +38,7 @@ from planner.intent import Traffic
 from planner.moving_rate import moving_rate
 from planner.normal import normal_cdf, normal_quantile
 from planner.paces import Paces, Uncertain
-from planner.queueing import peakedness, wait_probability, wait_tail
+from planner.queueing import Tail, peakedness, wait_probability, wait_tail
 
 __all__ = ["Attainment", "Metric"]
 
@@ -100,6 +100,10 @@ class Attainment:
     def take(self, rows: Rows) -> Attainment:
         return Attainment(self._seen.take(rows), self._traffic)
 
+    def slowed(self, times: Column) -> Attainment:
+        """Where everything takes ``times`` as long."""
+        return Attainment(self._seen.slowed(times), self._traffic)
+
     @cached_property
     def service_s(self) -> Column:
         """Seconds of the deployment that a request takes, when every slot is taken."""
@@ -126,6 +130,25 @@ class Attainment:
             missed = self._misses_at(metric, limit, load, z)
             found += level.share * np.clip(sure + (weights * missed).sum(axis=0), 0.0, 1.0)
         return found
+
+    def mean_e2e(self, rate_per_s: Column | float) -> Column:
+        """Seconds from arrival to the last token in the mean, where the truth is the estimate's value: ``A + B
+        among`` and the wait for a slot, over the levels of a rate that moves; infinite where it is not served.
+
+        Who finds work left of a busy time has a full batch beside it and waits for that work as well: no less than
+        what ``misses`` adds up to, which takes the longer of the two.
+        """
+        rate, value = self._column(rate_per_s), np.zeros(len(self))
+        found = np.zeros(len(self))
+        for number, level in enumerate(self._moving.levels):
+            state = self._state(value, _Load(number, rate * level.times, rate))
+            own_s, queue_s = self._fixed + self._grows * state.among, self._mean_slot_wait(state)
+            if self._traffic.rates:
+                late = self._left(number, state)(value)
+                own_s = own_s + late * (self._seen.e2e_s.value - own_s)
+                queue_s = queue_s + self._moving.mean_left(number, state.mean) * self._traffic.window_s
+            found += level.share * (own_s + queue_s)
+        return np.where(rate >= 1 / self.service_s, np.inf, found)
 
     def exceeds(
         self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float, share: float
@@ -308,6 +331,15 @@ class Attainment:
         return missed
 
     def _slot_wait(self, longer_than_s: Column, state: _State) -> Column:
+        often, tail = self._slot_queue(state)
+        return often * tail.beyond(longer_than_s / (self.service_s * self._seen.e2e_s.factor(state.z)))
+
+    def _mean_slot_wait(self, state: _State) -> Column:
+        often, tail = self._slot_queue(state)
+        return often * tail.mean * self.service_s * self._seen.e2e_s.factor(state.z)
+
+    def _slot_queue(self, state: _State) -> tuple[Column, Tail]:
+        """How many wait for a slot, and how long those do."""
         seen, traffic = self._seen, self._traffic
         often = np.empty_like(state.utilisation)
         for slots in np.unique(seen.slots).tolist():
@@ -319,8 +351,7 @@ class Attainment:
                 traffic.burstiness,
                 traffic.output_cv,
             )
-        tail = wait_tail(state.utilisation, traffic.burstiness, self._work_cv, self._largest_cv)
-        return often * tail.beyond(longer_than_s / (self.service_s * seen.e2e_s.factor(state.z)))
+        return often, wait_tail(state.utilisation, traffic.burstiness, self._work_cv, self._largest_cv)
 
     def _prompt_wait(self, longer_than_s: Column, state: _State) -> Column:
         seen, traffic = self._seen, self._traffic

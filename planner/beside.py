@@ -137,17 +137,17 @@ def told_of_idle(
             late += f" ({here.objective:.4g} {unit})"
             taken = 0.0 if here.weight is None else here.weight - here.objective - here.later_s
             if taken > _ROUNDING * here.objective:
-                late += f" and costs the others {taken:.3g} {unit} for each request"
+                late += f" and costs the others {taken:.3g} s for each request"
         why.append(late)
     if not here.feasible:
         why.append("it misses a limit")
     elif here.later_s:
-        why.append(f"with those to come, all lose {here.later_s:.3g} {unit} more by each request")
+        why.append(f"with those to come, all lose {here.later_s:.3g} s more by each request")
     text = f"{config} would be best on idle GPUs ({objective:.4g} {unit}); {', and '.join(why)}"
     if chosen is not None and chosen.objective is not None:
         text += f"; {chosen.config} comes to {chosen.objective:.4g} {unit}"
         if chosen.slowdown > 1 or not here.later_s:
             text += f", {chosen.slowdown:.3g} times as slow"
         if here.later_s:
-            text += f", and loses them {chosen.later_s:.3g} {unit}"
+            text += f", and loses them {chosen.later_s:.3g} s"
     return BetterIdle(config, objective, here.slowdown, text)

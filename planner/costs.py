@@ -198,6 +198,7 @@ class Objective(NamedTuple):
     of: Callable[[Figures, Prices], Column]
     unknown: str
     of_all: bool = False  # whether what the requests of others lose counts like what its own take
+    rate_per_s: float | None = None  # of a latency: that of its requests, whose mean E2E takes the place of ``of``
 
 
 def _e2e(f: Figures, prices: Prices) -> Column:
@@ -227,8 +228,11 @@ OBJECTIVES: Mapping[IntentKind, Objective | None] = {
 
 
 def objective_of(intent: Intent) -> Objective:
-    """What ``intent`` optimises."""
-    own = OBJECTIVES[intent.kind]
+    """What ``intent`` optimises. A latency is of the batch or, where a rate is told, of the mean request at it
+    (:meth:`planner.attainment.Attainment.mean_e2e`)."""
+    own, rate = OBJECTIVES[intent.kind], intent.rate_per_s
+    if own is _LATENCY and rate is not None:
+        return own._replace(unit=f"{own.unit} at {rate:g} requests/s", rate_per_s=rate)
     if own is not None:
         return own
     cost = COSTS[intent.cost_model]

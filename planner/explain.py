@@ -19,7 +19,7 @@ import numpy as np
 from fingerprint.estimates import Estimate
 from planner.attainment import Attainment
 from planner.cells import Column, Mask, Rows, smallest
-from planner.costs import Figures
+from planner.costs import Figures, objective_of
 from planner.intent import Intent
 from planner.limits import Check, checks_at_lower_rates, num_missed
 from planner.plan import (
@@ -81,7 +81,7 @@ def what_it_takes(
     """
     able = np.array([ranked.refusal is None for ranked in refused], dtype=np.bool_)
     slower = checks_at_lower_rates(asked, intent, seen, served)
-    room = _Room(refused, fits)
+    room = _Room(refused, fits, served if objective_of(intent).rate_per_s is not None else None)
     alone = [pair for pair in _missed_alone(asked, able) if pair[0].limit.kind is not LimitKind.RATE]
     alone += [pair for pair in _missed_alone(slower, able) if pair[0].limit.kind is LimitKind.RATE]
     alone.sort(key=lambda pair: _TOLD_IN_ORDER.index(pair[0].limit.kind))
@@ -99,10 +99,17 @@ def what_it_takes(
 
 
 class _Room:
-    """Asks ``fits`` once per candidate and remembers. Rows are positions in ``refused``."""
+    """Asks ``fits`` once per candidate and remembers. Rows are positions in ``refused``.
 
-    def __init__(self, refused: Sequence[Ranked], fits: Callable[[Estimate], Layout | NoRoom]) -> None:
+    Args:
+        served: where the objective is a latency at the rate.
+    """
+
+    def __init__(
+        self, refused: Sequence[Ranked], fits: Callable[[Estimate], Layout | NoRoom], served: Attainment | None
+    ) -> None:
         self.refused = refused
+        self._served = served
         self._fits = fits
         self._answers = {row: ranked.no_room for row, ranked in enumerate(refused) if ranked.no_room is not None}
         self._fitting: set[int] = set()
@@ -121,6 +128,14 @@ class _Room:
 
     def first(self, rows: Iterable[int]) -> int | None:
         return next((row for row in rows if self.lack(row) is None), None)
+
+    def objective(self, row: int, changes: Sequence[Change]) -> float | None:
+        """With ``changes`` made: a latency at a rate is then that at the rate which is needed."""
+        rate = next((change.needed for change in changes if change.limit is LimitKind.RATE), None)
+        if rate is None or self._served is None:
+            return self.refused[row].objective
+        found = float(self._served.take(np.array([row])).mean_e2e(rate)[0])
+        return found if math.isfinite(found) else None
 
     def admits(self, row: int) -> bool:
         return self.lack(row) is None
@@ -147,7 +162,7 @@ def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxa
     best, change = room.refused[row], _change(check.violation(row))
     model = f" ({MODEL_NAME})" if check.limit.kind is LimitKind.RATE else ""
     text = f"{_told(change, cost_unit)} would admit {best.config}{model}"
-    return Relaxation(*change, best.config, best.objective, text)
+    return Relaxation(*change, best.config, room.objective(row, [change]), text)
 
 
 def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
@@ -284,7 +299,7 @@ def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Neare
         text = f"nothing fits the free memory; {best.config} comes nearest: {reason}"
     else:
         text = f"nothing fits the free memory; {best.config} is the least short of it: {reason}"
-    return Nearest(best.config, best.objective, missed, text)
+    return Nearest(best.config, room.objective(row, [_change(violation) for violation in missed]), missed, text)
 
 
 def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: str) -> Together | None:
@@ -295,7 +310,8 @@ def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: s
         return None
     best, changes = room.refused[row], tuple(_change(violation) for violation in missed)
     told = " and ".join(_told(change, cost_unit) for change in changes)
-    return Together(changes, best.config, best.objective, f"{told}, together, would admit {best.config}")
+    text = f"{told}, together, would admit {best.config}"
+    return Together(changes, best.config, room.objective(row, changes), text)
 
 
 def _change(violation: Violation) -> Change:

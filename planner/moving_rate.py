@@ -49,12 +49,14 @@ class MovingRate:
         most: [loads], the most windows of work that anybody finds; 0 where nobody finds any.
         found: [levels, loads, knots], how many of those who come at a level find more than the knot, which is
             ``(knot / knots) ** 2`` of ``most``.
+        means: [levels, loads], the windows of work that they find on average.
     """
 
     levels: tuple[Level, ...]
     stays: float
     most: Array
     found: Array
+    means: Array
 
     def left_beyond(self, level: int, utilisation: Array, windows: Array) -> Array:
         """The share of those who come at a level that find more than ``windows`` windows of work left.
@@ -77,6 +79,10 @@ class MovingRate:
         above = found[low + 1, left] + over * (found[low + 1, left + 1] - found[low + 1, left])
         return np.asarray(below + along * (above - below))
 
+    def mean_left(self, level: int, utilisation: Array) -> Array:
+        """The windows of work that those who come at a level find on average, of all of them."""
+        return np.asarray(np.interp(utilisation, _LOADS, self.means[level]))
+
 
 @lru_cache(maxsize=32)
 def moving_rate(rates: tuple[float, ...]) -> MovingRate:
@@ -97,14 +103,16 @@ def moving_rate(rates: tuple[float, ...]) -> MovingRate:
     most = finds.max(axis=(1, 2))
     knots = (np.arange(_KNOTS + 1) / _KNOTS) ** 2
     found = np.zeros((len(levels), len(_LOADS), _KNOTS + 1))
+    means = np.zeros((len(levels), len(_LOADS)))
     for g in range(len(levels)):
         weights = np.repeat(times[group == g], len(_MOMENTS))
         for row in np.flatnonzero(most > 0).tolist():
             here = finds[row, group == g].ravel()
+            means[g, row] = np.average(here, weights=weights)
             order = np.argsort(here)
             upto = np.concatenate([[0.0], np.cumsum(weights[order])])
             found[g, row] = 1 - upto[np.searchsorted(here[order], knots * most[row], side="right")] / upto[-1]
-    return MovingRate(levels, _stays(times), most, found)
+    return MovingRate(levels, _stays(times), most, found, means)
 
 
 def _groups(times: Array) -> npt.NDArray[np.intp]:

@@ -144,7 +144,7 @@ class Ranked(NamedTuple):
 
     config: DeploymentConfig
     estimate: Estimate | None
-    objective: float | None  # None: unknown
+    objective: float | None  # None: unknown or, of a latency at a rate that is not served, without end
     cost: float | None  # per request, in the cost model's unit
     feasible: bool
     refusal: str | None = None  # cannot run at all; no limit can be relaxed to admit it

@@ -5,7 +5,8 @@ Rules.
 
 *   A candidate is refused by the first of: its own refusal (shape, engine, no estimate); the limits, all of them
     listed; memory.
-*   The limits are judged as :mod:`planner.limits` says; the objective on the value itself.
+*   The limits are judged as :mod:`planner.limits` says; the objective on the value itself. With a rate a latency
+    is the mean request's at that rate; where it is not served that has no end, and a batch's latency orders those.
 *   Ties are broken by fewer GPUs, then less memory, then the order of configurations, so that the order in which
     candidates are listed never matters. The configurations of ``candidates`` are distinct.
 *   ``fits`` is called at most once per candidate, best objective first, and only for candidates that nothing
@@ -17,6 +18,7 @@ Rules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -59,7 +61,8 @@ def rank(
         neighbours: what runs on the GPUs; None: nothing, or it is not to count.
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
-    table, served, checks, fits, first = _weighed(candidates, intent, fits, prices, neighbours)
+    table, checks, fits, first = _weighed(candidates, intent, fits, prices, neighbours)
+    served = table.served
     verdicts = Verdicts(checks, served, intent.rate_per_s)
     judged = _judge(table, checks, verdicts, intent, objective, cost, fits)
     feasible = [ranked for ranked in judged if ranked.feasible]
@@ -97,8 +100,8 @@ def best_of(
     neighbours: Neighbours | None = None,
 ) -> Ranked | None:
     """What ``rank`` chooses, with nothing explained."""
-    table, served, checks, fits, _ = _weighed(candidates, intent, fits, prices, neighbours)
-    verdicts = Verdicts(checks, served, intent.rate_per_s)
+    table, checks, fits, _ = _weighed(candidates, intent, fits, prices, neighbours)
+    verdicts = Verdicts(checks, table.served, intent.rate_per_s)
     judged = _judge(table, checks, verdicts, intent, objective_of(intent), COSTS[intent.cost_model], fits)
     return next((ranked for ranked in judged if ranked.feasible), None)
 
@@ -107,7 +110,6 @@ class _Weighed(NamedTuple):
     """Everything on which the verdicts rest."""
 
     table: _Table
-    served: Attainment | None
     checks: list[Check]
     fits: Fits
     first: tuple[DeploymentConfig, float] | None  # beside others: what is best on idle GPUs, and its objective
@@ -120,16 +122,16 @@ def _weighed(
     predicted = [c for c in candidates if c.estimate is not None]
     alone = figures([c.estimate for c in predicted if c.estimate is not None])
     table = _table(predicted, alone, idle(len(predicted)), intent, objective, cost, prices)
-    served, checks = _checks(table, intent, cost)
+    checks = _checks(table, intent, cost)
     if neighbours is None:
-        return _Weighed(table, served, checks, fits, None)
+        return _Weighed(table, checks, fits, None)
     sites = Sites(_askable(table, intent, objective, cost), fits, neighbours)
     kept = num_missed(checks, len(table.rows)) == 0
     sites.ask(kept)
     first = _first_of(table, kept & sites.placed)
     if first is not None and not (sites.load.slowdowns > 1).any() and not sites.load.later.any():
         # nobody is there where any of them would go, nor to come
-        return _Weighed(table, served, checks, sites.fits, None)
+        return _Weighed(table, checks, sites.fits, None)
     return _Weighed(*_beside(table, sites, intent, objective, cost, prices), sites.fits, first)
 
 
@@ -140,10 +142,12 @@ class _Table(NamedTuple):
     alone: Figures  # on idle GPUs
     load: Load
     seen: Figures  # under it
+    served: Attainment | None  # under it; None without a rate
     costs: Column  # NaN: unknown, as are the objectives
     costs_high: Column
     objectives: Column
     weights: Column  # what they are ranked by
+    later_s: Column  # of that, by those who are expected
 
 
 def _table(
@@ -155,12 +159,21 @@ def _table(
     cost: Cost,
     prices: Prices,
 ) -> _Table:
-    seen = alone.slowed(load.slowdowns) if (load.slowdowns > 1).any() else alone
+    slowed = (load.slowdowns > 1).any()
+    seen = alone.slowed(load.slowdowns) if slowed else alone
+    served = None if intent.rate_per_s is None else _served(predicted, alone, intent)
+    there = served.slowed(load.slowdowns) if served is not None and slowed else served
     with np.errstate(all="ignore"):  # rows that cannot be used are refused by ``_judge``
         costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
         costs_high = np.where(seen.usable, cost.of(seen.at_high, prices), np.nan)
-        objectives = np.where(seen.usable, objective.of(seen, prices), np.nan)
-        weights = objectives + (load.taken + load.later) * alone.e2e_s if objective.of_all else objectives
+        idle_s, own = alone.e2e_s, objective.of(seen, prices)
+        if objective.rate_per_s is not None and served is not None and there is not None:
+            idle_s = served.mean_e2e(objective.rate_per_s)
+            own = there.mean_e2e(objective.rate_per_s) if slowed else idle_s
+        objectives = np.where(seen.usable, own, np.nan)
+        later_s = np.where(np.isinf(idle_s), 0.0, load.later * idle_s)
+        taken_s = np.where(np.isinf(idle_s), 0.0, load.taken * idle_s)
+        weights = objectives + taken_s + later_s if objective.of_all else objectives
     order = _order(predicted, seen, -weights if objective.maximize else weights)
     rows = [predicted[row] for row in order.tolist()]
     return _Table(
@@ -168,28 +181,27 @@ def _table(
         alone.take(order),
         Load(*(column[order] for column in load)),
         seen.take(order),
+        None if there is None else there.take(order),
         costs[order],
         costs_high[order],
         objectives[order],
         weights[order],
+        later_s[order],
     )
 
 
-def _checks(table: _Table, intent: Intent, cost: Cost) -> tuple[Attainment | None, list[Check]]:
-    served = None if intent.rate_per_s is None else _served(table, intent)
+def _checks(table: _Table, intent: Intent, cost: Cost) -> list[Check]:
     configs = [c.config for c in table.rows]
-    return served, checks_as_asked(intent, configs, table.seen, table.costs_high, cost.unit, served)
+    return checks_as_asked(intent, configs, table.seen, table.costs_high, cost.unit, table.served)
 
 
-def _served(table: _Table, intent: Intent) -> Attainment:
+def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainment:
+    """On idle GPUs."""
     alone = None
-    if any(row.alone is not None for row in table.rows):
-        found = (row.alone or row.estimate for row in table.rows)
+    if any(row.alone is not None for row in rows):
+        found = (row.alone or row.estimate for row in rows)
         alone = [estimate for estimate in found if estimate is not None]
-    seen = paces(table.alone, alone, intent.traffic)
-    if (table.load.slowdowns > 1).any():
-        seen = seen.slowed(table.load.slowdowns)
-    return Attainment(seen, intent.traffic)
+    return Attainment(paces(full, alone, intent.traffic), intent.traffic)
 
 
 def _askable(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[Estimate | None]:
@@ -206,32 +218,32 @@ def _first_of(table: _Table, rows: Mask) -> tuple[DeploymentConfig, float] | Non
 
 def _beside(
     table: _Table, sites: Sites, intent: Intent, objective: Objective, cost: Cost, prices: Prices
-) -> tuple[_Table, Attainment | None, list[Check]]:
+) -> tuple[_Table, list[Check]]:
     """The idle ``table`` where each of its rows goes."""
     position = {id(row.estimate): at for at, row in enumerate(table.rows)}  # of the rows of ``sites``
 
-    def there() -> tuple[_Table, Attainment | None, list[Check], Rows]:
+    def there() -> tuple[_Table, list[Check], Rows]:
         found = _table(table.rows, table.alone, sites.load, intent, objective, cost, prices)
         rows = np.array([position[id(row.estimate)] for row in found.rows], dtype=np.intp)
-        return found, *_checks(found, intent, cost), rows
+        return found, _checks(found, intent, cost), rows
 
-    def settled() -> tuple[_Table, Attainment | None, list[Check], Rows]:
+    def settled() -> tuple[_Table, list[Check], Rows]:
         answer = there()
         late = np.zeros(len(table.rows), np.bool_)
-        for check in answer[2]:
+        for check in answer[1]:
             if check.limit.kind in TIMED:
-                late[answer[3]] |= check.missed
+                late[answer[2]] |= check.missed
         return there() if sites.quieten(late & sites.placed) else answer
 
-    found, served, checks, rows = settled()
+    found, checks, rows = settled()
     feasible = np.flatnonzero((num_missed(checks, len(rows)) == 0) & sites.placed[rows])
     if not len(feasible):
         sites.ask(np.ones(len(rows), np.bool_))
-        found, served, checks, _ = settled()
+        found, checks, _ = settled()
     elif found.load.slowdowns[feasible[0]] > 1:
         sites.assume(int(rows[feasible[0]]))
-        found, served, checks, _ = there()
-    return found, served, checks
+        found, checks, _ = there()
+    return found, checks
 
 
 def _better_idle(
@@ -274,7 +286,7 @@ def _judge(
             _or_none(table.costs),
             table.load.slowdowns.tolist(),
             _or_none(table.weights) if is_weighed else values,
-            (table.load.later * table.alone.e2e_s).tolist(),
+            table.later_s.tolist(),
             strict=True,
         )
     ):
@@ -299,12 +311,14 @@ def _judge(
 
 
 def _or_none(column: Column) -> list[float | None]:
-    return [None if value != value else value for value in column.tolist()]
+    return [value if math.isfinite(value) else None for value in column.tolist()]
 
 
 def _order(predicted: Sequence[Candidate], seen: Figures, ascending: Column) -> npt.NDArray[np.intp]:
-    """Rows by objective, then fewer GPUs, less memory, and the order of configurations; unknown ones last."""
-    keys = (seen.total_bytes, seen.num_gpus, ascending)  # lexsort: the last key counts most, and NaN sorts last
+    """Rows by objective, then fewer GPUs, less memory, and the order of configurations; those without end by their
+    batch's E2E, unknown ones last."""
+    endless_s = np.where(np.isposinf(ascending), seen.e2e_s, 0.0)
+    keys = (seen.total_bytes, seen.num_gpus, endless_s, ascending)  # lexsort: the last counts most, NaN sorts last
     order = np.lexsort(keys)
     tied = np.ones(max(len(predicted) - 1, 0), dtype=np.bool_)
     for key in keys:

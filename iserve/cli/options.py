@@ -158,7 +158,14 @@ class Wish:
         float,
         typer.Option("--percentile", help="Of the requests that must keep each limit, when --rate is given."),
     ] = DEFAULT_INTENT.percentile
-    rate: Annotated[float | None, typer.Option("--rate", help="Requests per second to be served.")] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            "--rate",
+            help="Requests per second to be served; min-latency and cost-slo rank by the mean request at it, not "
+            "by a full batch.",
+        ),
+    ] = None
     burstiness: Annotated[
         float,
         typer.Option("--burstiness", help="Deviation over mean of the gaps between requests; 1: Poisson."),

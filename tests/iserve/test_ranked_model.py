@@ -30,6 +30,7 @@ ENGINES = tuple(capabilities_for("auto"))
 INTENTS = {
     "min-cost": Intent(),
     "min-latency": Intent(kind=IntentKind.MIN_LATENCY),
+    "min-latency at a rate": Intent(kind=IntentKind.MIN_LATENCY, rate_per_s=0.2),
     "dollars": Intent(cost_model=CostModel.DOLLARS),
     "min-memory": Intent(kind=IntentKind.MIN_MEMORY),
     "slo": Intent(kind=IntentKind.LATENCY_SLO, slo=Slo(tpot_s=0.02), rate_per_s=0.2),

@@ -6,14 +6,16 @@ What is ranked fast must come out as this does. Every candidate fits, none is re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from fingerprint.config import DeploymentConfig
+from fingerprint.estimates import Estimate, Quantity
 from planner.attainment import Attainment, Metric
 from planner.costs import COSTS, Prices, figures
-from planner.intent import Intent, quality_needed
+from planner.intent import Intent, IntentKind, quality_needed
 from planner.paces import paces
 from planner.plan import QUALITIES, Candidate, LimitKind
 
@@ -31,12 +33,13 @@ class Number(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """Rows are in order of cost."""
+    """Rows are in order of the objective: the cost, or the mean latency, endless ones by their batch's."""
 
     configs: list[DeploymentConfig]
     asked: list[Number]
     slower: list[Number]
     risk: np.ndarray
+    objectives: np.ndarray
 
     @property
     def feasible(self) -> set[DeploymentConfig]:
@@ -69,13 +72,15 @@ class Slow(NamedTuple):
 
 def slowly(candidates: Sequence[Candidate], intent: Intent) -> Slow:
     guesses = [c.estimate for c in candidates if c.estimate is not None]
-    cost = COSTS[intent.cost_model].of(figures(guesses), Prices())
-    order = sorted(range(len(candidates)), key=lambda row: cost[row])
+    rate, slo, p = intent.rate_per_s, intent.slo, intent.percentile
+    assert rate is not None
+    objectives = COSTS[intent.cost_model].of(figures(guesses), Prices())
+    if intent.kind is IntentKind.MIN_LATENCY:
+        objectives = mean_latency(candidates, intent, rate)
+    order = sorted(range(len(candidates)), key=lambda row: (objectives[row], guesses[row].e2e_s.value))
     rows = [candidates[row] for row in order]
     alone = [c.alone for c in rows if c.alone is not None]
     served = Attainment(paces(figures([guesses[row] for row in order]), alone, intent.traffic), intent.traffic)
-    rate, slo, p = intent.rate_per_s, intent.slo, intent.percentile
-    assert rate is not None
     assert slo is not None
     needed = np.array([QUALITIES.index(quality_needed(c.config)) for c in rows], np.float64)
     quality = float(QUALITIES.index(intent.quality))
@@ -103,7 +108,23 @@ def slowly(candidates: Sequence[Candidate], intent: Intent) -> Slow:
         alone_s = served.alone_high(metric)
         at_that_rate = np.maximum(alone_s, served.quantile(metric, p, highest))
         slower.append(Number(LimitKind(metric), allowed, at_that_rate, alone_s > allowed))
-    return Slow([c.config for c in rows], asked, slower, np.max(risks, axis=0))
+    return Slow([c.config for c in rows], asked, slower, np.max(risks, axis=0), objectives[order])
+
+
+def mean_latency(candidates: Sequence[Candidate], intent: Intent, rate: float) -> np.ndarray:
+    """At the value of the estimates: the integral of the share of requests that take longer, over all times."""
+    sure = [(certain(c.estimate), certain(c.alone)) for c in candidates if c.estimate and c.alone]
+    full = figures([batch for batch, _ in sure])
+    served = Attainment(paces(full, [one for _, one in sure], intent.traffic), intent.traffic)
+    times = np.concatenate([np.linspace(0, 3, 400), np.geomspace(3, 3000, 100)[1:]])[:, None] * full.e2e_s
+    longer = [served.misses("e2e", some, rate) for some in times]
+    return np.where(rate >= 1 / served.service_s, np.inf, np.trapezoid(longer, times, axis=0))
+
+
+def certain(seen: Estimate) -> Estimate:
+    """With no interval."""
+    ttft, tpot = (Quantity(q.value, q.value, q.value, q.source) for q in (seen.ttft_s, seen.tpot_s))
+    return replace(seen, ttft_s=ttft, tpot_s=tpot)
 
 
 def count(numbers: Sequence[Number]) -> np.ndarray:

@@ -70,7 +70,7 @@ def intents(draw: st.DrawFn) -> Intent:
         e2e_s=3 * e2e if e2e else 3.0 if not ttft else None,
     )
     return Intent(
-        kind=IntentKind.LATENCY_SLO,
+        kind=draw(st.sampled_from([IntentKind.LATENCY_SLO, IntentKind.MIN_LATENCY])),
         slo=slo,
         rate_per_s=draw(st.sampled_from([0.05, 0.3, 1.0, 3.0, 20.0])),
         percentile=draw(st.sampled_from([50.0, 95.0, 99.0])),
@@ -111,6 +111,8 @@ def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
         for limit, (config, needed) in slow.relaxed().items():
             assert relaxed[limit] == (config, pytest.approx(needed, rel=0.01)), "rounded to three digits"
     for row, config in enumerate(slow.configs):
+        own = told[config].objective
+        assert (np.inf if own is None else own) == pytest.approx(slow.objectives[row], rel=0.02)
         assert told[config].risk == pytest.approx(float(slow.risk[row]), abs=1e-9)
         assert [(v.limit, v.actual) for v in told[config].violations] == numbers(slow.actual(row))
 
