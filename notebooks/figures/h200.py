@@ -97,6 +97,14 @@ SCENE = Scene(site=H200_SITE, models=MODELS, deploy_every_s=_DEPLOY_EVERY_S, req
 
 
 _INTENTS = tuple(iserve(kind, Quality.NEAR) for kind in OWN)
+# Planned for the mean request, which the rate is of; without the rate where it is not served for sure.
+_TOLD = replace(
+    _INTENTS[0],
+    name="min-latency, told rates",
+    longest_apart=True,
+    told_demand=True,
+    refused=IntentKind.MIN_LATENCY,
+)
 # What min-latency sees of who runs already: rates, as it is; only how busy GPUs are; nothing. Told how many come.
 # And on quiet GPUs.
 _SEEN = (
@@ -104,6 +112,8 @@ _SEEN = (
     replace(_INTENTS[0], name="min-latency, as if idle", weighs_load=False),
     replace(_INTENTS[0], name="min-latency, told how many come", told_number=True),
     replace(_INTENTS[0], name="min-latency, least-loaded", policy="least-loaded"),
+    _TOLD,
+    replace(_TOLD, name="min-latency, told rates and how many come", told_number=True),
 )
 _LEAST_GPU_HOURS = _INTENTS[-1]
 _SPREAD = replace(_LEAST_GPU_HOURS, name="min-gpu-hours, least-loaded", policy="least-loaded")
