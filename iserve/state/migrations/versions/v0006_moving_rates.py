@@ -1,6 +1,7 @@
 """How a rate moves is asked for window by window; before, by levels that were taken to last for ever."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
@@ -24,7 +25,7 @@ def downgrade() -> None:
     _rewrite(_steady)
 
 
-def _rewrite(change: Any) -> None:
+def _rewrite(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     connection = op.get_bind()
     for row_id, request in connection.execute(sa.text("SELECT id, request FROM deployments")).all():
         try:
