@@ -16,8 +16,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@if ! command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -qq "$(TORCH_CPU)"; fi
-	@if command -v nvidia-smi >/dev/null 2>&1; then extras=dev,gpu; else extras=dev; fi; \
-	echo "installing iserve[$$extras] into $(VENV)"; $(BIN)/pip install -qq --editable ".[$$extras]"
+	@echo "installing iserve[dev] into $(VENV)"; $(BIN)/pip install -qq --editable ".[dev]"
 	@touch $(STAMP)
 
 demo: setup

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from daemon.engines.registry import get_engine
+from daemon.file_limit import raise_file_limit
 from daemon.own_log import bound_own_log, log_to_stderr
 from daemon.server import serve
 from daemon.settings import DaemonSettings
@@ -28,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--node-id", default=None, help="default: the host name")
     arguments = parser.parse_args(argv)
+    raise_file_limit()
     log_to_stderr()
     given: dict[str, Any] = {"node_id": arguments.node_id, "start_timeout_s": arguments.start_timeout}
     try:
@@ -37,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             cpu_devices=arguments.cpu_devices,
             **{name: value for name, value in given.items() if value is not None},
         )
+        os.environ["ISERVE_HOME"] = str(settings.home)  # where adapters look for environments of engines
         bound_own_log(settings.home / "logs" / "daemon.log")
         asyncio.run(serve(settings, get_engine))
     except IserveError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from daemon.engines.base import WorkerSpec
 from daemon.json_http import JsonHttp
 from daemon.process import read_record
 from daemon.status import NodeStatus, WorkerStatus
+from daemon.worker_log import LogPart
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 
@@ -66,6 +67,11 @@ class DaemonClient:
         """The end of the worker's output. Raises NotFoundError."""
         path = f"/v1/workers/{quote(worker_id, safe='')}/log?lines={lines}"
         return self._http.request("GET", path, timeout_s=self._timeout_s).decode("utf-8", errors="replace")
+
+    def log_part(self, worker_id: str, *, lines: int, position: str | None = None) -> LogPart:
+        """Return what was written behind ``position``; without one, the last lines. Raises NotFoundError."""
+        query = urlencode({"lines": lines} if position is None else {"position": position})
+        return self._ask("GET", f"/v1/workers/{quote(worker_id, safe='')}/log/part?{query}", LogPart)
 
     def is_healthy(self) -> bool:
         """Whether a daemon answers there at all."""

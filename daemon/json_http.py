@@ -12,7 +12,14 @@ from urllib.parse import urlsplit
 
 import fingerprint.errors
 from fingerprint.codec import from_json
-from fingerprint.errors import BadInputError, ConflictError, IserveError, NotFoundError, UnavailableError
+from fingerprint.errors import (
+    BadInputError,
+    ConflictError,
+    IserveError,
+    NoAnswerError,
+    NotFoundError,
+    UnavailableError,
+)
 
 __all__ = ["JsonHttp"]
 
@@ -29,7 +36,7 @@ class JsonHttp:
         hint: what a person can do when it is away.
 
     Raises (every method):
-        UnavailableError: it is away, does not answer in time or answers nonsense.
+        NoAnswerError: it is away, does not answer in time or answers nonsense.
         IserveError: what it answered with, of the class that it named.
     """
 
@@ -55,7 +62,7 @@ class JsonHttp:
         try:
             return from_json(answer, kind, what=f"the answer of {self._who} to {method} {path}")
         except BadInputError as error:  # the fault is the answerer's, not the request's
-            raise UnavailableError(str(error)) from error
+            raise NoAnswerError(str(error)) from error
 
     def request(
         self,
@@ -75,7 +82,7 @@ class JsonHttp:
             answer = response.read(_MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
-            raise UnavailableError(
+            raise NoAnswerError(
                 f"{self._who} at {self.url} does not answer {method} {path}: {reason}{self._hint}"
             ) from error
         finally:
@@ -93,4 +100,6 @@ class JsonHttp:
             return nearest(f"{self._who} answered {status}: {answer[:200]!r}")
         named = getattr(fingerprint.errors, str(body.get("error")), None)
         kind = named if isinstance(named, type) and issubclass(named, IserveError) else nearest
+        if kind is NoAnswerError:  # of a process behind the one that was asked, which has answered
+            kind = UnavailableError
         return kind(str(body.get("message", f"{self._who} answered {status}")))

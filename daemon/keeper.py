@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from daemon.descendants import become_subreaper, end_all_children, set_parent_death_signal, signal_group
+from daemon.file_limit import raise_file_limit
 from daemon.lease import (
     COMMAND_FILE,
     EXIT_FILE,
@@ -30,7 +31,7 @@ from daemon.lease import (
     read_file,
     write_file,
 )
-from daemon.procfs import read_stat
+from daemon.procfs import boot_id, read_stat
 
 __all__ = ["Keeper", "RotatingLog", "main"]
 
@@ -67,16 +68,21 @@ class RotatingLog:
         self._size = os.fstat(self._handle).st_size
 
     def _rotate(self) -> None:
+        """Move the log on. The new one is opened first: where none can be, nothing is moved and lines are lost."""
+        new = self._path.with_name(f".{self._path.name}.new")
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        try:
+            names = [self._path, *(self._path.with_name(f"{self._path.name}.{i + 1}") for i in range(self._files))]
+            for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
+                if newer.exists():
+                    os.replace(newer, older)
+            os.replace(new, self._path)
+        except OSError:
+            os.close(handle)
+            raise
         if self._handle is not None:
             os.close(self._handle)
-            self._handle = None
-        names = [self._path, *(self._path.with_name(f"{self._path.name}.{i + 1}") for i in range(self._files))]
-        for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
-            if newer.exists():
-                os.replace(newer, older)
-        if not self._files:
-            self._path.unlink(missing_ok=True)
-        self._open()
+        self._handle, self._size = handle, 0
 
 
 class Keeper:
@@ -164,6 +170,7 @@ class Keeper:
                 config_hash=order.config_hash,
                 started_at=time.time(),
                 lease_ttl_s=order.lease_ttl_s,
+                boot_id=boot_id(),
             ),
         )
 
@@ -244,6 +251,7 @@ class Keeper:
 
 def main(argv: list[str]) -> int:
     """Keep the worker of folder ``argv[0]``. The folder's lock makes this its only keeper."""
+    raise_file_limit()  # the engine's as well
     folder = Path(argv[0])
     lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + _LOCK_TRIES_S

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from daemon.atomic_file import write_file_atomically
+
 __all__ = [
     "COMMAND_FILE",
     "EXIT_FILE",
@@ -73,6 +75,7 @@ class Lease:
     config_hash: str
     started_at: float  # seconds since the epoch
     lease_ttl_s: float
+    boot_id: str = ""  # the boot that the start times are counted from; empty in a lease of an older release
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,15 +106,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def write_file(path: Path, value: KeeperOrder | Lease | ExitRecord) -> None:
     """Replace ``path`` in one step, mode 0600. Raises OSError when that cannot be done; nothing is left then."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(value), file)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_file_atomically(path, json.dumps(dataclasses.asdict(value)).encode())
 
 
 def read_file(path: Path, kind: type[T]) -> T:
@@ -127,9 +122,10 @@ def read_file(path: Path, kind: type[T]) -> T:
     except (OSError, ValueError, RecursionError) as error:
         raise LeaseFileError(f"{path} cannot be read: {error}") from error
     fields = {field.name: _KINDS[str(field.type)] for field in dataclasses.fields(kind)}
-    if not isinstance(data, dict) or data.keys() != fields.keys():
+    optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+    if not isinstance(data, dict) or not fields.keys() - optional <= data.keys() <= fields.keys():
         raise LeaseFileError(f"{path} does not have the fields of a {kind.__name__}")
-    for name, types in fields.items():
+    for name, types in ((name, types) for name, types in fields.items() if name in data):
         if not isinstance(data[name], types) or isinstance(data[name], bool):
             raise LeaseFileError(f"{path}: {name} is {data[name]!r}")
     return kind(**data)
@@ -146,10 +142,14 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 
 def keeper_is_alive(folder: Path) -> bool:
-    """Whether a keeper holds the folder's lock; no process id can be mistaken here."""
+    """Whether a keeper holds the folder's lock; no process id can be mistaken here.
+
+    Raises:
+        OSError: that cannot be seen now (no file descriptor is left, say); it may well live.
+    """
     try:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         return not _lock_now(handle, fcntl.LOCK_SH)

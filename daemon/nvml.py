@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from daemon.devices import Device, DeviceReading
 from fingerprint.errors import ConfigError
 
-__all__ = ["NvmlDevices", "driver_version", "visible_gpus"]
+__all__ = ["NvmlDevices", "driver_version", "gpu_names", "visible_gpus"]
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class NvmlDevices:
 def driver_version() -> str | None:
     """Of the NVIDIA driver; None where there is none, or no library to ask it with."""
     try:
-        import pynvml  # of the extra "gpu"
+        import pynvml
     except ImportError:
         return None
     try:
@@ -154,3 +154,20 @@ def driver_version() -> str | None:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return None
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Product names of the GPUs that can be offered here; none where there is no driver or no library."""
+    try:
+        import pynvml  # of the extra "gpu"
+    except ImportError:
+        return ()
+    try:
+        found = NvmlDevices.open(pynvml)
+    except ConfigError as error:  # CUDA_VISIBLE_DEVICES names what is not there
+        log.info("no GPU is offered: %s", error)
+        return ()
+    if found is None:
+        return ()
+    found.close()
+    return tuple(device.name for device in found.devices)

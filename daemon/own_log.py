@@ -12,10 +12,11 @@ from pathlib import Path
 
 from fingerprint.plain_text import printable
 
-__all__ = ["bound_own_log", "log_to_stderr", "move_if_large"]
+__all__ = ["bound_own_log", "log_to_stderr", "move_if_large", "why_silent"]
 
 _LOG_BYTES = 8 * 2**20
 _LOOK_S = 1.0
+_PROBE_BYTES = 4096  # of a disk that has room for them a process can say in its log what is wrong
 
 
 class _OneLine(logging.Formatter):
@@ -47,6 +48,19 @@ def move_if_large(path: Path, *, max_bytes: int = _LOG_BYTES) -> bool:
     return True
 
 
+def why_silent(path: Path) -> str:
+    """Why a process that failed left nothing in its log at ``path``; empty when nothing is known."""
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        return f"its log {path} cannot be written: {error.strerror or error}; free space there or use another home"
+    return ""
+
+
 def bound_own_log(path: Path, *, max_bytes: int = _LOG_BYTES, look_s: float = _LOOK_S) -> None:
     """From now on, while this process's output goes to ``path``, keep it to about ``max_bytes``.
 
@@ -57,16 +71,42 @@ def bound_own_log(path: Path, *, max_bytes: int = _LOG_BYTES, look_s: float = _L
     def watch() -> None:
         while True:
             time.sleep(look_s)
-            with contextlib.suppress(OSError):  # a full disk: tried again
+            with contextlib.suppress(OSError):  # a full disk, or no file descriptor left: tried again
                 _turn_over(path, max_bytes)
 
     threading.Thread(target=watch, name="own-log", daemon=True).start()
 
 
 def _turn_over(path: Path, max_bytes: int) -> None:
-    own = [number for number in (1, 2) if os.path.samestat(os.fstat(number), path.stat())]
-    if own and move_if_large(path, max_bytes=max_bytes):
-        new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for number in own:
-            os.dup2(new, number)
-        os.close(new)
+    """Move a log that has grown, and turn the output to a new one. One that was cut short is taken up again.
+
+    The new file is opened first: where none can be, the output stays in a file that is found under its name.
+    """
+    older = path.with_name(f"{path.name}.1")
+    if moved := _outputs_at(older):  # by a turn cut short, or the start of another process of this role
+        _turn(moved, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    elif (own := _outputs_at(path)) and path.stat().st_size > max_bytes:
+        new = path.with_name(f".{path.name}.new")
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        try:
+            path.replace(older)
+            new.replace(path)
+        except OSError:
+            os.close(handle)
+            raise
+        _turn(own, handle)
+
+
+def _turn(numbers: list[int], handle: int) -> None:
+    for number in numbers:
+        os.dup2(handle, number)
+    os.close(handle)
+
+
+def _outputs_at(path: Path) -> list[int]:
+    """Those of this process's outputs that go to ``path``."""
+    try:
+        file = path.stat()
+    except FileNotFoundError:
+        return []
+    return [number for number in (1, 2) if os.path.samestat(os.fstat(number), file)]

@@ -9,6 +9,7 @@ from types import TracebackType
 import aiohttp
 
 from daemon.worker_stats import WorkerStats
+from daemon.worker_token import authorization
 from fingerprint.errors import IserveError
 
 __all__ = ["Health", "Prober"]
@@ -45,15 +46,20 @@ class Prober:
         await self._session.close()
 
     async def health(self, url: str) -> Health:
-        """What ``GET /health`` says now."""
-        answer = await self._get(f"{url}/health")
+        """Return what ``GET /health`` says now. The route is open, and no token is sent there.
+
+        A worker that starts does not have its port yet, and another program may.
+        """
+        answer = await self._get(f"{url}/health", None)
         if answer is None:
             return Health.SILENT
         return Health.OK if answer[0] == 200 else Health.NOT_READY
 
-    async def stats(self, url: str, read: Callable[[bytes], WorkerStats]) -> WorkerStats | None:
+    async def stats(
+        self, url: str, read: Callable[[bytes], WorkerStats], token: str | None = None
+    ) -> WorkerStats | None:
         """What ``GET url`` says, by the engine's ``read``; None for no answer or one that it does not take."""
-        answer = await self._get(url)
+        answer = await self._get(url, token)
         if answer is None or answer[0] != 200:
             return None
         try:
@@ -61,10 +67,10 @@ class Prober:
         except IserveError:
             return None
 
-    async def _get(self, url: str) -> tuple[int, bytes] | None:
+    async def _get(self, url: str, token: str | None) -> tuple[int, bytes] | None:
         assert self._session is not None
         try:
-            async with self._session.get(url, allow_redirects=False) as response:
+            async with self._session.get(url, headers=authorization(token), allow_redirects=False) as response:
                 body = await response.content.read(_MAX_ANSWER_BYTES)
                 while not response.content.at_eof() and len(body) < _MAX_ANSWER_BYTES:
                     body += await response.content.read(_MAX_ANSWER_BYTES - len(body))

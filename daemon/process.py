@@ -5,18 +5,22 @@ Used for controller, gateway, daemon and keepers alike. Knows nothing of what th
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from daemon import detach
-from daemon.procfs import is_running, processes, read_stat
+from daemon.atomic_file import write_file_atomically
+from daemon.home import make_private
+from daemon.procfs import boot_id, is_running, processes, read_stat
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, UnavailableError
 
@@ -24,15 +28,18 @@ __all__ = [
     "ProcessRecord",
     "group_members",
     "is_alive",
+    "kept_record",
     "kill_group",
     "own_record",
     "read_record",
     "spawn_detached",
-    "write_file_atomically",
     "write_record",
 ]
 
+log = logging.getLogger(__name__)
+
 _SPAWN_TIMEOUT_S = 20.0
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,32 +50,24 @@ class ProcessRecord:
     start_time_ticks: int  # with the pid, names one process for good
     url: str  # "http://127.0.0.1:PORT"; empty for a role without HTTP
     token: str  # bearer token of its API; empty for none
+    boot_id: str = ""  # the boot that the start time is counted from; empty in a record of an older release
+    settings: dict[str, str | None] = field(
+        default_factory=dict
+    )  # by variable; empty in a record of an older release
 
 
-def own_record(*, url: str, token: str) -> ProcessRecord:
-    """The record of the calling process."""
+def own_record(*, url: str, token: str, settings: Mapping[str, str | None] | None = None) -> ProcessRecord:
+    """The record of the calling process, with the settings that it was started with."""
     stat = read_stat(os.getpid())
     assert stat is not None
-    return ProcessRecord(pid=stat.pid, start_time_ticks=stat.start_time_ticks, url=url, token=token)
-
-
-def write_file_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Replace ``path`` in one step: a reader sees the old content or the new, never a part.
-
-    Raises:
-        OSError: not writable or no space; the old file is untouched and no temporary one is left.
-    """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
+    return ProcessRecord(
+        pid=stat.pid,
+        start_time_ticks=stat.start_time_ticks,
+        url=url,
+        token=token,
+        boot_id=boot_id(),
+        settings=dict(settings or {}),
+    )
 
 
 def write_record(path: Path, record: ProcessRecord) -> None:
@@ -78,7 +77,8 @@ def write_record(path: Path, record: ProcessRecord) -> None:
         UnavailableError: the folder cannot be written.
     """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent.parent)
+        make_private(path.parent)
         write_file_atomically(path, to_json(record))
     except OSError as error:
         raise UnavailableError(
@@ -86,17 +86,62 @@ def write_record(path: Path, record: ProcessRecord) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def kept_record(path: Path, record: ProcessRecord, *, look_s: float = _LOOK_S) -> Iterator[None]:
+    """Have ``record``, of the calling process, at ``path`` inside the block, and take it away afterwards.
+
+    One that is lost meanwhile, by accident, is written again: by it alone the process is found, and without it
+    another is started in its place. The record of another process that lives is left alone.
+
+    Raises:
+        UnavailableError: the folder cannot be written.
+    """
+    write_record(path, record)
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(look_s):
+            with contextlib.suppress(UnavailableError):  # a full disk: tried again
+                if not is_alive(read_record(path)) and path.parent.parent.is_dir():  # else the home was taken away
+                    write_record(path, record)
+                    log.warning("%s was lost; it is there again", path)
+
+    thread = threading.Thread(target=watch, name="own-record", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        with contextlib.suppress(UnavailableError, OSError):
+            if read_record(path) == record:
+                path.unlink()
+
+
 def read_record(path: Path) -> ProcessRecord | None:
-    """The record at ``path``; None when there is none or it cannot be read (it is then as good as absent)."""
+    """The record at ``path``; None when there is none, or none that may be read and is whole.
+
+    Raises:
+        UnavailableError: it cannot be read now (no file descriptor is left, say), whoever lives.
+    """
     try:
         return from_json(path.read_bytes(), ProcessRecord, what=str(path))
-    except (OSError, BadInputError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, BadInputError):
         return None
+    except OSError as error:
+        raise UnavailableError(f"cannot read {path}: {error.strerror or error}; try again") from error
 
 
 def is_alive(record: ProcessRecord | None) -> bool:
-    """Whether the recorded process itself still runs."""
-    return record is not None and is_running(record.pid, record.start_time_ticks)
+    """Whether the recorded process itself still runs.
+
+    Raises:
+        UnavailableError: that cannot be seen now.
+    """
+    try:
+        return record is not None and is_running(record.pid, record.start_time_ticks, record.boot_id)
+    except OSError as error:
+        raise UnavailableError(f"cannot look for a process: {error.strerror or error}; try again") from error
 
 
 def spawn_detached(argv: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None) -> int:

@@ -1,7 +1,8 @@
 """What /proc says of processes: start times, groups, children, resident memory.
 
-Standard library only (the keeper uses it). A process is known by its id *and* its start time, so that a reused id
-is never taken for the old process; a zombie counts as gone.
+Standard library only (the keeper uses it). A process is known by its id, its start time *and* the boot, so that a
+reused id is never taken for the old process; a zombie counts as gone. Only ENOENT and ESRCH mean that a process is
+gone: a read that fails otherwise (no file descriptor left, say) is an OSError to the caller, never "dead".
 """
 
 from __future__ import annotations
@@ -10,20 +11,26 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 __all__ = [
     "ProcessStat",
+    "boot_id",
     "is_running",
     "pids_with",
     "processes",
     "read_stat",
+    "running_from",
     "sees",
     "start_time_ticks",
     "started_as",
 ]
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_GONE = (FileNotFoundError, ProcessLookupError)
+_NOT_OURS = (*_GONE, PermissionError)  # another user's process: ours can always be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +51,14 @@ class ProcessStat:
 
 
 def read_stat(pid: int, *, proc: Path = Path("/proc")) -> ProcessStat | None:
-    """None when there is no such process."""
+    """Return the stat of a process; None when there is no such process.
+
+    Raises:
+        OSError: it cannot be read for another reason; the process may be there.
+    """
     try:
         text = (proc / str(pid) / "stat").read_bytes()
-    except OSError:
+    except _GONE:
         return None
     # The command name, in parentheses, may itself hold spaces and parentheses: split after the last one.
     fields = text[text.rindex(b")") + 2 :].split()
@@ -63,29 +74,51 @@ def read_stat(pid: int, *, proc: Path = Path("/proc")) -> ProcessStat | None:
 
 
 def processes(*, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Every process that is not a zombie; about 20 microseconds each."""
+    """Every process that is not a zombie and may be read; about 20 microseconds each.
+
+    Raises:
+        OSError: the list would not be whole.
+    """
     for name in os.listdir(proc):
         if name.isdigit():
-            stat = read_stat(int(name), proc=proc)
-            if stat is not None and not stat.is_gone:
-                yield stat
+            with contextlib.suppress(PermissionError):
+                stat = read_stat(int(name), proc=proc)
+                if stat is not None and not stat.is_gone:
+                    yield stat
 
 
 def pids_with(variable: str, value: str, *, proc: Path = Path("/proc")) -> Iterator[int]:
-    """Processes that were started with this environment variable, those whose environment we may read."""
+    """Processes that were started with this environment variable, those whose environment we may read.
+
+    Raises:
+        OSError: the list would not be whole.
+    """
     wanted = f"{variable}={value}".encode()
     for stat in processes(proc=proc):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_NOT_OURS):
             if wanted in (proc / str(stat.pid) / "environ").read_bytes().split(b"\0"):
                 yield stat.pid
 
 
 def started_as(words: Sequence[str], *, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Processes with these words in a row on their command line."""
+    """Processes with these words in a row on their command line.
+
+    Raises:
+        OSError: the list would not be whole.
+    """
     wanted = b"".join(f"\0{word}".encode() for word in words) + b"\0"
     for stat in processes(proc=proc):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_NOT_OURS):
             if wanted in b"\0" + (proc / str(stat.pid) / "cmdline").read_bytes():
+                yield stat
+
+
+def running_from(folder: Path, *, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
+    """Processes whose command line names a file in ``folder``, such as the Python of an environment."""
+    within = b"\0" + os.fsencode(folder) + b"/"
+    for stat in processes(proc=proc):
+        with contextlib.suppress(OSError):
+            if within in b"\0" + (proc / str(stat.pid) / "cmdline").read_bytes():
                 yield stat
 
 
@@ -98,11 +131,36 @@ def sees(pid: int, path: Path, *, proc: Path = Path("/proc")) -> bool:
 
 
 def start_time_ticks(pid: int) -> int | None:
-    """When the process began, in clock ticks after boot; None when it is gone."""
+    """When the process began, in clock ticks after boot; None when it is gone.
+
+    Raises:
+        OSError: as :func:`read_stat`.
+    """
     stat = read_stat(pid)
     return None if stat is None or stat.is_gone else stat.start_time_ticks
 
 
-def is_running(pid: int, started_ticks: int) -> bool:
-    """Whether this very process (not a later one of the same id) still runs."""
-    return pid > 0 and start_time_ticks(pid) == started_ticks
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    """The kernel's name of this boot; empty where it cannot be read."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def is_running(pid: int, started_ticks: int, boot: str = "") -> bool:
+    """Whether this very process (not a later one of the same id) still runs.
+
+    Args:
+        boot: the :func:`boot_id` it was started under; empty: not recorded.
+
+    Raises:
+        OSError: as :func:`read_stat`, but for a process of another user, which is not ours.
+    """
+    if pid <= 0 or (boot and boot_id() and boot != boot_id()):
+        return False
+    try:
+        return start_time_ticks(pid) == started_ticks
+    except PermissionError:
+        return False

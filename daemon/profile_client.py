@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.torch_engine.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
+from daemon.worker_token import OPEN_PATHS, authorization
 from fingerprint import errors
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
@@ -43,6 +44,7 @@ class WorkerHandle(Protocol):
     """A worker that was launched for this target and nobody else."""
 
     url: str  # http://127.0.0.1:PORT
+    token: str | None  # that its clients send
 
     def failure(self) -> str | None:
         """Why it has ended or was given up; None while it may still come up or serves."""
@@ -64,6 +66,7 @@ class WorkerProfileTarget:
         checkpoint: the model that is profiled; a profiling worker loads nothing of it by itself.
         device_ids: devices that may be used, in the order in which stages take them.
         limits: ``max_batched_tokens`` and ``memory_bytes_per_device`` hold for all loads; each load says the rest.
+        engine_version: of an engine in an environment of its own; None: the first that is installed.
         start_timeout_s, call_timeout_s: for a worker to answer at all, and for one load or run.
         explain: may know more of what a worker answered with an error than the worker.
     """
@@ -76,11 +79,12 @@ class WorkerProfileTarget:
         device_ids: Sequence[str],
         limits: WorkerLimits,
         engine: str = "torch",
+        engine_version: str | None = None,
         start_timeout_s: float = 300.0,
         call_timeout_s: float = 600.0,
         explain: Callable[[WorkerSpec, IserveError], IserveError] = lambda _spec, error: error,
     ) -> None:
-        self.engine = engine
+        self.engine, self._engine_version = engine, engine_version
         self._launch = launch
         self._checkpoint = checkpoint
         self._device_ids = tuple(device_ids)
@@ -139,6 +143,7 @@ class WorkerProfileTarget:
             ),
             limits=self._limits,
             profiling=True,
+            engine_version=self._engine_version,
         )
         session = WorkerProfileSession(
             self._launch(spec),
@@ -290,7 +295,9 @@ class WorkerProfileSession:
             body = None if order is None else to_json(order)
             connection.connect()
             with _HungUpAfter(timeout_s, connection.sock):
-                connection.request(method, path, body, {"Content-Type": "application/json"})
+                token = None if path in OPEN_PATHS else self._handle.token
+                headers = {"Content-Type": "application/json"} | authorization(token)
+                connection.request(method, path, body, headers)
                 response = connection.getresponse()
                 return response.status, response.read(_MAX_ANSWER_BYTES)
         finally:

@@ -16,13 +16,19 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from daemon.atomic_file import remove_stale_temporaries
+from daemon.bounded_http import BoundedRunner
 from daemon.devices import CpuDevices, DeviceSource
 from daemon.engines.base import Engine, WorkerSpec
+from daemon.file_limit import most_connections
+from daemon.home import make_home
+from daemon.http_log import log_bad_requests_in_one_line
 from daemon.monitor import Monitor
 from daemon.nvml import NvmlDevices
-from daemon.process import own_record, write_record
+from daemon.process import kept_record, own_record
 from daemon.settings import DaemonSettings
 from daemon.supervisor import Supervisor
+from daemon.worker_log import MAX_LOG_LINES, log_after, log_end
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import (
     BadInputError,
@@ -39,8 +45,8 @@ __all__ = ["find_devices", "make_app", "serve"]
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
-MAX_LOG_LINES = 10_000
-MAX_LOG_BYTES = 4 << 20
+MAX_CONNECTIONS = 256  # each call of our own clients takes one, for as long as its answer takes
+ARRIVE_S = 30.0  # for the head of a request, and again for its body
 RECORD_FILE = "daemon.json"
 LOCK_FILE = "daemon.lock"
 _NVIDIA_CONTROL = Path("/dev/nvidiactl")
@@ -121,24 +127,26 @@ async def _stop(request: web.Request) -> web.Response:
 
 
 async def _log(request: web.Request) -> web.Response:
+    part = await asyncio.to_thread(log_end, _log_path(request), _lines(request))
+    return web.Response(text=part.text, content_type="text/plain")
+
+
+async def _log_part(request: web.Request) -> web.Response:
+    path, position = _log_path(request), request.query.get("position")
+    if position is None:
+        return _answer(await asyncio.to_thread(log_end, path, _lines(request)))
+    return _answer(await asyncio.to_thread(log_after, path, position))
+
+
+def _log_path(request: web.Request) -> Path:
+    return request.app[_SUPERVISOR].log_path(request.match_info["id"])
+
+
+def _lines(request: web.Request) -> int:
     text = request.query.get("lines", "200")
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_LOG_LINES):
         raise BadInputError(f"lines must be a number from 1 to {MAX_LOG_LINES}, got {text[:40]!r}")
-    path = request.app[_SUPERVISOR].log_path(request.match_info["id"])
-    return web.Response(text=await asyncio.to_thread(_tail, path, int(text)), content_type="text/plain")
-
-
-def _tail(path: Path, lines: int) -> str:
-    """The last lines of a rotated log, of at most ``MAX_LOG_BYTES``."""
-    data = b""
-    for part in (path, path.with_name(f"{path.name}.1")):
-        with contextlib.suppress(OSError), part.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - (MAX_LOG_BYTES - len(data))))
-            data = file.read(MAX_LOG_BYTES - len(data)) + data
-        if data.count(b"\n") >= lines or len(data) >= MAX_LOG_BYTES:
-            break
-    return b"".join(data.splitlines(keepends=True)[-lines:]).decode("utf-8", errors="replace")
+    return int(text)
 
 
 def make_app(supervisor: Supervisor, token: str) -> web.Application:
@@ -154,6 +162,7 @@ def make_app(supervisor: Supervisor, token: str) -> web.Application:
             web.get("/v1/workers/{id}", _worker),
             web.delete("/v1/workers/{id}", _stop),
             web.get("/v1/workers/{id}/log", _log),
+            web.get("/v1/workers/{id}/log/part", _log_part),
         ]
     )
     return app
@@ -161,10 +170,10 @@ def make_app(supervisor: Supervisor, token: str) -> web.Application:
 
 def _gpus() -> NvmlDevices | None:
     try:
-        import pynvml  # of the extra "gpu"
+        import pynvml
     except ImportError:
         if _NVIDIA_CONTROL.exists():
-            log.warning("there is an NVIDIA GPU, but no library to see it with; pip install 'iserve[gpu]'")
+            log.warning("there is an NVIDIA GPU, but no library to see it with; pip install nvidia-ml-py")
         return None
     return NvmlDevices.open(pynvml)
 
@@ -183,7 +192,7 @@ def _only_daemon(run_folder: Path) -> Iterator[None]:
     """Hold the home's lock. Raises ConflictError: another daemon does; UnavailableError: not writable."""
     path = run_folder / LOCK_FILE
     try:
-        run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_home(run_folder.parent, run_folder.name)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise UnavailableError(f"cannot write {path}: {error.strerror or error}") from error
@@ -203,7 +212,10 @@ def _only_daemon(run_folder: Path) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
     """Serve ``app``; yields its URL. Raises ConflictError: the port is in use."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+    log_bad_requests_in_one_line()
+    runner = BoundedRunner(
+        app, most=most_connections(MAX_CONNECTIONS), wait_s=ARRIVE_S, access_log=None, shutdown_timeout=2.0
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
@@ -230,6 +242,7 @@ async def serve(settings: DaemonSettings, engines: Callable[[str], Engine]) -> N
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, leave.set)
     with _only_daemon(settings.run_folder):
+        remove_stale_temporaries(settings.run_folder, RECORD_FILE)
         source = find_devices(settings.cpu_devices)
         monitor = Monitor(source, window_s=settings.load_window_s)
         supervisor = Supervisor(settings, monitor, engines)
@@ -237,9 +250,9 @@ async def serve(settings: DaemonSettings, engines: Callable[[str], Engine]) -> N
         try:
             await supervisor.open()
             async with _listening(make_app(supervisor, token), settings.host, settings.port) as url:
-                write_record(settings.run_folder / RECORD_FILE, own_record(url=url, token=token))
-                log.info("daemon of %s at %s, devices %s", settings.home, url, list(monitor.devices))
-                await supervisor.run(until=leave)
+                with kept_record(settings.run_folder / RECORD_FILE, own_record(url=url, token=token)):
+                    log.info("daemon of %s at %s, devices %s", settings.home, url, list(monitor.devices))
+                    await supervisor.run(until=leave)
         finally:
             await supervisor.close()
             source.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from daemon.engines.base import WorkerSpec
@@ -41,7 +41,12 @@ class WorkerStatus:
     started_at: str  # ISO 8601, UTC
     error: str | None = None
     versions: tuple[tuple[str, str], ...] = ()  # of its engine when this process was started; (): not recorded
+    token: str | None = field(default=None, repr=False)  # its clients send it; None: an older release started it
     held: tuple[DeviceHeld, ...] = ()  # of its GPUs, those whose driver tells; containers hide process ids from it
+
+    def is_of(self, spec: WorkerSpec) -> bool:
+        """Return whether ``spec``, at whatever port, started this worker; an id alone may be of a former state."""
+        return replace(self.spec, port=0) == replace(spec, port=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from daemon.backoff import RestartHistory
 from daemon.devices import Device
@@ -29,6 +30,7 @@ from daemon.settings import DaemonSettings
 from daemon.status import WorkerState, WorkerStats, WorkerStatus
 from daemon.torch_engine.exit_codes import PORT_IN_USE
 from daemon.worker_process import VERSIONS_FILE, Phase, WorkerProcess
+from daemon.worker_token import TOKEN_FILE, new_token
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError, UnavailableError
 
@@ -97,7 +99,7 @@ class SupervisedWorker:
         self._put_off = False  # a pass was asked for while another was under way
         self._resident_bytes: int | None = None
         self._resident_at_s = float("-inf")
-        self._versions = process.versions()  # of one that is adopted
+        self._versions, self._token = process.versions(), process.token()  # of one that is adopted
         self.restarts = 0
         self.error: str | None = None
         self._ended_because: str | None = None  # of an end that we brought about
@@ -150,6 +152,7 @@ class SupervisedWorker:
             started_at=datetime.fromtimestamp(started_at, UTC).isoformat(),
             error=self.error,
             versions=self._versions,
+            token=self._token,
         )
 
     def use(self, listed_pids: Iterable[int]) -> WorkerUse:
@@ -171,8 +174,11 @@ class SupervisedWorker:
         )
 
     def _owns(self, pid: int) -> bool:
-        stat, lease = read_stat(pid), self.process.lease
-        return stat is not None and lease is not None and stat.session_id == lease.keeper_pid
+        try:
+            stat = read_stat(pid)
+        except OSError:  # its memory counts as not listed, as in a container
+            return False
+        return stat is not None and self.process.owns(stat)
 
     # --- one pass ----------------------------------------------------------------------------------------------
 
@@ -248,7 +254,8 @@ class SupervisedWorker:
         if self._sight.last_ok_s is None:
             return None
         engine, spec = self._engine, self.spec
-        return await prober.stats(self.url + engine.stats_path, lambda body: engine.read_stats(spec, body))
+        read = partial(engine.read_stats, spec)
+        return await prober.stats(self.url + engine.stats_path, read, self._token)
 
     async def _end_if_hopeless(self) -> None:
         """End an engine that never came up or fell silent; its exit is then dealt with like any other."""
@@ -277,8 +284,9 @@ class SupervisedWorker:
         if "cpu" not in kinds or now_s - self._resident_at_s < self._settings.resident_period_s:
             return
         self._resident_at_s = now_s
-        stats = (read_stat(pid) for pid in self.process.pids())
-        self._resident_bytes = sum(stat.rss_bytes for stat in stats if stat is not None)
+        with contextlib.suppress(OSError):  # /proc cannot be read now: the last figure stands
+            stats = [read_stat(pid) for pid in self.process.pids()]
+            self._resident_bytes = sum(stat.rss_bytes for stat in stats if stat is not None)
 
     def _watch_exit(self) -> None:
         """Have the loop woken the moment the engine ends."""
@@ -318,11 +326,12 @@ class SupervisedWorker:
         folder = self.process.folder
         devices = {device.device_id: device for device in self._own_devices()}
         command = await asyncio.to_thread(self._engine.command, self.spec, folder, devices)
-        self._versions = await asyncio.to_thread(self._engine.versions)
+        self._versions = await asyncio.to_thread(self._engine.pinned(self.spec.engine_version).versions)
+        self._token = self._token or new_token()  # the same after a restart: the gateway's table has it
         command = replace(
             command,
             env=(*self._device_env(), *command.env),  # of two the later counts
-            files=(*command.files, (VERSIONS_FILE, to_json(self._versions).decode())),
+            files=(*command.files, (VERSIONS_FILE, to_json(self._versions).decode()), (TOKEN_FILE, self._token)),
         )
         cores = sorted({core for device in devices.values() for core in device.cores})
         self._sight = _Sight(time.monotonic())
@@ -418,6 +427,12 @@ class SupervisedWorker:
             return EngineError(f"ended by signal {record.signal}{_signal_name(record.signal)}")
         return self._engine.explain_failure(self.spec, record.exit_code or 0, record.log_tail)
 
+    def _left(self) -> str:
+        try:
+            return str(sorted(self.process.left()))
+        except OSError as error:
+            return f"(/proc cannot be read: {error.strerror or error})"
+
     async def stop(self) -> None:
         """End it for good; idempotent.
 
@@ -430,9 +445,8 @@ class SupervisedWorker:
                 return
             self._unwatch_exit()
             if not await asyncio.to_thread(self.process.end, grace_s=self._settings.stop_grace_s):
-                left = sorted(self.process.left())
                 raise UnavailableError(
-                    f"worker {self.worker_id}: processes {left} cannot be ended; look at the node"
+                    f"worker {self.worker_id}: processes {self._left()} cannot be ended; look at the node"
                 )
             self.process.mark_ended()
             self._resident_bytes = None

@@ -43,6 +43,14 @@ _WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 _READ_STALE_S = 30.0  # a driver that blocks for so long says nothing about now
 
 
+def _may_be_kept(folder: Path) -> bool:
+    """Whether a keeper holds the folder; yes where that cannot be seen."""
+    try:
+        return keeper_is_alive(folder)
+    except OSError:
+        return True
+
+
 class Supervisor:
     """For one event loop. :meth:`run` does a pass each second; :meth:`tick` is one pass."""
 
@@ -228,7 +236,7 @@ class Supervisor:
             raise ConflictError(
                 f"worker {spec.worker_id} is there already ({former.state()}); stop it or choose another id"
             )
-        if keeper_is_alive(self._settings.workers_folder / spec.worker_id):
+        if _may_be_kept(self._settings.workers_folder / spec.worker_id):
             raise ConflictError(
                 f"a keeper of worker {spec.worker_id} still runs; wait for its end or choose another id"
             )
@@ -334,7 +342,7 @@ class Supervisor:
             ) from error
         await asyncio.gather(*(self._adopt_one(folder) for folder in folders))
         ended = sorted(
-            (folder for folder in folders if folder.name not in self._workers and not keeper_is_alive(folder)),
+            (folder for folder in folders if folder.name not in self._workers and not _may_be_kept(folder)),
             key=lambda folder: folder.stat().st_mtime,
         )
         for folder in ended[: max(0, len(ended) - self._settings.ended_kept)]:
@@ -342,6 +350,7 @@ class Supervisor:
 
     async def _adopt_one(self, folder: Path) -> None:
         process = WorkerProcess(folder)
+        process.remove_stale_temporaries()
         await asyncio.to_thread(process.withdraw)
         phase = process.look()
         deadline_s = time.monotonic() + 5.0

@@ -1,9 +1,14 @@
-"""One worker's folder and processes: start its keeper, see what runs, end all of it. No policy, no HTTP."""
+"""One worker's folder and processes: start its keeper, see what runs, end all of it. No policy, no HTTP.
+
+No process is signalled on the word of a file alone: a lease outlives its processes (kill -9, a reboot, a restart
+of a container on a volume), and their ids are given to others. :meth:`WorkerProcess.left` says what may be ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
 import signal
@@ -13,7 +18,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from daemon.atomic_file import remove_stale_temporaries, write_file_atomically
 from daemon.engines.base import Command, WorkerSpec
+from daemon.home import make_private
 from daemon.lease import (
     COMMAND_FILE,
     EXIT_FILE,
@@ -28,13 +35,16 @@ from daemon.lease import (
     try_lock,
     write_file,
 )
-from daemon.process import spawn_detached, write_file_atomically
-from daemon.procfs import is_running, pids_with, processes, sees, started_as
+from daemon.process import spawn_detached
+from daemon.procfs import ProcessStat, is_running, pids_with, processes, sees, started_as
 from daemon.settings import DaemonSettings
+from daemon.worker_token import read_token
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, UnavailableError
 
 __all__ = ["VERSIONS_FILE", "WORKER_MARK", "Phase", "WorkerProcess", "read_spec"]
+
+log = logging.getLogger(__name__)
 
 SPEC_FILE = "spec.json"
 VERSIONS_FILE = "versions.json"  # of the engine, at the start of the process that runs
@@ -83,6 +93,7 @@ class WorkerProcess:
     lease: Lease | None = None
     _spawned_at_s: float = 0.0
     _past: Lease | None = None  # of the start before this one
+    _seen: Phase | None = None  # at the last look
 
     def start(self, spec: WorkerSpec, command: Command, cores: tuple[int, ...], settings: DaemonSettings) -> None:
         """Write the orders and start a keeper, which starts the engine.
@@ -109,7 +120,8 @@ class WorkerProcess:
         )  # whoever looks while files are exchanged must not take it up
         self.lease = None
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.folder.parent)
+            make_private(self.folder)
             for name in (LEASE_FILE, EXIT_FILE, "startup_error.json"):
                 (self.folder / name).unlink(missing_ok=True)
             write_file_atomically(self.folder / SPEC_FILE, spec_json)
@@ -126,19 +138,44 @@ class WorkerProcess:
         except UnavailableError:
             self.mark_ended()
             raise
-        self._spawned_at_s = time.monotonic()
+        self._spawned_at_s, self._seen = time.monotonic(), Phase.STARTING
 
     def look(self) -> Phase:
-        """What is there now. Takes up a lease that has appeared."""
+        """Return the phase of the processes now; take up a lease that has appeared.
+
+        A look that fails (no file descriptor is left, say) shows nothing: the last phase seen stands.
+
+        Raises:
+            UnavailableError: the first look of all fails.
+        """
+        try:
+            self._seen = self._look()
+        except OSError as error:
+            why = f"worker {self.folder.name}: its processes cannot be looked at: {error.strerror or error}"
+            if self._seen is None:
+                raise UnavailableError(f"{why}; try again") from error
+            log.warning("%s; taken to be %s as before", why, self._seen.value)
+        return self._seen
+
+    def _look(self) -> Phase:
         if self.lease is None:
             self.lease = self._read_lease()
-        if self.lease is not None and is_running(self.lease.pid, self.lease.start_time_ticks):
+        if self._engine_runs():
             return Phase.RUNNING
         if keeper_is_alive(self.folder):
             return Phase.ENDING if self.lease is not None else Phase.STARTING
         if self.lease is None and not (self.folder / EXIT_FILE).exists() and self._may_still_appear():
             return Phase.STARTING
         return Phase.ENDED
+
+    def _engine_runs(self) -> bool:
+        lease = self.lease
+        return lease is not None and is_running(lease.pid, lease.start_time_ticks, lease.boot_id)
+
+    def _keeper_runs(self) -> bool:
+        """Whether the leased keeper runs, by its id; :func:`keeper_is_alive` knows one without a lease too."""
+        lease = self.lease
+        return lease is not None and is_running(lease.keeper_pid, lease.keeper_start_time_ticks, lease.boot_id)
 
     def _may_still_appear(self) -> bool:
         return time.monotonic() - self._spawned_at_s < _KEEPER_START_S and (self.folder / COMMAND_FILE).exists()
@@ -163,6 +200,13 @@ class WorkerProcess:
         except (OSError, BadInputError):
             return ()
 
+    def token(self) -> str | None:
+        """Read the token that its clients send; None where an older daemon started it."""
+        try:
+            return read_token(self.folder)
+        except OSError:
+            return None
+
     def exit_record(self) -> ExitRecord | None:
         """The keeper's last word; None when it was killed before it could say it."""
         with contextlib.suppress(LeaseFileError):
@@ -175,32 +219,53 @@ class WorkerProcess:
             return (self.folder / _KEEPER_LOG).read_bytes()[-2000:].decode(errors="replace").strip()
         return ""
 
-    def pids(self) -> frozenset[int]:
-        """Running processes of the worker's session, the keeper's own not counted.
+    def owns(self, stat: ProcessStat) -> bool:
+        """Whether a process is of the worker's session, by its keeper's id.
 
-        The session is named by the keeper's id; nothing older than the keeper can belong to it.
+        True of a worker that runs: while a process of a session lives, the kernel gives its id to nobody else.
         """
         lease = self.lease
-        if lease is None:
-            return frozenset()
-        return frozenset(
-            stat.pid
-            for stat in processes()
-            if stat.session_id == lease.keeper_pid
-            and stat.pid != lease.keeper_pid
+        return (
+            lease is not None
+            and stat.session_id == lease.keeper_pid
             and stat.start_time_ticks >= lease.keeper_start_time_ticks
         )
 
-    def left(self) -> frozenset[int]:
-        """:meth:`pids`, and what moved to another session: a killed keeper can no longer tell its descendants.
+    def pids(self) -> frozenset[int]:
+        """Running processes of the worker, the keeper's own not counted, while its keeper or engine runs.
 
-        Reads every process's environment.
+        Raises:
+            OSError: /proc cannot be read whole.
         """
-        marked = pids_with(WORKER_MARK, str(self.folder))
-        return self.pids() | {pid for pid in marked if sees(pid, self.folder)}
+        if not (self._engine_runs() or self._keeper_runs()):
+            return frozenset()
+        return self._session()
+
+    def _session(self) -> frozenset[int]:
+        keeper_pid = None if self.lease is None else self.lease.keeper_pid
+        return frozenset(stat.pid for stat in processes() if self.owns(stat) and stat.pid != keeper_pid)
+
+    def left(self) -> frozenset[int]:
+        """Return every process that is proved to be the worker's: the one function that says what may be killed.
+
+        Those that carry the worker's mark in their environment, whatever session they moved to; and the whole
+        session of the leased keeper, while that keeper or the engine runs (id, start time and boot are as leased)
+        or a marked process is in it. Reads every process's environment.
+
+        Raises:
+            OSError: /proc cannot be read whole.
+        """
+        marked = {pid for pid in pids_with(WORKER_MARK, str(self.folder)) if sees(pid, self.folder)}
+        session = self._session()
+        is_ours = bool(session & marked) or self._engine_runs() or self._keeper_runs()
+        return frozenset(marked) | (session if is_ours else frozenset())
 
     def kill_engine(self) -> None:
-        """Kill every process of the worker but the keeper, which then writes how it ended."""
+        """Kill every process of the worker but the keeper, which then writes how it ended.
+
+        Raises:
+            OSError: /proc cannot be read whole; nothing was killed.
+        """
         for pid in self.left():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -209,39 +274,57 @@ class WorkerProcess:
         """End everything: the keeper is asked to (SIGTERM, grace, SIGKILL); what it leaves is killed. Blocks.
 
         Returns:
-            Whether nothing is left; False only for a process that the kernel will not let die.
+            Whether nothing is left; False only for a process that the kernel will not let die, or while /proc
+            cannot be read.
+
+        Raises:
+            UnavailableError: the first look of all fails.
         """
-        deadline = time.monotonic() + grace_s + 5.0
-        asked = False
-        while (phase := self.look()) is not Phase.ENDED and time.monotonic() < deadline:
-            if self.lease is None:
-                (self.folder / COMMAND_FILE).unlink(missing_ok=True)  # a keeper that has not read it stops there
-            elif not asked or (phase is Phase.RUNNING and not keeper_is_alive(self.folder)):
-                asked = True
-                self._ask_keeper()
-            time.sleep(_POLL_S)
+        self._ask_to_end(time.monotonic() + grace_s + 5.0)
         deadline = time.monotonic() + 5.0
         while True:
-            is_kept = keeper_is_alive(self.folder)
-            if not is_kept and not self.left() and self.look() is Phase.ENDED:
-                return True
+            with contextlib.suppress(OSError):  # nothing is known now: looked at again
+                if self._kill_what_is_left():
+                    return True
             if time.monotonic() > deadline:
                 return False
-            if is_kept:  # maybe only now: one that was slow to begin finds its orders withdrawn and ends
-                self._kill_keeper()
-            self.kill_engine()
             time.sleep(_POLL_S)
 
+    def _ask_to_end(self, deadline_s: float) -> None:
+        """Have the keeper end the worker, and wait for that."""
+        asked = False
+        while (phase := self.look()) is not Phase.ENDED and time.monotonic() < deadline_s:
+            with contextlib.suppress(OSError):
+                if self.lease is None:
+                    (self.folder / COMMAND_FILE).unlink(
+                        missing_ok=True
+                    )  # a keeper that has not read it stops there
+                elif not asked or (phase is Phase.RUNNING and not keeper_is_alive(self.folder)):
+                    self._ask_keeper()
+                    asked = True
+            time.sleep(_POLL_S)
+
+    def _kill_what_is_left(self) -> bool:
+        """Return True once nothing is there; else kill what is."""
+        is_kept = keeper_is_alive(self.folder)
+        if not is_kept and not self.left() and self._look() is Phase.ENDED:
+            self._seen = Phase.ENDED
+            return True
+        if is_kept:  # maybe only now: one that was slow to begin finds its orders withdrawn and ends
+            self._kill_keeper()
+        self.kill_engine()
+        return False
+
     def _kill_keeper(self) -> None:
-        """One that is deaf, or that has no lease yet and does not get on; the kernel then kills the engine."""
+        """Kill a keeper that is deaf, or that has no lease yet and is stuck; the kernel then kills the engine."""
         for stat in started_as(("-m", _KEEPER, str(self.folder))):
             if sees(stat.pid, self.folder):
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(stat.pid, signal.SIGKILL)
 
     def _ask_keeper(self) -> None:
         assert self.lease is not None
-        if is_running(self.lease.keeper_pid, self.lease.keeper_start_time_ticks):
+        if self._keeper_runs():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.lease.keeper_pid, signal.SIGTERM)
         else:
@@ -258,6 +341,10 @@ class WorkerProcess:
         for name in (COMMAND_FILE, LEASE_FILE):
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)
+
+    def remove_stale_temporaries(self) -> None:
+        """Remove what a daemon or a keeper left that was killed while it wrote."""
+        remove_stale_temporaries(self.folder, SPEC_FILE, VERSIONS_FILE, COMMAND_FILE, LEASE_FILE, EXIT_FILE)
 
     def remove(self) -> None:
         """Delete the folder with its logs."""

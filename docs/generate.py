@@ -148,7 +148,8 @@ def configuration() -> str:
         "# Configuration\n\n"
         "Made by `docs/generate.py` from `iserve/settings.py`. Settings are environment variables, read when a\n"
         "process starts. A command-line option comes before its variable, that before the default. An unknown\n"
-        "`ISERVE_` variable, or a value that cannot be read, is an error.\n\n"
+        "`ISERVE_` variable, or a value that cannot be read, is an error. On a home that runs, `iserve up`\n"
+        "with other settings says what differs and changes nothing: run `iserve down`, then `iserve up`.\n\n"
         "| variable | default | takes | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         "The Hugging Face hub has variables of its own; with `HF_HUB_OFFLINE=1` nothing is asked of it.\n"
     )

@@ -96,6 +96,10 @@ class Note(Selection):
         """A checkpoint that is served as it is stored was prepared."""
         return self.beforehand and self.weights is not None and config.weights is WeightFormat.STORED
 
+    def needs_another(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
+        """Return whether ``config`` needs another checkpoint than that of ``spec``, prepared beforehand."""
+        return self.beforehand and self.applies(spec, config, gpu) and not self.is_met_by(config)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verified(Selection):
@@ -138,7 +142,10 @@ class EngineCapabilities:
         unavailable: why no worker of it can be started here, and what to change; None where one can.
         unprofiled: why iServe cannot measure models on it; None where it can.
         verified: the part of the table that was run; the rest was read in sources and documentation.
+        eager: whether each kernel of a step is launched from Python, none from a captured graph.
         step_timed: whether its profiling worker carries our step timer (``fingerprint.depth_tied_profile``).
+        own_environment: whether it runs in an interpreter of its own. Its profiling worker makes random weights by
+            itself, reads nothing of iServe's and measures no peak figures of a device.
     """
 
     engine: str
@@ -153,7 +160,9 @@ class EngineCapabilities:
     unavailable: str | None = None
     unprofiled: str | None = None
     verified: tuple[Verified, ...] = ()
+    eager: bool = False
     step_timed: bool = False
+    own_environment: bool = False
     notes: tuple[Note, ...] = ()
     degree_reason: str = ""
     uneven_pp_reason: str | None = None

@@ -7,23 +7,27 @@ https://huggingface.co/docs/safetensors (8-byte header length, JSON header, tens
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from fingerprint.errors import CheckpointError, NotFoundError
+from fingerprint.json_members import JsonMembers
 
-__all__ = ["CHUNK_BYTES", "DTYPE_BITS", "Checkpoint", "TensorEntry", "read_header"]
+__all__ = ["CHUNK_BYTES", "DTYPE_BITS", "Checkpoint", "TensorEntry", "indexed_files", "read_header"]
 
 CHUNK_BYTES = 4 * 2**20
-# JSON takes up to 25 times its size in memory. The safetensors library reads headers of 100 MB; with 110 bytes to
+# The safetensors library reads headers of 100 MB; with 110 bytes to
 # a tensor these 32 MiB are 300,000 tensors in a file, more than the largest models have in all their files.
 MAX_HEADER_BYTES = MAX_INDEX_BYTES = 32 * 2**20
 MAX_DIMENSIONS = 32
+_MAX_ENTRY_CHARS = 4096  # 34 numbers of at most 19 digits, with white space between them
+_MAX_INDEX_MEMBERS = 64
+_MAX_METADATA = 10_000
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
@@ -164,11 +168,17 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], int]:
 
 
 def _parse_header(raw: bytes, file: Path, data_start: int, size: int) -> dict[str, TensorEntry]:
-    header = _parse_object(raw, f"the header of {file}")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CheckpointError(f"{file} has a __metadata__ that is not from text to text; fetch it again")
-    tensors = {name: _parse_entry(name, value, file, data_start) for name, value in header.items()}
+    header = JsonMembers(raw, f"the header of {file}")
+    tensors = {}
+    for name in header.members():
+        if name == "__metadata__":
+            for number, _key in enumerate(header.members()):
+                if number >= _MAX_METADATA:
+                    raise CheckpointError(f"{file} has more than {_MAX_METADATA} keys in its __metadata__")
+                header.string()
+        else:
+            tensors[name] = _parse_entry(name, header.value(_MAX_ENTRY_CHARS), file, data_start)
+    header.end()
     end = data_start
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if entry.offset != end:
@@ -206,6 +216,15 @@ def _is_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
+def indexed_files(directory: Path) -> frozenset[str]:
+    """Names of the files that the index in ``directory`` names; they may be missing.
+
+    Raises:
+        CheckpointError: the index cannot be read, is larger than 32 MiB, or names other than safetensors files.
+    """
+    return frozenset(_read_index(directory / INDEX_FILE)[0].values())
+
+
 def _read_index(file: Path) -> tuple[dict[str, str], int]:
     size = _size(file)
     if size > MAX_INDEX_BYTES:
@@ -214,9 +233,7 @@ def _read_index(file: Path) -> tuple[dict[str, str], int]:
         raw = file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    weight_map = _parse_object(raw, str(file)).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{file} has no weight_map from tensor to file; fetch it again")
+    weight_map = _parse_weight_map(raw, file)
     for name in weight_map.values():
         if (
             not isinstance(name, str)
@@ -230,26 +247,20 @@ def _read_index(file: Path) -> tuple[dict[str, str], int]:
     return weight_map, len(raw)
 
 
-def _parse_object(raw: bytes, what: str) -> dict[str, object]:
-    """A JSON object whose keys are unique at every level."""
-
-    # Small objects are what takes memory: a tensor of 45 bytes has three brackets, and no more are believed in.
-    if raw.count(b"{") + raw.count(b"[") > 16 + len(raw) // 12:
-        raise CheckpointError(f"{what} is not valid JSON of tensors: it has more brackets than these could have")
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        members = dict(pairs)
-        if len(members) != len(pairs):
-            raise CheckpointError(f"{what} has a key twice")
-        return members
-
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not valid JSON: {str(error)[:200]}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is a JSON {type(value).__name__}, not an object")
-    return value
+def _parse_weight_map(raw: bytes, file: Path) -> dict[str, Any]:
+    index = JsonMembers(raw, str(file))
+    weight_map: dict[str, Any] = {}
+    for number, key in enumerate(index.members()):
+        if number >= _MAX_INDEX_MEMBERS:
+            raise CheckpointError(f"{file} has more than {_MAX_INDEX_MEMBERS} members; an index has two")
+        if key == "weight_map":
+            weight_map = {tensor: index.value(_MAX_ENTRY_CHARS) for tensor in index.members()}
+        else:
+            index.value(_MAX_ENTRY_CHARS)
+    index.end()
+    if not weight_map:
+        raise CheckpointError(f"{file} has no weight_map from tensor to file; fetch it again")
+    return weight_map
 
 
 def _pread(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:

@@ -27,11 +27,12 @@ def from_json(data: bytes | str, kind: type[T], *, what: str = "JSON") -> T:
     """The ``kind`` that ``data`` holds.
 
     Raises:
-        BadInputError: not JSON, a missing field, or a value of the wrong type; ``what`` names the document.
+        BadInputError: not JSON, nested too deeply, a missing field, or a value of the wrong type; ``what`` names
+            the document.
     """
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInputError(f"{what} is not a valid {kind.__name__}: {error}") from error
 
 

@@ -5,8 +5,11 @@ These names are the ones used in code, in JSON and on the command line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
+from typing import TypeVar
 
 from fingerprint.errors import ConfigError
 
@@ -56,6 +59,9 @@ class Pruning(StrEnum):
     LLM_PRUNER_25 = "llm-pruner-25"
 
 
+_Named = TypeVar("_Named", bound=StrEnum)
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class DeploymentConfig:
     """One point of the configuration space, on one engine."""
@@ -95,17 +101,31 @@ def parse_config(text: str, *, engine: str) -> DeploymentConfig:
         if key in values:
             raise ConfigError(f"{key} is given twice in {text!r}")
         values[key] = value
+    return DeploymentConfig(
+        tp=_degree("tp", values),
+        pp=_degree("pp", values),
+        weights=_format(WeightFormat, "weights", values, WeightFormat.BITS16),
+        kv=_format(KvFormat, "kv", values, KvFormat.BITS16),
+        pruning=_format(Pruning, "pruning", values, Pruning.NONE),
+        engine=engine,
+    )
+
+
+def _degree(key: str, values: Mapping[str, str]) -> int:
     try:
-        return DeploymentConfig(
-            tp=int(values.get("tp", "1")),
-            pp=int(values.get("pp", "1")),
-            weights=WeightFormat(values.get("weights", WeightFormat.BITS16)),
-            kv=KvFormat(values.get("kv", KvFormat.BITS16)),
-            pruning=Pruning(values.get("pruning", Pruning.NONE)),
-            engine=engine,
-        )
+        return int(values.get(key, "1"))
     except ValueError as error:
-        raise ConfigError(f"cannot read the configuration {text!r}: {error}") from error
+        raise ConfigError(f"{key} must be a whole number, got {values[key][:80]!r}") from error
+
+
+def _format(kind: type[_Named], key: str, values: Mapping[str, str], default: _Named) -> _Named:
+    given = values.get(key, default)
+    try:
+        return kind(given)
+    except ValueError as error:
+        near = get_close_matches(given, list(kind), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{key}={given[:80]!r} is not one of {', '.join(kind)}{hint}") from error
 
 
 _MOST_TOKENS = 100_000_000
@@ -127,10 +147,13 @@ class Workload:
             if not 1 <= value <= _MOST_TOKENS:
                 raise ConfigError(f"{name} must be between 1 and {_MOST_TOKENS:,}, got {value}")
         usual = self.input_tokens + self.output_tokens
-        if self.longest_tokens and not usual <= self.longest_tokens <= _MOST_TOKENS:
+        if self.longest_tokens > _MOST_TOKENS:
+            raise ConfigError(f"the context must be at most {_MOST_TOKENS:,} tokens, got {self.longest_tokens}")
+        if self.longest_tokens and self.longest_tokens < usual:
             raise ConfigError(
-                f"the longest request has {self.longest_tokens} tokens, the one that is planned for {usual}: "
-                f"it must have as many at least, and {_MOST_TOKENS:,} at most"
+                f"a context of {self.longest_tokens} tokens is shorter than the planned request of {usual} "
+                f"({self.input_tokens} input + {self.output_tokens} output): give at least {usual}, or fewer "
+                "input or output tokens"
             )
 
     @property

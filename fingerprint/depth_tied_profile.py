@@ -31,6 +31,7 @@ from fingerprint.measurements import (
     RunReading,
     StepTimedSession,
     TimingPoint,
+    Unreached,
 )
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
@@ -117,6 +118,7 @@ class _Driver:
     _session: StepTimedSession | None = None
     _first_error: IserveError | None = None
     _done: int = 0
+    _unreached: dict[_Case, set[Point]] = field(default_factory=dict)
     # GPU-seconds, as ``spent_s``: per prompt token by tp, pp, layers; and by tp, pp, plain, point
     _cost_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _took_s: dict[tuple[int, int, bool, Point], float] = field(default_factory=dict)
@@ -135,6 +137,14 @@ class _Driver:
             memory=tuple(self.memory),
             timing=tuple(self.timing),
             notes=tuple(self.notes),
+            unreached=tuple(
+                Unreached(
+                    config=case.config(self.target.engine),
+                    missing_points=len(points),
+                    planned_points=len(self.plan.points),
+                )
+                for case, points in self._unreached.items()
+            ),
         )
 
     def run_all(self) -> None:
@@ -158,6 +168,7 @@ class _Driver:
             for kv in self.plan.kv:
                 case = _Case(tp, pp, weights, kv)
                 if self.spent_s >= self.plan.budget_s:
+                    self._unreached[case] = set(self.plan.points)
                     self._left_out(str(case))
                     continue
                 if self.timing and (why := self.needless(case.config(self.target.engine), self.profile())):
@@ -245,6 +256,8 @@ class _Driver:
             plain = number >= len(points)
             foreseen_s = self._foreseen_s(case, num_layers * times, point, plain=plain)
             if number and foreseen_s > end_s - self.spent_s:
+                if not plain:
+                    self._unreached.setdefault(case, set()).add(point)
                 self._left_out(f"{case}, {num_layers} layers: batch {point[0]} with {point[1]} in")
                 continue  # not of the cheapest, without which the other depth's points would tell nothing
             try:

@@ -15,6 +15,8 @@ __all__ = [
     "EngineError",
     "InfeasibleError",
     "IserveError",
+    "MissingExtraError",
+    "NoAnswerError",
     "NotFoundError",
     "NotMeasuredError",
     "PolicyError",
@@ -44,6 +46,10 @@ class UnsupportedModelError(BadInputError):
     """The model is of a family or task that iServe does not serve."""
 
 
+class MissingExtraError(BadInputError):
+    """The request needs an optional dependency that is not installed; the message says what to install."""
+
+
 class NotFoundError(BadInputError):
     """The named model, deployment, file or GPU is not there."""
 
@@ -66,6 +72,10 @@ class PolicyError(IserveError):
 
 class UnavailableError(IserveError):
     """A part of iServe is away or busy; trying again later can help."""
+
+
+class NoAnswerError(UnavailableError):
+    """A process of iServe gave no answer that can be read: the request may have been carried out, or not."""
 
 
 class StateUnavailableError(UnavailableError):

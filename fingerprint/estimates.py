@@ -130,6 +130,14 @@ class Estimate:
     tpot_s: Quantity  # one decode step of the batch, at the mean context of the workload
     power_w_per_gpu: Quantity | None = None  # None: unknown (CPU)
     correction: Correction | None = None  # None: as the estimator says
+    rests_on: DeploymentConfig | None = None  # whose measured times these come from; None: datasheets alone
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether this very configuration was run: its fingerprints by a profile, at whatever load, or the whole
+        model under this workload by a check."""
+        was_run = self.rests_on is not None and self.rests_on == self.config
+        return was_run or (self.correction is not None and self.correction.exact)
 
     @property
     def e2e_s(self) -> Quantity:

@@ -127,6 +127,16 @@ def kv_heads_per_gpu(spec: ModelSpec, tp: int) -> float:
     return spec.num_kv_heads / min(tp, spec.num_kv_heads)
 
 
+def steps_in_flight(config: DeploymentConfig) -> int:
+    """Return how many steps an engine schedules before the first of them has ended.
+
+    vLLM schedules the next step while a stage runs one, and keeps the KV blocks of a sliding window for all of
+    them: ``max_concurrent_batches`` of ``vllm/config/vllm.py`` (0.26 to 0.33) is at most ``pp + 1``; earlier
+    releases keep one step's and need no more.
+    """
+    return config.pp + 1 if config.engine == "vllm" else 1
+
+
 def kv_tokens_per_layer(
     spec: ModelSpec, config: DeploymentConfig, workload: Workload, step_tokens: int = 0
 ) -> float:
@@ -136,8 +146,8 @@ def kv_tokens_per_layer(
     holds most, of an even split.
 
     Args:
-        step_tokens: of the largest step, for a cache that keeps what a step computes until it has run; 0: for one
-            whose slots are written over.
+        step_tokens: of the largest step, for a cache that keeps what a step computes until it has run, once for
+            each step in flight (:func:`steps_in_flight`); 0: for one whose slots are written over.
 
     Raises:
         ConfigError: more stages than layers.
@@ -147,7 +157,8 @@ def kv_tokens_per_layer(
         whole = workload.kv_tokens(config.engine)
         if window is None:
             return whole
-        return min(whole, workload.batch * min(window, workload.context_tokens) + step_tokens)
+        in_flight = step_tokens * steps_in_flight(config)
+        return min(whole, workload.batch * min(window, workload.context_tokens) + in_flight)
 
     if not spec.layer_windows:
         return held(spec.sliding_window)

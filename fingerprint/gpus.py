@@ -6,7 +6,9 @@ device that is not listed is unknown, never guessed from a similar one; a CPU's 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 
@@ -16,6 +18,10 @@ from fingerprint.errors import ConfigError, NotFoundError
 from fingerprint.gpu_spec import GpuSpec
 
 __all__ = ["gpu_spec", "known_gpus", "match_device", "parse_gpus"]
+
+# ``NAME:COUNT`` in other orders and with other signs, as in 8xH100, 8 h100, h100*8.
+_COUNT_FIRST = re.compile(r"\s*(?P<count>[0-9]{1,6})\s*[x×*:\s]\s*(?P<name>\S.*)")
+_NAME_FIRST = re.compile(r"(?P<name>.*\S)\s*[x×*:\s]\s*(?P<count>[0-9]{1,6})\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,18 +121,43 @@ def gpu_spec(name: str) -> GpuSpec:
     """
     found = _by_name().get(_key(name))
     if found is None:
-        raise NotFoundError(f"no datasheet figures for the GPU {name!r}; known are {', '.join(known_gpus())}")
+        raise _unknown(name, _nearest(name))
     return _spec(found)
+
+
+def _unknown(asked: str, meant: str | None) -> NotFoundError:
+    hint = "" if meant is None else f"did you mean {meant}? "
+    return NotFoundError(
+        f"no datasheet figures for the GPU {asked[:80]!r}; {hint}known are {', '.join(known_gpus())}"
+    )
+
+
+def _nearest(name: str) -> str | None:
+    """Return the known name that is spelt most alike; None where none is."""
+    return next(iter(get_close_matches(_key(name), _by_name(), n=1, cutoff=0.7)), None)
+
+
+def _meant(text: str) -> str | None:
+    """Return ``NAME:COUNT`` for a text that says both in another way or misspells the name."""
+    found = _COUNT_FIRST.fullmatch(text) or _NAME_FIRST.fullmatch(text)
+    if found is None:
+        return _nearest(text)
+    name = _nearest(found["name"])
+    return None if name is None else f"{name}:{found['count']}"
 
 
 def parse_gpus(text: str) -> tuple[GpuSpec, int]:
     """Read ``NAME:COUNT`` as in ``a6000:8``; without a count, one GPU.
 
     Raises:
-        ConfigError: the count is not a whole number from 1 to ``MAX_GPUS``.
+        ConfigError: several kinds, or the count is not a whole number from 1 to ``MAX_GPUS``.
         NotFoundError: no such GPU.
     """
+    if "," in text:
+        raise ConfigError(f"{text[:80]!r}: GPUs of one kind are taken, as in {text.partition(',')[0][:80]}")
     name, separator, count_text = text.partition(":")
+    if _key(name) not in _by_name():
+        raise _unknown(text if _COUNT_FIRST.fullmatch(text) else name, _meant(text))
     spec = gpu_spec(name)
     if not separator:
         return spec, 1

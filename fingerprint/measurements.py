@@ -25,6 +25,7 @@ __all__ = [
     "StepReading",
     "StepTimedSession",
     "TimingPoint",
+    "Unreached",
 ]
 
 
@@ -140,6 +141,15 @@ class TimingPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unreached:
+    """A configuration of which the budget of a profile did not hold all points."""
+
+    config: DeploymentConfig
+    missing_points: int  # of fingerprints, with fewer runs than the plan's minimum
+    planned_points: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """Everything measured of one model shape on one machine with one engine."""
 
@@ -149,12 +159,13 @@ class Profile:
     machine: MachineInfo
     created_at: str  # ISO 8601, UTC
     budget_s: float
-    spent_s: float  # as ``budget_s``: with a step timer of all GPUs after starts, else of the wall's clock
+    spent_s: float  # as ``budget_s``: after starts where each load is one, with a step timer of all GPUs
     complete: bool  # False: the budget ended before every interval was tight
     memory: tuple[MemoryPoint, ...]
     timing: tuple[TimingPoint, ...]
     notes: tuple[str, ...] = ()  # what was left out, and why
     skipped: tuple[DeploymentConfig, ...] = ()  # of that, what only its wish had no need of; another may
+    unreached: tuple[Unreached, ...] = ()  # what the budget ended before
 
 
 class ProfileSession(Protocol):
@@ -169,8 +180,13 @@ class ProfileSession(Protocol):
         layers_per_stage: tuple[int, ...],
         max_batch: int,
         max_context_tokens: int,
+        kv_tokens: int = 0,
     ) -> None:
-        """Replace what is loaded by ``checkpoint`` in these formats, with KV room for the batch."""
+        """Replace what is loaded by ``checkpoint`` in these formats.
+
+        Args:
+            kv_tokens: room of the KV cache, over all sequences; 0: the whole context of each.
+        """
         ...
 
     def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:

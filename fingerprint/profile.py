@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fingerprint.config import KvFormat, WeightFormat, even_split
+from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.errors import ConfigError, IserveError
 from fingerprint.measurements import (
     MemoryPoint,
@@ -28,10 +27,12 @@ from fingerprint.measurements import (
     ProfileTarget,
     RunReading,
     TimingPoint,
+    Unreached,
 )
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_budget import Action, Budget, OutOfTimeError
 from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_layers
+from fingerprint.profile_points import Shape, Visit
 from fingerprint.robust import locate
 
 __all__ = ["ProfilePlan", "ProfileProgress", "default_plan", "fingerprint_layers", "profile"]
@@ -46,38 +47,6 @@ class ProfileProgress:
     elapsed_s: float
     budget_s: float
     running: str  # "tp=1 pp=2, 4 layers, int8: batch 4, 512 in, 17 out"
-
-
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    """A fingerprint loaded in one pair of formats."""
-
-    layers: tuple[int, ...]  # of the model
-    weights: WeightFormat
-    kv: KvFormat
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    def kinds(self, spec: ModelSpec) -> tuple[int, ...]:
-        """Layers of each kind; empty where all of the model are alike."""
-        if not spec.layer_windows:
-            return ()
-        counts = Counter(spec.layer_windows[layer] for layer in self.layers)
-        return tuple(counts[kind.window] for kind in spec.kinds)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    batch: int
-    input_tokens: int
-    output_tokens: int
-
-    @property
-    def cost(self) -> int:
-        """Tokens computed: what a run's time grows with at most."""
-        return self.batch * (self.input_tokens + self.output_tokens)
 
 
 _FEWEST_RUNS = 2  # of a point, to have an interval at all; below the plan's minimum, when the budget is short
@@ -112,7 +81,7 @@ def profile(
     Raises:
         IserveError: the first launch did not come up or broke; a later one that fails is noted in the profile.
     """
-    budget = Budget(clock, plan.budget_s, launch_s)
+    budget = Budget(clock, plan.budget_s, launch_s, plan.uncharged)
     with budget.note(Action("launch")):  # an engine that is a process may be launched to tell
         machine = target.machine()
     driver = _Driver(spec, target, fingerprints, plan, machine.num_devices, budget, progress)
@@ -129,6 +98,7 @@ def profile(
         memory=tuple(driver.memory),
         timing=driver.timing(),
         notes=tuple(driver.notes),
+        unreached=driver.unreached(),
     )
 
 
@@ -149,26 +119,27 @@ class _Driver:
         self.budget, self._report = budget, progress
         self.notes: list[str] = []
         self.memory: list[MemoryPoint] = []
-        self.runs: dict[tuple[int, int, _Visit, _Shape], list[RunReading]] = {}
-        self.loads: dict[tuple[int, int, _Visit, _Shape], list[int]] = {}  # of each run, which load it was of
+        self.runs: dict[tuple[int, int, Visit, Shape], list[RunReading]] = {}
+        self.loads: dict[tuple[int, int, Visit, Shape], list[int]] = {}  # of each run, which load it was of
         self.num_loads = 0
         self.shapes = self._shapes()
+        self.dropped: list[Shape] = []  # of them, what the budget could not hold
+        self.failed: set[tuple[int, int]] = set()
         self.sessions = self._sessions(num_devices)
         self.done = 0
-        self.dropped = False  # points that the budget could not hold
         points = sum(len(visits) * len(self.shapes_at(*degree)) for degree, visits in self.sessions.items())
         self.total = points * (plan.min_repeats + 1)
 
-    def shapes_at(self, tp: int, pp: int) -> list[_Shape]:
+    def shapes_at(self, tp: int, pp: int) -> list[Shape]:
         """Points of one degree, cheap ones first; a split model runs at the plan's ``split_input_tokens`` only."""
         wanted = self.plan.split_input_tokens if tp * pp > 1 else ()
         chosen = [shape for shape in self.shapes if shape.input_tokens in wanted]
         return chosen or list(self.shapes)
 
-    def _shapes(self) -> list[_Shape]:
+    def _shapes(self) -> list[Shape]:
         plan, room = self.plan, self.spec.max_context_tokens
         bursts = [(b, n) for b in plan.batches for n in plan.input_tokens]
-        shapes = [_Shape(b, n, m) for b, n in bursts for m in plan.outputs_of(b, n)]
+        shapes = [Shape(b, n, m) for b, n in bursts for m in plan.outputs_of(b, n)]
         fitting = sorted((s for s in shapes if s.input_tokens + s.output_tokens <= room), key=lambda s: s.cost)
         if not fitting:
             raise ConfigError(
@@ -182,9 +153,9 @@ class _Driver:
             )
         return fitting
 
-    def _sessions(self, num_devices: int) -> dict[tuple[int, int], list[_Visit]]:
+    def _sessions(self, num_devices: int) -> dict[tuple[int, int], list[Visit]]:
         plan, num_layers = self.plan, self.spec.num_layers
-        sessions: dict[tuple[int, int], list[_Visit]] = {}
+        sessions: dict[tuple[int, int], list[Visit]] = {}
         for tp, pp in plan.degrees:
             cuts = plan.cuts(self.spec, pp)
             if tp * pp > num_devices:
@@ -199,7 +170,7 @@ class _Driver:
                     + (" for each kind of layers" if self.spec.layer_windows else "")
                     + f", the model has {num_layers}; the cost of a layer is not measured there"
                 )
-            sessions[tp, pp] = [_Visit(cut, w, kv) for w in plan.weights for kv in plan.kv for cut in cuts]
+            sessions[tp, pp] = [Visit(cut, w, kv) for w in plan.weights for kv in plan.kv for cut in cuts]
         return dict(sorted(sessions.items(), key=lambda item: item[0] != (1, 1)))
 
     def run_all(self) -> None:
@@ -210,11 +181,14 @@ class _Driver:
                     self._check_launch(tp, pp, degrees[0])
                 later = [self.sessions[degree] for degree in degrees[index + 1 :]]
                 self._session(tp, pp, later, first=not index)
+                if self.plan.sizes:
+                    self._note_missing(tp, pp, "")
             except OutOfTimeError as reason:
                 self._note_missing(tp, pp, str(reason))
             except IserveError as error:
                 if index == 0:
                     raise
+                self.failed.add((tp, pp))
                 self.notes.append(f"tp={tp} pp={pp} failed: {error}")
 
     def _check_launch(self, tp: int, pp: int, first: tuple[int, int]) -> None:
@@ -251,7 +225,7 @@ class _Driver:
         visits, shapes = self.sessions[tp, pp], self.shapes_at(tp, pp)
         return [len(self.runs.get((tp, pp, visit, shape), ())) for visit in visits for shape in shapes]
 
-    def _session(self, tp: int, pp: int, later: list[list[_Visit]], *, first: bool) -> None:
+    def _session(self, tp: int, pp: int, later: list[list[Visit]], *, first: bool) -> None:
         visits, budget = self.sessions[tp, pp], self.budget
         self._tell(f"tp={tp} pp={pp}: launching")
         fair_end = budget.clock() + budget.left_s / (1 + len(later))
@@ -259,7 +233,7 @@ class _Driver:
             session = self.target.open(tp=tp, pp=pp)
         try:
             launch = _Launch(self, session, tp, pp)
-            for number in range(2 * self.plan.max_repeats):
+            for number in range(1 if self.plan.sizes else 2 * self.plan.max_repeats):
                 is_short = self.fewest_runs(tp, pp) < self.plan.min_repeats
                 must_run = is_short and (first or number == 0)
                 deadline = budget.end if must_run else self._deadline(launch, fair_end, later, is_short)
@@ -270,7 +244,7 @@ class _Driver:
             with budget.note(Action("close")):
                 session.close()
 
-    def _deadline(self, launch: _Launch, fair_end: float, later: list[list[_Visit]], is_short: bool) -> float:
+    def _deadline(self, launch: _Launch, fair_end: float, later: list[list[Visit]], is_short: bool) -> float:
         """When a pass must end that leaves later launches their minimum."""
         end = self.budget.end
         if not later:
@@ -296,6 +270,24 @@ class _Driver:
             for shape in self.shapes_at(tp, pp)
         ]
         return not self.dropped and all(key in self.runs and self.is_tight(self.runs[key]) for key in expected)
+
+    def unreached(self) -> tuple[Unreached, ...]:
+        """What the budget ended before: configurations with points of fewer runs than the plan's minimum."""
+        found = []
+        for (tp, pp), visits in self.sessions.items():
+            shapes = [*self.shapes_at(tp, pp), *self._dropped_at(tp, pp)]
+            for weights, kv in dict.fromkeys((visit.weights, visit.kv) for visit in visits):
+                own = [visit for visit in visits if (visit.weights, visit.kv) == (weights, kv)]
+                runs = [len(self.runs.get((tp, pp, visit, shape), ())) for visit in own for shape in shapes]
+                missing = sum(count < self.plan.min_repeats for count in runs)
+                if missing and (tp, pp) not in self.failed:
+                    config = DeploymentConfig(tp=tp, pp=pp, weights=weights, kv=kv, engine=self.target.engine)
+                    found.append(Unreached(config=config, missing_points=missing, planned_points=len(runs)))
+        return tuple(found)
+
+    def _dropped_at(self, tp: int, pp: int) -> list[Shape]:
+        lengths = {shape.input_tokens for shape in self.shapes_at(tp, pp)}
+        return [shape for shape in self.dropped if tp * pp == 1 or shape.input_tokens in lengths]
 
     def timing(self) -> tuple[TimingPoint, ...]:
         return tuple(
@@ -327,36 +319,42 @@ class _Launch:
         self.driver, self.session, self.tp, self.pp = driver, session, tp, pp
         self._kv_tokens = self._kv_sequences = 0
 
-    def pass_over(self, visits: list[_Visit], deadline: float, soft: float) -> bool:
-        """Run every point that needs it, once after ``soft`` and maybe more before; False when none does."""
+    def pass_over(self, visits: list[Visit], deadline: float, soft: float) -> bool:
+        """Run every point that needs it, once after ``soft`` and maybe more before; False when none does.
+
+        An engine that starts anew with each load gets all runs of a fingerprint in one visit, each its share of
+        the time until ``soft``.
+        """
+        clock, once = self.driver.budget.clock, self.driver.plan.sizes is not None
         wanted = [(visit, shapes) for visit in visits if (shapes := self._open_shapes(visit))]
-        for visit, shapes in wanted:
+        for index, (visit, shapes) in enumerate(wanted):
+            due = clock() + (soft - clock()) / (len(wanted) - index) if once else soft
             self._load(visit, deadline)
             shapes = [s for s in shapes if s in self.shapes]  # warming up may have dropped some
             for repeat in range(self._repeats_of(visit, shapes)):
-                if repeat and self.driver.budget.clock() >= soft:
+                if repeat >= (_FEWEST_RUNS if once else 1) and clock() >= due:
                     break
-                for shape in shapes:
+                for shape in self._open_shapes(visit) if once else shapes:
                     reading = self._run(visit, shape, deadline)
                     self._keep(visit, shape, reading)
         return bool(wanted)
 
-    def _keep(self, visit: _Visit, shape: _Shape, reading: RunReading) -> None:
+    def _keep(self, visit: Visit, shape: Shape, reading: RunReading) -> None:
         key = (self.tp, self.pp, visit, shape)
         self.driver.runs.setdefault(key, []).append(reading)
         self.driver.loads.setdefault(key, []).append(self.driver.num_loads)
 
     @property
-    def shapes(self) -> list[_Shape]:
+    def shapes(self) -> list[Shape]:
         return self.driver.shapes_at(self.tp, self.pp)
 
-    def _seen_s(self, visit: _Visit, shape: _Shape) -> float:
+    def _seen_s(self, visit: Visit, shape: Shape) -> float:
         return self.driver.budget.seen_s.get(_run_action(self.tp, self.pp, visit, shape), 0.0)
 
-    def _runs(self, visit: _Visit, shape: _Shape) -> list[RunReading]:
+    def _runs(self, visit: Visit, shape: Shape) -> list[RunReading]:
         return self.driver.runs.get((self.tp, self.pp, visit, shape), [])
 
-    def _open_shapes(self, visit: _Visit) -> list[_Shape]:
+    def _open_shapes(self, visit: Visit) -> list[Shape]:
         return [
             shape
             for shape in self.shapes
@@ -364,18 +362,20 @@ class _Launch:
             and not self.driver.is_tight(runs)
         ]
 
-    def _repeats_of(self, visit: _Visit, shapes: list[_Shape]) -> int:
+    def _repeats_of(self, visit: Visit, shapes: list[Shape]) -> int:
         load_s = self.driver.budget.seen_s.get(_load_action(self.tp, self.pp, visit), 0.0)
-        return _repeats_per_visit(self.driver.plan, load_s, sum(self._seen_s(visit, shape) for shape in shapes))
+        return self.driver.plan.repeats_per_visit(load_s, sum(self._seen_s(visit, shape) for shape in shapes))
 
-    def _load(self, visit: _Visit, deadline: float) -> None:
+    def _load(self, visit: Visit, deadline: float) -> None:
         driver, budget = self.driver, self.driver.budget
         driver._tell(f"tp={self.tp} pp={self.pp}: loading {visit.num_layers} layers, {visit.weights}")
         checkpoint = driver.fingerprints(visit.layers)
         action = _load_action(self.tp, self.pp, visit)
         first = action not in budget.seen_s
-        max_batch = max(s.batch for s in driver.shapes)
-        max_context_tokens = max(s.input_tokens + s.output_tokens for s in driver.shapes)
+        sizes = driver.plan.sizes
+        max_batch = sizes.max_batch if sizes else max(s.batch for s in driver.shapes)
+        longest = max(s.input_tokens + s.output_tokens for s in driver.shapes)
+        max_context_tokens = sizes.max_context_tokens if sizes else longest
         with budget.spend(action, deadline):
             self.session.load(
                 checkpoint,
@@ -384,30 +384,33 @@ class _Launch:
                 layers_per_stage=even_split(visit.num_layers, self.pp),
                 max_batch=max_batch,
                 max_context_tokens=max_context_tokens,
+                kv_tokens=sizes.kv_tokens if sizes else 0,
             )
         self._kv_tokens, self._kv_sequences = max_batch * max_context_tokens, max_batch
+        if sizes:
+            self._kv_tokens, self._kv_sequences = sizes.kv_tokens, 0  # in blocks that all sequences share
         driver.num_loads += 1
         if first:
             self._first_runs(visit, deadline)
         else:
             self._run(visit, self._open_shapes(visit)[0], deadline)
 
-    def _first_runs(self, visit: _Visit, deadline: float) -> None:
+    def _first_runs(self, visit: Visit, deadline: float) -> None:
         """Warm every point up, small ones first; read memory after the smallest step and after all."""
-        smaller: _Shape | None = None
+        smaller: Shape | None = None
         tokens, readings = 0, 0
         for shape in self.shapes:
             if smaller is not None and self._too_dear(visit, shape, smaller, deadline):
                 continue
             step_tokens = shape.batch * shape.input_tokens
-            if 0 < tokens < step_tokens and readings == 0:
+            if 0 < tokens < step_tokens and readings == 0 and not self.driver.plan.sizes:
                 self._read_memory(visit, tokens)
                 readings += 1
             self._run(visit, shape, deadline)
             smaller, tokens = shape, max(tokens, step_tokens)
         self._read_memory(visit, tokens)
 
-    def _too_dear(self, visit: _Visit, shape: _Shape, smaller: _Shape, deadline: float) -> bool:
+    def _too_dear(self, visit: Visit, shape: Shape, smaller: Shape, deadline: float) -> bool:
         """Drop a point that leaves no time for two runs of everything here; its smaller neighbour tells its time.
 
         The smallest burst is never dropped: its two output lengths are the least that an estimate can rest on.
@@ -429,7 +432,7 @@ class _Launch:
         if need_s() <= left_s:
             return False
         driver.shapes.remove(shape)
-        driver.dropped = True
+        driver.dropped.append(shape)
         driver.notes.append(
             f"batch {shape.batch}, {shape.input_tokens} in, {shape.output_tokens} out left out: with it two runs "
             f"of every point at tp={self.tp} pp={self.pp} take about {need_s():.1f} s, {left_s:.1f} s are left"
@@ -440,14 +443,16 @@ class _Launch:
     def _smallest_burst(self) -> tuple[int, int]:
         return min((shape.batch, shape.input_tokens) for shape in self.shapes)
 
-    def _read_memory(self, visit: _Visit, tokens: int) -> None:
+    def _read_memory(self, visit: Visit, tokens: int) -> None:
+        sizes = self.driver.plan.sizes  # whose memory is counted while the engine starts, whatever is run
         point = MemoryPoint(
             num_layers=visit.num_layers,
             tp=self.tp,
             pp=self.pp,
             weights=visit.weights,
             kv=visit.kv,
-            max_batched_tokens=tokens,
+            max_batched_tokens=sizes.max_batched_tokens if sizes else tokens,
+            max_batch=sizes.max_batch if sizes else 0,
             ranks=self.session.memory(),
             kv_tokens=self._kv_tokens,
             kv_sequences=self._kv_sequences,
@@ -455,7 +460,7 @@ class _Launch:
         )
         self.driver.memory.append(point)
 
-    def _run(self, visit: _Visit, shape: _Shape, deadline: float) -> RunReading:
+    def _run(self, visit: Visit, shape: Shape, deadline: float) -> RunReading:
         driver = self.driver
         driver._tell(
             f"tp={self.tp} pp={self.pp}, {visit.num_layers} layers, {visit.weights}: batch {shape.batch}, "
@@ -468,7 +473,7 @@ class _Launch:
         driver.done += 1
         return reading
 
-    def minimum_cost_s(self, later: list[list[_Visit]]) -> float:
+    def minimum_cost_s(self, later: list[list[Visit]]) -> float:
         """Time that the later launches need for their minimum, if they cost what this one did."""
         seen, here = self.driver.budget.seen_s.items(), (self.tp, self.pp)
         loads = [s for action, s in seen if action.kind == "load" and action.where[:2] == here]
@@ -476,21 +481,13 @@ class _Launch:
         once = sum(runs) / len(runs) * len(self.driver.shapes_at(2, 1)) if runs else 0.0  # later ones are split
         load = max(loads, default=0.0)
         repeats = self.driver.plan.min_repeats
-        visit_s = once * (repeats + 1) + load * math.ceil(
-            repeats / _repeats_per_visit(self.driver.plan, load, once)
-        )
+        visit_s = once * (repeats + 1) + load * math.ceil(repeats / self.driver.plan.repeats_per_visit(load, once))
         return sum(self.driver.budget.launch_s + len(visits) * visit_s for visits in later)
 
 
-def _load_action(tp: int, pp: int, visit: _Visit) -> Action:
+def _load_action(tp: int, pp: int, visit: Visit) -> Action:
     return Action("load", None, (tp, pp, visit))
 
 
-def _run_action(tp: int, pp: int, visit: _Visit, shape: _Shape) -> Action:
+def _run_action(tp: int, pp: int, visit: Visit, shape: Shape) -> Action:
     return Action("run", shape, (tp, pp, visit))
-
-
-def _repeats_per_visit(plan: ProfilePlan, load_s: float, once_s: float) -> int:
-    """A visit should not be shorter than its load, and the minimum of runs takes two visits at least."""
-    most = math.ceil(plan.min_repeats / 2)
-    return max(1, min(most, math.ceil(load_s / once_s) if once_s > 0 else most))

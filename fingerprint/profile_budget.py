@@ -34,15 +34,19 @@ class Budget:
         clock: seconds that only grow.
         total_s: all that may be spent, from now on.
         launch_s: what a launch is known to take already.
+        uncharged: kinds of actions whose time counts for nothing: the clock stands still while they run.
     """
 
     clock: Callable[[], float]
     total_s: float
     launch_s: float = 0.0
+    uncharged: frozenset[str] = frozenset()
     seen_s: dict[Action, float] = field(default_factory=dict)
     _alike_s: dict[tuple[str, Hashable], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        running, self._stopped_s = self.clock, 0.0
+        self.clock = lambda: running() - self._stopped_s
         self.started = self.clock()
 
     @property
@@ -83,6 +87,9 @@ class Budget:
         now = self.clock()
         yield
         took = self.clock() - now
+        if action.kind in self.uncharged:
+            self._stopped_s += took
+            took = 0.0
         if action.kind == "launch":  # the longest: an engine that is up already opens in no time
             self.launch_s = max(self.launch_s, took)
         # the last, not the longest: the first of a kind may compile

@@ -13,7 +13,7 @@ from fingerprint.errors import ConfigError
 if TYPE_CHECKING:
     from fingerprint.model_spec import ModelSpec  # which the command line, asking for ``Shards``, does without
 
-__all__ = ["ProfilePlan", "Shards", "default_plan", "fingerprint_cuts", "fingerprint_layers"]
+__all__ = ["EngineSizes", "ProfilePlan", "Shards", "default_plan", "fingerprint_cuts", "fingerprint_layers"]
 
 # Prompt tokens that take about as long as a decode step. On a CPU 30 to 90 (the demo model, batch 1 to 8); on a
 # GPU some hundred, where this makes more steps than it takes, which cost little.
@@ -30,6 +30,16 @@ class Shards(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSizes:
+    """Sizes that an engine is started with for each load, which its memory follows from."""
+
+    max_batch: int
+    max_context_tokens: int
+    max_batched_tokens: int  # of the largest step
+    kv_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ProfilePlan:
     """What is to be measured, and for how long."""
 
@@ -41,10 +51,11 @@ class ProfilePlan:
     split_input_tokens: tuple[int, ...] = ()  # of those, what tp * pp > 1 is run at; empty: all
     output_tokens: tuple[int, int] = (1, 17)
     longest_output_tokens: int = 0  # of bursts with many prompt tokens: see ``outputs_of``; 0: all alike
-    budget_s: float = 60.0  # launches included
+    budget_s: float = 60.0  # launches included, but for an engine that starts anew with each load
     min_repeats: int = 5  # fewer leave nothing to trim
     max_repeats: int = 100
     target_relative_interval: float = 0.05  # half of the 90% interval of a point's run time, over that time
+    sizes: EngineSizes | None = None  # of an engine that starts anew with each load; None: loading takes a moment
     whole: bool = False  # the model itself instead of its fingerprints: what M1 and L1 are made of
 
     def __post_init__(self) -> None:
@@ -70,11 +81,27 @@ class ProfilePlan:
                 "must be positive and finite"
             )
 
+    @property
+    def uncharged(self) -> frozenset[str]:
+        """Kinds of actions that take nothing of the budget: a start takes longer than all that follows it."""
+        return frozenset() if self.sizes is None else frozenset({"launch", "load", "close"})
+
     def cuts(self, spec: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
         """Layers of the model in each checkpoint that is run at ``pp``; none where it has fewer than stages."""
         if not self.whole:
             return fingerprint_cuts(spec, pp)
         return (tuple(range(spec.num_layers)),) if spec.num_layers >= pp else ()
+
+    def repeats_per_visit(self, load_s: float, once_s: float) -> int:
+        """Return how often the points of a fingerprint are run before another one is loaded.
+
+        A visit should not be shorter than its load, and the minimum of runs takes two visits at least; an engine
+        that starts anew with each load is visited once.
+        """
+        if self.sizes is not None:
+            return self.max_repeats
+        most = math.ceil(self.min_repeats / 2)
+        return max(1, min(most, math.ceil(load_s / once_s) if once_s > 0 else most))
 
     def outputs_of(self, batch: int, input_tokens: int) -> tuple[int, int]:
         """The two output lengths of a burst.

@@ -16,7 +16,7 @@ from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import StepTimedTarget
 from fingerprint.errors import InfeasibleError, IserveError
-from fingerprint.measurements import MachineInfo, Profile, StepTimedSession
+from fingerprint.measurements import MachineInfo, Profile, StepTimedSession, Unreached
 from fingerprint.shard_config import refuses_shards
 
 __all__ = ["Measure", "Shapes", "profile_with_shards"]
@@ -62,13 +62,15 @@ def profile_with_shards(
     taken: list[Profile] = []
     notes: list[str] = []
     unneeded: list[str] = []
+    unreached: list[Unreached] = []
     errors: list[IserveError] = []
     for degrees, ranks in jobs:
         left_s = plan.budget_s - sum(profile.spent_s for profile in taken)
-        why_not = _refusal(family, ranks, degrees[0][1], num_gpus) or (
-            f"the budget of {plan.budget_s:g} GPU-seconds is spent" if left_s <= 0 else None
-        )
+        why_not = _refusal(family, ranks, degrees[0][1], num_gpus)
         what = ", ".join(f"tp={tp} pp={pp}" for tp, pp in degrees)
+        if why_not is None and left_s <= 0:
+            why_not = f"the budget of {plan.budget_s:g} GPU-seconds is spent"
+            unreached += _all_of(replace(plan, degrees=degrees), target.engine)
         if why_not is not None:
             notes.append(f"{what} left out: {why_not}")
             continue
@@ -90,7 +92,22 @@ def profile_with_shards(
     if not taken:
         raise errors[0] if errors else InfeasibleError("; ".join(notes))
     merged = _merged(taken, notes, plan.budget_s)
-    return replace(merged, notes=(*merged.notes, *unneeded))
+    return replace(merged, notes=(*merged.notes, *unneeded), unreached=(*merged.unreached, *unreached))
+
+
+def _all_of(plan: DepthTiedPlan, engine: str) -> list[Unreached]:
+    """Every configuration of ``plan`` without one point."""
+    num_points = len(plan.points)
+    return [
+        Unreached(
+            config=DeploymentConfig(tp=tp, pp=pp, weights=weights, kv=kv, engine=engine),
+            missing_points=num_points,
+            planned_points=num_points,
+        )
+        for tp, pp in plan.degrees
+        for weights in plan.weights
+        for kv in plan.kv
+    ]
 
 
 def _refusal(family: str, ranks: int, pp: int, num_gpus: int) -> str | None:
@@ -151,4 +168,5 @@ def _merged(taken: Sequence[Profile], notes: Sequence[str], budget_s: float) -> 
         memory=tuple(point for profile in taken for point in profile.memory),
         timing=tuple(point for profile in taken for point in profile.timing),
         notes=(*(note for profile in taken for note in profile.notes), *notes),
+        unreached=tuple(gap for profile in taken for gap in profile.unreached),
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
+from daemon.engines.options import EngineOptions
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
@@ -19,13 +22,16 @@ from placement.scaling import MIN_IDLE_S
 from planner.intent import MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
 
 __all__ = [
+    "ARGUMENTS_NOTE",
     "IDEMPOTENCY_KEY",
     "DeployBody",
     "DeploymentDocument",
+    "EngineDocument",
     "EventDocument",
     "KeyBody",
     "KeyDocument",
     "LaunchBody",
+    "LogDocument",
     "ModelBody",
     "ModelDocument",
     "NewKeyDocument",
@@ -35,6 +41,7 @@ __all__ = [
     "ProfileJobDocument",
     "ProgressDocument",
     "ReplicaDocument",
+    "UpdateBody",
     "VerifyBody",
     "check_idempotency_key",
     "check_label",
@@ -100,6 +107,22 @@ def check_label(label: str) -> str:
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: object) -> object:
+        """Name the fields that there are: pydantic's own words for an unknown one name none."""
+        unknown = sorted(set(given) - set(cls.model_fields)) if isinstance(given, dict) else []
+        if unknown:
+            near = get_close_matches(unknown[0], cls.model_fields, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ";"
+            known = ", ".join(cls.model_fields)
+            raise PydanticCustomError(
+                "unknown_field",
+                "{text}",
+                {"text": f"there is no field {unknown[0][:80]!r}{hint} the fields are {known}"},
+            )
+        return given
+
 
 class SloBody(_Body):
     ttft_s: float | None = None
@@ -122,8 +145,8 @@ class _Wish(_Body):
     budget: float | None = None
     input_tokens: int = Workload().input_tokens
     output_tokens: int = Workload().output_tokens
-    context_tokens: int | None = Field(default=None, ge=1)  # of the longest request taken; None: input and output
-    batch: int = Workload().batch
+    context_tokens: int | None = Field(default=None, ge=1)  # of the longest request taken; None: as memory allows
+    batch: int | None = None  # requests at once; None: one is planned for, as many as memory allows are served
     expect: int = Field(default=0, ge=0)  # deployments to be held in all; 0: no more than there are
     engine: str = "auto"
     policy: str | None = None  # None: the installation's
@@ -154,7 +177,7 @@ class _Wish(_Body):
                 budget=self.budget,
             ),
             workload=Workload(
-                batch=self.batch,
+                batch=Workload().batch if self.batch is None else self.batch,
                 input_tokens=self.input_tokens,
                 output_tokens=self.output_tokens,
                 longest_tokens=self.context_tokens or 0,
@@ -162,6 +185,8 @@ class _Wish(_Body):
             policy=self.policy or default_policy,
             load_threshold=load_threshold,
             expect=self.expect,
+            more_requests=self.batch is None,
+            longer_requests=self.context_tokens is None,
         )
 
 
@@ -173,6 +198,30 @@ class _ReplicatedWish(_Wish):
         return replace(wish, replicas=self.replicas)
 
 
+ARGUMENTS_NOTE = "what --engine-arg changes is in no figure of this plan"
+
+
+class _EngineOptions(_Body):
+    """What a deployment gives to the engine itself."""
+
+    engine_args: dict[str, str | None] = Field(default_factory=dict, max_length=64)  # null: a flag without a value
+    tool_call_parser: str | None = None  # of vLLM, such as hermes; answers then have ``tool_calls``
+    reasoning_parser: str | None = None  # of vLLM, such as qwen3; answers then have ``reasoning``
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """The daemon's type.
+
+        Raises:
+            ConfigError: a name or value that cannot be one.
+        """
+        return EngineOptions(
+            arguments=tuple(self.engine_args.items()),
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+        )
+
+
 class PlanBody(_ReplicatedWish):
     """``POST /api/v1/plans``: choose, start nothing."""
 
@@ -180,24 +229,60 @@ class PlanBody(_ReplicatedWish):
     gpus: _Text | None = None  # "a6000:8"; None: the devices that are free here
 
 
-class LaunchBody(PlanBody):
+class LaunchBody(PlanBody, _EngineOptions):
     """``POST /api/v1/plans/launch``: what a deploy would start; nothing is started."""
 
     name: _Text | None = None  # what clients would put in ``model``; None: the model's own name
 
 
-class DeployBody(_ReplicatedWish):
+class DeployBody(_ReplicatedWish, _EngineOptions):
     """``POST /api/v1/deployments``."""
 
     model: _Text | None = None
     name: _Text | None = None  # what clients put in ``model``; None: the model's own name
     scale_to_zero_s: float | None = Field(default=None, ge=MIN_IDLE_S, le=31_536_000)  # idle; None: it stays
     refuse_late: bool = False  # the gateway answers 503 at once to a request that would miss the SLO
+    engine_version: _Text | None = None  # such as 0.33.0; None: the one that is installed
 
     def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
         wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
         check_refuse_late(self.refuse_late, wish.intent.slo)
-        return wish
+        # Who is late is forecast with the plan's times, which are of the planned number of requests at once.
+        return replace(wish, more_requests=wish.more_requests and not self.refuse_late)
+
+
+class UpdateBody(_Body):
+    """``PATCH /api/v1/deployments/{name}``: changes of a deployment; what is left out stays as it is."""
+
+    model: _Text | None = None
+    intent: IntentKind | None = None
+    slo: SloBody | None = None  # null: none any more
+    replicas: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
+    batch: int | None = None  # null: as many as memory allows
+    context_tokens: int | None = Field(default=None, ge=1)  # null: as long as memory allows
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    engine_version: _Text | None = None  # null: the one that is installed
+    engine_args: dict[str, str | None] | None = Field(default=None, max_length=64)  # in place of those before
+    tool_call_parser: str | None = None  # null: none
+    reasoning_parser: str | None = None  # null: none
+    stop_first: bool = False  # the former workers end before the new ones start; requests wait meanwhile
+
+    def applied_to(self, wish: DeployBody) -> tuple[DeployBody, tuple[str, ...]]:
+        """``wish`` with the changes, and the names of what changes.
+
+        Raises:
+            ConfigError: nothing is given, or null where a value is needed.
+        """
+        given = sorted(self.model_fields_set - {"stop_first"})
+        if not given:
+            known = sorted(set(type(self).model_fields) - {"stop_first"})
+            raise ConfigError(f"nothing is changed; give at least one of {', '.join(known)}")
+        for name in ("model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"):
+            if name in given and getattr(self, name) is None:
+                raise ConfigError(f"{name} must have a value; leave it out to keep what it is")
+        changes = self.model_dump(include=set(given))
+        return DeployBody.model_validate(wish.model_dump() | changes), tuple(given)
 
 
 class ProfileBody(_Body):
@@ -222,6 +307,10 @@ class VerifyBody(_Wish):
     model: _Text | None = None
     deployment: _Text | None = None
     max_seconds: float = Field(default=60.0, gt=0, le=3600)
+
+    def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
+        wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
+        return replace(wish, more_requests=False, longer_requests=False)  # what is predicted is what is checked
 
 
 class ModelBody(_Body):
@@ -266,6 +355,24 @@ class ReplicaDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineDocument:
+    """One installation of an engine on the controller's machine, or an engine that has none there.
+
+    ``source``: ``setting`` (the Python that a setting names), ``environment`` (made by `iserve engines install`)
+    or ``here`` (iServe's own Python). ``verified``: ``run`` (on a GPU; torch on a CPU as well), ``read`` (in the
+    release's sources) or ``unknown``.
+    """
+
+    engine: str
+    version: str | None = None
+    python: str | None = None
+    source: str | None = None
+    verified: str | None = None
+    is_used: bool = False  # workers are started with it, where a deployment asks for no version
+    problem: str | None = None  # why no worker can be started with it, and what to do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentDocument:
     """One deployment as it is now.
 
@@ -273,8 +380,9 @@ class DeploymentDocument:
     ``ready`` (a worker serves, of several replicas at least one: ``num_ready`` of ``num_replicas``),
     ``restarting``, ``unreachable`` (observed of its workers); ``asleep`` (nobody called for
     ``scale_to_zero_s`` and its workers have ended; ``error``: why the last try to start them again came to
-    nothing), ``waking`` (somebody did); ``refused`` (nothing is feasible), ``failed`` (``error`` says why),
-    ``removing``.
+    nothing), ``waking`` (somebody did); ``draining``, ``replacing`` (the steps of an update that stops first),
+    ``restoring`` (its new workers did not come up, the former ones start again); ``refused`` (nothing is
+    feasible), ``failed`` (``error`` says why), ``removing``.
     """
 
     name: str
@@ -295,6 +403,7 @@ class DeploymentDocument:
     num_ready: int = 0
     refuses_late: bool = False  # the gateway answers 503 to who would miss the SLO
     replicas: tuple[ReplicaDocument, ...] = ()  # those that were chosen
+    updating: bool = False  # new workers are being prepared; these serve until then
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,6 +437,15 @@ class ModelDocument:
     num_layers: int
     num_params: int
     has_weights: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogDocument:
+    """A part of a worker's log; the next part is behind ``position``."""
+
+    text: str
+    position: str | None  # None: no worker has printed anything yet
+    created_at: float  # of the deployment: another deployment may have its name by the next part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

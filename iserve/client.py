@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
+from daemon.home import make_home
 from daemon.json_http import JsonHttp
+from daemon.own_log import why_silent
 from daemon.process import ProcessRecord, is_alive, read_record, spawn_detached
 from daemon.procfs import start_time_ticks
 from fingerprint.codec import to_json
-from fingerprint.errors import UnavailableError
+from fingerprint.errors import ConflictError, NoAnswerError, StateUnavailableError, UnavailableError
 from iserve.settings import Settings
 
-__all__ = ["ControllerClient", "connect", "controller_record", "post_once"]
+__all__ = ["ControllerClient", "check_running_settings", "connect", "controller_record", "post_once"]
 
 T = TypeVar("T")
 
@@ -43,28 +45,35 @@ class ControllerClient:
     def text(self, path: str, **query: object) -> str:
         return self._http.request("GET", _target(path, query), timeout_s=self._timeout_s).decode(errors="replace")
 
-    def post(self, path: str, body: object, kind: type[T], *, idempotency_key: str | None = None) -> T:
+    def post(
+        self, path: str, body: object, kind: type[T], *, idempotency_key: str | None = None, **query: object
+    ) -> T:
         headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
         return self._http.ask(
-            "POST", _target(path, {}), kind, body=to_json(body), headers=headers, timeout_s=self._timeout_s
+            "POST", _target(path, query), kind, body=to_json(body), headers=headers, timeout_s=self._timeout_s
         )
+
+    def patch(self, path: str, body: object, kind: type[T]) -> T:
+        return self._http.ask("PATCH", _target(path, {}), kind, body=to_json(body), timeout_s=self._timeout_s)
 
     def delete(self, path: str, **query: object) -> None:
         self._http.request("DELETE", _target(path, query), timeout_s=self._timeout_s)
 
 
 def post_once(
-    connect: Callable[[], ControllerClient], path: str, body: object, kind: type[T], key: str
+    connect: Callable[[], ControllerClient], path: str, body: object, kind: type[T], key: str, **query: object
 ) -> tuple[ControllerClient, T]:
-    """Post ``body`` until there is an answer; of a connection that was lost nobody knows whether it was heard.
-    What is asked for is done once. The client returned is that which was answered; its controller may be new.
+    """Post ``body`` until the controller answers, and return the client that was answered with the answer.
+
+    A request whose connection was lost may have been carried out, or not; repeated under its key it is carried out
+    once. The controller that answers may be a new one. A refusal is an answer, one for lack of the hub as well.
 
     Args:
         connect: begins anew each time.
         key: by which the controller knows the second from the first.
 
     Raises:
-        UnavailableError: still no answer; the message says how to ask again.
+        NoAnswerError: still no answer; the message says how to ask again.
         IserveError: what the controller answered with.
     """
     last: UnavailableError | None = None
@@ -77,11 +86,11 @@ def post_once(
             last = error
         else:
             try:
-                return client, client.post(path, body, kind, idempotency_key=key)
-            except UnavailableError as error:
+                return client, client.post(path, body, kind, idempotency_key=key, **query)
+            except (NoAnswerError, StateUnavailableError) as error:
                 last = error
         time.sleep(pause_s)
-    raise UnavailableError(
+    raise NoAnswerError(
         f"{last}; whether it was accepted is not known: the same command with --idempotency-key {key} asks again "
         "and does nothing twice"
     ) from last
@@ -96,6 +105,29 @@ def controller_record(settings: Settings) -> ProcessRecord | None:
     """The record of the living controller of this home; None when none lives."""
     record = read_record(settings.run_folder / "controller.json")
     return record if is_alive(record) else None
+
+
+def check_running_settings(settings: Settings) -> None:
+    """Refuse settings that differ from those of the controller and gateway that run: they hold until both end.
+
+    A record of an older release says nothing of them.
+
+    Raises:
+        ConflictError: a setting differs.
+    """
+    wanted, differing = settings.recorded(), dict[str, str]()
+    for name in ("gateway", "controller"):
+        record = read_record(settings.run_folder / f"{name}.json")
+        if record is None or not is_alive(record):
+            continue
+        for variable, running in record.settings.items():
+            if variable in wanted and wanted[variable] != running:
+                differing[variable] = f"{variable} is {running or 'unset'}, not {wanted[variable] or 'unset'}"
+    if differing:
+        raise ConflictError(
+            f"this home runs with other settings: {'; '.join(differing.values())}; "
+            "run `iserve down`, then `iserve up`"
+        )
 
 
 def connect(settings: Settings, *, start: bool = True, timeout_s: float = 60.0) -> ControllerClient:
@@ -128,7 +160,7 @@ def connect(settings: Settings, *, start: bool = True, timeout_s: float = 60.0) 
 def _spawn_controller(settings: Settings, log_path: Path) -> tuple[int, int]:
     """Its process id, and where in the log it begins."""
     try:
-        log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_home(settings.home, log_path.parent.name)
         log_start = log_path.stat().st_size if log_path.exists() else 0
     except OSError as error:
         raise UnavailableError(
@@ -163,4 +195,4 @@ def _reason(log_path: Path, start: int) -> str:
         said = [line for line in lines if line]
         if said:
             return said[-1].removeprefix("iserve: ")
-    return f"the controller did not come up and said nothing (log: {log_path})"
+    return f"the controller did not come up; {why_silent(log_path) or f'it said nothing (log: {log_path})'}"

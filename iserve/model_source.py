@@ -6,14 +6,15 @@ From the hub come safetensors, JSON and tokenizer files only: no pickle, no code
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 
-from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
+from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, indexed_files
 from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
 from fingerprint.families import load_spec
 from fingerprint.generate import COMPANION_FILES
@@ -37,6 +38,12 @@ class ModelSource:
     directory: Path
     has_weights: bool  # safetensors are there; False: a config.json alone, good for plan, estimate and profile
     spec: ModelSpec
+    given: str | None = field(default=None, compare=False)  # the path that was asked for; None: the name was
+
+    @property
+    def argument(self) -> str:
+        """Return the MODEL argument of a command that is printed for a person to run, quoted for a shell."""
+        return shlex.quote(self.given or self.name)
 
 
 def resolve(
@@ -65,13 +72,13 @@ def resolve(
             raise NotFoundError(f"{path} is a file; give the model's directory or its config.json")
         directory = directory.resolve()
         plain_path(str(directory))
-        return _local(directory.name or "model", directory)
+        return replace(_local(directory.name or "model", directory), given=model)
     if not is_hub_id(model):
         raise NotFoundError(
             f"there is no directory {model[:200]!r}, and it is not a Hugging Face id (owner/name) "
             "or the name of a registered model"
         )
-    return _from_hub(model, need_weights=need_weights)
+    return _from_hub(model, registered, need_weights=need_weights)
 
 
 def existing_path(model: str) -> Path | None:
@@ -116,18 +123,17 @@ def _has_weights(directory: Path) -> bool:
     if not (directory / INDEX_FILE).exists():
         return False
     try:
-        names = set(json.loads((directory / INDEX_FILE).read_bytes())["weight_map"].values())
-        return all((directory / name).exists() for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return all((directory / name).exists() for name in indexed_files(directory))
+    except (CheckpointError, OSError):
         return True
 
 
-def _from_hub(model: str, *, need_weights: bool) -> ModelSource:
+def _from_hub(model: str, registered: Iterable[str], *, need_weights: bool) -> ModelSource:
     cached = _cached(model)
     if cached is not None and (_has_weights(cached) or not need_weights):
         return ModelSource(model, cached, _has_weights(cached), load_spec(cached))
     missing = "no weights of it" if cached else "nothing complete of it"
-    files = _ask_hub(model, missing)
+    files = _ask_hub(model, f"{_not_here(model, registered)}, the local Hugging Face cache has {missing}")
     # By branch name, not by the commit that the hub just told: only so does the cache find it again offline.
     directory = _download(model, _CONFIG_PATTERNS)
     load_spec(directory)  # before the weights: an unsupported model is not worth their download
@@ -152,8 +158,19 @@ def _cached(model: str) -> Path | None:
     return directory if (directory / "config.json").is_file() else None
 
 
-def _ask_hub(model: str, missing: str) -> list[str]:
-    """File names of ``model``, or why they cannot be had."""
+def _not_here(model: str, registered: Iterable[str]) -> str:
+    """The places of this machine that do not have ``model``; a registered name has no ``/``."""
+    no_folder = f"there is no directory {model!r}"
+    if "/" in model:
+        return no_folder
+    names = sorted(registered)
+    near = get_close_matches(model, names, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else f" (registered: {', '.join(names[:8])})" if names else ""
+    return f"no registered model is named {model!r}{hint}, {no_folder}"
+
+
+def _ask_hub(model: str, here: str) -> list[str]:
+    """Return the file names of ``model``; ``here`` begins the error that says why they cannot be had."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
@@ -163,7 +180,6 @@ def _ask_hub(model: str, missing: str) -> list[str]:
         RepositoryNotFoundError,
     )
 
-    here = f"there is no directory {model!r}, the local Hugging Face cache has {missing}"
     try:
         info = HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
     except OfflineModeIsEnabled as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.intent import Slo
 from planner.lateness import Pace
@@ -27,6 +27,7 @@ class WorkerTarget:
     worker_id: str
     url: str  # http://127.0.0.1:PORT
     ready: bool
+    token: str | None = field(default=None, repr=False)  # the gateway sends it
     max_outstanding: int = (
         256  # requests sent to it at once; the rest wait in the gateway, first come first served
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, NamedTuple, get_args, get_type_hints
 
+from daemon.home_folder import default_home
 from fingerprint.errors import ConfigError
 from placement.placers import check_placement
 from placement.policies import DEFAULT_LOAD_THRESHOLD
@@ -30,11 +31,6 @@ _WHAT = {
 _NOT_SETTINGS = frozenset({"ISERVE_REFERENCE_DATA", "ISERVE_DEVICE_CORES", "ISERVE_WORKER_FOLDER"})
 
 
-def _default_home() -> Path:
-    data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return Path(data).absolute() / "iserve"
-
-
 class PathList(tuple[Path, ...]):
     """Folders, written as PATH is."""
 
@@ -48,7 +44,7 @@ class PathList(tuple[Path, ...]):
 class Settings:
     """One installation. The variable of a field is ``ISERVE_`` and its name in capitals."""
 
-    home: Annotated[Path, "state, logs, records; mode 0700"] = field(default_factory=_default_home)
+    home: Annotated[Path, "state, logs, records; mode 0700"] = field(default_factory=default_home)
     database_url: Annotated[
         str | None, "state in PostgreSQL: `postgresql://USER@HOST:PORT/DATABASE`; unset: in SQLite in the home"
     ] = field(default=None, repr=False)  # may hold a password
@@ -79,7 +75,8 @@ class Settings:
     ] = None
     vllm_python: Annotated[
         Path | None,
-        "the Python of the environment that has vLLM; unset: iServe's own, if vLLM is installed there",
+        "the Python of the environment that has vLLM; unset: the newest that `iserve engines install` made, else "
+        "iServe's own, if vLLM is installed there",
     ] = None
     tensorrt_llm_python: Annotated[Path | None, "the same for TensorRT-LLM"] = None
 
@@ -131,6 +128,12 @@ class Settings:
         """The variables that make a child process read these very settings."""
         values = {f"ISERVE_{f.name.upper()}": getattr(self, f.name) for f in fields(self)}
         return {name: str(value) for name, value in values.items() if value is not None}
+
+    def recorded(self) -> dict[str, str | None]:
+        """Return the settings, None for unset, by variable, without the home and the state's URL (a secret)."""
+        known = self.environment()
+        names = (f"ISERVE_{f.name.upper()}" for f in fields(self) if f.name not in {"home", "database_url"})
+        return {name: known.get(name) for name in names}
 
 
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from fingerprint.errors import ConfigError
+from fingerprint.extras import need_extra
 from placement.fit import Placer
 from placement.lookahead import LookAhead, look_ahead_price
 from placement.policies import POLICIES, make_policy
 from placement.types import BlockDemand, ClusterSnapshot, Placement, Refusal
 
-__all__ = ["ILP", "FindsPlaces", "check_placement", "make_placer"]
+__all__ = ["ILP", "FindsPlaces", "check_placement", "make_placer", "need_solver"]
 
 ILP = "ilp"
 
@@ -35,6 +36,12 @@ def check_placement(name: str, *, sees_load: bool = True) -> None:
         raise ConfigError(f"there is no placement policy {name!r}; choose one of {known}")
 
 
+def need_solver(name: str) -> None:
+    """Raise MissingExtraError where policy ``name`` needs a solver that is not installed."""
+    if name == ILP:
+        need_extra("exact", f"placement policy {ILP}")
+
+
 def make_placer(
     name: str, snapshot: ClusterSnapshot, *, threshold: float | None = None, link_group_size: int | None = None
 ) -> FindsPlaces:
@@ -42,8 +49,10 @@ def make_placer(
 
     Raises:
         ConfigError: an unknown name, or a snapshot that contradicts itself.
+        MissingExtraError: the solver of exact placement is not installed.
     """
     check_placement(name)
+    need_solver(name)
     price = look_ahead_price(name)
     if price is not None:
         return LookAhead(snapshot, gpu_price=price, link_group_size=link_group_size)

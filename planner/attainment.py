@@ -131,24 +131,37 @@ class Attainment:
             found += level.share * np.clip(sure + (weights * missed).sum(axis=0), 0.0, 1.0)
         return found
 
-    def mean_e2e(self, rate_per_s: Column | float) -> Column:
-        """Seconds from arrival to the last token in the mean, where the truth is the estimate's value: ``A + B
-        among`` and the wait for a slot, over the levels of a rate that moves; infinite where it is not served.
+    def mean_e2e(self, rate_per_s: Column | float, z: float = 0.0) -> Column:
+        """Seconds from arrival to the last token in the mean, where the truth is ``z`` standard deviations from
+        the estimate's value: ``A + B among`` and the wait for a slot, over the levels of a rate that moves;
+        infinite where it is not served.
 
         Who finds work left of a busy time has a full batch beside it and waits for that work as well: no less than
         what ``misses`` adds up to, which takes the longer of the two.
         """
-        rate, value = self._column(rate_per_s), np.zeros(len(self))
-        found = np.zeros(len(self))
+        rate, truth = self._column(rate_per_s), np.full(len(self), z)
+        times, found = self._seen.e2e_s.factor(truth), np.zeros(len(self))
         for number, level in enumerate(self._moving.levels):
-            state = self._state(value, _Load(number, rate * level.times, rate))
-            own_s, queue_s = self._fixed + self._grows * state.among, self._mean_slot_wait(state)
+            state = self._state(truth, _Load(number, rate * level.times, rate))
+            own_s, queue_s = times * (self._fixed + self._grows * state.among), self._mean_slot_wait(state)
             if self._traffic.rates:
-                late = self._left(number, state)(value)
-                own_s = own_s + late * (self._seen.e2e_s.value - own_s)
+                late = self._left(number, state)(np.zeros(len(self)))
+                own_s = own_s + late * (times * self._seen.e2e_s.value - own_s)
                 queue_s = queue_s + self._moving.mean_left(number, state.mean) * self._traffic.window_s
             found += level.share * (own_s + queue_s)
-        return np.where(rate >= 1 / self.service_s, np.inf, found)
+        return np.where(rate >= 1 / (times * self.service_s), np.inf, found)
+
+    def misses_given(
+        self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float, z: float
+    ) -> Column:
+        """As ``misses``, were the truth known to be ``z`` standard deviations from the estimate's value."""
+        limit, rate, truth = self._column(limit_s), self._column(rate_per_s), np.full((1, len(self)), z)
+        found = np.zeros(len(self))
+        for number, level in enumerate(self._moving.levels):
+            load = _Load(number, rate * level.times, rate)
+            found += level.share * self._misses_at(metric, limit, load, truth)[0]
+        served = rate * self.service_s * self._seen.e2e_s.factor(truth[0]) < _LARGEST
+        return np.where(served, np.clip(found, 0.0, 1.0), 1.0)
 
     def exceeds(
         self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float, share: float

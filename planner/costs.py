@@ -49,6 +49,7 @@ class Figures:
     output_tokens: Column
     num_gpus: Column
     total_bytes: Column  # over all GPUs, KV included; exact up to 2**53
+    total_low_bytes: Column
     total_high_bytes: Column
     ttft_s: Column
     ttft_low_s: Column
@@ -59,6 +60,8 @@ class Figures:
     e2e_s: Column
     e2e_high_s: Column
     power_w_per_gpu: Column  # NaN: not known
+    power_low_w_per_gpu: Column
+    power_high_w_per_gpu: Column
 
     @property
     def gpu_seconds(self) -> Column:
@@ -77,15 +80,35 @@ class Figures:
         return ordered & (self.ttft_high_s >= 0) & (self.tpot_high_s >= 0) & (self.total_bytes >= 0)
 
     @property
+    def at_low(self) -> Figures:
+        """The same with time, memory and power at the lower ends of their intervals."""
+        return replace(
+            self,
+            ttft_s=self.ttft_low_s,
+            tpot_s=self.tpot_low_s,
+            e2e_s=self.ttft_low_s + (self.output_tokens - 1) * self.tpot_low_s,
+            total_bytes=self.total_low_bytes,
+            power_w_per_gpu=self.power_low_w_per_gpu,
+        )
+
+    @property
     def at_high(self) -> Figures:
-        """The same with time and memory at the upper ends of their intervals, for limits on what both make."""
-        return replace(self, e2e_s=self.e2e_high_s, total_bytes=self.total_high_bytes)
+        """The same at the upper ends, for limits on what time and memory make together."""
+        return replace(
+            self,
+            ttft_s=self.ttft_high_s,
+            tpot_s=self.tpot_high_s,
+            e2e_s=self.e2e_high_s,
+            total_bytes=self.total_high_bytes,
+            power_w_per_gpu=self.power_high_w_per_gpu,
+        )
 
     def slowed(self, times: Column) -> Figures:
         """The same where everything takes ``times`` as long, because others run on the GPUs: what is drawn while
         these run is theirs, so that a request's energy stays."""
         late = {field.name: times * getattr(self, field.name) for field in fields(self) if field.name in _TIMES}
-        return replace(self, **late, power_w_per_gpu=self.power_w_per_gpu / times)
+        drawn = {field.name: getattr(self, field.name) / times for field in fields(self) if field.name in _POWERS}
+        return replace(self, **late, **drawn)
 
     def take(self, rows: npt.NDArray[np.intp]) -> Figures:
         """The same columns with ``rows`` only, in that order."""
@@ -120,15 +143,15 @@ def figures(estimates: Sequence[Estimate]) -> Figures:
     """The columns of ``estimates``, in their order."""
     values = np.fromiter(chain.from_iterable(map(_row, estimates)), np.float64, _ROW * len(estimates))
     columns = values.reshape(-1, _ROW).T.copy()  # contiguous
-    batch, inputs, outputs, gpus, size, size_error, ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high, power = (
-        columns
-    )
+    batch, inputs, outputs, gpus, size, size_error, *times, power, power_low, power_high = columns
+    ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high = times
     return Figures(
         batch=batch,
         input_tokens=inputs,
         output_tokens=outputs,
         num_gpus=gpus,
         total_bytes=size,
+        total_low_bytes=size * np.maximum(0.0, 1 - size_error),
         total_high_bytes=size * (1 + size_error),
         ttft_s=ttft,
         ttft_low_s=ttft_low,
@@ -139,19 +162,24 @@ def figures(estimates: Sequence[Estimate]) -> Figures:
         e2e_s=ttft + (outputs - 1) * tpot,
         e2e_high_s=ttft_high + (outputs - 1) * tpot_high,
         power_w_per_gpu=power,
+        power_low_w_per_gpu=power_low,
+        power_high_w_per_gpu=power_high,
     )
 
 
-_ROW = 13
+_ROW = 15
+_UNKNOWN = (math.nan, math.nan, math.nan)
 _TIMES = frozenset(field.name for field in fields(Figures) if field.name.endswith("_s"))
+_POWERS = frozenset(field.name for field in fields(Figures) if field.name.endswith("_w_per_gpu"))
 
 
 def _row(estimate: Estimate) -> tuple[float, ...]:
     work, memory, ttft, tpot = estimate.workload, estimate.memory, estimate.ttft_s, estimate.tpot_s
-    power = math.nan if estimate.power_w_per_gpu is None else estimate.power_w_per_gpu.value
+    drawn = estimate.power_w_per_gpu
+    power = _UNKNOWN if drawn is None else (drawn.value, drawn.low, drawn.high)
     return (
         work.batch, work.input_tokens, work.output_tokens, memory.tp * memory.pp, total_bytes(memory),
-        memory.relative_error, ttft.value, ttft.low, ttft.high, tpot.value, tpot.low, tpot.high, power,
+        memory.relative_error, ttft.value, ttft.low, ttft.high, tpot.value, tpot.low, tpot.high, *power,
     )  # fmt: skip
 
 
@@ -232,7 +260,7 @@ def objective_of(intent: Intent) -> Objective:
     (:meth:`planner.attainment.Attainment.mean_e2e`)."""
     own, rate = OBJECTIVES[intent.kind], intent.rate_per_s
     if own is _LATENCY and rate is not None:
-        return own._replace(unit=f"{own.unit} at {rate:g} requests/s", rate_per_s=rate)
+        return own._replace(unit=f"{own.unit} at {rate * intent.replicas:g} requests/s", rate_per_s=rate)
     if own is not None:
         return own
     cost = COSTS[intent.cost_model]

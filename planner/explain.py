@@ -31,6 +31,7 @@ from planner.plan import (
     LimitKind,
     Nearest,
     NoRoom,
+    PassedOver,
     Ranked,
     Relaxation,
     Together,
@@ -39,7 +40,7 @@ from planner.plan import (
 )
 from planner.queueing import MODEL_NAME
 
-__all__ = ["better", "what_it_takes"]
+__all__ = ["better", "passed_over", "what_it_takes"]
 
 _MOST_BETTER = 5
 _TOLD_IN_ORDER = tuple(LimitKind)
@@ -63,6 +64,37 @@ def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
     return tuple(found)
 
 
+def passed_over(feasible: Sequence[Ranked], unit: str) -> tuple[PassedOver, ...]:
+    """The feasible ones that have a better value than the first of them, the chosen one, in the plan's order."""
+    ahead = [one for one in feasible[1:] if one.row < feasible[0].row]
+    if not ahead:
+        return ()
+    measured = next(one for one in sorted(feasible, key=lambda one: one.row) if one.is_measured)
+    return tuple(PassedOver(one, _why_passed_over(one, measured, unit)) for one in ahead)
+
+
+def _why_passed_over(one: Ranked, measured: Ranked, unit: str) -> str:
+    """Args: measured: the best of the measured ones."""
+    mine, theirs = one.weight_interval, measured.weight_interval
+    may_miss = mine and theirs and (mine[1] < theirs[0] or theirs[1] < mine[0])
+    why = (
+        "it may miss a limit at the upper end of its interval, as the measured"
+        if may_miss
+        else "it may be worse than the measured"
+    )
+    return f"{_told_value(one, unit)} was not measured: {why} {_told_value(measured, unit)}" + (
+        " does not" if may_miss else ""
+    )
+
+
+def _told_value(ranked: Ranked, unit: str) -> str:
+    """A configuration with what it is ranked by, and the interval of that."""
+    within = "" if ranked.weight_interval is None else ", {:.4g} to {:.4g}".format(*ranked.weight_interval)
+    value = "unknown" if ranked.weight is None else f"{ranked.weight:.4g} {unit}"
+    others = "" if ranked.weight == ranked.objective else ", delays of what runs there now included"
+    return f"{ranked.config} ({value}{within}{others})"
+
+
 def what_it_takes(
     refused: Sequence[Ranked],
     asked: Sequence[Check],
@@ -81,7 +113,7 @@ def what_it_takes(
     """
     able = np.array([ranked.refusal is None for ranked in refused], dtype=np.bool_)
     slower = checks_at_lower_rates(asked, intent, seen, served)
-    room = _Room(refused, fits, served if objective_of(intent).rate_per_s is not None else None)
+    room = _Room(refused, fits, served if objective_of(intent).rate_per_s is not None else None, intent.replicas)
     alone = [pair for pair in _missed_alone(asked, able) if pair[0].limit.kind is not LimitKind.RATE]
     alone += [pair for pair in _missed_alone(slower, able) if pair[0].limit.kind is LimitKind.RATE]
     alone.sort(key=lambda pair: _TOLD_IN_ORDER.index(pair[0].limit.kind))
@@ -103,12 +135,17 @@ class _Room:
 
     Args:
         served: where the objective is a latency at the rate.
+        replicas: that share the rate.
     """
 
     def __init__(
-        self, refused: Sequence[Ranked], fits: Callable[[Estimate], Layout | NoRoom], served: Attainment | None
+        self,
+        refused: Sequence[Ranked],
+        fits: Callable[[Estimate], Layout | NoRoom],
+        served: Attainment | None,
+        replicas: int,
     ) -> None:
-        self.refused = refused
+        self.refused, self._replicas = refused, replicas
         self._served = served
         self._fits = fits
         self._answers = {row: ranked.no_room for row, ranked in enumerate(refused) if ranked.no_room is not None}
@@ -134,7 +171,7 @@ class _Room:
         rate = next((change.needed for change in changes if change.limit is LimitKind.RATE), None)
         if rate is None or self._served is None:
             return self.refused[row].objective
-        found = float(self._served.take(np.array([row])).mean_e2e(rate)[0])
+        found = float(self._served.take(np.array([row])).mean_e2e(rate / self._replicas)[0])
         return found if math.isfinite(found) else None
 
     def admits(self, row: int) -> bool:

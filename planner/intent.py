@@ -45,6 +45,14 @@ class CostModel(StrEnum):
     DOLLARS = "dollars"
 
 
+_UNITS = {
+    CostModel.MEMORY_LATENCY: "GiB of GPU memory times seconds",
+    CostModel.MEMORY: "GiB of GPU memory",
+    CostModel.GPU_HOURS: "GPU-seconds",
+    CostModel.DOLLARS: "US dollars",
+}
+
+
 class Quality(StrEnum):
     """How far the model's answers may change, strictest first.
 
@@ -183,6 +191,7 @@ class Intent:
     slo: Slo | None = None
     percentile: float = 95.0  # of the requests that keep each limit of the SLO, when a rate is given
     rate_per_s: float | None = None  # requests; None: no queueing is considered
+    replicas: int = 1  # that get ``rate_per_s`` each; reasons and advice give the rate of all
     traffic: Traffic = field(default_factory=Traffic)  # of use with a rate only
     quality: Quality = Quality.NEAR
     budget: float | None = None  # per request, in the unit of the cost model
@@ -190,11 +199,13 @@ class Intent:
     def __post_init__(self) -> None:
         _positive("the budget", self.budget)
         _positive("the rate", self.rate_per_s)
+        _positive("the number of replicas", self.replicas)
         if not 0 < self.percentile < 100:
             raise ConfigError(f"the percentile must be above 0 and below 100, got {self.percentile}")
         if self.kind is IntentKind.LATENCY_SLO and self.slo is None:
             raise ConfigError("the intent latency-slo needs an SLO, such as ttft=0.5,tpot=0.05")
         if self.kind is IntentKind.COST_SLO and self.budget is None:
             raise ConfigError(
-                f"the intent cost-slo needs a budget per request, in the unit of the cost model {self.cost_model}"
+                "the intent cost-slo needs a budget (--budget): the most a request may cost, in "
+                f"{_UNITS[self.cost_model]} (cost model {self.cost_model})"
             )

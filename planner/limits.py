@@ -20,7 +20,9 @@ from fingerprint.config import DeploymentConfig
 from planner.attainment import Attainment, Metric
 from planner.cells import Cells, Column, Mask, Rows
 from planner.costs import Figures
+from planner.evidence import Ends
 from planner.intent import Intent, Quality, quality_needed
+from planner.normal import Z_OF_INTERVAL
 from planner.plan import INTERVAL_NOTE, QUALITIES, Expected, Limit, LimitKind, Served, Violation
 from planner.queueing import MODEL_NAME
 
@@ -29,6 +31,7 @@ __all__ = [
     "Verdicts",
     "checks_as_asked",
     "checks_at_lower_rates",
+    "kept_at_the_upper_end",
     "limits_missed",
     "num_missed",
     "told_of",
@@ -48,15 +51,20 @@ class Check(NamedTuple):
     risk: Cells | None = None
 
     def violation(self, row: int) -> Violation:
-        actual = float(self.actual.of(np.array([row]))[0])
-        return Violation(self.limit.kind, self.limit.allowed, actual, self.limit.note)
+        return self.limit.violation(float(self.actual.of(np.array([row]))[0]))
 
 
 class Verdicts:
     """The numbers of every candidate under every limit (``planner.plan.Numbers``)."""
 
-    def __init__(self, checks: Sequence[Check], served: Attainment | None, rate_per_s: float | None) -> None:
-        self._checks = tuple(checks)
+    def __init__(
+        self,
+        checks: Sequence[Check],
+        served: Attainment | None,
+        rate_per_s: float | None,
+        intervals: tuple[Ends, Ends] | None = None,  # of the objective, and of what rows are ranked by
+    ) -> None:
+        self._checks, self._intervals = tuple(checks), intervals
         self._risks = [check.risk for check in checks if check.risk is not None]
         self._busy = None if served is None or rate_per_s is None else (served.service_s * rate_per_s).tolist()
 
@@ -69,6 +77,12 @@ class Verdicts:
     def utilisation(self, row: int) -> float | None:
         return None if self._busy is None else self._busy[row]
 
+    def interval(self, row: int) -> tuple[float, float] | None:
+        return None if self._intervals is None else _ends_of(self._intervals[0], row)
+
+    def weight_interval(self, row: int) -> tuple[float, float] | None:
+        return None if self._intervals is None else _ends_of(self._intervals[1], row)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Verdicts):
             return NotImplemented
@@ -79,6 +93,12 @@ class Verdicts:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _ends_of(intervals: Ends, row: int) -> tuple[float, float] | None:
+    """Both ends; None of an interval without end."""
+    low, high = float(intervals.low[row]), float(intervals.high[row])
+    return (low, high) if np.isfinite(high) else None
 
 
 def _alike(one: Check, other: Check) -> bool:
@@ -123,8 +143,21 @@ def checks_as_asked(
         return checks + _of_the_batch(intent, seen)
     capacity = _capacity(intent, served)
     saturated = rate >= capacity
-    checks.append(Check(Limit(LimitKind.RATE, rate), Cells(capacity, upward=True), saturated))
+    checks.append(
+        Check(Limit(LimitKind.RATE, rate, replicas=intent.replicas), Cells(capacity, upward=True), saturated)
+    )
     return checks + _under_load(intent, served, saturated)
+
+
+def kept_at_the_upper_end(intent: Intent, served: Attainment | None, num_rows: int) -> Mask:
+    """The rows that keep the SLO under the rate were the truth the upper end of the estimate's interval. Without a
+    rate that is what ``checks_as_asked`` asks already, as it does of budget and rate."""
+    kept, rate = np.ones(num_rows, np.bool_), intent.rate_per_s
+    if served is None or rate is None:
+        return kept
+    for kind, allowed in _limits_of(intent):
+        kept &= served.misses_given(_METRICS[kind], allowed, rate, Z_OF_INTERVAL) <= 1 - intent.percentile / 100
+    return kept
 
 
 def _capacity(intent: Intent, served: Attainment) -> Column:
@@ -153,9 +186,8 @@ def _under_load(intent: Intent, served: Attainment, saturated: Mask) -> list[Che
     """Where the rate is not served at all, that is what is wrong; say it once, and judge a request alone."""
     rate, share = intent.rate_per_s, 1 - intent.percentile / 100
     assert rate is not None, "asked with a rate only"
-    note = (
-        f"at p{intent.percentile:g} of {rate:g} requests/s ({MODEL_NAME}; alone at the upper end of the interval)"
-    )
+    at_rate = f"at p{intent.percentile:g} of {rate * intent.replicas:g} requests/s"
+    note = f"{at_rate} ({MODEL_NAME}; alone at the upper end of the interval)"
     checks = []
     for kind, allowed in _limits_of(intent):
         metric, alone = _METRICS[kind], served.alone_high(_METRICS[kind])
@@ -270,7 +302,7 @@ def checks_at_lower_rates(
     work = _Slower(served, kept, intent.percentile, most) if kept else None
     highest = Cells(most * _MARGIN, work, queued if kept else None, upward=True)
     note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
-    slower = [Check(Limit(LimitKind.RATE, rate, note), highest, queued)]
+    slower = [Check(Limit(LimitKind.RATE, rate, note, intent.replicas), highest, queued)]
     for check in waiting:
         metric, allowed = _METRICS[check.limit.kind], check.limit.allowed
         alone = served.alone_high(metric)

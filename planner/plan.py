@@ -23,8 +23,10 @@ __all__ = [
     "Nearest",
     "NoRoom",
     "Numbers",
+    "PassedOver",
     "Plan",
     "Ranked",
+    "RefusedFor",
     "Relaxation",
     "Room",
     "Served",
@@ -77,6 +79,29 @@ class LimitKind(StrEnum):
     QUALITY = "quality"
     MEMORY = "memory"
     GPUS = "gpus"
+    BATCH = "batch"
+    REPLICAS = "replicas"
+
+
+class RefusedFor(StrEnum):
+    """First reason of a refusal, in the order in which the planner asks."""
+
+    SHAPE = "shape"  # the model cannot be split so
+    ENGINE = "engine"  # no engine runs it
+    UNKNOWN = "unknown"  # a figure that the intent needs is not known
+    QUALITY = "quality"
+    BUDGET = "budget"
+    RATE = "rate"
+    LATENCY = "latency"  # TTFT, TPOT or E2E
+    MEMORY = "memory"
+
+
+_REFUSED_FOR = {
+    LimitKind.QUALITY: RefusedFor.QUALITY,
+    LimitKind.BUDGET: RefusedFor.BUDGET,
+    LimitKind.RATE: RefusedFor.RATE,
+    LimitKind.MEMORY: RefusedFor.MEMORY,
+}
 
 
 # What may be missed only because others run on the same GPUs.
@@ -90,6 +115,12 @@ class Limit(NamedTuple):
     kind: LimitKind
     allowed: float
     note: str = ""
+    replicas: int = 1  # that share a rate; ``allowed`` is the share of one
+
+    def violation(self, actual: float) -> Violation:
+        """Return the violation of a candidate with ``actual``; a rate is that of all replicas."""
+        times = self.replicas if self.kind is LimitKind.RATE else 1
+        return Violation(self.kind, self.allowed * times, actual * times, self.note)
 
 
 class Violation(NamedTuple):
@@ -134,6 +165,14 @@ class Numbers(Protocol):
 
     def utilisation(self, row: int) -> float | None: ...
 
+    def interval(self, row: int) -> tuple[float, float] | None:
+        """Of the objective; None of a row that misses a limit."""
+        ...
+
+    def weight_interval(self, row: int) -> tuple[float, float] | None:
+        """Interval of what the row is ranked by; None as for ``interval``."""
+        ...
+
 
 class Ranked(NamedTuple):
     """One candidate with its verdict.
@@ -158,6 +197,7 @@ class Ranked(NamedTuple):
         None  # what it is ranked by: the objective and, of a latency, what the others lose by it, and ``later_s``
     )
     later_s: float = 0.0  # of a latency: what all lose more by each request once those who are expected have come
+    is_unknown: bool = False  # refused because a figure that the intent needs is not known
 
     @property
     def actual(self) -> tuple[float, ...]:
@@ -177,11 +217,23 @@ class Ranked(NamedTuple):
         return None if self.numbers is None else self.numbers.utilisation(self.row)
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 90% interval of the objective; None where it is not feasible, or has no end."""
+        return None if self.numbers is None or not self.feasible else self.numbers.interval(self.row)
+
+    @property
+    def weight_interval(self) -> tuple[float, float] | None:
+        """The 90% interval of ``weight``, by which configurations are told apart; None as for ``interval``."""
+        return None if self.numbers is None or not self.feasible else self.numbers.weight_interval(self.row)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether this configuration was run, and not estimated from others or from datasheets."""
+        return self.estimate is not None and self.estimate.is_measured
+
+    @property
     def violations(self) -> tuple[Violation, ...]:
-        return tuple(
-            Violation(limit.kind, limit.allowed, actual, limit.note)
-            for limit, actual in zip(self.missed, self.actual, strict=True)
-        )
+        return tuple(limit.violation(actual) for limit, actual in zip(self.missed, self.actual, strict=True))
 
     @property
     def reason(self) -> str | None:
@@ -192,6 +244,15 @@ class Ranked(NamedTuple):
         if self.slowdown > 1 and any(limit.kind in TIMED for limit in self.missed):
             told.append(f"what runs on the quietest GPUs with room makes it {self.slowdown:.3g} times as slow")
         return "; ".join(told) or None
+
+    @property
+    def refused_for(self) -> RefusedFor | None:
+        """The kind of its first reason, None when it is feasible."""
+        if self.refusal is None:
+            return None if not self.missed else _REFUSED_FOR.get(self.missed[0].kind, RefusedFor.LATENCY)
+        if self.is_unknown:
+            return RefusedFor.UNKNOWN
+        return RefusedFor.SHAPE if self.estimate is None else RefusedFor.ENGINE
 
 
 class Better(NamedTuple):
@@ -210,6 +271,14 @@ class Better(NamedTuple):
         return self.ranked.reason or ""
 
 
+class PassedOver(NamedTuple):
+    """A feasible candidate with a better value than the chosen one, that was not measured, and why it is not
+    chosen."""
+
+    ranked: Ranked
+    reason: str
+
+
 class BetterIdle(NamedTuple):
     """What would have been chosen if nobody ran on the GPUs; ``text`` says why it is not."""
 
@@ -222,7 +291,7 @@ class BetterIdle(NamedTuple):
 class Relaxation(NamedTuple):
     """One limit changed alone, from ``allowed`` to ``needed``, would admit ``config``; ``text`` says so.
 
-    Of ``gpus``, which only a plan on other hardware can tell, they are numbers of devices.
+    Of ``gpus``, ``batch`` and ``replicas``, which only another plan can tell, they are numbers of each.
     """
 
     limit: LimitKind
@@ -305,7 +374,8 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Every candidate: the feasible ones best first, then the refused ones by objective, the unknown ones last."""
+    """Every candidate: the chosen one, the other feasible ones best first, then the refused ones by objective, the
+    unknown ones last."""
 
     intent: Intent
     candidates: tuple[Ranked, ...]
@@ -318,6 +388,8 @@ class Plan:
     why_not: WhyNot
     better_idle: BetterIdle | None = None  # None: the chosen one is that of idle GPUs, too
     room: Room | None = None  # None: nobody is expected
+    passed_over: tuple[PassedOver, ...] = ()  # better by their values than the chosen one, and not measured
+    indistinguishable: tuple[int, ...] = ()  # feasible ones whose ``weight_interval`` overlaps the chosen one's
 
     @property
     def best(self) -> Ranked | None:

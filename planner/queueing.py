@@ -89,7 +89,7 @@ def wait_tail(utilisation: Array, arrival_cv: float, service_cv: Array, largest_
     scale, decay, until = _between(_tails(arrival_cv, largest_cv), utilisation, along)
     idle = np.maximum(1 - utilisation, _LEAST)
     late = np.where(scale > 1, 1 + np.log(np.maximum(scale, 1.0)), scale)
-    return Tail(scale, decay * idle, until, late / np.maximum(decay * idle, _LEAST))
+    return Tail(scale, decay * idle, until / np.sqrt(idle), late / np.maximum(decay * idle, _LEAST))
 
 
 def _between(tables: Array, load: Array, share: Array) -> list[Array]:
@@ -138,7 +138,11 @@ def _waiting(slots: int, arrival_cv: float, service_cv: float) -> Array:
 
 @lru_cache(maxsize=64)
 def _tails(arrival_cv: float, most: float) -> Array:
-    """[scale, decay over 1 - utilisation, until], a column per ``service_cv`` from 0 to ``most``."""
+    """[scale, decay over 1 - utilisation, until times its root], a column per ``service_cv`` from 0 to ``most``.
+
+    Near saturation the decay falls as the idle share and ``until`` rises as its inverse root, both without end:
+    only what is left after dividing by that is smooth enough to lie on a line between two knots.
+    """
     loads = np.clip(_LOADS, 1e-6, 1 - 1e-6)
     scales, decays, untils = [], [], []
     for service_cv in (_SHARES * most).tolist():
@@ -147,7 +151,7 @@ def _tails(arrival_cv: float, most: float) -> Array:
         late = (1 + service_cv**2) / 2 / (1 - loads) - 1 / poisson
         scales.append(np.where(late > 0, np.exp(np.minimum(late * bursty, 50.0)), 1 + late * poisson))
         decays.append(bursty / (1 - loads))
-        untils.append(_until(np.maximum(late, 0.0), bursty))
+        untils.append(_until(np.maximum(late, 0.0), bursty) * np.sqrt(1 - loads))
     return np.stack([np.stack(columns, axis=1).ravel() for columns in (scales, decays, untils)])
 
 

@@ -7,6 +7,8 @@ Rules.
     listed; memory.
 *   The limits are judged as :mod:`planner.limits` says; the objective on the value itself. With a rate a latency
     is the mean request's at that rate; where it is not served that has no end, and a batch's latency orders those.
+*   Of those that are feasible a measured one is preferred to those that are not (:mod:`planner.evidence`). The
+    chosen one is listed first, the others by their value: one with a better value that was passed over comes next.
 *   Ties are broken by fewer GPUs, then less memory, then the order of configurations, so that the order in which
     candidates are listed never matters. The configurations of ``candidates`` are distinct.
 *   ``fits`` is called at most once per candidate, best objective first, and only for candidates that nothing
@@ -32,14 +34,24 @@ from planner.attainment import Attainment
 from planner.beside import Fits, Load, Neighbours, Sites, idle, told_of_idle
 from planner.cells import Mask, Rows
 from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
-from planner.explain import better, what_it_takes
+from planner.evidence import Ends, Evidence, indistinguishable, preferred, rivals
+from planner.explain import better, passed_over, what_it_takes
 from planner.intent import Intent
-from planner.limits import Check, Verdicts, checks_as_asked, limits_missed, num_missed, told_of
+from planner.limits import (
+    Check,
+    Verdicts,
+    checks_as_asked,
+    kept_at_the_upper_end,
+    limits_missed,
+    num_missed,
+    told_of,
+)
+from planner.normal import Z_OF_INTERVAL
 from planner.paces import paces
 from planner.plan import TIMED, BetterIdle, Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
 from planner.queueing import MODEL_NAME
 
-__all__ = ["best_of", "rank"]
+__all__ = ["best_of", "rank", "rivals_of"]
 
 _NO_PRICES = Prices()
 _NOT_USABLE = "its estimate is not a positive, finite number of seconds and bytes"
@@ -62,13 +74,23 @@ def rank(
     """
     objective, cost = objective_of(intent), COSTS[intent.cost_model]
     table, checks, fits, first = _weighed(candidates, intent, fits, prices, neighbours)
-    served = table.served
-    verdicts = Verdicts(checks, served, intent.rate_per_s)
+    served, (own, weights) = table.served, _ends_of_kept(table, checks, objective, prices)
+    evidence = _evidence(table, intent, objective, prices)
+    evidence = evidence._replace(ends=lambda rows: Ends(weights.low[rows], weights.high[rows]))
+    verdicts = Verdicts(checks, served, intent.rate_per_s, (own, weights))
     judged = _judge(table, checks, verdicts, intent, objective, cost, fits)
-    feasible = [ranked for ranked in judged if ranked.feasible]
+    feasible = _chosen_first([ranked for ranked in judged if ranked.feasible], evidence)
     refused = [ranked for ranked in judged if not ranked.feasible]
     blank = [
-        Ranked(c.config, None, None, None, False, c.refusal or "nothing is predicted of this configuration")
+        Ranked(
+            c.config,
+            None,
+            None,
+            None,
+            False,
+            c.refusal or "nothing is predicted of this configuration",
+            is_unknown=c.refusal is None,
+        )
         for c in candidates
         if c.estimate is None
     ]
@@ -88,6 +110,8 @@ def rank(
         served=told_of(served, feasible[0].row, intent) if feasible and served is not None else None,
         why_not=replace(why_not, better=better(ordered, objective.maximize)),
         better_idle=None if first is None else _better_idle(*first, ordered, objective),
+        passed_over=passed_over(feasible, objective.unit),
+        indistinguishable=_like_the_first(feasible, evidence),
     )
 
 
@@ -100,10 +124,48 @@ def best_of(
     neighbours: Neighbours | None = None,
 ) -> Ranked | None:
     """What ``rank`` chooses, with nothing explained."""
+    objective = objective_of(intent)
     table, checks, fits, _ = _weighed(candidates, intent, fits, prices, neighbours)
     verdicts = Verdicts(checks, table.served, intent.rate_per_s)
-    judged = _judge(table, checks, verdicts, intent, objective_of(intent), COSTS[intent.cost_model], fits)
-    return next((ranked for ranked in judged if ranked.feasible), None)
+    judged = _judge(table, checks, verdicts, intent, objective, COSTS[intent.cost_model], fits)
+    feasible = [ranked for ranked in judged if ranked.feasible]
+    return next(iter(_chosen_first(feasible, _evidence(table, intent, objective, prices))), None)
+
+
+def rivals_of(
+    measured: Candidate, predicted: Sequence[Candidate], intent: Intent, prices: Prices = _NO_PRICES
+) -> list[Candidate]:
+    """The candidates that are chosen before the best ``measured`` one on idle GPUs if they fit, the best first.
+
+    Args:
+        predicted: candidates that were not measured; all keep every limit on idle GPUs, as ``measured`` does.
+    """
+    objective, cost = objective_of(intent), COSTS[intent.cost_model]
+    among = [measured, *predicted]
+    alone = figures([one.estimate for one in among if one.estimate is not None])
+    table = _table(among, alone, idle(len(among)), intent, objective, cost, prices)
+    row = next(at for at, one in enumerate(table.rows) if one.config == measured.config)
+    found = rivals(np.arange(row), row, _evidence(table, intent, objective, prices))
+    return [table.rows[at] for at in found.tolist()]
+
+
+def _rows(ranked: Sequence[Ranked]) -> Rows:
+    return np.array([one.row for one in ranked], dtype=np.intp)
+
+
+def _chosen_first(feasible: list[Ranked], evidence: Evidence) -> list[Ranked]:
+    """``feasible``, best first, with the one that is chosen before all others."""
+    chosen = preferred(_rows(feasible), evidence)
+    if chosen is None or feasible[0].row == chosen:
+        return feasible
+    return sorted(feasible, key=lambda ranked: ranked.row != chosen)
+
+
+def _like_the_first(feasible: Sequence[Ranked], evidence: Evidence) -> tuple[int, ...]:
+    """Positions of those that cannot be told apart from the first one."""
+    if not feasible:
+        return ()
+    return tuple(np.flatnonzero(indistinguishable(_rows(feasible), feasible[0].row, evidence)).tolist()[1:])
 
 
 class _Weighed(NamedTuple):
@@ -128,7 +190,7 @@ def _weighed(
     sites = Sites(_askable(table, intent, objective, cost), fits, neighbours)
     kept = num_missed(checks, len(table.rows)) == 0
     sites.ask(kept)
-    first = _first_of(table, kept & sites.placed)
+    first = _first_of(table, kept & sites.placed, _evidence(table, intent, objective, prices))
     if first is not None and not (sites.load.slowdowns > 1).any() and not sites.load.later.any():
         # nobody is there where any of them would go, nor to come
         return _Weighed(table, checks, sites.fits, None)
@@ -142,7 +204,8 @@ class _Table(NamedTuple):
     alone: Figures  # on idle GPUs
     load: Load
     seen: Figures  # under it
-    served: Attainment | None  # under it; None without a rate
+    idle: Attainment | None  # on idle GPUs; None without a rate
+    served: Attainment | None  # under it
     costs: Column  # NaN: unknown, as are the objectives
     costs_high: Column
     objectives: Column
@@ -166,27 +229,89 @@ def _table(
     with np.errstate(all="ignore"):  # rows that cannot be used are refused by ``_judge``
         costs = np.where(seen.usable, cost.of(seen, prices), np.nan)
         costs_high = np.where(seen.usable, cost.of(seen.at_high, prices), np.nan)
-        idle_s, own = alone.e2e_s, objective.of(seen, prices)
-        if objective.rate_per_s is not None and served is not None and there is not None:
-            idle_s = served.mean_e2e(objective.rate_per_s)
-            own = there.mean_e2e(objective.rate_per_s) if slowed else idle_s
-        objectives = np.where(seen.usable, own, np.nan)
-        later_s = np.where(np.isinf(idle_s), 0.0, load.later * idle_s)
-        taken_s = np.where(np.isinf(idle_s), 0.0, load.taken * idle_s)
-        weights = objectives + taken_s + later_s if objective.of_all else objectives
+        objectives, weights, later_s = _weights(alone, seen, load, served, there, objective, prices)
     order = _order(predicted, seen, -weights if objective.maximize else weights)
     rows = [predicted[row] for row in order.tolist()]
+    ordered = alone.take(order)
     return _Table(
         rows,
-        alone.take(order),
+        ordered,
         Load(*(column[order] for column in load)),
-        seen.take(order),
+        seen.take(order) if slowed else ordered,
+        None if served is None else served.take(order),
         None if there is None else there.take(order),
         costs[order],
         costs_high[order],
         objectives[order],
         weights[order],
         later_s[order],
+    )
+
+
+def _weights(
+    alone: Figures,
+    seen: Figures,
+    load: Load,
+    idle: Attainment | None,
+    there: Attainment | None,
+    objective: Objective,
+    prices: Prices,
+    z: float = 0.0,
+) -> tuple[Column, Column, Column]:
+    """What each row comes to, what it is ranked by, and how much of that is by those who are expected.
+
+    Args:
+        z: where in their intervals the times of ``idle`` and ``there`` are taken, in standard deviations.
+    """
+    idle_s, own = alone.e2e_s, objective.of(seen, prices)
+    if objective.rate_per_s is not None and idle is not None and there is not None:
+        idle_s = idle.mean_e2e(objective.rate_per_s, z)
+        own = idle_s if there is idle else there.mean_e2e(objective.rate_per_s, z)
+    objectives = np.where(seen.usable, own, np.nan)
+    later_s = np.where(np.isinf(idle_s), 0.0, load.later * idle_s)
+    taken_s = np.where(np.isinf(idle_s), 0.0, load.taken * idle_s)
+    weights = objectives + taken_s + later_s if objective.of_all else objectives
+    return objectives, weights, later_s
+
+
+def _ends(table: _Table, rows: Rows, objective: Objective, prices: Prices) -> tuple[Ends, Ends]:
+    """Of what each of ``rows`` comes to, and of what it is ranked by."""
+    alone = table.alone.take(rows)
+    seen = alone if table.seen is table.alone else table.seen.take(rows)
+    load = Load(*(column[rows] for column in table.load))
+    idle = None if table.idle is None else table.idle.take(rows)
+    there = None if table.served is None else idle if table.served is table.idle else table.served.take(rows)
+    with np.errstate(all="ignore"):
+        least = _weights(alone.at_low, seen.at_low, load, idle, there, objective, prices, -Z_OF_INTERVAL)
+        most = _weights(alone.at_high, seen.at_high, load, idle, there, objective, prices, Z_OF_INTERVAL)
+    own, weights = (Ends(np.minimum(a, b), np.maximum(a, b)) for a, b in zip(least[:2], most[:2], strict=True))
+    return own, weights
+
+
+def _ends_of_kept(
+    table: _Table, checks: Sequence[Check], objective: Objective, prices: Prices
+) -> tuple[Ends, Ends]:
+    """Return what each row comes to, and what it is ranked by, where it keeps every limit; NaN of the others."""
+    rows = np.flatnonzero(num_missed(checks, len(table.rows)) == 0)
+    if len(rows) == len(table.rows):
+        return _ends(table, rows, objective, prices)
+    nothing = np.full(len(table.rows), np.nan)
+    found = Ends(nothing.copy(), nothing.copy()), Ends(nothing.copy(), nothing)
+    for whole, kept in zip(found, _ends(table, rows, objective, prices), strict=True):
+        whole.low[rows], whole.high[rows] = kept
+    return found
+
+
+def _evidence(table: _Table, intent: Intent, objective: Objective, prices: Prices) -> Evidence:
+    def keeps(rows: Rows) -> Mask:
+        served = None if table.served is None else table.served.take(rows)
+        return kept_at_the_upper_end(intent, served, len(rows))
+
+    return Evidence(
+        np.array([row.estimate is not None and row.estimate.is_measured for row in table.rows], dtype=np.bool_),
+        lambda rows: _ends(table, rows, objective, prices)[1],
+        keeps,
+        objective.maximize,
     )
 
 
@@ -210,9 +335,9 @@ def _askable(table: _Table, intent: Intent, objective: Objective, cost: Cost) ->
     return [None if refusal else row.estimate for row, refusal in zip(table.rows, refusals, strict=True)]
 
 
-def _first_of(table: _Table, rows: Mask) -> tuple[DeploymentConfig, float] | None:
+def _first_of(table: _Table, rows: Mask, evidence: Evidence) -> tuple[DeploymentConfig, float] | None:
     """What would be chosen if nobody ran on the GPUs, whose ``table`` this is."""
-    row = next(iter(np.flatnonzero(rows).tolist()), None)
+    row = preferred(np.flatnonzero(rows), evidence)
     return None if row is None else (table.rows[row].config, float(table.objectives[row]))
 
 
@@ -240,9 +365,11 @@ def _beside(
     if not len(feasible):
         sites.ask(np.ones(len(rows), np.bool_))
         found, checks, _ = settled()
-    elif found.load.slowdowns[feasible[0]] > 1:
-        sites.assume(int(rows[feasible[0]]))
-        found, checks, _ = there()
+    else:
+        chosen = preferred(feasible, _evidence(found, intent, objective, prices))
+        if chosen is not None and found.load.slowdowns[chosen] > 1:
+            sites.assume(int(rows[chosen]))
+            found, checks, _ = there()
     return found, checks
 
 
@@ -277,7 +404,7 @@ def _judge(
     judged: list[Ranked] = []
     values = _or_none(table.objectives)
     is_weighed = table.load.taken.any() or table.load.later.any()
-    for row, ((config, estimate, *_), refusal, limits, value, spent, slowdown, weight, later_s) in enumerate(
+    for row, (candidate, refusal, limits, value, spent, slowdown, weight, later_s) in enumerate(
         zip(
             table.rows,
             _refusals(table, intent, objective, cost),
@@ -290,6 +417,8 @@ def _judge(
             strict=True,
         )
     ):
+        config, estimate, own_refusal, _ = candidate
+        is_unknown = refusal is not None and own_refusal is None
         layout: Layout | None = None
         no_room: NoRoom | None = None
         if refusal is not None:
@@ -304,7 +433,7 @@ def _judge(
         judged.append(
             Ranked(
                 config, estimate, value, spent, feasible, refusal, limits,
-                layout, no_room, verdicts, row, slowdown, weight, later_s,
+                layout, no_room, verdicts, row, slowdown, weight, later_s, is_unknown,
             )
         )  # fmt: skip
     return judged

@@ -13,10 +13,12 @@ from typing import IO
 
 from fingerprint.errors import BadInputError, NotFoundError
 
-__all__ = ["MAX_LINE_BYTES", "Lines"]
+__all__ = ["MAX_BLANK_LINES", "MAX_LINE_BYTES", "Lines"]
 
 # The longest honest line holds the prefix blocks of one prompt: 18,000 ids of 7 bytes. Also csv's own bound.
 MAX_LINE_BYTES = 128 * 1024
+# In a row. A megabyte of gzip can hold a gigabyte of them, which would be read for minutes without a word.
+MAX_BLANK_LINES = 10_000
 _BLOCK_BYTES = 64 * 1024
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -29,7 +31,7 @@ class Lines:
     Raises, at the first line that shows it:
         NotFoundError: there is no such file.
         BadInputError: it cannot be read, its gzip stream is damaged or ends early, a line is over
-            ``MAX_LINE_BYTES``, or is not UTF-8.
+            ``MAX_LINE_BYTES`` or is not UTF-8, or more than ``MAX_BLANK_LINES`` follow one another.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,12 +43,18 @@ class Lines:
         return BadInputError(f"{self.path}, line {line or self.number}: {what}")
 
     def __iter__(self) -> Iterator[str]:
+        blank_lines = 0
         for line in self._raw():
             self.number += 1
             try:
-                yield line.decode()
+                text = line.decode()
             except UnicodeDecodeError as error:
                 raise self.error(f"not UTF-8 text ({error.reason} at byte {error.start + 1})") from error
+            if text and not text.isspace():
+                blank_lines = 0
+            elif (blank_lines := blank_lines + 1) > MAX_BLANK_LINES:
+                raise self.error(f"more than {MAX_BLANK_LINES} blank lines in a row; take them out of the file")
+            yield text
 
     def _raw(self) -> Iterator[bytes]:
         try:

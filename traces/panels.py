@@ -7,9 +7,22 @@ from collections.abc import Sequence
 from fingerprint.report.markup import Markup, el
 from fingerprint.report.tables import legend
 from traces.charts import Line, line_chart
+from traces.summary import Summary
 from traces.timeline import Bin, CurvePoint
 
-__all__ = ["over_time", "quantiles"]
+__all__ = ["outcome_line", "over_time", "quantiles", "tiles"]
+
+
+def outcome_line(words: str, summary: Summary) -> Markup:
+    """The first line of a page: ``words`` on what became of the requests, coloured where some failed."""
+    failed = summary.completed < summary.requests
+    return el("p", el("b", f"{words[0].upper()}{words[1:]}.", class_="bad" if failed else "good"), class_="lead")
+
+
+def tiles(figures: Sequence[tuple[str, str]]) -> Markup:
+    """Names and figures, each in a box of its own."""
+    made = [el("div", el("b", value), el("span", name), class_="tile") for name, value in figures]
+    return el("div", made, class_="tiles")
 
 
 def quantiles(name: str, lines: Sequence[tuple[str, str, tuple[CurvePoint, ...]]]) -> Markup | None:
@@ -46,8 +59,8 @@ def over_time(bins: Sequence[Bin], requests: str) -> Markup | None:
         Line("failed", "s-1", tuple(zip(at, (b.failed / b.width_s for b in bins), strict=True))),
     ]
     ttfts = [
-        Line("P50", "s-0", tuple(zip(at, (b.ttft_p50_s for b in bins), strict=True))),
-        Line("P99", "s-1", tuple(zip(at, (b.ttft_p99_s for b in bins), strict=True))),
+        Line("p50", "s-0", tuple(zip(at, (b.ttft_p50_s for b in bins), strict=True))),
+        Line("p99", "s-1", tuple(zip(at, (b.ttft_p99_s for b in bins), strict=True))),
     ]
     flight = [Line("in flight", "s-2", tuple(zip(at, (float(b.in_flight) for b in bins), strict=True)))]
     tokens = [Line("tokens", "s-3", tuple(zip(at, (b.output_tokens_per_s for b in bins), strict=True)))]

@@ -6,7 +6,9 @@ among the failures. Otherwise a server would look faster for failing under load.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,18 @@ from numpy.typing import NDArray
 from planner.intent import Slo
 from traces.outcomes import Failure, Floats, Outcomes
 
-__all__ = ["FailureCount", "Lengths", "Percentiles", "SloResult", "Summary", "kept", "percentiles", "summarize"]
+__all__ = [
+    "FailureCount",
+    "Lengths",
+    "Percentiles",
+    "SloResult",
+    "Summary",
+    "kept",
+    "limit_words",
+    "outcome_words",
+    "percentiles",
+    "summarize",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +149,28 @@ def summarize(outcomes: Outcomes, slo: Slo | None = None, *, duration_s: float |
         failures=_failures(outcomes),
         lengths=_lengths(done),
     )
+
+
+def outcome_words(summary: Summary, reasons: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return one line: how many requests failed and why, and how many were answered.
+
+    Args:
+        reasons: words for kinds of failure; a kind without any stands for itself.
+    """
+    failed = summary.requests - summary.completed
+    if not failed:
+        return f"all {summary.requests:,} requests were answered" if summary.requests else "no requests arrived"
+    why = [(failure.count, reasons.get(failure.kind, failure.kind)) for failure in summary.failures]
+    told = why[0][1] if len(why) == 1 else ", ".join(f"{count:,} {words}" for count, words in why)
+    return f"{failed:,} of {summary.requests:,} requests failed: {told}; {summary.completed:,} answered"
+
+
+def limit_words(limits: Slo | SloResult | None) -> str:
+    """Return the limits of an SLO, such as ``TTFT 0.5 s, TPOT 0.05 s``."""
+    if limits is None:
+        return "none"
+    named = (("TTFT", limits.ttft_s), ("TPOT", limits.tpot_s), ("E2E", limits.e2e_s))
+    return ", ".join(f"{name} {value:g} s" for name, value in named if value is not None)
 
 
 def _span_s(outcomes: Outcomes) -> float:

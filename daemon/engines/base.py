@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from daemon.devices import Device
+from daemon.engines.options import NO_OPTIONS, EngineOptions
 from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
@@ -55,7 +56,9 @@ class WorkerSpec:
     host: str = "127.0.0.1"
     lease_ttl_s: float = 600.0
     profiling: bool = False  # serve the profiling routes, load nothing at start
+    options: EngineOptions = NO_OPTIONS  # that the deployment gives to the engine itself
     dummy_weights: bool = False  # random weights of the checkpoint's shapes; a config.json is then enough
+    engine_version: str | None = None  # that it was planned on, of an engine in an environment; None: the first
     ends_at: float | None = None  # seconds since the epoch at which the daemon ends it, should nobody else have
 
     def __post_init__(self) -> None:
@@ -100,6 +103,7 @@ class Inside:
     model: str
     files: str
     release: str | None = None  # that was planned for; None: the newest that the adapter knows
+    is_whole: bool = True  # False: the folder here lacks files, such as the tokenizer's, that ``model`` will have
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +132,14 @@ class Engine(Protocol):
 
     name: str
     stats_path: str  # whose answer :meth:`read_stats` reads
+
+    def pinned(self, version: str | None) -> Engine:
+        """Return this engine as it is installed in ``version``, whatever else is installed; None: as it is.
+
+        Raises:
+            InfeasibleError: that version is not installed here.
+        """
+        ...
 
     def capabilities(self) -> EngineCapabilities:
         """What it runs; with ``unavailable`` set where no worker of it can be started here."""
@@ -164,6 +176,14 @@ class Engine(Protocol):
 
         Raises:
             BadInputError: as :meth:`command`, but for what is not installed and for missing weights.
+        """
+        ...
+
+    def check_options(self, options: EngineOptions) -> None:
+        """Return if a worker can be started with ``options``.
+
+        Raises:
+            ConfigError: one is iServe's to set, or the engine has none such.
         """
         ...
 

@@ -11,30 +11,30 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
+from typing import Any, Literal, Self
 
+from daemon.engines import lookup
 from daemon.engines.base import WorkerSpec
+from daemon.engines.environments import environments, is_version
+from daemon.engines.lookup import look
+from daemon.engines.options import EngineOptions, refuse_options
+from daemon.home_folder import home_folder
 from fingerprint.capability import EngineCapabilities
-from fingerprint.errors import EngineError
+from fingerprint.errors import EngineError, InfeasibleError
 
-__all__ = ["ForeignEngine", "Installation", "Interpreter", "guarded"]
+__all__ = ["ForeignEngine", "Installation", "Interpreter", "Source", "guarded"]
 
 _ANSWER_S = 20.0  # a cold file system takes a few; a program that is no Python may never end
 _MAX_ANSWER_BYTES = 1 << 16
 
-_QUESTION = """\
-import json, sys
-from importlib import metadata
-versions = {}
-for name in sys.argv[1:]:
-    try:
-        versions[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        versions[name] = None
-print(json.dumps({"versions": versions, "path": [entry for entry in sys.path if entry]}))
-"""
+_QUESTION = Path(lookup.__file__).read_text(encoding="utf-8")
+
+Source = Literal["setting", "environment", "here"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,71 +43,146 @@ class Installation:
 
     python: str
     versions: tuple[tuple[str, str], ...]  # of the distributions asked for that are there
+    package: Path | None = None  # the folder that the first distribution's package is imported from
+    is_editable: bool = (
+        False  # installed by ``pip install -e``: whatever its version says, its sources may be others
+    )
+    source: Source = "here"  # named by the setting, an environment under the home, or the running interpreter
 
     def version(self, distribution: str) -> str:
         """Empty for one that is not there."""
         return dict(self.versions).get(distribution, "")
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Answer of an interpreter to ``lookup``."""
+
+    versions: dict[str, str | None]
+    package: Path | None
+    is_editable: bool
+    path: tuple[str, ...]  # where the interpreter looks for modules
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A Python that may have the engine, and how messages call it."""
+
+    python: str
+    source: Source
+    name: str
+    remedy: str  # what to do where it has not
+
+
 class Interpreter:
-    """Where an engine is installed: the program that ``variable`` names, else the running interpreter.
+    """The Python an engine is installed for.
+
+    The first of: the program that ``variable`` names; the newest environment that ``iserve engines install`` made
+    under the home; the running interpreter. All are looked at anew each time, so that an installation is found by
+    processes that run already.
 
     Args:
         variable: of the environment, such as ``ISERVE_VLLM_PYTHON``.
         distribution: the engine's; without it the interpreter is not the engine's.
         beside: distributions whose versions are recorded too.
+        installable: whether ``iserve engines install`` knows the engine, under the distribution's name.
     """
 
-    def __init__(self, variable: str, distribution: str, beside: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, variable: str, distribution: str, beside: tuple[str, ...] = (), *, installable: bool = False
+    ) -> None:
         self.variable, self.distribution, self._names = variable, distribution, (distribution, *beside)
+        self.installable = installable
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[object, dict[str, str | None]]] = {}  # by interpreter, with its stamp
-        self._path: dict[str, tuple[str, ...]] = {}
+        self._known: dict[str, tuple[object, _Answer]] = {}  # by interpreter, with its stamp
 
-    def find(self) -> Installation:
-        """Asked anew only when a distribution was installed or removed there since.
+    def find(self, version: str | None = None) -> Installation:
+        """Return the installation to start workers with.
+
+        An interpreter is asked anew only when a distribution was installed or removed there since.
+
+        Args:
+            version: the one that is needed, wherever it is; None: the first installation.
 
         Raises:
             EngineError: the engine is not installed, or the setting does not name a Python; says what to set.
         """
-        python = os.environ.get(self.variable)
-        if not python:
-            versions = {name: _version_here(name) for name in self._names}
-            if versions[self.distribution] is None:
-                raise EngineError(
-                    f"{self.distribution} is not installed: set {self.variable} to the Python of an environment "
-                    "that has it"
-                )
-            return _installation(sys.executable, versions)
-        python = str(Path(python).expanduser())
-        if os.sep in python and not os.path.isabs(python):  # each process has a working directory of its own
-            raise EngineError(f"{self.variable}={python} is a relative path; give the whole path of a Python")
-        versions = self._versions(python)
-        if versions[self.distribution] is None:
-            raise EngineError(
-                f"{self.distribution} is not installed for {self.variable}={python}: install it there, or set "
-                f"{self.variable} to the Python of an environment that has it"
-            )
-        return _installation(python, versions)
+        if version is not None:
+            return self._find_version(version)
+        return self._look(next(self._places()))
 
-    def _versions(self, python: str) -> dict[str, str | None]:
+    def installations(self) -> tuple[Installation, ...]:
+        """Return all that are there, the first to be used first."""
+        found = []
+        for place in self._places():
+            with suppress(EngineError):
+                found.append(self._look(place))
+        return tuple(found)
+
+    def _find_version(self, version: str) -> Installation:
+        there = self.installations()
+        for found in there:
+            if is_version(found.version(self.distribution), version):
+                return found
+        others = ", ".join(found.version(self.distribution) for found in there)
+        raise EngineError(
+            f"{self.distribution} {version} is not installed here (there is {others or 'none'}): "
+            f"{self._how_to_install(f' --version {version}')}"
+        )
+
+    def _places(self) -> Iterator[_Place]:
+        """Yield where the engine is looked for, in order."""
+        named = os.environ.get(self.variable)
+        if named:
+            python = str(Path(named).expanduser())
+            name = f"{self.variable}={python}"
+            yield _Place(python, "setting", name, f"install it there, or {self._how_to_set}")
+        if self.installable:
+            for one in environments(home_folder(), self.distribution):
+                if one.complete:
+                    again = f"run `iserve engines install {one.engine} --version {one.version}` again"
+                    yield _Place(str(one.python), "environment", f"the environment {one.folder}", again)
+        yield _Place(sys.executable, "here", "", self._how_to_install())
+
+    @property
+    def _how_to_set(self) -> str:
+        return f"set {self.variable} to the Python of an environment that has it"
+
+    def _how_to_install(self, options: str = "") -> str:
+        command = f"run `iserve engines install {self.distribution}{options}`, or "
+        return (command if self.installable else "") + self._how_to_set
+
+    def _look(self, place: _Place) -> Installation:
+        """Raises EngineError: the engine is not there, or ``place`` is no Python."""
+        python, name = place.python, place.name
+        if place.source == "here":
+            answer = _read_answer({**look(list(self._names)), "path": []}, self._names)
+        elif os.sep in python and not os.path.isabs(python):  # each process has a working directory of its own
+            raise EngineError(f"{name} is a relative path; give the whole path of a Python")
+        else:
+            answer = self._answer(place)
+        if answer.versions[self.distribution] is None:
+            if place.source == "here":
+                raise EngineError(f"{self.distribution} is not installed: {place.remedy}")
+            raise EngineError(f"{self.distribution} is not installed for {name}: {place.remedy}")
+        versions = tuple((name, version) for name, version in answer.versions.items() if version)
+        return Installation(python, versions, answer.package, answer.is_editable, place.source)
+
+    def _answer(self, place: _Place) -> _Answer:
+        python = place.python
         with self._lock:
             known = self._known.get(python)
-            if known is None or known[0] != self._stamp(python):
-                versions, path = self._ask(python)
-                self._path[python] = path
-                self._known[python] = known = (self._stamp(python), versions)
+            if known is None or known[0] != _stamp(python, known[1]):
+                answer = self._ask(place)
+                self._known[python] = known = (_stamp(python, answer), answer)
             return known[1]
 
-    def _stamp(self, python: str) -> object:
-        """Changes with what is installed: metadata folders come and go with each version."""
-        return tuple(_modified_ns(entry) for entry in (python, *self._path.get(python, ())))
-
-    def _ask(self, python: str) -> tuple[dict[str, str | None], tuple[str, ...]]:
-        what = f"{self.variable}={python}"
+    def _ask(self, place: _Place) -> _Answer:
+        what = place.name
+        remedy = f"set {self.variable} to a Python" if place.source == "setting" else place.remedy
         try:
             done = subprocess.run(
-                [python, "-E", "-c", _QUESTION, *self._names],
+                [place.python, "-E", "-c", _QUESTION, *self._names],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 cwd="/",
@@ -115,33 +190,37 @@ class Interpreter:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise EngineError(
-                f"{what} did not answer within {_ANSWER_S:.0f} s; set {self.variable} to a Python"
-            ) from error
+            raise EngineError(f"{what} did not answer within {_ANSWER_S:.0f} s; {remedy}") from error
         except (OSError, ValueError) as error:
-            raise EngineError(f"{what} cannot be run: {error}; set {self.variable} to a Python") from error
+            raise EngineError(f"{what} cannot be run: {error}; {remedy}") from error
         try:
-            answer = json.loads(done.stdout[:_MAX_ANSWER_BYTES])
-            versions = {name: answer["versions"][name] for name in self._names}
-            path = tuple(str(entry) for entry in answer["path"])
+            return _read_answer(json.loads(done.stdout[:_MAX_ANSWER_BYTES]), self._names)
         except (ValueError, KeyError, TypeError) as error:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             raise EngineError(
                 f"{what} is not a Python that can be asked for its packages"
                 + (f" ({said[-1][:200]})" if said else "")
             ) from error
-        return versions, path
 
 
-def _installation(python: str, versions: dict[str, str | None]) -> Installation:
-    return Installation(python, tuple((name, version) for name, version in versions.items() if version))
+def _read_answer(answer: dict[str, Any], names: tuple[str, ...]) -> _Answer:
+    """Return ``answer`` with its types checked.
+
+    Raises:
+        ValueError, KeyError, TypeError: ``answer`` is none.
+    """
+    package = answer["package"]
+    return _Answer(
+        versions={name: answer["versions"][name] for name in names},
+        package=None if package is None else Path(package),
+        is_editable=bool(answer["is_editable"]),
+        path=tuple(str(entry) for entry in answer["path"]),
+    )
 
 
-def _version_here(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+def _stamp(python: str, answer: _Answer) -> object:
+    """Return what changes with what is installed: metadata folders come and go with each version."""
+    return tuple(_modified_ns(entry) for entry in (python, *answer.path))
 
 
 def _modified_ns(path: str) -> int:
@@ -159,18 +238,40 @@ class ForeignEngine(ABC):
         interpreter: the one it is installed for.
     """
 
+    recommended_version = ""  # what `iserve engines install` takes where no version is asked for
+
     def __init__(self, table: EngineCapabilities, interpreter: Interpreter) -> None:
         self.name = table.engine
         self.interpreter = interpreter
         self._table = table
+        self._version: str | None = None  # that the engine is pinned to; None: the first installation's
 
     @abstractmethod
     def check(self, found: Installation) -> None:
         """Raises EngineError: what is installed there is not what this adapter knows; says what to install."""
 
-    def installed(self) -> Installation:
-        """Raises EngineError: it is not there, or not as :meth:`check` wants it."""
-        found = self.interpreter.find()
+    def standing(self, found: Installation) -> str:
+        """Return how far ``found`` is verified: ``run`` on a GPU, ``read`` in its sources, or ``unknown``."""
+        return "unknown"
+
+    def pinned(self, version: str | None) -> Self:
+        if version is None:
+            return self
+        try:
+            self.installed(version)
+        except EngineError as error:
+            raise InfeasibleError(str(error)) from error
+        engine = copy(self)
+        engine._version = version
+        return engine
+
+    def installed(self, version: str | None = None) -> Installation:
+        """Return the installation of ``version``; None: of the version it is pinned to, else the first.
+
+        Raises:
+            EngineError: it is not there, or not as :meth:`check` wants it.
+        """
+        found = self.interpreter.find(version or self._version)
         self.check(found)
         return found
 
@@ -181,17 +282,23 @@ class ForeignEngine(ABC):
             return replace(self._table, unavailable=str(error))
         return self._table
 
-    def versions(self) -> tuple[tuple[str, str], ...]:
+    def versions(self, version: str | None = None) -> tuple[tuple[str, str], ...]:
         try:
-            found = self.installed()
+            found = self.installed(version)
         except EngineError:
             return ()
         own = self.interpreter.distribution
         beside = ((name, version) for name, version in found.versions if name != own)
         return (("engine", f"{self.name} {found.version(own)}"), *beside)
 
+    def check_options(self, options: EngineOptions) -> None:
+        """Raises ConfigError: anything is given, unless the adapter takes it."""
+        refuse_options(self.name, options)
 
-def guarded(spec: WorkerSpec, argv: tuple[str, ...], *, python_path: str = "") -> tuple[str, ...]:
+
+def guarded(
+    spec: WorkerSpec, argv: tuple[str, ...], *, python_path: str = "", token_variable: str = ""
+) -> tuple[str, ...]:
     """``argv`` under our guard (``daemon.engines.guard``).
 
     The guard refuses a port that is in use (exit code 98), ends every process of the engine with the engine, with
@@ -199,7 +306,9 @@ def guarded(spec: WorkerSpec, argv: tuple[str, ...], *, python_path: str = "") -
 
     Args:
         python_path: the engine's ``PYTHONPATH`` instead.
+        token_variable: the variable of the engine's environment that gets the worker's token.
     """
     path = ("--python-path", python_path) if python_path else ()
+    token = ("--token-variable", token_variable) if token_variable else ()
     where = ("--host", spec.host, "--port", str(spec.port))
-    return (sys.executable, "-m", "daemon.engines.guard", *where, *path, "--", *argv)
+    return (sys.executable, "-m", "daemon.engines.guard", *where, *path, *token, "--", *argv)

@@ -18,9 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from daemon.descendants import become_subreaper, end_all_children, set_parent_death_signal, signal_group
 from daemon.torch_engine.exit_codes import PORT_IN_USE
+from daemon.worker_token import read_token
 
 __all__ = ["end_like", "main", "port_is_free"]
 
@@ -143,6 +145,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--python-path", default="", help="the engine's PYTHONPATH; none by default")
+    parser.add_argument("--token-variable", help="in which the engine gets the token of its working directory")
     parser.add_argument("command", nargs="+", help="after --")
     arguments = parser.parse_args(argv)
     if not port_is_free(arguments.host, arguments.port):
@@ -151,6 +154,8 @@ def main(argv: list[str]) -> int:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     if arguments.python_path:
         env["PYTHONPATH"] = arguments.python_path
+    if arguments.token_variable and (token := read_token(Path.cwd())):
+        env[arguments.token_variable] = token
     return end_like(_Guard(arguments.command, env).run())
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from daemon.devices import Device
 from daemon.engines.base import Command, Container, Inside, WorkerSpec
+from daemon.engines.environments import is_version
+from daemon.engines.options import EngineOptions, refuse_options
 from daemon.torch_engine import exit_codes, support
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.capability import EngineCapabilities, Exclusion, Verified
@@ -21,8 +23,10 @@ from fingerprint.errors import (
     ConfigError,
     ConflictError,
     EngineError,
+    InfeasibleError,
     IserveError,
 )
+from fingerprint.extras import missing_extra, need_extra
 
 __all__ = ["TorchEngine"]
 
@@ -39,6 +43,7 @@ _CAPABILITIES = EngineCapabilities(
     degree_reason="more ranks were not run there yet",
     lora_reason="adapters are not served yet",
     cpu=True,
+    eager=True,
     verified=(Verified(max_tp=support.MAX_TP, max_pp=support.MAX_PP),),
     family_reasons=support.REFUSED,
     other_family_reason=support.UNTESTED,
@@ -76,13 +81,21 @@ _MEANINGS: dict[int, tuple[type[IserveError], str]] = {
 
 
 class TorchEngine:
-    """transformers' models in a process of our own; nothing to install beyond the package."""
+    """transformers' models in a process of our own; needs the extra ``torch`` and nothing else."""
 
     name = "torch"
     stats_path = "/stats"
 
+    def pinned(self, version: str | None) -> TorchEngine:
+        if version is None or is_version(own := _version("iserve"), version):
+            return self
+        raise InfeasibleError(
+            f"torch {version} is asked for, and the embedded engine is part of iServe, here {own}; leave "
+            "--engine-version out, or name the engine that has this version"
+        )
+
     def capabilities(self) -> EngineCapabilities:
-        return _CAPABILITIES
+        return replace(_CAPABILITIES, unavailable=missing_extra("torch", "the embedded engine"))
 
     def versions(self) -> tuple[tuple[str, str], ...]:
         """Of the installed distributions, read without importing them."""
@@ -92,7 +105,11 @@ class TorchEngine:
             ("transformers", _version("transformers")),
         )
 
+    def check_options(self, options: EngineOptions) -> None:
+        refuse_options(self.name, options)
+
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
+        need_extra("torch", "the embedded engine")
         if spec.dummy_weights:
             raise ConfigError("engine torch has no dummy weights; give it a checkpoint with generated ones")
         return Command(
@@ -107,7 +124,10 @@ class TorchEngine:
             argv=("python", *_arguments(Path(inside.files) / _SPEC_FILE)),
             env=_ENVIRONMENT,
             files=((_SPEC_FILE, to_json(replace(spec, checkpoint=inside.model), indent=2).decode() + "\n"),),
-            notes=(f"Nobody publishes this image; in iServe's source: docker build -t iserve:{release} .",),
+            notes=(
+                "No registry has this image; in iServe's source: "
+                f"docker build -t iserve:{release} -f docs/Dockerfile .",
+            ),
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:

@@ -38,12 +38,13 @@ class Hosted(ABC):
 
     Args:
         spec: a WorkerSpec as JSON; its limits hold for every load.
+        step_timer: whether the engine's processes carry the step timer.
     """
 
     engine: str  # as it is called in messages
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self.spec = spec
+    def __init__(self, spec: dict[str, Any], *, step_timer: bool = True) -> None:
+        self.spec, self.step_timer = spec, step_timer
         self._vocab = 0
         self._room_tokens = 0
         self._most = (0, 0)  # sequences, tokens of one
@@ -117,12 +118,19 @@ class Hosted(ABC):
         Those in which the engine did something only once are left out, and others run in their place.
         """
         self.check_loaded()
+        if not self.step_timer and (order["steps"] or order["repeat"] != 1):
+            raise WorkError(
+                "ConfigError",
+                f"this {self.engine} runs without the step timer, which steps={order['steps']} and "
+                f"repeat={order['repeat']} need; ask for steps=false and repeat=1",
+            )
         batch, input_tokens, output_tokens = order["batch"], order["input_tokens"], order["output_tokens"]
         self._check_fits(batch, input_tokens + output_tokens)
         prompts = _prompts(batch, input_tokens, self._vocab)
         runs: list[tuple[float, float]] = []
         try:
-            self.set_timer(repeat=order["repeat"], record=order["steps"])
+            if self.step_timer:
+                self.set_timer(repeat=order["repeat"], record=order["steps"])
             with Nvml(self.nvml()) as nvml, _Sampler(nvml) as sampler:
                 begun = time.perf_counter()
                 while not _is_enough(runs, order["most"], begun + order["until_s"]):
@@ -131,7 +139,7 @@ class Hosted(ABC):
                     runs.append((start, time.perf_counter()))
                     if any(count != output_tokens for count in made):
                         raise WorkError("EngineError", f"{self.engine} ended a sequence before its length")
-            rows = self.read_timer()
+            rows = self.read_timer() if self.step_timer else []
         except WorkError:
             raise
         except Exception as error:
@@ -143,6 +151,12 @@ class Hosted(ABC):
             for of_run in steps:
                 self.check_steps(of_run, batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
         return [_reading(run, of_run, sampler) for run, of_run in zip(runs, steps, strict=True)]
+
+    def run(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Run one burst by the wall clock; all of its time counts as the model's (``RunReading.device_s``)."""
+        burst = {**order, "repeat": 1, "most": 1, "until_s": 0.0, "steps": False}
+        reading = self.bursts(burst)[0]
+        return {**reading, "device_s": reading["e2e_s"], "host_s": 0.0}
 
     def _check_fits(self, batch: int, tokens: int) -> None:
         most_sequences, most_tokens = self._most
@@ -187,7 +201,7 @@ def _within(rows: Rows, run: tuple[float, float]) -> Rows:
 def _reading(run: tuple[float, float], by_rank: list[Rows], sampler: _Sampler) -> dict[str, Any]:
     """One burst. Of several ranks the one whose forwards took longest is kept."""
     start, end = run
-    steps = max(by_rank, key=lambda rank: sum(row[8] for row in rank))
+    steps = max(by_rank, key=lambda rank: sum(row[8] for row in rank), default=[])
     device_s = sum(row[8] for row in steps)
     clock_mhz, power_w, held_bytes = sampler.mean(start, end)
     return {

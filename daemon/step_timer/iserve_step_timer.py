@@ -6,6 +6,7 @@ processes; TensorRT-LLM through ``iserve_step_timer_tensorrt_llm``, beside this 
 ``ISERVE_STEP_TIMER`` is set; on vLLM to one of:
 
 * ``rpc``: records are asked for through ``LLM.collective_rpc("iserve_timer_start" / "iserve_timer_read")``;
+* ``memory``: nothing is timed; ``LLM.collective_rpc("iserve_memory")`` alone is answered, as it is with ``rpc``;
 * a path: every process appends its records there as JSON lines, ``{pid}`` in the path filled in.
 
 A step on the GPU's own timeline has three parts, told apart by CUDA events: ``lead`` (inputs are made),
@@ -188,38 +189,78 @@ def register() -> None:
         return
     from vllm.v1.worker.gpu_worker import Worker
 
-    if hasattr(Worker, "iserve_timer_start"):
+    if hasattr(Worker, "iserve_memory"):
         return
-    _hook_vllm(Worker)
+    _count_memory(Worker)
+    if asked == "memory":
+        return
+    _time_steps(Worker)
     if asked != "rpc":
         _write_to(Path(asked.replace("{pid}", str(os.getpid()))))
 
 
-def _hook_vllm(worker_class: Any) -> None:
+def _count_memory(worker_class: Any) -> None:
+    """Keep what the engine counts at its start and tells no caller: bytes of graphs, layout of the KV cache."""
     load_model, initialize = worker_class.load_model, worker_class.initialize_from_config
-    execute, sample = worker_class.execute_model, worker_class.sample_tokens
 
     @functools.wraps(load_model)
-    def load_model_then_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_model_then_watch_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load_model(self, *args, **kwargs)
-        model = self.model_runner.get_model()
-        model.forward = functools.partial(TIMER.run_forward, model.forward)
-        capture = self.model_runner.capture_model
+        capture, self.iserve_graph_bytes = self.model_runner.capture_model, None
 
-        def capture_model() -> Any:
-            self.iserve_graph_bytes = capture()
-            return self.iserve_graph_bytes
+        def capture_model(*args: Any, **kwargs: Any) -> Any:
+            captured = capture(*args, **kwargs)
+            if not kwargs.get("profile_only", False):  # 0.30: the newer runner captures some first, to estimate
+                self.iserve_graph_bytes = captured
+            return captured
 
         self.model_runner.capture_model = capture_model
         return result
 
     @functools.wraps(initialize)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> Any:
-        self.iserve_kv_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-        self.iserve_blocks = kv_cache_config.num_blocks
-        self.iserve_kv_tensors = len(kv_cache_config.kv_cache_tensors)
-        self.iserve_kv_layers = sum(len(tensor.shared_by) for tensor in kv_cache_config.kv_cache_tensors)
+        self.iserve_kv = kv_layout(kv_cache_config)
         return initialize(self, kv_cache_config)
+
+    worker_class.load_model = load_model_then_watch_graphs
+    worker_class.initialize_from_config = initialize_from_config
+    worker_class.iserve_memory = _rpc_memory
+
+
+def kv_layout(config: Any) -> dict[str, int]:
+    """Bytes, blocks, tensors and layers of vLLM's ``KVCacheConfig``.
+
+    Until 0.28 each tensor has its own size and is shared by layers; from 0.29 on every entry carries the size of
+    the one allocation (``KVCacheTensor(size, layers, layer_stride, block_stride, offset)``).
+
+    Raises:
+        AttributeError: the config has neither form.
+    """
+    tensors = [tensor for tensor in config.kv_cache_tensors if not getattr(tensor, "host_resident", False)]
+    if all(hasattr(tensor, "shared_by") for tensor in tensors):
+        kv_bytes = sum(tensor.size for tensor in tensors)
+    else:
+        kv_bytes = max(tensor.size for tensor in tensors if tensor.layers is not None)
+    groups = [len(group.layer_names) for group in config.kv_cache_groups]
+    return {
+        "kv_bytes": kv_bytes,
+        "blocks": config.num_blocks,
+        "kv_tensors": max(groups),  # layers that a block holds
+        "kv_layers": sum(groups),
+    }
+
+
+def _time_steps(worker_class: Any) -> None:
+    load_model = worker_class.load_model
+    execute, sample = worker_class.execute_model, worker_class.sample_tokens
+
+    @functools.wraps(load_model)
+    def load_model_then_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_model(self, *args, **kwargs)
+        _refuse_broken_graphs()
+        model = self.model_runner.get_model()
+        model.forward = functools.partial(TIMER.run_forward, model.forward)
+        return result
 
     @functools.wraps(execute)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
@@ -242,12 +283,29 @@ def _hook_vllm(worker_class: Any) -> None:
 
     hook_replay()
     worker_class.load_model = load_model_then_hook
-    worker_class.initialize_from_config = initialize_from_config
     worker_class.execute_model = execute_model
     worker_class.sample_tokens = sample_tokens
     worker_class.iserve_timer_start = _rpc_start
     worker_class.iserve_timer_read = _rpc_read
-    worker_class.iserve_memory = _rpc_memory
+
+
+def _refuse_broken_graphs() -> None:
+    """Raise where one step is several replays outside the model's forward, each of which would count as a forward.
+
+    vLLM 0.24 to 0.33 all have the function that says so; 0.30 and later run some architectures in this way.
+
+    Raises:
+        RuntimeError: breakable CUDA graphs are on, or this release does not tell.
+    """
+    try:
+        from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+    except ImportError as error:
+        raise RuntimeError(
+            f"this vLLM does not tell the step timer whether it uses breakable CUDA graphs ({error}), whose steps "
+            "would be timed wrongly"
+        ) from error
+    if is_breakable_cudagraph_enabled():
+        raise RuntimeError("the step timer cannot time breakable CUDA graphs, which vLLM uses for this model")
 
 
 def hook_replay() -> None:
@@ -287,23 +345,57 @@ def _rpc_read(_worker: Any) -> list[list[float]]:
 
 
 def _rpc_memory(worker: Any) -> dict[str, int]:
-    """Bytes as vLLM itself counted them when it sized the KV cache (``Worker.determine_available_memory``)."""
-    names = ("peak_activation_memory", "non_torch_memory", "cudagraph_memory_estimate", "requested_memory")
+    """Bytes as vLLM itself counted them when it sized the KV cache (``Worker.determine_available_memory``).
+
+    Raises:
+        AttributeError: this release does not keep one of them; a missing figure is never 0.
+        RuntimeError: it did not tell what its CUDA graphs take.
+    """
+    weights, estimate = int(worker.model_runner.model_memory_usage), int(worker.cudagraph_memory_estimate)
+    activations = int(worker.peak_activation_memory)
+    if hasattr(worker, "total_consumed"):  # 0.27.1 on: weights and non-torch in one, graphs among the activations
+        runtime = int(worker.total_consumed) - weights
+        activations -= estimate if _estimates_graphs() else 0
+    else:
+        runtime = int(worker.non_torch_memory)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     return {
-        "weights": int(worker.model_runner.model_memory_usage),
-        **{name: int(getattr(worker, name, 0)) for name in names},
-        "available_kv": int(getattr(worker, "available_kv_cache_memory_bytes", 0)),
-        "graphs": int(getattr(worker, "iserve_graph_bytes", 0) or 0),
-        "kv_bytes": int(getattr(worker, "iserve_kv_bytes", 0)),
-        "blocks": int(getattr(worker, "iserve_blocks", 0)),
-        "kv_tensors": int(getattr(worker, "iserve_kv_tensors", 0)),
-        "kv_layers": int(getattr(worker, "iserve_kv_layers", 0)),
+        "weights": weights,
+        "peak_activation_memory": activations,
+        "non_torch_memory": runtime,
+        "cudagraph_memory_estimate": estimate,
+        "requested_memory": int(worker.requested_memory),
+        "available_kv": int(worker.available_kv_cache_memory_bytes),
+        "graphs": _graph_bytes(worker),
+        **worker.iserve_kv,
         "block_tokens": int(worker.cache_config.block_size),
         "torch_reserved": torch.cuda.memory_reserved(),
         "device_used": total_bytes - free_bytes,
         "device_total": total_bytes,
     }
+
+
+def _graph_bytes(worker: Any) -> int:
+    """Return the bytes of the captured CUDA graphs; 0 where the engine captures none by its own settings.
+
+    Raises:
+        RuntimeError: nothing was captured in the way that is watched, or its bytes were not told.
+    """
+    captured = worker.iserve_graph_bytes
+    if captured is None and worker.model_config.enforce_eager:
+        return 0
+    if not isinstance(captured, int):
+        raise RuntimeError(
+            "vLLM did not tell what its CUDA graphs take: capture_model of "
+            f"{type(worker.model_runner).__name__} gave {captured!r}"
+        )
+    return captured
+
+
+def _estimates_graphs() -> bool:
+    from vllm import envs
+
+    return bool(envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS)
 
 
 def _write_to(path: Path, interval_s: float = 1.0) -> None:

@@ -10,7 +10,7 @@ from trt_hosted import HostedTensorRtLlm
 
 
 def main() -> None:
-    spec, machine = read_spec(__doc__)
+    spec, machine, _ = read_spec(__doc__)
     name = secrets.token_hex(8)
     # Before the import: MPI hands the ranks the environment that it found when it was loaded.
     os.environ["ISERVE_STEP_TIMER"] = f"unix:{name}"

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from daemon.engines.base import WorkerSpec
+from daemon.file_limit import most_connections, raise_file_limit
 from daemon.torch_engine import exit_codes
 from daemon.torch_engine.light_imports import light_imports
+from daemon.worker_token import read_token
 from fingerprint.codec import from_json
 from fingerprint.errors import (
     BadInputError,
@@ -40,6 +42,10 @@ DRAIN_LIMIT_S = 30.0
 _CLOSE_LIMIT_S = 10.0
 _LEASE_CHECK_S = 5.0
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # why one cannot listen now
+_MAX_CONNECTIONS = 1024  # one for each request that runs or waits
+_ARRIVE_S = (
+    75.0  # for the head of a request, and again for its body, of whose lateness the server itself says more
+)
 _LAST_FRAMES_S = 1.0  # for error frames to reach their clients before the process ends
 
 _log = logging.getLogger("iserve.worker")
@@ -51,20 +57,21 @@ def main(argv: list[str] | None = None, make_runner: Callable[[], Runner] | None
     parser.add_argument("--spec", type=Path, required=True, help="a WorkerSpec as JSON")
     parser.add_argument("--lease", type=Path, help="a file whose age is the lease's")
     options = parser.parse_args(argv)
+    raise_file_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     folder = options.spec.parent if options.spec.parent.is_dir() else None
     if folder is not None:
         with contextlib.suppress(OSError):  # in a container the folder is read-only
             (folder / exit_codes.STARTUP_ERROR_FILE).unlink(missing_ok=True)
     try:
-        spec = _read_spec(options.spec)
+        spec, token = _read_spec(options.spec), _read_token(options.spec.parent)
         listener = _bind(spec)
     except IserveError as error:
         exit_codes.report_failure(folder, error)
         return exit_codes.PORT_IN_USE if isinstance(error, ConflictError) else _exit_code(error)
     # The engine's and the event loop's threads take turns many times a step; the default of 5 ms would show in it.
     sys.setswitchinterval(0.0005)
-    return asyncio.run(_serve(spec, listener, options.lease, folder, make_runner or _torch_runner))
+    return asyncio.run(_serve(spec, token, listener, options.lease, folder, make_runner or _torch_runner))
 
 
 def _read_spec(path: Path) -> WorkerSpec:
@@ -72,6 +79,13 @@ def _read_spec(path: Path) -> WorkerSpec:
         return from_json(path.read_bytes(), WorkerSpec, what=str(path))
     except OSError as error:
         raise NotFoundError(f"cannot read the worker's spec: {error}") from error
+
+
+def _read_token(folder: Path) -> str | None:
+    try:
+        return read_token(folder)
+    except OSError as error:
+        raise UnavailableError(f"cannot read the worker's token: {error}") from error
 
 
 def _bind(spec: WorkerSpec) -> socket.socket:
@@ -109,6 +123,7 @@ def _torch_runner() -> Runner:
 
 async def _serve(
     spec: WorkerSpec,
+    token: str | None,
     listener: socket.socket,
     lease: Path | None,
     folder: Path | None,
@@ -117,8 +132,11 @@ async def _serve(
     with light_imports():
         from aiohttp import web
 
+        from daemon.bounded_http import BoundedRunner
+        from daemon.http_log import log_bad_requests_in_one_line
         from daemon.torch_engine.server import Worker, make_app
 
+    log_bad_requests_in_one_line()
     loop = asyncio.get_running_loop()
     failure: asyncio.Future[BaseException] = loop.create_future()
     stop = asyncio.Event()
@@ -135,7 +153,14 @@ async def _serve(
     with light_imports():
         runner = make_runner()
     worker = Worker(spec, runner, failed=on_failure)
-    app = web.AppRunner(make_app(worker), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    app = BoundedRunner(
+        make_app(worker, token),
+        most=most_connections(_MAX_CONNECTIONS),
+        wait_s=_ARRIVE_S,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=1.0,
+    )
     await app.setup()
     await web.SockSite(app, listener).start()
     _log.info("worker %s listens on %s:%d", spec.worker_id, *listener.getsockname()[:2])

@@ -19,7 +19,7 @@ class _NoDriverError(Exception):
 @contextmanager
 def _nvml() -> Iterator[ModuleType]:
     try:
-        import pynvml  # of the extra "gpu"
+        import pynvml
     except ImportError as error:
         raise _NoDriverError from error
     try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from daemon.engines.base import WorkerSpec
 from daemon.torch_engine import openai_api
@@ -26,8 +27,9 @@ from daemon.torch_engine.profile_api import profile_routes
 from daemon.torch_engine.steps import Runner
 from daemon.torch_engine.streams import Choice, Stream, Streams
 from daemon.torch_engine.text import TextCodec, TextTooLongError, end_token_ids, load_text_codec
+from daemon.worker_token import OPEN_PATHS, carries
 from fingerprint.codec import to_json
-from fingerprint.errors import IserveError, UnavailableError
+from fingerprint.errors import EngineError, IserveError, UnavailableError
 
 __all__ = ["MAX_BODY_BYTES", "Worker", "make_app"]
 
@@ -205,13 +207,16 @@ class _Answer:
         """The event's choice and its new text.
 
         Raises:
-            ApiError: the sequence has ended by an error.
+            ApiError: the sequence has ended by an error, or the tokenizer fails on its tokens.
         """
         if event.token is None:
             raise ApiError(500, event.error or "the engine failed", "server_error", None, "engine_error")
         index = self._index[event.sequence_id]
         choice = self.choices[index]
-        text = choice.push(event)
+        try:
+            text = choice.push(event)
+        except EngineError as error:
+            raise ApiError(500, str(error), "server_error", None, "engine_error") from error
         if choice.finish is not None:
             self.stream.drop(event.sequence_id)
             assert choice.first_at_s is not None
@@ -266,10 +271,11 @@ class _Answer:
 
 
 async def _read_body(request: web.Request) -> bytes:
-    if request.content_type not in ("application/json", "application/octet-stream"):  # the second: none was sent
+    if "Content-Type" not in request.headers or request.content_type != "application/json":
+        kind = request.headers.get("Content-Type", "missing")
         raise ApiError(
             415,
-            f"Content-Type is {request.content_type!r}, send application/json",
+            f"Content-Type is {kind[:80]!r}, send application/json",
             "invalid_request_error",
             None,
             "unsupported_media_type",
@@ -368,9 +374,32 @@ async def _errors(
         return _error_response(openai_api.bad_request(f"the body could not be read: {error}"))
 
 
-def make_app(worker: Worker) -> web.Application:
-    """All routes of a worker; the profiling ones only with ``spec.profiling``."""
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+def _authentication(token: str) -> Middleware:
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path not in OPEN_PATHS and not carries(request.headers.get("Authorization"), token):
+            raise ApiError(
+                401,
+                "this worker answers its gateway; send the request to the OpenAI API of iServe",
+                "invalid_request_error",
+                None,
+                "invalid_api_key",
+            )
+        return await handler(request)
+
+    return check
+
+
+def make_app(worker: Worker, token: str | None = None) -> web.Application:
+    """All routes of a worker; the profiling ones only with ``spec.profiling``.
+
+    Args:
+        token: wanted for every route but ``/health``; None: for none.
+    """
+    checks = [] if token is None else [_authentication(token)]
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors, *checks])
 
     async def close(app: web.Application) -> None:
         await worker.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from daemon.torch_engine.chat_template import ChatTemplate, RenderedTooLongError
-from fingerprint.errors import BadInputError, CheckpointError
+from fingerprint.errors import BadInputError, CheckpointError, EngineError
 
 __all__ = [
     "ChatMessage",
@@ -65,6 +65,7 @@ class TextCodec:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around one.
 
         Raises:
+            BadInputError: the tokenizer fails on the text.
             TextTooLongError: the text must have more than ``max_tokens``, by its length alone. It is not tokenized
                 then: 8 MiB took 12 s and more than 1 GB. A text that passes may still have more.
         """
@@ -73,7 +74,12 @@ class TextCodec:
     def _encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
         if len(text) > max_tokens * self._longest_chars:
             raise self._too_long(len(text), max_tokens)
-        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        try:
+            return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        except BaseException as error:
+            if not _is_tokenizers_failure(error):
+                raise
+            raise BadInputError(f"the model's tokenizer fails on this text: {str(error)[:200]}") from error
 
     def _too_long(self, chars: int, max_tokens: int) -> TextTooLongError:
         most = max_tokens * self._longest_chars
@@ -105,10 +111,21 @@ class TextCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         known = [token for token in tokens if 0 <= token < self._size]  # a vocabulary may be padded beyond it
-        return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        try:
+            text = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        except BaseException as error:
+            if not _is_tokenizers_failure(error):
+                raise
+            raise EngineError(f"the model's tokenizer fails on its tokens: {str(error)[:200]}") from error
+        return str(text)
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         return Detokenizer(self.decode, self._special, prompt)
+
+
+def _is_tokenizers_failure(error: BaseException) -> bool:
+    """Return whether the tokenizer raised it. A panic of its Rust code is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class Detokenizer:
@@ -204,7 +221,9 @@ def load_text_codec(checkpoint: Path) -> TextCodec | None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exceptions for a bad file
+    except BaseException as error:  # the tokenizers library raises bare Exceptions for a bad file, or panics
+        if not _is_tokenizers_failure(error):
+            raise
         raise CheckpointError(f"the tokenizer in {checkpoint} cannot be read: {error}") from error
     return TextCodec(tokenizer)
 

@@ -9,11 +9,11 @@ from iserve_hosted_http import read_spec, serve
 
 
 def main() -> None:
-    spec, machine = read_spec(__doc__)
-    os.environ["ISERVE_STEP_TIMER"] = "rpc"
+    spec, machine, step_timer = read_spec(__doc__)
+    os.environ["ISERVE_STEP_TIMER"] = "rpc" if step_timer else "memory"
     import vllm  # noqa: F401  # takes seconds; before the first answer, so that ready means ready
 
-    serve(HostedVllm(spec), machine)
+    serve(HostedVllm(spec, step_timer=step_timer), machine)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,16 @@ _END_S = 20.0  # for vLLM's processes to end by themselves
 
 
 class HostedVllm(Hosted):
-    """Holds at most one ``vllm.LLM``."""
+    """Holds at most one ``vllm.LLM``.
+
+    Args:
+        step_timer: whether the step timer is in vLLM's processes; without it bursts are timed by the wall clock.
+    """
 
     engine = "vLLM"
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: dict[str, Any], *, step_timer: bool = True) -> None:
+        super().__init__(spec, step_timer=step_timer)
         self._llm: Any = None
 
     @property
@@ -46,18 +50,22 @@ class HostedVllm(Hosted):
     def _arguments(self, order: dict[str, Any], kv_tokens: int) -> dict[str, Any]:
         config, limits = self.spec["config"], self.spec["limits"]
         tp, pp = config["tp"], config["pp"]
+        sequences, length = order["max_batch"], order["max_context_tokens"]
         # A sequence's last block is partly empty, and vLLM keeps one block for itself.
-        blocks = _kv_groups(order["checkpoint"]) * (math.ceil(kv_tokens / BLOCK_TOKENS) + order["max_batch"]) + 1
+        in_group = math.ceil(max(kv_tokens, length) / BLOCK_TOKENS) + sequences
+        blocks = _kv_groups(order["checkpoint"]) * in_group + 1
         arguments: dict[str, Any] = {
             "model": order["checkpoint"],
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
-            "max_model_len": order["max_context_tokens"],
-            "max_num_seqs": order["max_batch"],
-            "max_num_batched_tokens": limits["max_batched_tokens"],
+            "max_model_len": length,
+            "max_num_seqs": sequences,
+            # More than the sequences hold is an illegal memory access in 0.33 (daemon/engines/vllm/launch.py).
+            "max_num_batched_tokens": min(limits["max_batched_tokens"], sequences * length),
             "gpu_memory_utilization": self._fraction(limits["memory_bytes_per_device"]),
             "num_gpu_blocks_override": blocks,
+            "block_size": BLOCK_TOKENS,  # as a deployment is started with; the default may be another
             "kv_cache_dtype": _KV_DTYPE[order["kv"]],
             "tensor_parallel_size": tp,
             "pipeline_parallel_size": pp,

@@ -15,6 +15,7 @@ from importlib import resources
 
 import numpy as np
 import numpy.typing as npt
+from packaging.version import InvalidVersion, Version
 
 from fingerprint.codec import from_json
 from fingerprint.config import WeightFormat
@@ -122,9 +123,15 @@ def kernels_of(spec: ModelSpec, weights: WeightFormat) -> str:
     return f"{weights} {spec.stored.method}, {spec.stored.form}{experts}"
 
 
+@cache
 def _release(engine: str) -> str:
-    """``vllm 0.24`` of ``vllm 0.24.0``."""
-    return ".".join(engine.split(".")[:2])
+    """Return ``vllm 0.24`` of ``vllm 0.24.0``; a pre-release or a development build is a release of its own."""
+    name, _, version = engine.rpartition(" ")
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return engine
+    return engine if found.is_prerelease else f"{name} {found.major}.{found.minor}"
 
 
 def _num_models(errors: Sequence[MeasuredError]) -> int:

@@ -8,10 +8,15 @@ A check is made with all slots full and with one request alone, for the error of
 Between the two batches the logarithm of the ratio goes evenly with that of the batch; a check without the second
 has one ratio for all.
 
-A check speaks for its own configuration and workloads. To all others on the same engine the nearest check is
-carried over, and the interval then holds the uncorrected one as well: whether the error is the same there, nobody
-measured. Other formats are not left out, though they run other kernels: one ranking never mixes raw sources, and a
-check that slowed down what was chosen, alone, would have the next plan choose whatever was not checked yet.
+A check speaks for its own configuration and workloads. It is carried over to others only where both estimates rest
+on the same measurement (``Estimate.rests_on``): the error of what was run shows in all that is scaled from it. The
+error of an estimate that was scaled may be that of the scaling: it never moves the one that was run, only others
+scaled from it. The nearest check that reaches counts.
+
+What is carried over is bounded. At other workloads of its own configuration the ratio is one that was measured,
+or between two that were; another configuration moves no further than to the end of its own interval, which says
+where its truth is for all that was measured of it. Either way the interval holds the uncorrected one as well:
+whether the error is the same there, nobody measured.
 """
 
 from __future__ import annotations
@@ -45,6 +50,8 @@ class _Found(NamedTuple):
     ttft_alone: _Ratio | None
     tpot_alone: _Ratio | None
     more_bytes: int  # on each GPU
+    rests_on: DeploymentConfig | None  # of the uncorrected estimate, as the next
+    was_run: bool
 
 
 class CorrectedEstimator:
@@ -66,22 +73,26 @@ class CorrectedEstimator:
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """As ``base``, corrected where a check reaches."""
         raw = self.base.estimate(config, workload)
-        alike = [checked for checked in self._checks if checked.engine == config.engine]
-        if not alike:
+        reaching = [checked for checked, check in self._checks.items() if self._reaches(check, raw)]
+        if not reaching:
             return raw
-        check = self._checks[nearest(config, alike)]
-        found = self._of(check)
+        check = self._checks[nearest(config, reaching)]
+        found, is_own = self._of(check), check.config == config
         along = _along(workload.batch, check.workload.batch)
         ttft = _between(found.ttft_alone, found.ttft, along)
         tpot = _between(found.tpot_alone, found.tpot, along)
         timed = [check.workload] + ([] if check.alone is None else [check.alone.workload])
-        exact = check.config == config and _usual(workload) in map(_usual, timed)
+        exact = is_own and _usual(workload) in map(_usual, timed)
         has_room = (check.config, check.room) == (config, workload)
         return replace(
             raw,
-            ttft_s=_corrected(raw.ttft_s, ttft, exact=exact),
-            tpot_s=_corrected(raw.tpot_s, tpot, exact=exact),
-            memory=_with_more(raw.memory, found.more_bytes, exact=has_room),
+            ttft_s=_corrected(raw.ttft_s, ttft if is_own else _within(ttft, raw.ttft_s), exact=exact),
+            tpot_s=_corrected(raw.tpot_s, tpot if is_own else _within(tpot, raw.tpot_s), exact=exact),
+            memory=_with_more(
+                raw.memory,
+                found.more_bytes if is_own else _bytes_within(found.more_bytes, raw.memory),
+                exact=has_room,
+            ),
             correction=Correction(
                 measured_at=check.measured_at,
                 config=check.config,
@@ -92,6 +103,16 @@ class CorrectedEstimator:
                 memory_bytes=found.more_bytes,
             ),
         )
+
+    def _reaches(self, check: Verification, raw: Estimate) -> bool:
+        """Whether ``check`` says something of ``raw``: what it checked rests on the same measurement, and no less
+        directly."""
+        if check.config.engine != raw.config.engine:
+            return False
+        if check.config == raw.config:
+            return True
+        found = self._of(check)
+        return found.rests_on == raw.rests_on and (found.was_run or not raw.is_measured)
 
     def hidden_s(self, config: DeploymentConfig) -> float:
         """As ``base``, where it tells (``estimates.TellsHiddenTime``): a check of whole bursts does not see it."""
@@ -132,6 +153,8 @@ class CorrectedEstimator:
                 ttft_alone,
                 tpot_alone,
                 more_bytes,
+                there.rests_on,
+                there.is_measured,
             )
         return found
 
@@ -160,6 +183,21 @@ def _between(alone: _Ratio | None, full: _Ratio | None, along: float) -> _Ratio 
     if alone is None or full is None:
         return full
     return _Ratio(*(one + along * (other - one) for one, other in zip(alone, full, strict=True)))
+
+
+def _within(ratio: _Ratio | None, raw: Quantity) -> _Ratio | None:
+    """``ratio``, as far as it stays in the interval of ``raw``."""
+    if ratio is None:
+        return None
+    least = -math.inf if raw.low <= 0 else math.log(raw.low / raw.value)
+    most = math.log(raw.high / raw.value)
+    return _Ratio(*(min(max(part, least), most) for part in ratio))
+
+
+def _bytes_within(more_bytes: int, raw: MemoryEstimate) -> int:
+    """The same of memory."""
+    most = int(raw.per_gpu_bytes(even_split(raw.num_layers, raw.pp)) * raw.relative_error)
+    return min(max(more_bytes, -most), most)
 
 
 def _times(ratio: _Ratio | None) -> str:

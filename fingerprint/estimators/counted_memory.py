@@ -15,13 +15,14 @@ import math
 import statistics
 from dataclasses import replace
 
-from fingerprint.config import DeploymentConfig, Pruning, Workload, even_split
+from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.estimators.roofline import CALIBRATED
 from fingerprint.formats import (
     embedding_bytes,
+    kv_heads_per_gpu,
     kv_tokens_per_layer,
     layer_weight_bytes_per_gpu,
     layers_per_block,
@@ -38,6 +39,7 @@ _ALLOCATOR_STEP_BYTES = 40 * 2**20  # two of vLLM's blocks: within this the size
 # vLLM 0.24 on an H200 captured 0.27 to 0.37 GiB more for 32 and 36 layers than for one (three models).
 _GRAPH_BYTES_PER_LAYER = 10 * 2**20
 _DOUBTED = 0.25  # of a layer's sizes: by so much less, or twice as much, is another format
+_LOGIT_BYTES = 6  # 16 bits and float32
 _RELATIVE_ERROR = 0.01  # of the whole, for feasibility
 
 
@@ -46,11 +48,13 @@ class CountedMemory:
 
     Args:
         profile: whose memory points carry the engine's own counts.
+        max_batched_tokens: not used: the largest step is the recorded one, which deployments are started with.
     """
 
     name = "counted"
+    warnings: tuple[str, ...] = ()
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, max_batched_tokens: int = 0) -> None:
         self._spec = profile.spec
         self._engine = profile.engine
         self._points: dict[MeasuredKey, list[MemoryPoint]] = {}
@@ -60,8 +64,23 @@ class CountedMemory:
                 points.append(point)
 
     @property
-    def measured(self) -> tuple[MeasuredKey, ...]:
+    def keys(self) -> tuple[MeasuredKey, ...]:
+        """Configurations that were loaded."""
         return tuple(self._points)
+
+    @property
+    def measured(self) -> tuple[tuple[WeightFormat, int, int], ...]:
+        """(weights, tp, pp) of every configuration that was loaded."""
+        return tuple((key.weights, key.tp, key.pp) for key in self._points)
+
+    def layer_kv_bytes(self, config: DeploymentConfig, workload: Workload) -> float:
+        """Return one layer's KV on one GPU at the workload's end: as counted, else by the model's sizes."""
+        points = self._points.get(key_of(config))
+        if points:
+            return self._kv_bytes_per_token(points) * self._kv_tokens(config, points, workload)
+        everywhere = [point for of_one in self._points.values() for point in of_one]
+        per_token = self._spec.kv_bytes_per_token_per_layer(config.kv) * kv_heads_per_gpu(self._spec, config.tp)
+        return per_token / self._spec.num_kv_heads * self._kv_tokens(config, everywhere, workload)
 
     def memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
         """Memory of ``config`` with KV for ``workload``.
@@ -81,7 +100,7 @@ class CountedMemory:
             layer_kv_bytes=math.ceil(self._kv_bytes_per_token(points) * self._kv_tokens(config, points, workload)),
             first_stage_bytes=math.ceil(first),
             last_stage_bytes=math.ceil(last),
-            activation_bytes=max(rank.activation_peak_bytes for rank in ranks),
+            activation_bytes=max(rank.activation_peak_bytes for rank in ranks) + self._logits(points, workload),
             pp_buffer_bytes=max(rank.pp_buffer_bytes for rank in ranks),
             runtime_bytes=max(rank.runtime_bytes for rank in ranks) + self.graph_bytes(config),
             relative_error=_RELATIVE_ERROR,
@@ -193,6 +212,12 @@ class CountedMemory:
     def _kv_tokens(self, config: DeploymentConfig, points: list[MemoryPoint], workload: Workload) -> float:
         step_tokens = max(point.max_batched_tokens for point in points)
         return kv_tokens_per_layer(self._spec, config, workload, step_tokens)
+
+    def _logits(self, points: list[MemoryPoint], workload: Workload) -> int:
+        """Bytes of the logits of more sequences than the engine was started for when it was measured."""
+        started_for = max(point.max_batch for point in points)
+        more = max(0, workload.batch - started_for) if started_for else 0
+        return more * self._spec.vocab_size * _LOGIT_BYTES
 
     def _graph_bytes(self, points: list[MemoryPoint], layers: int) -> int:
         shallow = min(points, key=lambda point: point.num_layers)

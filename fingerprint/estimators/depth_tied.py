@@ -58,7 +58,7 @@ class DepthTiedEstimator:
 
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Of the nearest configuration that was run (``estimates.TellsHiddenTime``)."""
-        near = key_of(nearest(config, (self._config(key) for key in self.l3.points)))
+        near = key_of(self._nearest(config))
         alike = [p for p in self.profile.timing if MeasuredKey(p.tp, p.pp, p.weights, p.kv) == near]
         return hidden_time_s(alike)
 
@@ -68,7 +68,8 @@ class DepthTiedEstimator:
                 f"{self.profile.model} was profiled on {self.profile.engine}, {config.engine} is asked; "
                 f"profile it with --engine {config.engine}"
             )
-        latency = self._latency(config, workload)
+        near = config if self.l3.reaches(config) else self._nearest(config)
+        latency = self._latency(config, near, workload)
         return Estimate(
             config=config,
             workload=workload,
@@ -76,13 +77,16 @@ class DepthTiedEstimator:
             ttft_s=latency.ttft_s,
             tpot_s=latency.tpot_s,
             power_w_per_gpu=self._power(config, workload),
+            rests_on=near,
         )
 
-    def _latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
-        if self.l3.reaches(config):
-            return self.l3.latency(config, workload)
-        near = nearest(config, (self._config(key) for key in self.l3.points))
+    def _nearest(self, config: DeploymentConfig) -> DeploymentConfig:
+        return nearest(config, (self._config(key) for key in self.l3.points))
+
+    def _latency(self, config: DeploymentConfig, near: DeploymentConfig, workload: Workload) -> Latency:
         measured = self.l3.latency(near, workload)
+        if near == config:
+            return measured
         asked, there = self._roofline.estimate(config, workload), self._roofline.estimate(near, workload)
         return Latency(
             scaled(measured.ttft_s, asked.ttft_s, there.ttft_s),
@@ -93,7 +97,7 @@ class DepthTiedEstimator:
         try:
             return self.memory.memory(config, workload)
         except NotMeasuredError:
-            near = nearest(config, (self._config(key) for key in self.memory.measured))
+            near = nearest(config, (self._config(key) for key in self.memory.keys))
         measured = self.memory.memory(near, workload)
         asked = self._roofline.estimate(config, workload).memory
         there = self._roofline.estimate(near, workload).memory
@@ -101,7 +105,7 @@ class DepthTiedEstimator:
 
     def _power(self, config: DeploymentConfig, workload: Workload) -> Quantity | None:
         """Mean power read at the nearest point of the nearest configuration; the roofline's when none was."""
-        near = nearest(config, (self._config(key) for key in self.l3.points))
+        near = self._nearest(config)
         read = [
             (abs(math.log2(p.batch / workload.batch)) + abs(math.log2(p.input_tokens / workload.input_tokens)), w)
             for p in self.profile.timing

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fingerprint.config import DeploymentConfig, Pruning, Workload
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.l2 import Latency, LayerEffect, MeasuredKey, key_of
@@ -138,9 +138,10 @@ class FingerprintedEstimator:
         except NotMeasuredError:
             memory = self._scaled_memory(config, workload)
         try:
-            latency = self.latency.latency(config, workload)
+            latency, rests_on = self.latency.latency(config, workload), self._measured(config)
         except NotMeasuredError:
-            latency = self._scaled_latency(config, workload)
+            anchor = self._anchor(config, workload)
+            latency, rests_on = self._scaled_latency(config, workload, anchor), anchor.config
         return Estimate(
             config=config,
             workload=workload,
@@ -148,7 +149,12 @@ class FingerprintedEstimator:
             ttft_s=latency.ttft_s,
             tpot_s=latency.tpot_s,
             power_w_per_gpu=self._power(config, workload),
+            rests_on=rests_on,
         )
+
+    def _measured(self, config: DeploymentConfig) -> DeploymentConfig:
+        """What was run to tell ``config``: itself, or pp = 1 to which further stages' hand-overs are added."""
+        return config if key_of(config) in self.latency.fits else replace(config, pp=1)
 
     def _config(self, key: MeasuredKey) -> DeploymentConfig:
         return DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=self.profile.engine)
@@ -169,8 +175,7 @@ class FingerprintedEstimator:
             self._anchors[key] = _Anchor(near, at, fit.latency(at))
         return self._anchors[key]
 
-    def _scaled_latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
-        anchor = self._anchor(config, workload)
+    def _scaled_latency(self, config: DeploymentConfig, workload: Workload, anchor: _Anchor) -> Latency:
         asked = self._roofline.estimate(config, workload)
         there = self._roofline.estimate(anchor.config, anchor.workload)
         return Latency(
@@ -188,12 +193,16 @@ class FingerprintedEstimator:
     def _memory_anchor(
         self, config: DeploymentConfig, workload: Workload
     ) -> tuple[MemoryEstimate, DeploymentConfig]:
-        """The nearest configuration that M2 reaches: same degree in a measured format, if it can be had."""
+        """The nearest configuration that was loaded or follows: same degree in a measured format, if there is one.
+
+        A strategy that does not tell one KV format from another has it in 16 bits.
+        """
         dense = replace(config, pruning=Pruning.NONE)
         candidates = {
-            replace(dense, weights=weights, tp=tp, pp=pp)
+            replace(dense, weights=weights, tp=tp, pp=pp, kv=kv)
             for weights, *measured in self.memory.measured
             for tp, pp in ((config.tp, config.pp), tuple(measured))
+            for kv in (config.kv, KvFormat.BITS16)
         }
         while candidates:
             near = nearest(config, candidates)

@@ -244,6 +244,7 @@ class TimingFit:
             workload,
             batch=min(max(workload.batch, min(batches)), max(batches)),
             input_tokens=min(max(workload.input_tokens, min(prompts)), max(prompts)),
+            longest_tokens=0,  # may be shorter than the shortest measured prompt, and latency knows nothing of it
         )
         if self.reaches(near):
             return near

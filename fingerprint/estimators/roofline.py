@@ -2,8 +2,9 @@
 
 A step is bound by bytes or by arithmetic, plus communication, launches and the host; the few constants that turn
 peak figures into attained ones are in :class:`RooflineConstants`, calibrated on public measurements
-(``docs/decisions/0002-roofline-calibration.md``). It knows no engine: what an engine does better or worse than
-the calibrated ones is inside the interval, and a measurement always takes precedence.
+(``docs/decisions/0002-roofline-calibration.md``). Of engines it knows one difference: whether every kernel is
+launched from Python (:mod:`fingerprint.estimators.eager`). What else an engine does better or worse than the
+calibrated ones is inside the interval, and a measurement always takes precedence.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
+from fingerprint.estimators.eager import EAGER
 from fingerprint.formats import (
     WEIGHT_16BIT_BYTES,
     embedding_bytes,
@@ -122,6 +124,8 @@ class RooflineEstimator:
         gpu: the device; the links between devices are the datasheet's.
         constants: attained efficiencies and intervals.
         max_batched_tokens: largest prefill step in tokens; bounds activations, cuts long prompts.
+        eager: engines that launch every kernel from Python, on a GPU
+            (``fingerprint.capability.EngineCapabilities.eager``).
     """
 
     name = "roofline"
@@ -133,6 +137,7 @@ class RooflineEstimator:
         *,
         constants: RooflineConstants = CALIBRATED,
         max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
+        eager: frozenset[str] = frozenset(),
     ) -> None:
         if max_batched_tokens < 1:
             raise ConfigError(f"max_batched_tokens must be at least 1, got {max_batched_tokens}")
@@ -140,6 +145,7 @@ class RooflineEstimator:
         self._gpu = gpu
         self._constants = constants
         self._max_batched_tokens = max_batched_tokens
+        self._eager = frozenset() if gpu.compute_capability is None else eager
         self._kinds = spec.kinds
         self._shards: dict[DeploymentConfig, _Shard] = {}
 
@@ -215,14 +221,15 @@ class RooflineEstimator:
         )
         element_s = spec.num_layers * shard.activation_token_bytes * tokens / memory_bytes_per_s
         host_s = constants.host_per_step_s + constants.host_per_sequence_s * sequences
-        return (
+        layers_s = (
             work_s
             + element_s
             + 2 * spec.num_layers * all_reduce_s(gpu, spec.hidden_size, config.tp, tokens, constants)
-            + (config.pp - 1) * self._handover_s(config, tokens)
             + spec.num_layers * constants.launch_per_layer_s
-            + host_s
         )
+        if config.engine in self._eager:
+            layers_s = max(layers_s, EAGER.host_s(config, spec.num_layers, sequences))
+        return layers_s + (config.pp - 1) * self._handover_s(config, tokens) + host_s
 
     def _handover_s(self, config: DeploymentConfig, tokens: float) -> float:
         """Hidden states and residual to the next stage. The stages are taken to lie side by side."""
@@ -273,11 +280,14 @@ class RooflineEstimator:
         if self._is_fp8(config) and gpu.flops_fp8_per_s is not None:
             peak = gpu.flops_fp8_per_s
         attained = 1.0 if config.weights is WeightFormat.BITS16 else self._constants.quantized_efficiency
+        turned_back = 0.0
+        if config.engine in self._eager and config.weights is WeightFormat.INT8:
+            turned_back = 2 * WEIGHT_16BIT_BYTES * spec.layer_linear_params / tp  # written and read as 16 bits
         kv_elements = 2 * kv_heads_per_gpu(spec, tp) * spec.head_dim
         head = head_bytes(spec)
         return _Shard(
             layer_bytes=layer_bytes,
-            shared_read_bytes=(layer_bytes - expert_bytes) / attained,
+            shared_read_bytes=(layer_bytes - expert_bytes) / attained + turned_back,
             expert_read_bytes=expert_bytes / attained,
             token_flops=2 * active * kept_fraction(config.pruning) / tp,
             kv_token_bytes=kv_elements * KV_ELEMENT_BYTES[config.kv],
@@ -346,6 +356,8 @@ class RooflineEstimator:
             both_sides += constants.pipeline_log_error
         if gpu.compute_capability is None:
             both_sides += constants.unlisted_log_error
+        if config.engine in self._eager:
+            both_sides += EAGER.log_error
         slower = 0.0
         if not gpu.has_fp8 and (self._is_fp8(config) or config.kv is KvFormat.FP8):
             slower = constants.emulated_fp8_log_error

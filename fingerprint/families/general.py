@@ -15,6 +15,7 @@ from typing import Any
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_VOCAB, Fields, show
 from fingerprint.errors import ConfigError, UnsupportedModelError
+from fingerprint.extras import need_extra
 from fingerprint.families.blueprint import Blueprint, Ends, Family, ModuleLayout, blueprint_of
 from fingerprint.families.windows import Windows
 from fingerprint.tensor_shapes import Role, TensorShape
@@ -37,6 +38,7 @@ def general_family(config: Mapping[str, object], name: str) -> Family | None:
     Raises:
         ConfigError: the class refuses the sizes, or they are out of bounds.
         UnsupportedModelError: not one stack of equal layers with K and V of one shape.
+        MissingExtraError: transformers or torch is not installed.
     """
     taken = {key: value for key, value in config.items() if key not in _NOT_TAKEN and not key.startswith("_")}
     return _family(json.dumps(taken, sort_keys=True), name)
@@ -44,6 +46,7 @@ def general_family(config: Mapping[str, object], name: str) -> Family | None:
 
 @lru_cache(maxsize=64)
 def _family(text: str, name: str) -> Family | None:
+    need_extra("torch", f"model_type {show(name)}, of which iServe has no table of its own,")
     import transformers
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES

@@ -10,7 +10,7 @@ from fingerprint.report.accuracy import AccuracyRecord, AccuracyRow
 from fingerprint.report.markdown import render_markdown
 from fingerprint.report.page import render_report
 from fingerprint.report.times import TimePanel, time_panels
-from fingerprint.report.values import Configuration, RankedRow, Ranking, Report
+from fingerprint.report.values import Configuration, RankedRow, Ranking, Report, Verdict
 from fingerprint.report.whole import WholeModel, whole_models
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Ranking",
     "Report",
     "TimePanel",
+    "Verdict",
     "WholeModel",
     "render_markdown",
     "render_report",

@@ -17,6 +17,7 @@ __all__ = ["render_markdown"]
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~&])")
 _LINE_START = re.compile(r"^(\d*)([#+=.)-])")
 _LOWEST = 6  # heading
+_BLOCKS = frozenset({"div", "p", "li"})  # each a line of its own on the page
 
 Element = ElementTree.Element
 
@@ -74,12 +75,14 @@ def _line(text: str) -> str:
 
 
 def _text(node: Element) -> str:
-    """All words in one line; the small ones in parentheses, what is only seen left out."""
+    """All words in one line, a semicolon before a block; small ones in parentheses, what is only seen left out."""
     words, small = [node.text or ""], []
     for child in node:
         if child.tag == "small":
             small.append(_plain(child))
         elif child.tag != "svg" and child.get("aria-hidden") != "true":
+            if child.tag in _BLOCKS and "".join(words).strip():
+                words.append("; ")
             words.append(_plain(child))
         words.append(child.tail or "")
     said = " ".join("".join(words).split())

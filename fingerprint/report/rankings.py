@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fingerprint.report.markup import Child, Markup, el, join
-from fingerprint.report.tables import bullets, fold, quantity, table
+from fingerprint.report.tables import bullets, fold, quantity, table, verdict
 from fingerprint.report.text import gib, label, number
 from fingerprint.report.values import Configuration, RankedRow, Ranking, Report
 
-__all__ = ["all_configurations", "per_intent"]
+__all__ = ["ROWS", "all_configurations", "per_intent"]
 
-_ROWS = 12
+ROWS = 12
 _REASONS = 6
 
 
@@ -30,26 +30,31 @@ def per_intent(report: Report) -> Markup | None:
 def _ranking(report: Report, ranking: Ranking, *, is_open: bool) -> Markup:
     feasible = [row for row in ranking.rows if row.feasible]
     refused = [row for row in ranking.rows if not row.feasible]
+    said = ranking.verdict
     best = "nothing is feasible"
-    if feasible:
+    if said is not None:
+        best = said.sentence
+    elif feasible:
         best = label(report.configurations[feasible[0].configuration].config)
-    parts: list[Child] = [el("p", f"Optimises {ranking.objective}.", class_="soft")]
+    parts: list[Child] = [] if said is None else [verdict(said)]
+    parts.append(el("p", f"Optimises {ranking.objective}.", class_="soft"))
     if ranking.limit:
         parts.append(el("p", ranking.limit))
     if feasible:
-        parts.append(_table(report, feasible[:_ROWS], chosen=True))
-    if len(feasible) > _ROWS:
+        parts.append(_table(report, feasible[:ROWS], chosen=True))
+    if len(feasible) > ROWS:
         parts.append(
             el(
                 "p",
-                f"{len(feasible) - _ROWS} more would work; the table of all configurations has them.",
+                f"{len(feasible) - ROWS} more would work; the table of all configurations has them.",
                 class_="soft",
             )
         )
     if ranking.remarks:
         parts += [el("h3", "Why not"), bullets(ranking.remarks)]
     if refused:
-        parts.append(fold(f"{len(refused)} refused, by reason", _reasons(refused)))
+        counted = f"{len(refused)} refused, by reason" if said is None else said.refused
+        parts.append(fold(counted, _reasons(refused)))
     return fold([el("b", ranking.intent), f": {best}"], parts, is_open=is_open, class_="card")
 
 

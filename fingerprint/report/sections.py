@@ -8,10 +8,10 @@ from fingerprint.estimates import Estimate, StageMemory
 from fingerprint.measurements import MachineInfo
 from fingerprint.report import charts
 from fingerprint.report.markup import Child, Markup, el, join
-from fingerprint.report.tables import bullets, facts, fold, legend, table, time_cell
+from fingerprint.report.tables import bullets, facts, fold, legend, table, time_cell, verdict
 from fingerprint.report.text import gib, label, number, range_of, seconds, workload_text
 from fingerprint.report.times import TPOT, TTFT, TimePanel
-from fingerprint.report.values import Configuration, Report
+from fingerprint.report.values import Configuration, Report, Verdict
 
 __all__ = ["head", "layer_effects", "memory", "model_and_machine", "pareto", "reading", "times"]
 
@@ -38,14 +38,29 @@ def head(report: Report) -> Markup:
         if profile is not None
         else "from datasheets alone (roofline); nothing was measured"
     )
+    first = report.rankings[0] if report.rankings else None
+    said = None if first is None else first.verdict
     return join(
         el("h1", report.model),
-        el("p", f"on {report.hardware}: {workload_text(report.workload)}. Estimates {basis}.", class_="lead"),
+        None if said is None else _verdict(report, said),
+        el("p", f"On {report.hardware}: {workload_text(report.workload)}. Estimates {basis}.", class_="lead"),
         el(
             "div",
             [el("div", el("b", value), el("span", name), class_="tile") for name, value in tiles],
             class_="tiles",
         ),
+    )
+
+
+def _verdict(report: Report, said: Verdict) -> Markup:
+    """What the first of the intents chooses, before everything else."""
+    refused = f" {said.refused}." if said.refused else ""
+    return el(
+        "div",
+        el("p", el("b", said.sentence), class_="lead"),
+        verdict(said),
+        el("p", f"By {report.rankings[0].intent}; the other intents are below.{refused}", class_="soft"),
+        class_="card verdict",
     )
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from fingerprint.estimates import Quantity
 from fingerprint.report.markup import Child, Markup, el
 from fingerprint.report.text import range_of, seconds
+from fingerprint.report.values import Verdict
 
-__all__ = ["bullets", "facts", "fold", "legend", "quantity", "table", "time_cell"]
+__all__ = ["bullets", "facts", "fold", "legend", "quantity", "table", "time_cell", "verdict"]
 
 
 def table(
@@ -30,6 +31,17 @@ def quantity(found: Quantity | None) -> Markup:
 
 def time_cell(value_s: float, low_s: float, high_s: float) -> Markup:
     return el("td", seconds(value_s), el("small", f"{seconds(low_s)} to {seconds(high_s)}"), class_="n")
+
+
+def verdict(found: Verdict) -> Markup:
+    """A verdict's lines below its sentence, which the caller shows."""
+    pairs: list[tuple[str, list[str]]] = []
+    for label, text in found.lines:
+        if label or not pairs:
+            pairs.append((label, [text]))
+        else:
+            pairs[-1][1].append(text)
+    return facts((label, [el("div", text) for text in texts]) for label, texts in pairs)
 
 
 def facts(pairs: Iterable[tuple[str, Child]]) -> Markup:

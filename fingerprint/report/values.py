@@ -14,7 +14,7 @@ from fingerprint.report.accuracy import AccuracyRecord
 from fingerprint.report.times import TimePanel
 from fingerprint.report.whole import WholeModel
 
-__all__ = ["Configuration", "RankedRow", "Ranking", "Report"]
+__all__ = ["Configuration", "RankedRow", "Ranking", "Report", "Verdict"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +49,15 @@ class RankedRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What an intent chooses, in the planner's words."""
+
+    sentence: str
+    lines: tuple[tuple[str, str], ...]  # label and text; an empty label belongs to the one before
+    refused: str  # all refusals counted in one line; empty without any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ranking:
     """All configurations under one intent, best first within the feasible ones."""
 
@@ -56,7 +65,8 @@ class Ranking:
     limit: str | None  # an example limit that the intent cannot do without, and where it came from
     objective: str  # "output tokens/s, more is better"
     rows: tuple[RankedRow, ...]
-    remarks: tuple[str, ...] = ()  # why better ones were refused, or the nearest feasible point
+    remarks: tuple[str, ...] = ()  # why better ones were refused
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +82,7 @@ class Report:
     cost_model: str
     cost_unit: str
     configurations: tuple[Configuration, ...]
-    rankings: tuple[Ranking, ...]
+    rankings: tuple[Ranking, ...]  # the first one's verdict is at the head of the page
     profile: Profile | None = None
     panels: tuple[TimePanel, ...] = ()
     layer_effects: tuple[LayerEffect, ...] = ()

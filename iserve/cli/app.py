@@ -14,13 +14,17 @@ __all__ = ["COMMANDS", "make_app"]
 
 # What each module registers, in the order of ``iserve --help``; typer shows groups of commands last.
 COMMANDS = {
-    "serving": ("deploy", "ps", "logs", "rm", "chat"),
+    "serving": ("deploy", "ps", "rm", "chat"),
+    "inspecting": ("show", "logs"),
+    "updating": ("update",),
     "planning": ("plan", "estimate"),
     "simulate": ("simulate",),
     "replay": ("replay",),
     "tracing": ("trace",),
     "verifying": ("verify",),
     "reporting": ("report",),
+    "engines": ("engines",),
+    "backup": ("backup", "restore"),
     "operating": ("up", "down", "status", "nodes", "doctor", "register", "profile", "keys"),
 }
 

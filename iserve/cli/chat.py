@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 from fingerprint.errors import BadInputError, NotFoundError, UnavailableError
 
-__all__ = ["ChatLine"]
+__all__ = ["ChatLine", "needs_key"]
 
 _MAX_LINE_BYTES = 1 << 20
+_LOOK_S = 5.0
 
 
 class ChatLine:
@@ -62,6 +63,19 @@ class ChatLine:
             connection.close()
 
 
+def needs_key(url: str, key: str | None) -> bool:
+    """Return True if the gateway at ``url`` refuses ``key``, or a request without one; False while it is away."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=_LOOK_S)
+    try:
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+        return connection.getresponse().status == 401
+    except (OSError, http.client.HTTPException, ValueError):  # ValueError: a key that no header can hold
+        return False
+    finally:
+        connection.close()
+
+
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
     while line := response.readline(_MAX_LINE_BYTES):
         if not line.startswith(b"data: "):
@@ -95,4 +109,6 @@ def _failure(status: int, answer: bytes) -> BadInputError | UnavailableError:
         message = f"the gateway answered {status}"
     if status == 404:
         return NotFoundError(message)
+    if status == 401:
+        return BadInputError(f"{message}; give it with --key or in OPENAI_API_KEY")
     return UnavailableError(message) if status >= 500 or status == 429 else BadInputError(message)

@@ -1,4 +1,5 @@
-"""``deploy --export``: the worker that a deploy would start, as files for other tools. Starts no worker."""
+"""``deploy --export`` and ``plan --as``: the worker that a deploy would start, as files and commands for other
+tools. Starts no worker."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import contextlib
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +24,18 @@ if TYPE_CHECKING:
     from iserve.export.worker import ExportedWorker
     from iserve.planning.launching import LaunchDocument
 
-__all__ = ["Export", "ExportGpus", "ExportImage", "ExportOption", "ExportOutput", "ExportVolume", "export"]
+__all__ = [
+    "AsKind",
+    "AsOption",
+    "Export",
+    "ExportGpus",
+    "ExportImage",
+    "ExportOption",
+    "ExportOutput",
+    "ExportVolume",
+    "export",
+    "print_as",
+]
 
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
@@ -36,6 +49,25 @@ class ExportKind(StrEnum):
         return Path(f"{'compose' if self is ExportKind.COMPOSE else 'k8s'}.yaml")
 
 
+class AsKind(StrEnum):
+    VLLM = "vllm"
+    DOCKER = "docker"
+    COMPOSE = "compose"
+    K8S = "k8s"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is an export's file, not a command."""
+        return self.value in tuple(ExportKind)
+
+
+AsOption = Annotated[
+    AsKind | None,
+    typer.Option(
+        "--as",
+        help="Print only the ready command (vllm, docker) or file (compose, k8s) of what a deploy would start.",
+    ),
+]
 ExportOption = Annotated[
     ExportKind | None, typer.Option("--export", help="Write what starts the same worker there; deploy nothing.")
 ]
@@ -70,7 +102,14 @@ class Export:
     volume: str | None
 
 
-def export(asked: Export, model: str | None, name: str | None, wish: o.Wish, replicas: int) -> None:
+def export(
+    asked: Export,
+    model: str | None,
+    name: str | None,
+    wish: o.Wish,
+    replicas: int,
+    engine_options: Mapping[str, Any],
+) -> None:
     """Plan as a deploy does, and write.
 
     Raises:
@@ -88,14 +127,10 @@ def export(asked: Export, model: str | None, name: str | None, wish: o.Wish, rep
     if asked.volume is not None:
         with o.usage_errors("--volume"):
             _check_volume(asked.kind, asked.volume)
-    if replicas > 1 and asked.kind is ExportKind.COMPOSE:
-        raise typer.BadParameter(
-            f"a Compose file starts one worker on one port, {replicas} were asked for; export them as k8s, or "
-            "leave --replicas out and start the file elsewhere too",
-            param_hint="'--replicas'",
-        )
+    if asked.kind is ExportKind.COMPOSE:
+        _check_alone("a Compose file", replicas)
     settings = load_settings()
-    launch = _launch(asked, model, name, wish, replicas)
+    launch = _launch(asked.gpus, model, name, wish, replicas, engine_options)
     worker = exported_worker(
         launch,
         get_engine(launch.worker.config.engine),
@@ -103,14 +138,66 @@ def export(asked: Export, model: str | None, name: str | None, wish: o.Wish, rep
         start_timeout_s=settings.start_timeout_s,
         image=asked.image,
     )
-    _write_new(output, _text(asked, worker))
+    _write_new(output, _text(asked.kind, worker, asked.volume))
     start = "docker compose -f {} up" if asked.kind is ExportKind.COMPOSE else "kubectl apply -f {}"
     typer.echo(f"{output}: {launch.worker.config} on {worker.image}, not run here; start it with")
     typer.echo(f"  {start.format(output)}")
 
 
-def _launch(asked: Export, model: str | None, name: str | None, wish: o.Wish, replicas: int) -> LaunchDocument:
+def print_as(kind: AsKind, gpus: str | None, model: str, wish: o.Wish, replicas: int) -> None:
+    """Plan as a deploy does; the command or file goes to standard output, what it is to standard error.
+
+    Raises:
+        typer.BadParameter: several replicas of what starts one worker, or another engine's command.
+        InfeasibleError: a deploy would be refused.
+        NotMeasuredError: a deploy would measure first.
+    """
+    from daemon.engines.registry import get_engine
+    from iserve.export.command import docker_command, server_command
+    from iserve.export.worker import exported_worker
+    from iserve.settings import load_settings
+
+    if kind is not AsKind.K8S:
+        _check_alone("a Compose file" if kind is AsKind.COMPOSE else "a command", replicas)
+    if kind is AsKind.VLLM:
+        if wish.engine not in ("auto", "vllm"):
+            raise typer.BadParameter(f"vllm's command starts no {wish.engine}; leave --engine out, or take docker")
+        wish = replace(wish, engine="vllm")
+    launch = _launch(gpus, model, None, wish, replicas, {})
+    worker = exported_worker(
+        launch,
+        get_engine(launch.worker.config.engine),
+        elsewhere=gpus is not None,
+        start_timeout_s=load_settings().start_timeout_s,
+        bare=kind is AsKind.VLLM,
+    )
+    if kind.is_file:  # which has the remarks in its head
+        typer.echo(_text(ExportKind(kind.value), worker, None), nl=False)
+        return
+    for remark in worker.remarks:
+        typer.echo(f"# {remark}", err=True)
+    typer.echo((server_command if kind is AsKind.VLLM else docker_command)(worker), nl=False)
+
+
+def _check_alone(what: str, replicas: int) -> None:
+    if replicas > 1:
+        raise typer.BadParameter(
+            f"{what} starts one worker on one port, {replicas} were asked for; export them as k8s, or leave "
+            "--replicas out and start it elsewhere too",
+            param_hint="'--replicas'",
+        )
+
+
+def _launch(
+    gpus: str | None,
+    model: str | None,
+    name: str | None,
+    wish: o.Wish,
+    replicas: int,
+    engine_options: Mapping[str, Any],
+) -> LaunchDocument:
     """By the stored profile on what is free here, or by datasheets on GPUs that are not here."""
+    from daemon.engines.options import EngineOptions
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import client, model_argument, registered_models
     from iserve.demo import DEMO_MODEL_NAME
@@ -120,25 +207,38 @@ def _launch(asked: Export, model: str | None, name: str | None, wish: o.Wish, re
 
     settings = load_settings()
     options = o.replicated(wish.checked(settings), replicas)
-    if asked.gpus is None:
+    if gpus is None:
         given = None if model is None else model_argument(model, settings)
-        body = wish.body() | {"model": given, "name": name, "replicas": replicas}
+        body = wish.body() | {"model": given, "name": name, "replicas": replicas, **engine_options}
         return client(settings).post("/api/v1/plans/launch", body, LaunchDocument)
     with o.usage_errors("--gpus"):
-        gpu, count = parse_gpus(asked.gpus)
+        gpu, count = parse_gpus(gpus)
     model = model or DEMO_MODEL_NAME
     registered = registered_models(model, settings)
-    return launch_for_gpus(model, gpu, count, options, wish.engine, name=name, registered=registered)
+    return launch_for_gpus(
+        model,
+        gpu,
+        count,
+        options,
+        wish.engine,
+        name=name,
+        registered=registered,
+        engine_options=EngineOptions(
+            arguments=tuple(engine_options.get("engine_args", {}).items()),
+            tool_call_parser=engine_options.get("tool_call_parser"),
+            reasoning_parser=engine_options.get("reasoning_parser"),
+        ),
+    )
 
 
-def _text(asked: Export, worker: ExportedWorker) -> str:
-    if asked.kind is ExportKind.COMPOSE:
+def _text(kind: ExportKind, worker: ExportedWorker, volume: str | None) -> str:
+    if kind is ExportKind.COMPOSE:
         from iserve.export.compose import compose_file
 
-        return compose_file(worker, asked.volume or worker.checkpoint)
+        return compose_file(worker, volume or worker.checkpoint)
     from iserve.export.kubernetes import kubernetes_objects
 
-    return kubernetes_objects(worker, asked.volume or f"{worker.label}-model")
+    return kubernetes_objects(worker, volume or f"{worker.label}-model")
 
 
 def _check_volume(kind: ExportKind, volume: str) -> None:

@@ -6,21 +6,23 @@ import contextlib
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.client import DaemonClient
+from daemon.engines.foreign import ForeignEngine
 from daemon.engines.registry import ENGINES
-from daemon.process import group_members, is_alive, kill_group, read_record
+from daemon.process import is_alive, read_record
 from daemon.status import WorkerState
-from fingerprint.errors import IserveError, NotFoundError, UnavailableError
+from daemon.worker_process import Phase, WorkerProcess
+from fingerprint.errors import ConflictError, IserveError, NotFoundError, StateUnavailableError, UnavailableError
 from iserve.controller.processes import daemon_companion, end_controllers, gateway_companion
 from iserve.gateway.event_loop import event_loop
 from iserve.settings import Settings
+from iserve.state.backup import join_log
 
-__all__ = ["Finding", "ProcessState", "examine", "process_states", "take_down"]
+__all__ = ["Finding", "ProcessState", "examine", "living_workers", "process_states", "take_down"]
 
 _LOW_DISK_BYTES = 1 << 30
 
@@ -34,8 +36,15 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """Result of a check: in order, a problem, or the absence of something optional (which is in order)."""
+
     ok: bool
     text: str
+    absent: bool = False
+
+    @property
+    def verdict(self) -> str:
+        return "absent" if self.absent and self.ok else "ok" if self.ok else "PROBLEM"
 
 
 def process_states(settings: Settings) -> tuple[ProcessState, ...]:
@@ -71,6 +80,10 @@ def take_down(settings: Settings) -> Iterator[str]:
     """
     if end_controllers(settings):
         yield "controller ended"
+    if isinstance(settings.state, Path):
+        # A killed controller leaves commits in the log beside the file. The next start would join them too.
+        with contextlib.suppress(ConflictError, StateUnavailableError):
+            join_log(settings.state)
     if gateway_companion(settings).stop():
         yield "gateway ended"
     companion = daemon_companion(settings)
@@ -101,17 +114,23 @@ def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
 
 
 def _engines(settings: Settings) -> Iterator[Finding]:
-    """Each engine's versions and Python. One that is not there is a problem where a setting says that it is."""
+    """Yield each engine's versions and Python; an absent engine is a problem where a setting names its Python."""
     for engine in ENGINES.values():
         named = getattr(settings, f"{engine.name.replace('-', '_')}_python", None)
         table = engine.capabilities()
         if table.unavailable is not None:
-            yield Finding(named is None, f"engine {engine.name}: {table.unavailable}")
+            yield Finding(named is None, f"engine {engine.name}: {table.unavailable}", absent=True)
             continue
         versions = ", ".join(v if name == "engine" else f"{name} {v}" for name, v in engine.versions())
         limits = "" if table.unprofiled is None else f"; {table.unprofiled}"
         unseen = "" if table.verified else "; contract-tested against its documentation, never run"
-        yield Finding(True, f"engine {engine.name}: {versions}, for {named or sys.executable}{limits}{unseen}")
+        python, unknown = sys.executable, ""
+        if isinstance(engine, ForeignEngine):
+            found = engine.installed()
+            python = found.python
+            if engine.standing(found) == "unknown":
+                unknown = "; no release that iServe knows: it has every option, nothing else is verified"
+        yield Finding(True, f"engine {engine.name}: {versions}, for {python}{limits}{unseen}{unknown}")
 
 
 def _home(home: Path) -> Finding:
@@ -141,28 +160,24 @@ def _state(settings: Settings) -> Iterator[Finding]:
     yield Finding(True, f"state: PostgreSQL answers{', nothing was ever kept there' if new else ''}")
 
 
+def living_workers(settings: Settings) -> Iterator[WorkerProcess]:
+    """Yield the home's workers that have a process, as their leases and the kernel say; a daemon is not asked."""
+    for path in sorted((settings.home / "workers").glob("*/lease.json")):
+        worker = WorkerProcess(path.parent)
+        if worker.look() is not Phase.ENDED or worker.left():
+            yield worker
+
+
 def _leftovers(settings: Settings, *, fix: bool) -> Iterator[Finding]:
     """Workers that live although no daemon watches them."""
-    from daemon.lease import LEASE_FILE, Lease, LeaseFileError, read_file
-
     if _daemon(settings) is not None:
         yield Finding(True, "workers: watched by the daemon")
         return
     found = False
-    for path in sorted((settings.home / "workers").glob("*/lease.json")):
-        try:
-            lease = read_file(path.parent / LEASE_FILE, Lease)
-        except (LeaseFileError, OSError):
-            continue
-        if not group_members(lease.pid):
-            continue
+    for worker in living_workers(settings):
         found = True
-        if fix:
-            kill_group(lease.pid, grace_s=10)
-            time.sleep(0.1)
-        gone = not group_members(lease.pid)
-        yield Finding(
-            gone, f"worker {path.parent.name} (pid {lease.pid}): {'ended' if gone else 'unwatched; --fix ends it'}"
-        )
+        gone = fix and worker.end(grace_s=10)
+        pid = "" if worker.lease is None else f" (pid {worker.lease.pid})"
+        yield Finding(gone, f"worker {worker.folder.name}{pid}: {'ended' if gone else 'unwatched; --fix ends it'}")
     if not found:
         yield Finding(True, "workers: none left over")

@@ -36,10 +36,18 @@ def register(app: typer.Typer) -> None:
 
 
 def up() -> None:
-    """Start controller, daemon and gateway of this home, and bring its deployments back."""
-    from iserve.cli.live import client, gateway_url
+    """Start controller, daemon and gateway of this home, and bring its deployments back.
 
-    client()
+    Settings (ISERVE_*) are read when a process starts: if those of a running home differ, exit code 1 says which.
+    """
+    from iserve.cli.live import client, gateway_url
+    from iserve.client import check_running_settings
+    from iserve.settings import load_settings
+
+    settings = load_settings()
+    check_running_settings(settings)
+    client(settings)
+    check_running_settings(settings)  # another command may have started them meanwhile
     typer.echo(f"OpenAI API: {gateway_url()}/v1")
 
 
@@ -99,14 +107,17 @@ def nodes(as_json: o.JsonOption = False) -> None:
 
 
 def doctor(fix: Annotated[bool, typer.Option("--fix", help="End what is left over.")] = False) -> None:
-    """Look for what is wrong with this installation. Exit code 1 if anything is."""
+    """Look for what is wrong with this installation. Exit code 1 if anything is.
+
+    Each check is ok, a PROBLEM, or absent: an engine that is not installed and that no setting asks for.
+    """
     from fingerprint.errors import UnavailableError
     from iserve.cli.operate import examine
     from iserve.settings import load_settings
 
     findings = examine(load_settings(), fix=fix)
     for finding in findings:
-        typer.echo(f"{'ok' if finding.ok else 'PROBLEM'}: {finding.text}")
+        typer.echo(f"{finding.verdict}: {finding.text}")
     wrong = sum(not finding.ok for finding in findings)
     if wrong:
         raise UnavailableError(f"{wrong} of {len(findings)} checks found a problem; each says what to do")
@@ -140,7 +151,8 @@ def profile(
         float,
         typer.Option(
             "--max-seconds",
-            help="Budget; on torch launches included, on vllm without them and of all GPUs together.",
+            help="Budget; on torch launches included, on vllm without them and of all GPUs together (of an "
+            "unknown release by the clock).",
         ),
     ] = 60.0,
     quality: o.QualityOption = o.DEFAULT_INTENT.quality,

@@ -32,9 +32,11 @@ __all__ = [
     "InputTokens",
     "JsonOption",
     "ModelArgument",
+    "NameArgument",
     "OptionalModel",
     "OutputTokens",
     "QualityOption",
+    "Refused",
     "Replicas",
     "Wish",
     "grouped",
@@ -56,6 +58,25 @@ class CommandGroup(TyperGroup):
                 param.default = False
         return params
 
+    def invoke(self, ctx: Any) -> Any:
+        """Invoke as typer does; a choice that does not exist is refused with the nearest one."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = _choice_words(error.message)
+            raise
+
+
+def _choice_words(message: str) -> str:
+    """Return typer's refusal of a choice without pydantic's prefix and with the nearest one."""
+    from difflib import get_close_matches
+
+    said = message.removeprefix("Value error, ")
+    given, separator, known = said.partition(" is not one of '")
+    choices = [choice.strip("'") for choice in known.rstrip(".").split(", ")]
+    near = get_close_matches(given.strip("'"), choices, n=1) if separator else []
+    return f"{said.rstrip('.')}; did you mean {near[0]!r}?" if near else said
+
 
 DEFAULT_WORKLOAD = Workload()
 DEFAULT_INTENT = Intent()
@@ -76,6 +97,24 @@ def not_empty(value: str | None) -> str | None:
     return value
 
 
+def _may_be_named(name: str) -> str:
+    """Return ``name``.
+
+    Raises:
+        NotFoundError: no deployment can have it; in a path it would ask for something else (``a/log``).
+    """
+    from fingerprint.errors import ConfigError, NotFoundError
+    from iserve.api_types import check_name
+
+    try:
+        return check_name(name)
+    except ConfigError as error:
+        raise NotFoundError(f"no deployment is named {name[:80]!r}") from error
+
+
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="The deployment's name.", callback=_may_be_named)
+]
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -100,6 +139,14 @@ QualityOption = Annotated[
 InputTokens = Annotated[int, typer.Option("--input-tokens", help="Prompt length to plan for.")]
 OutputTokens = Annotated[int, typer.Option("--output-tokens", help="Answer length to plan for.")]
 Batch = Annotated[int, typer.Option("--batch", help="Requests at once; also the most that run at once.")]
+BatchOrMore = Annotated[
+    int | None,
+    typer.Option(
+        "--batch",
+        help="Requests at once, planned for and served at most; else 1 is planned for, and as many are served as "
+        "memory holds, up to 256 (with --rate: 1).",
+    ),
+]
 EngineOption = Annotated[
     str, typer.Option("--engine", callback=_known_engine, help="torch, vllm, tensorrt-llm or auto.")
 ]
@@ -110,6 +157,28 @@ Replicas = Annotated[
         metavar="N",
         help="Workers of the configuration, each on devices of its own; --rate is that of all together.",
     ),
+]
+Refused = Annotated[
+    bool, typer.Option("--refused", help="List every configuration that is refused, with its reason.")
+]
+EngineArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-arg",
+        metavar="KEY=VALUE",
+        help="An option of the engine's own server, such as max-log-len=100 (KEY alone: a flag); repeatable. What "
+        "iServe sets itself is refused.",
+    ),
+]
+ToolCallParser = Annotated[
+    str | None,
+    typer.Option(
+        "--tool-call-parser", metavar="NAME", help="vLLM: how the model writes tool calls, such as hermes."
+    ),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option("--reasoning-parser", metavar="NAME", help="vLLM: how the model marks reasoning, such as qwen3."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -127,6 +196,21 @@ def replicated(options: PlanOptions, replicas: int) -> PlanOptions:
     """``options`` for so many replicas, checked."""
     with usage_errors("--replicas"):
         return replace(options, replicas=replicas)
+
+
+def engine_options_body(
+    arguments: list[str] | None, tool_call_parser: str | None, reasoning_parser: str | None
+) -> dict[str, Any]:
+    """The checked options for the engine itself, as the REST API takes them; what is not given is left out."""
+    from daemon.engines.options import EngineOptions, read_engine_args
+
+    with usage_errors("--engine-arg"):
+        read = read_engine_args(arguments or [])
+        EngineOptions(arguments=tuple(read.items()))
+    with usage_errors():
+        EngineOptions(tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
+    body = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
+    return ({"engine_args": read} if arguments else {}) | {n: v for n, v in body.items() if v is not None}
 
 
 def workload_of(batch: int, input_tokens: int, output_tokens: int, longest_tokens: int | None = None) -> Workload:
@@ -162,8 +246,8 @@ class Wish:
         float | None,
         typer.Option(
             "--rate",
-            help="Requests per second to be served; min-latency and cost-slo rank by the mean request at it, not "
-            "by a full batch.",
+            help="Requests per second to be served; with it, give --batch: else 1 at once is planned for and "
+            "served. min-latency and cost-slo rank by the mean request at it, not by a full batch.",
         ),
     ] = None
     burstiness: Annotated[
@@ -196,11 +280,11 @@ class Wish:
         typer.Option(
             "--context",
             min=1,
-            help="Tokens of the longest request that is taken, prompt and answer together; else no longer than "
-            "what is planned for.",
+            help="Tokens of the longest request that is taken, prompt and answer together; else the model's most, "
+            "or what memory holds.",
         ),
     ] = None
-    batch: Batch = DEFAULT_WORKLOAD.batch
+    batch: BatchOrMore = None
     expect: Annotated[
         int,
         typer.Option(
@@ -250,13 +334,16 @@ class Wish:
             typer.BadParameter: a value that cannot be used.
         """
         from iserve.planning.making import PlanOptions
-        from placement.placers import check_placement
+        from placement.placers import check_placement, need_solver
 
-        workload = workload_of(self.batch, self.input_tokens, self.output_tokens, self.context)
+        batch = DEFAULT_WORKLOAD.batch if self.batch is None else self.batch
+        workload = workload_of(batch, self.input_tokens, self.output_tokens, self.context)
         limits, traffic = self.limits, self.traffic
         policy = settings.policy if self.policy is None else self.policy
         with usage_errors():
             check_placement(policy, sees_load=sees_load)
+        need_solver(policy)  # before any work
+        with usage_errors():
             return PlanOptions(
                 intent=Intent(
                     kind=self.intent,
@@ -272,6 +359,8 @@ class Wish:
                 policy=policy,
                 load_threshold=settings.load_threshold,
                 expect=self.expect,
+                more_requests=self.batch is None,
+                longer_requests=self.context is None,
             )
 
     def body(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``plan`` and ``estimate``: answers that start nothing."""
+"""``plan`` and ``estimate``: answers that start no deployment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from iserve.cli import exporting as e
 from iserve.cli import options as o
 
 __all__ = ["register"]
@@ -32,25 +33,42 @@ def plan(
     picture: Annotated[
         bool, typer.Option("--picture", help="Draw the Pareto front: cost against latency, in characters.")
     ] = False,
+    refused: o.Refused = False,
+    as_kind: e.AsOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Rank every configuration of MODEL for an intent, and explain the choice. Starts nothing.
+    """Rank every configuration of MODEL for an intent, and explain the choice. Starts no deployment of MODEL.
 
-    Without --gpus it plans for the devices that are free here, from the profile that `iserve profile` took.
+    With --gpus it starts nothing. Without, it plans for the devices that are free here, from the profile that
+    `iserve profile` took, and as `iserve up` it starts this home, with its deployments, if it is down.
+    With --as it prints the command or file that starts what a deploy would: the same engine, limits and devices.
     """
     from fingerprint.codec import to_json
+    from fingerprint.errors import UnavailableError
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import client, model_argument, registered_models
     from iserve.cli.render import print_plan
     from iserve.planning.document import PlanDocument
     from iserve.planning.hypothetical import plan_for_gpus
+    from iserve.planning.words import ELSEWHERE
     from iserve.settings import load_settings
 
     settings = load_settings()
+    if as_kind is not None:
+        given = {"--json": as_json, "--picture": picture, "--refused": refused}
+        if others := [name for name, value in given.items() if value]:
+            raise typer.BadParameter(f"--as prints nothing else; leave {', '.join(others)} out")
+        o.replicated(wish.checked(settings), replicas)  # here already: a bad value must not start a controller
+        e.print_as(as_kind, gpus, model, wish, replicas)
+        return
     options = o.replicated(wish.checked(settings), replicas)
     if gpus is None:
         body = wish.body() | {"model": model_argument(model, settings), "replicas": replicas}
-        document = client(settings).post("/api/v1/plans", body, PlanDocument)
+        try:
+            controller = client(settings)
+        except UnavailableError as error:
+            raise UnavailableError(f"{error}; {ELSEWHERE}") from error
+        document = controller.post("/api/v1/plans", body, PlanDocument)
     else:
         with o.usage_errors("--gpus"):
             gpu, count = parse_gpus(gpus)
@@ -59,7 +77,7 @@ def plan(
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:
-        print_plan(document)
+        print_plan(document, refused=refused)
         if picture:
             from iserve.cli.pareto_text import print_pareto  # with the reports' axes: few plans are drawn
 
@@ -84,7 +102,10 @@ def estimate(
     cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Predict memory, TTFT, TPOT and cost of one configuration on GPUs that need not be here."""
+    """Predict memory, TTFT, TPOT and cost of one configuration on GPUs that need not be here.
+
+    Exit code 1 if no engine runs it or it does not fit.
+    """
     from fingerprint.codec import to_json
     from fingerprint.config import parse_config
     from fingerprint.gpus import gpu_spec
@@ -103,7 +124,11 @@ def estimate(
     document = estimate_for_gpu(
         model, device, wanted, workload, cost, registered=registered, own_weights=own_weights
     )
+    if not document.runnable:
+        typer.echo(f"iserve: not runnable: {document.reason}", err=True)
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:
         print_estimate(document)
+    if not document.runnable:
+        raise typer.Exit(1)

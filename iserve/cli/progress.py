@@ -52,6 +52,8 @@ class StepDisplay:
             return
         detail = "" if progress is None else f"{progress.done}/{progress.total}  {progress.step}"
         if self._bar is not None and self._task is not None:
+            if progress is None:
+                self._bar.tasks[0].total = None  # which update() takes for "as it was"
             self._bar.update(
                 self._task,
                 description=step,

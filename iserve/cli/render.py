@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+import textwrap
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.padding import Padding
@@ -13,14 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from iserve.cli.terminal import HarmlessConsole
+from iserve.planning.words import ends, figure, gib, seconds, short, with_interval, workload_words
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
 
-    from fingerprint.config import DeploymentConfig, Workload
-    from fingerprint.estimates import Correction, Quantity
-    from iserve.planning.document import CandidateDocument, EstimateDocument, PlanDocument, ServedDocument
+    from fingerprint.estimates import Correction
+    from iserve.planning.document import CandidateDocument, EstimateDocument, PlanDocument
     from iserve.planning.hypothetical import OneEstimateDocument
+    from iserve.planning.verdict import VerdictDocument
 
 __all__ = [
     "console",
@@ -29,13 +31,16 @@ __all__ = [
     "print_estimate",
     "print_plan",
     "print_rows",
+    "print_verdict",
     "seconds",
     "short",
     "workload_words",
 ]
 
 _ROWS = 12
-_REASONS = 8
+_LEAST_TEXT = 20
+_NO_BREAK = "\u00a0"
+_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|GiB|MiB|requests/s|tokens)\b)")  # no line ends between number and unit
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 _SOURCE_MARKS = {"measured": "m", "extrapolated": "x", "sharded": "t", "scaled": "s", "roofline": "r"}
 _SOURCE_WORDS = {"sharded": "shard on one GPU + modelled all-reduce"}
@@ -52,98 +57,56 @@ def console(*, at_least: int = 0) -> Console:
     return out
 
 
-def gib(size_bytes: float) -> str:
-    """Bytes for people: MiB below one GiB."""
-    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
+def print_plan(
+    document: PlanDocument, *, rows: int = _ROWS, refused: bool = False, deployed: bool = False
+) -> None:
+    """The verdict, the ranked table, and the refusals.
 
+    Args:
+        refused: list each refused configuration; else they are counted.
+        deployed: it runs already, so that nothing is said of whether it could.
+    """
+    # With the planner, which a list does not need.
+    from iserve.planning.verdict_text import HERE, alike_words, note_lines, plan_lines, refused_words
 
-def seconds(value: float) -> str:
-    """Seconds for people: ms below one second."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def _interval(quantity: Quantity) -> str:
-    return f"{seconds(quantity.value)} [{seconds(quantity.low)}, {seconds(quantity.high)}]"
-
-
-def workload_words(work: Workload) -> str:
-    """A workload in a sentence."""
-    longest = f", requests of up to {work.longest_tokens}" if work.longest_tokens else ""
-    return f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens{longest}"
-
-
-def short(config: DeploymentConfig) -> str:
-    """A configuration without what is usual, its engine left out."""
-    parts = [f"tp={config.tp} pp={config.pp}", f"weights={config.weights}", f"kv={config.kv}"]
-    if config.pruning != "none":
-        parts.append(f"pruning={config.pruning}")
-    return " ".join(parts)
-
-
-def print_plan(document: PlanDocument, *, rows: int = _ROWS) -> None:
-    """The choice, the ranked table, and why the others were refused."""
     out = console()
-    work = document.workload
-    out.print(
-        Text.assemble(
-            (document.model, "bold"),
-            f" on {document.hardware}: intent ",
-            (document.intent, "bold"),
-            f", {workload_words(work)}",
+    feasible = [candidate for candidate in document.candidates if candidate.feasible]
+    if document.verdict is not None:
+        print_verdict(
+            document.verdict, [line for line in plan_lines(document) if not (deployed and line[0] == HERE)]
         )
-    )
-    feasible = [c for c in document.candidates if c.feasible]
-    refused = [c for c in document.candidates if not c.feasible]
+        out.print()
+    count = f"{len(feasible)} of {len(document.candidates)} configurations would work"
+    out.print(f"{document.intent}, {workload_words(document.workload)}, on {document.hardware}: {count}")
     if feasible:
         table, width = _candidate_table(feasible[:rows], document, out.width)
         console(at_least=width).print(table)
-        out.print(f"cost in {document.cost_unit} per request; {_legend(feasible[:rows])}")
+        out.print(f"[a-b] is a 90% interval; {document.cost_unit} is per request; {_legend(feasible[:rows])}")
+        if document.indistinguishable:
+            out.print(alike_words(document, min(rows, len(feasible))))
         _print_indented(out, _corrections(feasible[:rows]))
         if len(feasible) > rows:
             out.print(f"... and {len(feasible) - rows} more that would work (--json lists all)")
-    _print_refused(out, refused)
-    _print_why_not(out, document)
+    if refused:
+        _print_refused(out, document)
+    elif document.verdict is not None and document.verdict.refusals:
+        out.print(f"{refused_words(document.verdict)}; list them with --refused")
     if document.chosen is not None:
-        chosen = document.candidates[document.chosen]
-        layers = "" if chosen.layers_per_stage is None else f", layers per stage {list(chosen.layers_per_stage)}"
-        times = f", {document.replicas} replicas" if document.replicas > 1 else ""
-        words = f": {short(chosen.config)} on {chosen.config.engine}{layers}{times}"
-        out.print(Text.assemble(("chosen", "bold green"), words))
-        _print_indented(out, chosen.conditions)
-    else:
-        out.print("nothing is feasible", style="bold red")
-    if document.served is not None:
-        _print_indented(out, _served_words(document.served))
-    if document.queueing is not None:
-        out.print(f"under load by {document.queueing}, the estimates' intervals included")
-    for note in document.notes:
+        _print_better(out, document)
+    for note in note_lines(document):
         out.print(f"note: {note}")
 
 
-def _served_words(served: ServedDocument) -> list[str]:
-    """Under which load, what a request gets, and how often it misses a limit."""
-    gaps = "Poisson" if served.burstiness == 1 else f"gaps' deviation {served.burstiness:.3g} times their mean"
-    if served.rate_levels:
-        moves = [level.times for level in served.rate_levels]
-        gaps += f", the rate moving between {min(moves):.2g} and {max(moves):.2g} times its mean"
-    times = [("TTFT", served.ttft), ("TPOT", served.tpot), ("E2E", served.e2e)]
-    told = ", ".join(f"{name} {_quantile(time.quantile_s)}" for name, time in times)
-    missed = [
-        f"{name} of {time.limit_s:g} s: {time.miss_probability:.2g}"
-        for name, time in times
-        if time.limit_s is not None and time.miss_probability is not None
-    ]
-    what = "keeps the SLO" if missed else "is served"
-    return [
-        f"at {served.rate_per_s:g} requests/s ({gaps}): utilisation {served.utilisation:.0%}; "
-        f"up to {served.highest_rate_per_s:.3g} requests/s {what}",
-        f"p{served.percentile:g}: {told}",
-        *([f"probability of missing {', '.join(missed)}"] if missed else []),
-    ]
-
-
-def _quantile(value_s: float | None) -> str:
-    return "without end" if value_s is None else seconds(value_s)
+def print_verdict(verdict: VerdictDocument, lines: Sequence[tuple[str, str]]) -> None:
+    """The sentence, and under it the lines with their labels."""
+    out = console()
+    out.print(Text(verdict.sentence, style="bold red" if verdict.figures is None else "bold green"))
+    margin = 2 + max((len(label) for label, _ in lines), default=0) + 2
+    for label, text in lines:
+        first, *rest = textwrap.wrap(_UNIT.sub(_NO_BREAK, text), max(out.width - margin, _LEAST_TEXT))
+        out.print(Text.assemble((f"  {label}".ljust(margin), "bold"), first.replace(_NO_BREAK, " ")))
+        for line in rest:
+            out.print(Text(" " * margin + line.replace(_NO_BREAK, " ")))
 
 
 def _candidate_table(
@@ -155,20 +118,33 @@ def _candidate_table(
     still does not fit is the terminal's to wrap.
     """
     columns, gap = _candidate_columns(candidates, document), 2
-    for spare in ("", "total", document.cost_unit, "E2E"):
-        if _width(columns, gap) > width and spare != document.objective_unit:
-            columns, gap = [column for column in columns if not spare or column[0] != spare], 1
+    objective = document.objective_unit
+    spares = ("total", "", "E2E", document.cost_unit, "TTFT interval", f"{objective} interval", "TPOT interval")
+    for spare in spares:
+        if _width(columns, gap) <= width or spare == document.objective_unit:
+            continue
+        if not spare:
+            gap = 1
+        columns = [column for column in map(partial(_without, spare), columns) if column is not None]
     return _table(columns, gap), _width(columns, gap)
 
 
-def _candidate_columns(
-    candidates: Sequence[CandidateDocument], document: PlanDocument
-) -> list[tuple[str, JustifyMethod, list[str]]]:
-    """Name, side and cells of each column."""
+Column = tuple[str, "JustifyMethod", list[str]]  # name, side and cells
+
+
+def _without(spare: str, column: Column) -> Column | None:
+    """``column`` without what ``spare`` names: all of it, or the intervals in its cells."""
+    name, side, cells = column
+    if spare == f"{name} interval":
+        return name, side, [cell.partition(" [")[0] for cell in cells]
+    return None if spare and spare == name else column
+
+
+def _candidate_columns(candidates: Sequence[CandidateDocument], document: PlanDocument) -> list[Column]:
     configs = [candidate.config for candidate in candidates]
     estimates = [candidate.estimate for candidate in candidates if candidate.estimate is not None]
     assert len(estimates) == len(candidates), "a feasible candidate has an estimate"
-    columns: list[tuple[str, JustifyMethod, list[str]]] = [
+    columns: list[Column] = [
         ("#", "left", [str(number) for number, _ in enumerate(candidates, start=1)]),
         ("tp", "left", [str(config.tp) for config in configs]),
         ("pp", "left", [str(config.pp) for config in configs]),
@@ -178,25 +154,32 @@ def _candidate_columns(
     if any(config.pruning != "none" for config in configs):
         columns.append(("pruning", "left", [str(config.pruning) for config in configs]))
     columns.append(("engine", "left", [config.engine for config in configs]))
+    columns.append((document.objective_unit, "left", list(map(_objective, candidates))))
     if document.objective_unit != document.cost_unit:
-        columns.append((document.objective_unit, "right", [_figure(c.objective) for c in candidates]))
+        columns.append((document.cost_unit, "right", [figure(estimate.cost) for estimate in estimates]))
     return [
         *columns,
-        (document.cost_unit, "right", [_figure(estimate.cost) for estimate in estimates]),
         ("per GPU", "right", [gib(estimate.memory_bytes_per_gpu) for estimate in estimates]),
         ("total", "right", [gib(estimate.memory_bytes_total) for estimate in estimates]),
-        ("TTFT", "right", [seconds(estimate.ttft_s.value) for estimate in estimates]),
-        ("TPOT", "right", [seconds(estimate.tpot_s.value) for estimate in estimates]),
+        ("TTFT", "left", [with_interval(estimate.ttft_s) for estimate in estimates]),
+        ("TPOT", "left", [with_interval(estimate.tpot_s) for estimate in estimates]),
         ("E2E", "right", [seconds(estimate.e2e_s.value) for estimate in estimates]),
         ("", "left", [_mark(estimate) for estimate in estimates]),
     ]
 
 
-def _width(columns: Sequence[tuple[str, JustifyMethod, list[str]]], gap: int) -> int:
+def _objective(candidate: CandidateDocument) -> str:
+    """The value with its interval, where that is known."""
+    low, high = candidate.objective_low, candidate.objective_high
+    within = "" if low is None or high is None else f" {ends(low, high)}"
+    return f"{figure(candidate.objective)}{within}"
+
+
+def _width(columns: Sequence[Column], gap: int) -> int:
     return sum(max(map(len, (name, *cells))) + gap for name, _, cells in columns) - gap
 
 
-def _table(columns: Sequence[tuple[str, JustifyMethod, list[str]]], gap: int) -> Table:
+def _table(columns: Sequence[Column], gap: int) -> Table:
     """As wide as its cells, the first row in green."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
     for name, side, cells in columns:
@@ -206,32 +189,18 @@ def _table(columns: Sequence[tuple[str, JustifyMethod, list[str]]], gap: int) ->
     return table
 
 
-def _figure(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4g}"
+def _print_refused(out: Console, document: PlanDocument) -> None:
+    """Every refused configuration with its whole reason, those of one kind together."""
+    from iserve.planning.verdict_text import REFUSED_FOR
 
-
-def _print_refused(out: Console, refused: Sequence[CandidateDocument]) -> None:
-    if not refused:
-        return
-    # Reasons that differ in their numbers only, or beyond what is shown, are one line: that of the best-ranked.
-    reasons = [candidate.reason or "" for candidate in refused]
-    examples: dict[str, str] = {}
-    kinds = Counter(_cut(_NUMBER.sub("#", reason)) for reason in reasons)
-    for reason in reasons:
-        examples.setdefault(_cut(_NUMBER.sub("#", reason)), reason)
-    out.print(f"refused: {len(refused)} configurations")
-    rows = [
-        (str(count), ("such as: " if count > 1 and kind != examples[kind] else "") + _cut(examples[kind]))
-        for kind, count in kinds.most_common(_REASONS)
-    ]
-    if len(kinds) > _REASONS:
-        rows.append(("", f"... and {len(kinds) - _REASONS} other reasons (--json lists all)"))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", min_width=6)
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
+    verdict = document.verdict
+    for refusal in () if verdict is None else verdict.refusals:
+        out.print(f"refused, {REFUSED_FOR[refusal.reason]}: {refusal.count}", style="bold")
+        for candidate in document.candidates:
+            if candidate.refused_for is refusal.reason:
+                _print_indented(
+                    out, [f"{short(candidate.config)} on {candidate.config.engine}: {candidate.reason}"]
+                )
 
 
 def _cut(text: str, width: int = 150) -> str:
@@ -267,22 +236,19 @@ def correction_words(correction: Correction) -> str:
     )
 
 
-def _print_why_not(out: Console, document: PlanDocument) -> None:
-    why = document.why_not
-    if why.better:
-        out.print("better by the intent alone, but refused:")
-        first_of_reason = {_NUMBER.sub("#", better.reason): better for better in reversed(why.better)}
-        _print_indented(
-            out,
-            (
-                f"{short(better.config)}: {_figure(better.objective)} {document.objective_unit}; "
-                f"{_cut(better.reason)}"
-                for better in reversed(first_of_reason.values())
-            ),
-        )
-    if why.nearest is not None:
-        out.print(f"nearest: {why.nearest.text}", overflow="fold")
-    _print_indented(out, (f"relax: {advice}" for advice in why.advice))
+def _print_better(out: Console, document: PlanDocument) -> None:
+    """What the intent alone would prefer, the first of each reason."""
+    if not document.why_not.better:
+        return
+    first_of_reason = {_NUMBER.sub("#", better.reason): better for better in reversed(document.why_not.better)}
+    out.print("better by the intent alone, but refused:")
+    _print_indented(
+        out,
+        (
+            f"{short(better.config)}: {figure(better.objective)} {document.objective_unit}; {_cut(better.reason)}"
+            for better in reversed(first_of_reason.values())
+        ),
+    )
 
 
 def _print_indented(out: Console, lines: Iterable[str]) -> None:
@@ -291,16 +257,21 @@ def _print_indented(out: Console, lines: Iterable[str]) -> None:
 
 
 def print_estimate(document: OneEstimateDocument) -> None:
-    """One configuration, itemised."""
+    """The verdict on one configuration, then the configuration itemised."""
+    from iserve.planning.verdict_text import conditions_left, estimate_lines
+
     out = console()
     work, estimate, memory = document.workload, document.estimate, document.memory
+    if document.verdict is not None:
+        print_verdict(document.verdict, estimate_lines(work, document.verdict, estimate, document.config))
+        out.print()
     what = f" on {document.config.num_gpus} x {document.gpu}, {short(document.config)}, {workload_words(work)}"
     out.print(Text.assemble((document.model, "bold"), what))
     rows = [
-        ("TTFT", _interval(estimate.ttft_s), str(estimate.ttft_s.source)),
-        ("TPOT", _interval(estimate.tpot_s), str(estimate.tpot_s.source)),
-        ("E2E", _interval(estimate.e2e_s), str(estimate.e2e_s.source)),
-        (f"cost ({document.cost_unit})", _figure(estimate.cost), ""),
+        ("TTFT", with_interval(estimate.ttft_s), str(estimate.ttft_s.source)),
+        ("TPOT", with_interval(estimate.tpot_s), str(estimate.tpot_s.source)),
+        ("E2E", with_interval(estimate.e2e_s), str(estimate.e2e_s.source)),
+        (f"cost ({document.cost_unit})", figure(estimate.cost), ""),
         ("memory, fullest GPU", gib(estimate.memory_bytes_per_gpu), f"within {memory.relative_error:.0%}"),
         ("memory, all GPUs", gib(estimate.memory_bytes_total), str(memory.source)),
         ("  one layer's weights", gib(memory.layer_weight_bytes), "per GPU"),
@@ -311,8 +282,8 @@ def print_estimate(document: OneEstimateDocument) -> None:
         ("  runtime", gib(memory.runtime_bytes), "per GPU"),
     ]
     print_rows(("", "", ""), rows)
-    out.print(f"runs on {document.config.engine}" if document.runnable else f"not runnable: {document.reason}")
-    _print_indented(out, document.conditions)
+    for note in conditions_left(document.conditions, document.verdict):
+        out.print(f"note: {note}")
 
 
 def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -166,7 +166,18 @@ def replay(
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     run = Replay(schedule, endpoint, how)
     outcomes, by_signal = _run(run, quiet=as_json)
-    document = _document(run, outcomes, limits, trace, endpoint.url, started_at, when, how, len(schedule))
+    document = _document(
+        run,
+        outcomes,
+        limits,
+        trace,
+        endpoint.url,
+        started_at,
+        when,
+        how,
+        len(schedule),
+        _deployed(names) if url is None else (),
+    )
     _show(document, report, as_json=as_json)
     if by_signal:
         raise typer.Exit(128 + by_signal)
@@ -182,6 +193,26 @@ def _endpoint(url: str | None) -> Endpoint:
         return resolve_endpoint(gateway_url())
     with o.usage_errors("--url"):
         return resolve_endpoint(url)
+
+
+def _deployed(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Say of each deployment of this home what it was planned by and for; nothing where nobody tells."""
+    from fingerprint.errors import IserveError
+    from iserve.cli.live import client
+    from iserve.cli.render import short, workload_words
+    from iserve.planning.document import PlanDocument
+
+    told = []
+    for name in names:
+        try:
+            plan = client(start=False).get(f"/api/v1/deployments/{name}/plan", PlanDocument)
+        except IserveError:
+            continue
+        rate = "no rate given" if plan.served is None else f"{plan.served.rate_per_s * plan.replicas:g} requests/s"
+        chosen = None if plan.chosen is None else plan.candidates[plan.chosen].config
+        config = "" if chosen is None else f"; {short(chosen)} on {chosen.engine}"
+        told.append(f"{name}: intent {plan.intent}, {rate}, planned for {workload_words(plan.workload)}{config}")
+    return tuple(told)
 
 
 def _run(run: Replay, *, quiet: bool) -> tuple[Outcomes, int]:
@@ -218,6 +249,7 @@ def _document(
     schedule: ScheduleOptions,
     options: ReplayOptions,
     planned_requests: int,
+    deployed: tuple[str, ...],
 ) -> ReplayDocument:
     from traces.replay.document import make_document, replay_run
 
@@ -230,6 +262,7 @@ def _document(
         interrupted=run.interrupted,
         schedule=schedule,
         options=options,
+        deployed=deployed,
     )
     return make_document(facts, outcomes, slo, run.examples)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from iserve.cli.harmless import beneath
 from iserve.cli.render import console, print_rows, seconds
+from traces.replay.document import answered_words
+from traces.summary import limit_words
 
 if TYPE_CHECKING:
     from traces.replay.document import ReplayDocument
@@ -69,26 +71,31 @@ def print_replay(document: ReplayDocument) -> None:
     """Figures, charts over the run, failures, notes."""
     run, summary, out = document.run, document.summary, console()
     names = ", ".join(part.name for part in document.deployments)
+    failed = summary.completed < summary.requests
+    out.print(answered_words(document), style="bold red" if failed else "bold")
     out.print(f"{run.trace} at {run.rate_factor:g} times its rate on {names} at {run.url}")
     out.print(
-        f"{summary.completed} of {summary.requests} requests completed in {seconds(run.elapsed_s)}; requests/s: "
+        f"{seconds(run.elapsed_s)}; requests/s: "
         f"{summary.offered_requests_per_s:.3g} offered, {summary.completed_requests_per_s:.3g} completed; "
         f"{summary.output_tokens_per_s:.4g} tokens/s"
     )
+    for words in run.deployed:
+        out.print(words)
     rows = [_row(name, found) for name, found in _quantities(summary) if found is not None]
     if rows:
-        print_rows(("", "count", "mean", "P50", "P90", "P95", "P99", "max"), rows)
+        print_rows(("", "count", "mean", "p50", "p90", "p95", "p99", "max"), rows)
     for line in _charts(document):
         out.print(line)
     if summary.slo is not None:
         slo = summary.slo
         out.print(
-            f"SLO: {slo.attainment_fraction:.1%} of requests kept it, goodput {slo.goodput_requests_per_s:.3g} "
-            f"requests/s; over TTFT {slo.missed_ttft}, TPOT {slo.missed_tpot}, E2E {slo.missed_e2e}"
+            f"SLO of {limit_words(slo)}: {slo.attainment_fraction:.1%} of requests kept it, goodput "
+            f"{slo.goodput_requests_per_s:.3g} requests/s; over TTFT {slo.missed_ttft}, TPOT {slo.missed_tpot}, "
+            f"E2E {slo.missed_e2e}"
         )
     if len(document.deployments) > 1:
         print_rows(
-            ("deployment", "requests", "completed", "TTFT P50", "P99", "TPOT P50", "P99", "E2E P50", "P99"),
+            ("deployment", "requests", "completed", "TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "p99"),
             [(part.name, *_deployment(part.summary)) for part in document.deployments],
         )
     examples = {example.kind: example.words for example in document.examples}
@@ -129,7 +136,7 @@ def _charts(document: ReplayDocument) -> list[str]:
     return [
         _chart("requests/s", [b.scheduled / b.width_s for b in bins], "{:.3g}".format),
         _chart("in flight", [b.in_flight for b in bins], "{:.0f}".format),
-        _chart("TTFT P50", [b.ttft_p50_s for b in bins], seconds),
+        _chart("TTFT p50", [b.ttft_p50_s for b in bins], seconds),
     ]
 
 

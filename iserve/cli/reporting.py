@@ -15,10 +15,12 @@ from fingerprint.output_file import output_file
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
+    from fingerprint.config import DeploymentConfig
     from fingerprint.gpu_spec import GpuSpec
     from fingerprint.report import AccuracyRecord, Report
     from iserve.api_types import NodeDocument
     from iserve.client import ControllerClient
+    from iserve.planning.here import DeployableDocument
     from iserve.planning.making import Hardware
     from iserve.reporting.gathering import ReportOptions
 
@@ -52,7 +54,7 @@ def report(
     quality: o.QualityOption = o.DEFAULT_INTENT.quality,
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
-    batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
+    batch: o.BatchOrMore = None,
     engine: o.EngineOption = "auto",
     as_json: o.JsonOption = False,
 ) -> None:
@@ -69,11 +71,13 @@ def report(
 
     settings = load_settings()
     options = ReportOptions(
-        workload=o.workload_of(batch, input_tokens, output_tokens),
+        workload=o.workload_of(o.DEFAULT_WORKLOAD.batch if batch is None else batch, input_tokens, output_tokens),
         cost_model=cost,
         quality=quality,
         policy=settings.policy,
         load_threshold=settings.load_threshold,
+        more_requests=batch is None,
+        longer_requests=True,
     )
     if as_json and markdown:
         raise typer.BadParameter("--json and --markdown are two; give one of them")
@@ -100,12 +104,12 @@ def _hypothetical(
     model: str, gpus: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None
 ) -> Report:
     from daemon.engines.registry import capabilities_for
-    from fingerprint.estimators.roofline import RooflineEstimator
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import registered_models
     from iserve.model_source import resolve
-    from iserve.planning.engine_choice import by_preference
-    from iserve.planning.making import hypothetical_hardware
+    from iserve.planning.engine_choice import engine_for_gpus
+    from iserve.planning.here import deployable, gpus_here
+    from iserve.planning.making import datasheet_estimator, hypothetical_hardware
     from iserve.reporting.gathering import build_report
     from iserve.settings import load_settings
 
@@ -113,9 +117,25 @@ def _hypothetical(
         gpu, count = parse_gpus(gpus)
     source = resolve(model, registered_models(model, load_settings()), need_weights=False)
     hardware = hypothetical_hardware(gpu, count)
-    estimator = RooflineEstimator(source.spec, gpu)
-    engines = by_preference(capabilities_for(engine), gpu)
-    return build_report(source.name, source.spec, hardware, estimator, engines, options, accuracy=accuracy)
+    tables = capabilities_for(engine)
+    choice = engine_for_gpus(engine, source.spec, gpu, tables, options.quality)
+    engines = [table.unprepared() for table in tables if table.engine == choice.engine]
+    estimator = datasheet_estimator(source.spec, gpu, engines)
+    found = gpus_here()
+
+    def deployable_of(config: DeploymentConfig) -> DeployableDocument:
+        return deployable(source.spec, config, gpu, engines, found, has_weights=source.has_weights)
+
+    return build_report(
+        source.name,
+        source.spec,
+        hardware,
+        estimator,
+        engines,
+        options,
+        accuracy=accuracy,
+        deployable_of=deployable_of,
+    )
 
 
 def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None) -> Report:
@@ -129,6 +149,7 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     from iserve.controller.profile_validity import differences
     from iserve.controller.profiling import estimator_for
     from iserve.model_source import resolve
+    from iserve.planning.here import deployable
     from iserve.reporting.accuracy_store import find_accuracy
     from iserve.reporting.gathering import build_report, find_profile
     from iserve.settings import load_settings
@@ -145,21 +166,36 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
         if all(p.model != model for p in profiles):
             raise
         profile = find_profile(profiles, model, None)  # its files are gone, what was measured is not
-        name = profile.model
+        name, has_weights = profile.model, False
     else:
-        profile = find_profile(profiles, source.name, source.spec.shape_hash)
+        profile = find_profile(profiles, source.name, source.spec.shape_hash, argument=source.argument)
+        has_weights = source.has_weights
         name = source.name  # the profile may be that of another model of this shape
     if accuracy is None:
         accuracy = find_accuracy(load_settings().home, profile.spec.shape_hash, profile.machine)
     node, hardware = hardware_here(controller, profile.machine.device)
     measured_on = get_engine(profile.engine)
-    engines = [measured_on.capabilities()]
+    engines = [measured_on.capabilities().unprepared()]
     checks = controller.get("/api/v1/verifications", tuple[StoredVerification, ...])
     alike = [
         c for c in checks if c.in_force and (c.shape_hash, c.engine) == (profile.spec.shape_hash, profile.engine)
     ]
     estimator = CorrectedEstimator(estimator_for(profile), [check.verification for check in alike])
-    report = build_report(name, profile.spec, hardware, estimator, engines, options, accuracy=accuracy)
+    found = {hardware.gpu.name: len(hardware.snapshot.gpus)}
+
+    def deployable_of(config: DeploymentConfig) -> DeployableDocument:
+        return deployable(profile.spec, config, hardware.gpu, engines, found, has_weights=has_weights)
+
+    report = build_report(
+        name,
+        profile.spec,
+        hardware,
+        estimator,
+        engines,
+        options,
+        accuracy=accuracy,
+        deployable_of=deployable_of,
+    )
     changed = differences(profile, node, measured_on.versions())
     stale = f"no plan or deploy here uses this profile any more: it was taken with {', '.join(changed)}"
     return replace(report, warnings=(*report.warnings, *([stale] if changed else [])))

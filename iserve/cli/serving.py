@@ -1,11 +1,12 @@
-"""``deploy`` and what one does with deployments: ``ps``, ``logs``, ``rm``, ``chat``."""
+"""Commands that serve a model: ``deploy``, ``ps``, ``rm``, ``chat``."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,20 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 
-def _may_be_named(name: str) -> str:
-    """Raises NotFoundError: no deployment can have it; in a path it would ask for something else (``a/log``)."""
-    from fingerprint.errors import ConfigError, NotFoundError
-    from iserve.api_types import check_name
-
-    try:
-        return check_name(name)
-    except ConfigError as error:
-        raise NotFoundError(f"no deployment is named {name[:80]!r}") from error
-
-
-NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="The deployment's name.", callback=_may_be_named)
-]
+_GIVEN_UP = frozenset({"refused", "failed"})
 _POLL_S = 0.15
 _PROFILING_POLL_S = 0.5  # a CPU that is being measured should not be asked more often than people read
 
@@ -42,7 +30,6 @@ def register(app: typer.Typer) -> None:
         o.grouped(deploy)
     )
     app.command("ps", epilog="Example: iserve ps --json")(ps)
-    app.command("logs", epilog="Example: iserve logs iserve-demo --lines 50")(logs)
     app.command("rm", epilog="Example: iserve rm iserve-demo")(rm)
     app.command("chat", epilog="Example: iserve chat iserve-demo '123+456='")(chat)
 
@@ -68,6 +55,9 @@ def deploy(
             help="Answer 503 at once to a request that would miss --slo, in place of a late answer.",
         ),
     ] = False,
+    engine_arg: o.EngineArgs = None,
+    tool_call_parser: o.ToolCallParser = None,
+    reasoning_parser: o.ReasoningParser = None,
     export: e.ExportOption = None,
     output: e.ExportOutput = None,
     gpus: e.ExportGpus = None,
@@ -82,6 +72,7 @@ def deploy(
             show_default="a new one, for this command's own retries",
         ),
     ] = None,
+    refused: o.Refused = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Serve MODEL on the configuration that fits the intent best, and print its OpenAI-compatible endpoint.
@@ -92,13 +83,13 @@ def deploy(
     """
     import secrets
 
-    from iserve.api_types import DeploymentDocument, check_idempotency_key, check_name, check_refuse_late
-    from iserve.cli.live import client, model_argument
-    from iserve.client import post_once
+    from iserve.api_types import check_idempotency_key, check_name, check_refuse_late
+    from iserve.cli.live import model_argument
     from iserve.settings import load_settings
     from placement.scaling import Scaling
 
     settings = load_settings()
+    engine_options = o.engine_options_body(engine_arg, tool_call_parser, reasoning_parser)
     o.replicated(wish.checked(settings), replicas)  # here already: a bad value must not start a controller
     if name is not None:
         with o.usage_errors("--name"):
@@ -118,34 +109,53 @@ def deploy(
         if refuse_late:
             raise typer.BadParameter("there is no gateway before what is exported; leave --refuse-late out")
         where = e.Export(kind=export, output=output, gpus=gpus, image=image, volume=volume)
-        e.export(where, model, name, wish, replicas)
+        e.export(where, model, name, wish, replicas, engine_options)
         return
     given = {"--output": output, "--gpus": gpus, "--image": image, "--volume": volume}
     if alone := [option for option, value in given.items() if value is not None]:
         raise typer.BadParameter(f"{', '.join(alone)} goes with --export")
     model = None if model is None else model_argument(model, settings)
-    controller, accepted = post_once(
-        lambda: client(settings),
-        "/api/v1/deployments",
-        wish.body()
-        | {"model": model, "name": name, "scale_to_zero_s": scale_to_zero, "replicas": replicas}
-        | {"refuse_late": refuse_late},
-        DeploymentDocument,
-        secrets.token_hex(16) if idempotency_key is None else idempotency_key,
+    body = wish.body() | {"model": model, "name": name, "scale_to_zero_s": scale_to_zero, "replicas": replicas}
+    body |= {"refuse_late": refuse_late} | engine_options
+    controller, accepted = _accepted(
+        body, secrets.token_hex(16) if idempotency_key is None else idempotency_key, quiet=as_json
     )
     try:
-        _follow(controller, accepted, as_json=as_json)
+        _follow(controller, accepted, as_json=as_json, refused=refused)
     except KeyboardInterrupt:
-        what_now = f"`iserve ps` tells how far, `iserve rm {accepted.name}` ends it"
-        typer.echo(f"iserve: {accepted.name} goes on being deployed; {what_now}", err=True)
+        now = f"`iserve show {accepted.name}` tells how far, `iserve rm {accepted.name}` ends it"
+        typer.echo(
+            f"iserve: {accepted.name} goes on being deployed; the same command follows it again, {now}", err=True
+        )
         raise
 
 
-def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_json: bool) -> None:
+def _accepted(body: dict[str, Any], key: str, *, quiet: bool) -> tuple[ControllerClient, DeploymentDocument]:
+    """Post the request, or find the deployment that the same request made; one that failed is tried again."""
+    from iserve.api_types import DeploymentDocument
+    from iserve.cli.live import client
+    from iserve.client import post_once
+
+    def post() -> tuple[ControllerClient, DeploymentDocument]:
+        return post_once(client, "/api/v1/deployments", body, DeploymentDocument, key, attach="true")
+
+    controller, found = post()
+    if found.status in _GIVEN_UP:
+        before = f"{found.name} {found.status} before: {found.error}"
+        typer.echo(f"iserve: {before}; it is removed and deployed again", err=True)
+        _remove(controller, found.name, created_at=found.created_at)
+        controller, found = post()
+    elif found.status != "accepted" and not quiet:
+        typer.echo(f"{found.name} exists already by the same request ({found.status})", err=True)
+    return controller, found
+
+
+def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_json: bool, refused: bool) -> None:
     """Show the steps until the deployment serves or is refused."""
     from fingerprint.codec import to_json
     from fingerprint.errors import EngineError, InfeasibleError, NotFoundError
     from iserve.api_types import DeploymentDocument
+    from iserve.cli.chat import needs_key
     from iserve.cli.progress import StepDisplay
     from iserve.cli.render import console, print_plan
     from iserve.planning.document import PlanDocument
@@ -153,7 +163,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
     path = f"/api/v1/deployments/{accepted.name}"
     with StepDisplay(quiet=as_json) as display:
         document = accepted
-        while document.status not in {"ready", "asleep", "refused", "failed"}:
+        while document.status not in {"ready", "asleep"} | _GIVEN_UP:
             display.show(document.status, document.progress)
             time.sleep(_PROFILING_POLL_S if document.status == "profiling" else _POLL_S)
             with contextlib.suppress(NotFoundError):
@@ -162,17 +172,20 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
                     continue
             # Accepted long ago, under the same key; what has its name now is of another.
             raise NotFoundError(f"{accepted.name} was accepted, and has been removed since")
-    if document.status in {"refused", "failed"}:
-        _remove(controller, accepted.name)  # a deploy that was refused leaves nothing behind, its name included
+    if document.status in _GIVEN_UP:
+        # A deploy that was refused leaves nothing behind, its name included; another may have the name since.
+        _remove(controller, accepted.name, created_at=accepted.created_at)
         kind = InfeasibleError if document.status == "refused" else EngineError
         raise kind(document.error or f"the deployment {document.name} {document.status}")
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
         return
-    print_plan(controller.get(f"{path}/plan", PlanDocument))
+    print_plan(controller.get(f"{path}/plan", PlanDocument), refused=refused, deployed=True)
     console().print(
         f"{document.name} is ready at {document.base_url} (OpenAI API, model {document.name})", style="bold"
     )
+    if document.base_url is not None and needs_key(document.base_url, os.environ.get("OPENAI_API_KEY")):
+        typer.echo("clients need an API key: export OPENAI_API_KEY=$(iserve keys create)")
     typer.echo(f"try it: iserve chat {document.name} 'What is a fingerprint?'")
 
 
@@ -194,7 +207,7 @@ def ps(as_json: o.JsonOption = False) -> None:
                 d.name,
                 d.model,
                 f"{d.intent}, refuses late" if d.refuses_late else d.intent,
-                d.status,
+                f"{d.status}, updating" if d.updating else d.status,
                 f"{d.num_ready}/{d.num_replicas}",
                 "" if d.config is None else short(d.config),
                 " | ".join(" ".join(replica.device_ids) for replica in d.replicas),
@@ -206,19 +219,7 @@ def ps(as_json: o.JsonOption = False) -> None:
     )
 
 
-def logs(
-    name: NameArgument,
-    lines: Annotated[int, typer.Option("--lines", min=1, max=10_000, help="How many.")] = 100,
-    replica: Annotated[int, typer.Option("--replica", min=1, help="Of several replicas, which.")] = 1,
-) -> None:
-    """Print the end of a deployment's worker log."""
-    from iserve.cli.live import client
-
-    path = f"/api/v1/deployments/{name}/log"
-    typer.echo(client(start=False).text(path, lines=lines, replica=replica), nl=False)
-
-
-def rm(name: NameArgument) -> None:
+def rm(name: o.NameArgument) -> None:
     """End a deployment and give its memory back."""
     from iserve.cli.live import client
 
@@ -226,25 +227,34 @@ def rm(name: NameArgument) -> None:
     typer.echo(f"{name} is removed")
 
 
-def _remove(controller: ControllerClient, name: str, *, patience_s: float = 120.0) -> None:
-    """Returns when the deployment and its worker are gone."""
+def _remove(
+    controller: ControllerClient, name: str, *, created_at: float | None = None, patience_s: float = 120.0
+) -> None:
+    """Return when the deployment and its worker are gone; leave one alone that was not made at ``created_at``."""
     from fingerprint.errors import NotFoundError, UnavailableError
     from iserve.api_types import DeploymentDocument
 
     path = f"/api/v1/deployments/{name}"
-    controller.delete(path)
+    try:
+        controller.delete(path, **({} if created_at is None else {"created_at": repr(created_at)}))
+    except NotFoundError:
+        if created_at is None:
+            raise
+        return  # another client was first
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
-            controller.get(path, DeploymentDocument)
+            now = controller.get(path, DeploymentDocument)
         except NotFoundError:
+            return
+        if created_at is not None and now.created_at != created_at:
             return
         time.sleep(_POLL_S)
     raise UnavailableError(f"{name} is still being removed after {patience_s:.0f} s; `iserve ps` tells")
 
 
 def chat(
-    name: NameArgument,
+    name: o.NameArgument,
     message: Annotated[
         str | None, typer.Argument(help="One message; else lines are read from standard input.")
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from fingerprint.measurements import Profile
     from iserve.cli.progress import StepDisplay
     from iserve.planning.making import PlanOptions
-    from iserve.simulation.baselines import Prepared, World
+    from iserve.simulation.baselines import Baseline, Prepared, World
     from iserve.simulation.document import SimulationDocument
     from iserve.simulation.running import SimulatedModel
     from placement.orders import Steering
@@ -70,8 +71,9 @@ def simulate(
     """Serve TRACE on a simulated cluster, with the real planner, placement, routing and batching. Starts nothing.
 
     Step times are the roofline's, or measured ones with --profile. One request at a time (fcfs) or continuous
-    batching; models that share a GPU share its time. What was deployed stays as it is, unless it is told to scale,
-    to sleep or to move. What it takes for granted: docs/simulation.md.
+    batching; models that share a GPU share its time. A replica serves as many and as long requests as one that
+    `iserve deploy` starts; --batch and --context say it otherwise. What was deployed stays as it is, unless it is
+    told to scale, to sleep or to move. What it takes for granted: docs/simulation.md.
     """
     from iserve.cli.progress import StepDisplay
     from iserve.cli.reporting import check_target
@@ -81,6 +83,7 @@ def simulate(
     from placement.routing import make_router
 
     options = wish.checked(load_settings(), sees_load=True)
+    options = replace(options, more_requests=options.more_requests and not serving.refuse_late)
     with o.usage_errors("--judge"):
         judged = options.intent.slo if judge is None else parse_slo(judge)
     named = cluster.named_models()
@@ -115,6 +118,7 @@ def simulate(
         trace=trace,
         hardware=f"{len(snapshot.gpus)} x {gpu.name}",
         service=scenario.service,
+        intent=options.intent,
         workload=options.workload,
         times=times,
         slo=judged,
@@ -123,9 +127,22 @@ def simulate(
         planner=baseline,
         placement=options.policy,
         steering=steers,
-        notes=decided.notes,
+        notes=(*decided.notes, *_served_by(baseline, options)),
+        model_contexts={name: model.spec.max_context_tokens for name, model in models.items()},
     )
     _show(document, report, as_json=as_json)
+
+
+def _served_by(baseline: Baseline, options: PlanOptions) -> tuple[str, ...]:
+    """Return what a baseline serves where the command leaves it open; iServe's deployments say so themselves."""
+    from iserve.simulation.baselines import Baseline
+
+    if baseline is Baseline.ISERVE or not options.longer_requests:
+        return ()
+    return (
+        f"{baseline} serves requests of up to the planned {options.workload.context_tokens:,} tokens, iserve as "
+        "long ones as memory holds; to compare them give --context and --batch",
+    )
 
 
 def _followed(
@@ -182,26 +199,30 @@ def _read_profile(path: Path) -> Profile:
 def _models(
     named: dict[str, str], gpu: GpuSpec, options: PlanOptions, engine: str, profiles: list[Profile]
 ) -> tuple[dict[str, SimulatedModel], tuple[str, ...]]:
-    """Every model as the planner needs it, and a sentence on where its times are from."""
+    """Return every model as a deploy plans it, and a sentence on where its times are from."""
+    from daemon.engines.registry import capabilities_for
     from iserve.cli.live import registered_models
     from iserve.model_source import resolve
+    from iserve.planning.engine_choice import engine_for_gpus
     from iserve.planning.making import check_context
     from iserve.settings import load_settings
     from iserve.simulation.running import measured_model, roofline_model
 
     settings = load_settings()
     prepared, times = {}, []
-    for name, model in named.items():
-        source = resolve(model, registered_models(model, settings), need_weights=False)
+    for name, folder in named.items():
+        source = resolve(folder, registered_models(folder, settings), need_weights=False)
         try:
             check_context(source.spec, options.workload)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
         profile = next((p for p in profiles if p.spec.shape_hash == source.spec.shape_hash), None)
         if profile is None:
-            prepared[name] = roofline_model(name, source.spec, gpu, options, engine)
+            choice = engine_for_gpus(engine, source.spec, gpu, capabilities_for(engine), options.intent.quality)
+            model = roofline_model(name, source.spec, gpu, options, choice.engine)
             times.append(f"{name}: roofline")
         else:
-            prepared[name] = measured_model(name, profile, gpu, options)
+            model = measured_model(name, profile, gpu, options)
             times.append(f"{name}: profile of {profile.model} on {profile.engine}, {profile.created_at}")
+        prepared[name] = replace(model, engines=tuple(table.unprepared() for table in model.engines))
     return prepared, tuple(times)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iserve.cli.render import console, gib, print_rows, seconds, workload_words
-from iserve.simulation.document import devices_told, late_words, steering_words
+from iserve.simulation.document import answered_words, devices_told, intent_words, late_words, steering_words
+from traces.summary import limit_words
 
 if TYPE_CHECKING:
     from iserve.simulation.document import DeploymentOutcome, SimulationDocument
@@ -19,15 +20,18 @@ _CHANGES = 30
 def print_simulation(document: SimulationDocument) -> None:
     """Deployments with their latencies, GPUs, what happened, and what to be wary of."""
     out, whole = console(), document.summary
+    failed = whole.completed < whole.requests
+    out.print(answered_words(document), style="bold red" if failed else "bold")
     by = "" if document.planner == "iserve" else f" by {document.planner}"
     planned = f"planned{by} for {workload_words(document.workload)}"
     placed = f", {document.placement} placement" if document.planner == "iserve" else ""
     late = late_words(document)
     out.print(f"{document.trace} on {document.hardware}, {document.service}, {planned}{placed}{late}")
+    out.print(f"intent: {intent_words(document.intent)}; requests are judged by: {limit_words(whole.slo)}")
     if document.steering is not None:
         out.print(f"steered: {steering_words(document.steering)}")
     out.print(
-        f"{whole.requests:,} requests in {document.end_s:,.1f} simulated seconds, {whole.completed:,} answered, "
+        f"{document.end_s:,.1f} simulated seconds, "
         f"{whole.offered_requests_per_s:.4g} requests/s offered, {whole.completed_requests_per_s:.4g} served, "
         f"{document.gpu_hours:.4g} GPU-hours held"
     )
@@ -48,8 +52,6 @@ def print_simulation(document: SimulationDocument) -> None:
         "SLO",
     )
     print_rows(head, rows)
-    for failure in whole.failures:
-        out.print(f"{failure.count:,} requests: {failure.kind}")
     if document.steering is not None:
         print_rows(
             ("deployment", "replicas at most", "woken", "asleep", "moves"),

@@ -83,7 +83,7 @@ def verify(
     if as_json:
         typer.echo(to_json(job.result, indent=2).decode())
     else:
-        _print(job.result, model)
+        print_verification(job.result, model)
 
 
 def _target(controller: ControllerClient, model: str, settings: Settings) -> dict[str, str]:
@@ -128,7 +128,7 @@ def _show(display: StepDisplay, progress: ProgressDocument | None) -> None:
         display.show(step, replace(progress, step=detail) if progress.total else None)
 
 
-def _print(document: VerificationDocument, model: str) -> None:
+def print_verification(document: VerificationDocument, model: str) -> None:
     from iserve.cli.render import console, correction_words, print_rows, short, workload_words
 
     where = "launched for the check" if document.deployment is None else f"deployment {document.deployment}"

@@ -5,7 +5,6 @@ Settings come from ``ISERVE_*``. One controller per home: a second one is refuse
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -13,19 +12,21 @@ import shutil
 import signal
 import socket
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import FrameType
 
 import uvicorn
 
+from daemon.atomic_file import remove_stale_temporaries
+from daemon.file_limit import raise_file_limit
 from daemon.own_log import bound_own_log, log_to_stderr
-from daemon.process import ProcessRecord, is_alive, own_record, read_record, write_record
-from fingerprint.errors import ConflictError, IserveError, UnavailableError
+from daemon.process import kept_record, own_record
+from fingerprint.errors import ConflictError, IserveError
+from iserve.client import check_running_settings
 from iserve.controller.app import create_app
+from iserve.controller.home_lock import hold_home
 from iserve.controller.http_protocol import BoundedProtocol
-from iserve.controller.reconcile import Reconciler
+from iserve.controller.reconcile import ROUTES_FILE, Reconciler
 from iserve.controller.service import Controller
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
@@ -33,47 +34,6 @@ from iserve.state.store import Store
 log = logging.getLogger("iserve.controller")
 
 _BACKLOG = 64  # also how many are accepted at a time
-
-
-@contextmanager
-def _only_one(settings: Settings) -> Iterator[None]:
-    """Hold the home's lock.
-
-    Raises:
-        ConflictError: another controller holds it.
-        UnavailableError: the home cannot be written.
-    """
-    lock = settings.run_folder / "controller.lock"
-    try:
-        settings.run_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise UnavailableError(
-            f"cannot write {lock}: {error.strerror}; mend the folder, or set ISERVE_HOME to another one"
-        ) from error
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = _await_record(settings)
-            who = "" if holder is None else f" (pid {holder.pid}, {holder.url})"
-            raise ConflictError(
-                f"another controller{who} runs on {settings.home}; use it, or set ISERVE_HOME to another folder"
-            ) from error
-        yield
-    finally:
-        os.close(handle)
-
-
-def _await_record(settings: Settings, *, patience_s: float = 5.0) -> ProcessRecord | None:
-    """The record of whoever holds the lock, who may only just have taken it."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        record = read_record(settings.run_folder / "controller.json")
-        if is_alive(record):
-            return record
-        time.sleep(0.05)
-    return None
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -116,10 +76,17 @@ def _start_companions(controller: Controller, reconciler: Reconciler) -> None:
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM. The daemon, the gateway and the workers go on without it."""
+    """Serve until SIGTERM. The daemon, the gateway and the workers go on without it.
+
+    Raises:
+        ConflictError: the gateway that runs was started with other settings, on an address for which the keys that
+            these settings require may not be enough.
+    """
     path = settings.run_folder / "controller.json"
     bound_own_log(settings.log_folder / "controller.log")
-    with _only_one(settings), ExitStack() as at_the_end:
+    with hold_home(settings), ExitStack() as at_the_end:
+        check_running_settings(settings)
+        remove_stale_temporaries(settings.run_folder, path.name, ROUTES_FILE)
         # What a profile left whose controller was killed: from here on nobody else uses it.
         shutil.rmtree(settings.fingerprint_folder, ignore_errors=True)
         listener = _listen(settings)
@@ -128,8 +95,8 @@ def run(settings: Settings) -> None:
         url_host = f"[{host}]" if ":" in host else host
         token = secrets.token_urlsafe(32)
         # First of all: `iserve down`, and a second start, must find a controller that is still starting.
-        write_record(path, own_record(url=f"http://{url_host}:{port}", token=token))
-        at_the_end.callback(path.unlink, missing_ok=True)
+        record = own_record(url=f"http://{url_host}:{port}", token=token, settings=settings.recorded())
+        at_the_end.enter_context(kept_record(path, record))
         store = Store.open(settings.state)
         at_the_end.callback(store.close)
         controller = Controller(settings, store)
@@ -160,6 +127,7 @@ def _terminate(_signum: int, _frame: FrameType | None) -> None:
 
 def main() -> int:
     """0 after a signal, 1 refused with one line on stderr."""
+    raise_file_limit()
     log_to_stderr()
     logging.getLogger("alembic").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _terminate)  # until uvicorn takes over

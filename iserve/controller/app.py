@@ -22,10 +22,12 @@ from iserve.api_types import (
     IDEMPOTENCY_KEY,
     DeployBody,
     DeploymentDocument,
+    EngineDocument,
     EventDocument,
     KeyBody,
     KeyDocument,
     LaunchBody,
+    LogDocument,
     ModelBody,
     ModelDocument,
     NewKeyDocument,
@@ -33,6 +35,7 @@ from iserve.api_types import (
     PlanBody,
     ProfileBody,
     ProfileJobDocument,
+    UpdateBody,
     VerifyBody,
 )
 from iserve.controller.door import Door, problem
@@ -236,19 +239,35 @@ def _deployment_routes(api: APIRouter, controller: Controller) -> None:
         return controller.deployments()
 
     @api.post("/deployments", status_code=202)
-    def deploy(body: DeployBody, caller: Caller, idempotency_key: IdempotencyKey = None) -> DeploymentDocument:
+    def deploy(
+        body: DeployBody, caller: Caller, idempotency_key: IdempotencyKey = None, attach: bool = False
+    ) -> DeploymentDocument:
         """Accept an intent; it is carried out in the background and survives a restart.
 
         With the header `Idempotency-Key` (1 to 200 visible ASCII characters) it can be asked again when its answer
         was lost: for 24 hours the same key and body get the same answer and start nothing, the same key and
         another body 409, with what was asked before. A request that was refused may come again with its key.
+
+        A name in use gets 409. With `attach=true` the request that made the deployment of that name gets the
+        deployment as it is now, and another request 409 with what differs.
         """
         caller.check(body.model, controller.registered())
-        return controller.deploy(body, idempotency_key)
+        return controller.deploy(body, idempotency_key, attach=attach)
 
     @api.get("/deployments/{name}")
     def deployment(name: str) -> DeploymentDocument:
         return controller.deployment(name)
+
+    @api.patch("/deployments/{name}", status_code=202)
+    def update(name: str, body: UpdateBody, caller: Caller) -> DeploymentDocument:
+        """Change a deployment that serves; what is left out stays as it is.
+
+        New workers are started beside the former ones, which serve until then and end when they have no request
+        left. If the new ones do not come up, all stays as it was and `error` says why. `updating` is true until
+        then.
+        """
+        caller.check(body.model, controller.registered())
+        return controller.update(name, body)
 
     @api.get("/deployments/{name}/plan")
     def deployment_plan(name: str) -> PlanDocument:
@@ -263,9 +282,20 @@ def _deployment_routes(api: APIRouter, controller: Controller) -> None:
         """The end of a worker's log, of several replicas that of one."""
         return controller.logs(name, lines, replica)
 
+    @api.get("/deployments/{name}/log/part")
+    def log_part(
+        name: str,
+        lines: Annotated[int, Query(ge=1, le=10_000)] = 200,
+        replica: Annotated[int, Query(ge=1, le=MAX_REPLICAS)] = 1,
+        position: Annotated[str | None, Query(max_length=200)] = None,
+    ) -> LogDocument:
+        """The end of a worker's log and the position behind it; with that `position`, what was added since."""
+        return controller.log_part(name, lines, replica, position)
+
     @api.delete("/deployments/{name}", status_code=202)
-    def remove(name: str) -> DeploymentDocument:
-        return controller.remove(name)
+    def remove(name: str, created_at: float | None = None) -> DeploymentDocument:
+        """End a deployment; with `created_at`, as its document says it, not one that has the name since."""
+        return controller.remove(name, created_at)
 
 
 def _verification_routes(api: APIRouter, controller: Controller) -> None:
@@ -297,6 +327,10 @@ def _operator_routes(api: APIRouter, controller: Controller) -> None:
     @api.get("/nodes")
     def nodes() -> tuple[NodeDocument, ...]:
         return controller.nodes()
+
+    @api.get("/engines")
+    def engines() -> tuple[EngineDocument, ...]:
+        return controller.engines()
 
     @api.get("/serving")
     def serving() -> tuple[DeploymentState, ...]:

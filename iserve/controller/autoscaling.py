@@ -52,12 +52,15 @@ class Autoscaler:
     def __init__(self, controller: Controller, clock: Callable[[], float] = time.monotonic) -> None:
         self._controller, self._clock = controller, clock
         self._since: dict[int, tuple[str, float]] = {}  # deployment -> its phase, and since when
+        self._not_started: set[int] = set()  # deployments that sleep because they could not be woken
 
     def look(self, rows: tuple[DeploymentRow, ...], node: NodeStatus | None, routes_version: int) -> None:
         """One pass over ``rows``, of which routes of at least ``routes_version`` tell the gateway."""
         now_s = self._clock()
+        self._not_started = {row.id for row in rows if row.phase == "asleep" and self._could_not_wake(row)}
         self._since = {row.id: (row.phase, self._since_s(row, now_s)) for row in rows}
-        watched = [(row, _idle_limit_s(row)) for row in rows if row.desired == "running"]
+        steady = [row for row in rows if row.desired == "running" and row.update_request is None]
+        watched = [(row, _idle_limit_s(row)) for row in steady]
         watched = [(row, limit_s) for row, limit_s in watched if limit_s is not None or row.phase == "asleep"]
         if not watched or node is None:
             return
@@ -76,12 +79,18 @@ class Autoscaler:
 
     def refusal(self, row: DeploymentRow) -> Refusal | None:
         """Of ``row``, which sleeps and could not be started a moment ago; None: it is started when called."""
-        if row.phase != "asleep" or row.error is None:
+        if row.phase != "asleep" or row.error is None or not self._could_not_wake(row):
             return None
         now_s = self._clock()
         if now_s - self._since_s(row, now_s) >= _TRY_AGAIN_S:
             return None
         return Refusal(row.error, math.ceil(_TRY_AGAIN_S))
+
+    def _could_not_wake(self, row: DeploymentRow) -> bool:
+        """Return whether ``row`` sleeps because a start failed while this autoscaler ran. Any other error
+        is of an earlier time, or of an update that failed."""
+        phase, _ = self._since.get(row.id, (None, 0.0))
+        return phase == "waking" or row.id in self._not_started
 
     def _since_s(self, row: DeploymentRow, now_s: float) -> float:
         phase, since_s = self._since.get(row.id, (None, now_s))
@@ -101,6 +110,7 @@ class Autoscaler:
         wanted = asked is not None and replicas_for(_state(row, asked, steady_s), _rule(None)) > 0
         if wanted and self.refusal(row) is None:
             self._record(row, "waking", f"{row.name}: waking, it is called")
+            self._since[row.id] = ("waking", self._clock())  # it may sleep again before the next look
             return
         drained = steady_s > _DRAIN_PATIENCE_S if asked is None else not asked.outstanding
         for worker in workers if drained else ():

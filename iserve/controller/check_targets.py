@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
@@ -24,6 +24,7 @@ from fingerprint.config import Workload
 from fingerprint.errors import (
     ConfigError,
     ConflictError,
+    InfeasibleError,
     IserveError,
     NotFoundError,
     NotMeasuredError,
@@ -57,11 +58,23 @@ class CheckTarget:
     profile: Profile
     spec: WorkerSpec
     url: str
-    room: Workload  # what it was launched for
+    token: str | None = field(repr=False)  # the worker's
+    planned: Workload  # what it was planned for
     deployment: str | None
     used_before: dict[str, int] | None  # bytes by device before it was launched; None: it ran already
     versions: tuple[tuple[str, str], ...]  # of the engine that its process runs; (): not recorded
     num_replicas: int = 1  # of the deployment; the one that is checked is among them
+
+    @property
+    def served(self) -> Workload:
+        """The most that its worker was launched for."""
+        limits, planned = self.spec.limits, self.planned
+        longest = limits.max_context_tokens if limits.max_context_tokens > planned.context_tokens else None
+        return replace(
+            planned,
+            batch=limits.max_batch,
+            longest_tokens=planned.longest_tokens if longest is None else longest,
+        )
 
 
 Find = Callable[[Tell], contextlib.AbstractContextManager[CheckTarget]]
@@ -113,26 +126,41 @@ class Targets:
                 row = self._store.deployment(name)
                 if row.phase != "ready":  # it was put to sleep meanwhile, say
                     raise ConflictError(f"the deployment {name!r} is {row.phase}; verify it when it is ready")
-                room = self._deployer.options(recorded_wish(row)).workload
                 status = self._first_ready(row)
-                spec = status.spec
-                source = self._served(recorded_wish(row), spec)
-                engine = get_engine(spec.config.engine)
-                check_same_engine(engine, status.versions, name)
-                yield CheckTarget(
-                    source=source,
-                    engine=engine,
-                    profile=self._stored_profile(source, engine, room),
-                    spec=status.spec,
-                    url=status.url,
-                    room=room,
-                    deployment=name,
-                    used_before=None,
-                    versions=status.versions,
-                    num_replicas=len(recorded_workers(row)),
-                )
+                with self._profiler.owning(status.spec.worker_id):  # which is not ended from here on
+                    yield self._running(row, status)
 
         return name, find
+
+    def _running(self, row: DeploymentRow, status: WorkerStatus) -> CheckTarget:
+        """The worker of ``status``, which ``row`` records.
+
+        Raises:
+            ConflictError: the deployment was updated meanwhile, or another release of the engine is installed.
+            NotMeasuredError: no profile holds here.
+        """
+        name = row.name
+        if self._store.deployment(name).workers != row.workers:
+            raise ConflictError(f"the deployment {name!r} was updated meanwhile; verify it again")
+        room = self._deployer.options(recorded_wish(row)).workload
+        source = self._served(recorded_wish(row), status.spec)
+        engine = get_engine(status.spec.config.engine)
+        with contextlib.suppress(InfeasibleError):  # else it is another now, which the next line tells
+            engine = engine.pinned(status.spec.engine_version)
+        check_same_engine(engine, status.versions, name)
+        return CheckTarget(
+            source=source,
+            engine=engine,
+            profile=self._stored_profile(source, engine, room),
+            spec=status.spec,
+            url=status.url,
+            token=status.token,
+            planned=room,
+            deployment=name,
+            used_before=None,
+            versions=status.versions,
+            num_replicas=len(recorded_workers(row)),
+        )
 
     def _first_ready(self, row: DeploymentRow) -> WorkerStatus:
         """Of the replicas, which are all of one configuration."""
@@ -160,7 +188,7 @@ class Targets:
         if found is None:
             raise NotMeasuredError(
                 f"{source.name} has no profile that holds here, on {engine.name}, for batch {room.batch}: nothing "
-                f"is predicted of it; run `iserve profile {source.name} --engine {engine.name} "
+                f"is predicted of it; run `iserve profile {source.argument} --engine {engine.name} "
                 f"--batch {room.batch}` first"
             )
         return found
@@ -202,7 +230,8 @@ class Targets:
                         profile=profile,
                         spec=status.spec,
                         url=status.url,
-                        room=options.workload,
+                        token=status.token,
+                        planned=options.workload,
                         deployment=None,
                         used_before=used_before,
                         versions=status.versions,

@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerSpec
-from daemon.engines.registry import capabilities_for, get_engine
+from daemon.engines.options import EngineOptions
+from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
@@ -28,59 +32,105 @@ from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
-from iserve.api_types import DeployBody
+from iserve.api_types import ARGUMENTS_NOTE, DeployBody
 from iserve.controller.ending import end_workers
-from iserve.controller.node import devices_of, hardware_of
+from iserve.controller.node import devices_of, hardware_of, without
+from iserve.controller.profile_validity import release_to_start
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
-from iserve.planning.document import plan_document
 from iserve.planning.engine_choice import choose_engine
+from iserve.planning.here import deployable_now
 from iserve.planning.launching import PlannedDeployment, worker_slug
-from iserve.planning.making import PlanOptions, alone_of, make_plan
+from iserve.planning.making import PlanOptions
+from iserve.planning.planned import planned_deployment
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from placement.types import DeploymentState
 from planner.intent import Quality
 
-__all__ = ["Deployer", "deployable_engine", "engine_for"]
+__all__ = [
+    "Deployer",
+    "Measured",
+    "NoLongerWantedError",
+    "deployable_engine",
+    "engine_for",
+]
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # at a worker whose time is up when the others of its deployment have been waited for
 
 
-def deployable_engine(name: str) -> Engine:
-    """The engine of that name, or for ``auto`` the first that can start workers.
+def deployable_engine(name: str, version: str | None = None) -> Engine:
+    """Return the engine of that name, or for ``auto`` the first that can start workers.
+
+    Args:
+        version: of the engine, wherever it is installed; None: the first installation.
 
     Raises:
         ConfigError: no such engine.
-        InfeasibleError: it is not installed here.
+        InfeasibleError: it is not installed here, or not in that version.
     """
-    tables = capabilities_for(name)
-    able = [table.engine for table in tables if table.deployable]
+    engines = _engines_in(name, version)
+    able = [engine for engine in engines if engine.capabilities().deployable]
     if not able:
-        raise InfeasibleError(
-            f"{name} can be planned for, not deployed here: {tables[0].unavailable}; or deploy with --engine torch"
-        )
-    return get_engine(able[0])
+        tables = [engine.capabilities() for engine in engines]
+        if name == "auto":
+            reasons = "; ".join(f"{table.engine}: {table.unavailable}" for table in tables)
+            raise InfeasibleError(f"no engine that could serve a deployment is installed here; {reasons}")
+        other = "; or deploy with --engine torch" if get_engine("torch").capabilities().deployable else ""
+        raise InfeasibleError(f"{name} can be planned for, not deployed here: {tables[0].unavailable}{other}")
+    return able[0]
 
 
-def engine_for(name: str, spec: ModelSpec, node: NodeStatus, quality: Quality) -> tuple[Engine, tuple[str, ...]]:
+def _engines_in(name: str, version: str | None) -> tuple[Engine, ...]:
+    """Return the engines of that name as installed in ``version``. Raises as :func:`deployable_engine`."""
+    if name != "auto":
+        return (get_engine(name).pinned(version),)
+    found, reasons = [], []
+    for engine in ENGINES.values():
+        try:
+            found.append(engine.pinned(version))
+        except InfeasibleError as error:
+            reasons.append(str(error))
+    if not found:
+        raise InfeasibleError(f"no engine is installed here in version {version}: {'; '.join(reasons)}")
+    return tuple(found)
+
+
+def engine_for(
+    name: str, spec: ModelSpec, node: NodeStatus, quality: Quality, version: str | None = None
+) -> tuple[Engine, tuple[str, ...]]:
     """The engine of that name, or for ``auto`` the preferred one that serves ``spec`` on ``node``; and for each
     that is preferred to it, why it is passed over.
+
+    Args:
+        version: of the engine, wherever it is installed; None: the first installation.
 
     Raises:
         ConfigError, InfeasibleError: as :func:`deployable_engine`.
         UnsupportedModelError: no engine serves the model there.
     """
     if name != "auto":
-        return deployable_engine(name), ()
+        return deployable_engine(name, version), ()
     first = next(iter(node.devices), None)
     on_gpus = first is not None and first.kind == "cuda"
     gpu = match_device(first.name) if first is not None and on_gpus else None
-    choice = choose_engine(spec, gpu, capabilities_for("auto"), quality, on_gpus=on_gpus)
-    return get_engine(choice.engine), choice.passed_over
+    tables = {engine.name: engine.capabilities() for engine in _engines_in(name, version)}
+    choice = choose_engine(spec, gpu, tuple(tables.values()), quality, on_gpus=on_gpus)
+    return get_engine(choice.engine).pinned(version), choice.passed_over
+
+
+class Measured(NamedTuple):
+    """What a plan is made of."""
+
+    source: ModelSource
+    engine: Engine
+    profile: Profile
+    options: PlanOptions
+    notes: tuple[str, ...]
+    engine_options: EngineOptions
 
 
 class Deployer:
@@ -105,22 +155,30 @@ class Deployer:
 
     def run(self, row: DeploymentRow) -> None:
         """Carry ``row`` through; every expected failure ends in its record, not in an exception."""
+        job = _Job(self._store, row)
         try:
-            self._run(row)
-        except _NoLongerWantedError:
-            log.info("%s: given up, it is to be removed", row.name)
+            self._run(job)
+        except NoLongerWantedError:
+            log.info("%s: given up, it is to be removed or was changed meanwhile", row.name)
         except StateUnavailableError as error:
             log.warning("%s: the reconciler takes it up again when the state is back: %s", row.name, error)
         except IserveError as error:
             phase = "refused" if isinstance(error, InfeasibleError) else "failed"
-            self._record(row, _given_up(row, phase), error=str(error))
+            self._give_up(job, phase, str(error))
         except Exception as error:
             log.exception("deploying %s", row.name)
-            self._record(row, _given_up(row, "failed"), error=f"internal error: {type(error).__name__}: {error}")
+            self._give_up(job, "failed", f"internal error: {type(error).__name__}: {error}")
         finally:
             self._report_progress(row.name, None)
 
-    def _run(self, row: DeploymentRow) -> None:
+    def _give_up(self, job: _Job, phase: str, error: str) -> None:
+        """Record why it could not be started. One that slept goes on sleeping, and is tried again when it is
+        called."""
+        with contextlib.suppress(NoLongerWantedError):
+            self._record(job, "asleep" if job.row.phase == "waking" else phase, error=error)
+
+    def _run(self, job: _Job) -> None:
+        row = job.row
         body = recorded_wish(row)
         recorded = recorded_workers(row)
         if row.phase == "ready":
@@ -132,27 +190,45 @@ class Deployer:
                 log.warning("%s: looked at again when the daemon is back: %s", row.name, error)
                 return
             if serves:
-                self._mend(row, recorded)
+                self._mend(job, recorded)
                 return
         if recorded:
             try:
-                self._launch(row, lambda: recorded)
+                for spec in recorded:
+                    get_engine(spec.config.engine).pinned(spec.engine_version)
+                self._launch(job, lambda: recorded)
                 return
             except InfeasibleError as error:
-                log.info("%s: what it ran on is no longer free, so it is planned anew: %s", row.name, error)
-                ask_daemon(self._daemon, lambda daemon: end_workers(daemon, recorded))  # replicas that had room
-        self._move(row, "resolving")
+                log.info("%s: it cannot be started as it was, so it is planned anew: %s", row.name, error)
+                self.end(recorded)  # replicas that had room
+        measured = self.measured(row, body, lambda phase: self._move(job, phase))
+        self._move(job, "planning")
+        self._launch(job, lambda: self._choose(job, measured))
+
+    def measured(self, row: DeploymentRow, body: DeployBody, move: Callable[[str], None]) -> Measured:
+        """The model and engine of ``body`` with a profile that holds, which is taken first where there is none.
+
+        Args:
+            row: whose removal ends it.
+            move: is told each step before it is taken.
+        """
+        move("resolving")
         source = self._resolve(body.model)
         Checkpoint.open(source.directory)  # before minutes are spent on measuring what cannot be served
         options = self.options(body)
         node = ask_daemon(self._daemon, DaemonClient.node)
-        engine, notes = engine_for(body.engine, source.spec, node, options.intent.quality)
+        quality, version = options.intent.quality, body.engine_version
+        engine, notes = engine_for(body.engine, source.spec, node, quality, version)
+        engine_options = body.engine_options
+        engine.check_options(engine_options)
+        if engine_options.arguments:
+            notes += (ARGUMENTS_NOTE,)
         profile = self._profiler.enough(source, engine, node, options)
         if profile is None:
             notes += self._profiler.unused(source, engine, node, batch=options.workload.batch)
+            move("profiling")
             profile = self._profile(row, source, engine, options)
-        self._move(row, "planning")
-        self._launch(row, lambda: self._choose(row, source, engine, profile, options, notes))
+        return Measured(source, engine, profile, options, notes, engine_options)
 
     def _profile(self, row: DeploymentRow, source: ModelSource, engine: Engine, options: PlanOptions) -> Profile:
         def find() -> Profile | None:
@@ -160,21 +236,23 @@ class Deployer:
             return self._profiler.enough(source, engine, node, options)
 
         def report(progress: ProfileProgress) -> None:
-            self._check_not_removed(row)
+            self.check_not_removed(row)
             self._report_progress(row.name, progress)
 
-        self._move(row, "profiling")
-        return self._profiler.take(
-            source,
-            engine,
-            self._daemon,
-            workload=options.workload,
-            wish=options,
-            max_seconds=self._settings.profile_seconds,
-            progress=report,
-            unless=find,
-            go_on=lambda: self._check_not_removed(row),
-        )
+        try:
+            return self._profiler.take(
+                source,
+                engine,
+                self._daemon,
+                workload=options.workload,
+                wish=options,
+                max_seconds=self._settings.profile_seconds,
+                progress=report,
+                unless=find,
+                go_on=lambda: self.check_not_removed(row),
+            )
+        finally:
+            self._report_progress(row.name, None)  # else the later steps would show its last run as theirs
 
     def plan(
         self,
@@ -183,71 +261,91 @@ class Deployer:
         profile: Profile,
         options: PlanOptions,
         notes: tuple[str, ...] = (),
+        *,
+        gone: Sequence[WorkerSpec] = (),
+        full: Collection[str] = (),
     ) -> PlannedDeployment:
-        """Rank everything on the devices that are free now; ``notes`` are told with it."""
-        node = ask_daemon(self._daemon, DaemonClient.node)
-        hardware = hardware_of(node, profile.machine.device, self._serving(node))
-        estimator = self._profiler.estimator(profile, engine, node)
-        table = engine.capabilities().unprepared()  # only 16-bit checkpoints are taken in
-        plan = make_plan(source.spec, hardware, estimator, [table], options)
-        document = plan_document(
-            plan,
-            model=source.name,
-            hardware=hardware.label,
-            workload=options.workload,
+        """Rank everything on the devices that are free now; ``notes`` are told with it.
+
+        Args:
+            gone: workers whose memory counts as free, for they end before the planned ones start.
+            full: devices that are not to be used.
+        """
+        node = without(ask_daemon(self._daemon, DaemonClient.node), gone, full)
+        return planned_deployment(
+            source,
+            hardware_of(node, profile.machine.device, self._serving(node)),
+            self._profiler.estimator(profile, engine, node),
+            engine.capabilities(),
+            options,
+            devices=devices_of(node),
+            deployable_of=lambda _: deployable_now(has_weights=source.has_weights),
             notes=notes,
-            replicas=options.replicas,
-            alone=None if plan.best is None else alone_of(estimator, plan.best.config, options.workload),
-        )
-        return PlannedDeployment(
-            document, plan.best, devices_of(node), {d.device_id: d.free_bytes for d in node.devices}
+            profile=profile,
         )
 
-    def _choose(
-        self,
-        row: DeploymentRow,
-        source: ModelSource,
-        engine: Engine,
-        profile: Profile,
-        options: PlanOptions,
-        notes: tuple[str, ...],
-    ) -> tuple[WorkerSpec, ...]:
+    def _choose(self, job: _Job, measured: Measured) -> tuple[WorkerSpec, ...]:
         """The best workers for what is free now, recorded with their plan.
 
         Raises:
             InfeasibleError: nothing runs here; the message says what comes nearest.
         """
-        planned = self.plan(source, engine, profile, options, notes)
-        self._store.update_deployment(row.id, plan=to_json(planned.document))
-        worker_id = f"{worker_slug(row.name)}-{row.id}"
-        specs = planned.workers(row.name, source, worker_id, options.workload, profile)
-        self._store.update_deployment(row.id, workers=to_json(specs))
+        planned = self.plan(*measured[:5])
+        job.write(plan=to_json(planned.document))
+        specs = self.workers_of(job.row, planned, measured, self._free_id(job.row))
+        job.write(workers=to_json(specs))
         return specs
+
+    def _free_id(self, row: DeploymentRow) -> str:
+        """The id of new workers. Living workers keep theirs: those of before an update may still drain."""
+        worker_id = f"{worker_slug(row.name)}-{row.id}"
+        node = ask_daemon(self._daemon, DaemonClient.node)
+        living = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
+        if any(one == worker_id or one.startswith(f"{worker_id}-r") for one in living):  # -r1, -r2: replicas
+            return f"{worker_id}-n{uuid.uuid4().hex[:8]}"
+        return worker_id
+
+    def workers_of(
+        self, row: DeploymentRow, planned: PlannedDeployment, measured: Measured, worker_id: str
+    ) -> tuple[WorkerSpec, ...]:
+        """The launch of ``planned``, on the version of the engine that it was planned for.
+
+        Raises:
+            InfeasibleError: nothing runs here.
+        """
+        source, options = measured.source, measured.engine_options
+        work = measured.options.workload
+        workers = planned.workers(row.name, source, worker_id, work, measured.profile, options)
+        version = release_to_start(measured.engine)
+        return tuple(replace(spec, engine_version=version) for spec in workers)
 
     def _any_is_there(self, workers: tuple[WorkerSpec, ...]) -> bool:
         node = ask_daemon(self._daemon, DaemonClient.node)
-        there = {worker.spec.worker_id for worker in node.workers if worker.state is not WorkerState.STOPPED}
-        return any(worker.worker_id in there for worker in workers)
+        there = [worker for worker in node.workers if worker.state is not WorkerState.STOPPED]
+        return any(seen.is_of(worker) for seen in there for worker in workers)
 
-    def _mend(self, row: DeploymentRow, workers: tuple[WorkerSpec, ...]) -> None:
+    def _mend(self, job: _Job, workers: tuple[WorkerSpec, ...]) -> None:
         """Start the replicas again that were lost, each by itself, while the others serve on; wait for none, for
         the next may be lost meanwhile, and who serves is seen at the daemon. It stays ready whatever comes of it;
         what cannot be started is told, and tried again by the reconciler."""
-        with self._profiler.paused(lambda: self._check_not_removed(row)):
+        row = job.row
+        with self._profiler.paused(lambda: self.check_not_removed(row)):
             now = self._store.deployment_by_id(row.id)
             if now is None or now.desired == "removed" or now.phase != "ready":  # it fell asleep, say
+                return
+            if now.workers != row.workers:  # it was updated
                 return
             reasons = [reason for spec in workers if (reason := self._why_not_running(spec))]
             error = reasons[0] if reasons else None
             if error is None or now.error is None:
                 self._store.add_event(row.id, "ready", error or f"{row.name}: what was lost is started again")
             if error != now.error:  # else tried again, and told already
-                self._store.update_deployment(row.id, phase="ready", error=error)
+                job.write(phase="ready", error=error)
 
     def _why_not_running(self, spec: WorkerSpec) -> str | None:
         """Have the daemon run it, if it does not; None: it does, or is about to."""
         try:
-            self._ask_to_run(spec)
+            self.ask_to_run(spec)
         except StateUnavailableError:
             raise
         except IserveError as error:
@@ -257,63 +355,94 @@ class Deployer:
             return f"internal error: {type(error).__name__}: {error}"
         return None
 
-    def _launch(self, row: DeploymentRow, choose: Callable[[], tuple[WorkerSpec, ...]]) -> None:
+    def _launch(self, job: _Job, choose: Callable[[], tuple[WorkerSpec, ...]]) -> None:
         """Have the daemon run what ``choose`` says, and see it serve. Of two deploys at once the second chooses
         when the first has its memory. A worker that does not come to serve is ended by the reconciler."""
-        with self._profiler.paused(lambda: self._check_not_removed(row)):
+        row = job.row
+        with self._profiler.paused(lambda: self.check_not_removed(row)):
             specs = choose()
-            self._move(row, "launching")
+            self._move(job, "launching")
             for spec in specs:
-                self._ask_to_run(spec)
+                self.ask_to_run(spec)
         deadline_s = time.monotonic() + self._settings.start_timeout_s  # they start at the same time
-        serving = tuple(self._once_ready(row, spec, deadline_s) for spec in specs)
-        self._store.update_deployment(row.id, workers=to_json(serving))
-        self._move(row, "ready")
+        serving = tuple(self.once_ready(row, spec, deadline_s) for spec in specs)
+        self._move(job, "ready", workers=to_json(serving))
 
-    def _ask_to_run(self, spec: WorkerSpec) -> None:
+    def end(self, workers: Sequence[WorkerSpec]) -> None:
+        """End ``workers``, and see their memory free. Raises UnavailableError: some may be left."""
+        ask_daemon(self._daemon, lambda daemon: end_workers(daemon, workers))
+
+    def ask_to_run(self, spec: WorkerSpec) -> None:
         ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
 
-    def _once_ready(self, row: DeploymentRow, spec: WorkerSpec, deadline_s: float) -> WorkerSpec:
+    def once_ready(self, row: DeploymentRow, spec: WorkerSpec, deadline_s: float) -> WorkerSpec:
         """As it serves, its port included."""
 
         def wait() -> WorkerStatus:
             left_s = max(_LOOK_S, deadline_s - time.monotonic())
             return wait_until_ready(
-                self._daemon, spec.worker_id, left_s, go_on=lambda: self._check_not_removed(row)
+                self._daemon, spec.worker_id, left_s, go_on=lambda: self.check_not_removed(row)
             )
 
         try:
             return wait().spec
         except NotFoundError:  # the daemon was killed when it had just begun; the next one knows nothing of it
-            self._ask_to_run(spec)
+            self.ask_to_run(spec)
             return wait().spec
 
-    def _move(self, row: DeploymentRow, phase: str) -> None:
+    def _move(self, job: _Job, phase: str, *, workers: bytes | None = None) -> None:
         """The next step, if it is still to be taken. One that wakes is waking until it serves, so that whoever
         takes it up after a crash knows what becomes of it should it fail."""
-        self._check_wanted(row)
-        if row.phase != "waking" or phase == "ready":
-            self._record(row, phase, error=None)
+        self._check_wanted(job.row)
+        if job.row.phase != "waking" or phase == "ready":
+            self._record(job, phase, error=None, workers=workers)
 
     def _check_wanted(self, row: DeploymentRow) -> None:
         now = self._store.deployment_by_id(row.id)
         if now is None or now.desired == "removed":
-            raise _NoLongerWantedError
+            raise NoLongerWantedError
 
-    def _check_not_removed(self, row: DeploymentRow) -> None:
+    def check_not_removed(self, row: DeploymentRow) -> None:
         """In the middle of a step. With the database away nobody can have asked for the removal."""
         with contextlib.suppress(StateUnavailableError):
             self._check_wanted(row)
 
-    def _record(self, row: DeploymentRow, phase: str, *, error: str | None) -> None:
-        self._store.update_deployment(row.id, phase=phase, error=error)
-        self._store.add_event(row.id, phase, error or f"{row.name}: {phase}")
+    def _record(self, job: _Job, phase: str, *, error: str | None, workers: bytes | None = None) -> None:
+        job.write(phase=phase, error=error, workers=workers)
+        self._store.add_event(job.row.id, phase, error or f"{job.row.name}: {phase}")
 
 
-def _given_up(row: DeploymentRow, phase: str) -> str:
-    """Of one that could not be started: one that slept goes on sleeping, and is tried again when it is called."""
-    return "asleep" if row.phase == "waking" else phase
+class _Job:
+    """A deployment that is carried out, with its row as the deployer last read or wrote it."""
+
+    def __init__(self, store: Store, row: DeploymentRow) -> None:
+        self._store, self.row = store, row
+
+    def write(
+        self,
+        *,
+        phase: str | None = None,
+        error: str | None = None,
+        plan: bytes | None = None,
+        workers: bytes | None = None,
+    ) -> None:
+        """Change what is given, as ``Store.update_deployment``.
+
+        Raises:
+            NoLongerWantedError: the phase or the workers were changed meanwhile, by an update say; the former
+                workers that were started again drain or are ended as orphans.
+        """
+        row = self.row
+        if not self._store.update_deployment(
+            row.id, phase=phase, error=error, plan=plan, workers=workers, as_read=row
+        ):
+            raise NoLongerWantedError
+        self.row = replace(
+            row,
+            phase=phase or row.phase,
+            workers=row.workers if workers is None else workers.decode(),
+        )
 
 
-class _NoLongerWantedError(Exception):
-    """The deployment is to be removed: what is under way for it ends here."""
+class NoLongerWantedError(Exception):
+    """The deployment is to be removed, or was updated: what is under way for it ends here."""

@@ -74,7 +74,7 @@ class Door:
                 refusal.headers["WWW-Authenticate"] = "Bearer"
                 return refusal
         except UnavailableError as error:
-            return problem("UnavailableError", str(error), 503)
+            return problem(type(error).__name__, str(error), 503)
         # A body of undeclared length is not begun; a declared length is kept to by the HTTP server.
         if "transfer-encoding" in headers:
             return problem("BadInputError", "a body needs a Content-Length", 411)

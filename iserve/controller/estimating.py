@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from daemon.engines.registry import ENGINES
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.l2 import L2, MeasuredKey
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
@@ -16,13 +17,15 @@ __all__ = ["contradictions", "estimator_for", "step_tokens_of"]
 
 
 def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
-    """What was measured, and the roofline of the same device to scale it by."""
-    roofline = RooflineEstimator(profile.spec, profile.machine.device)
+    """Estimator of what was measured, with the roofline of the same device and engine to scale it by."""
+    engine = ENGINES.get(profile.engine)
+    eager = frozenset({profile.engine}) if engine is not None and engine.capabilities().eager else frozenset()
+    roofline = RooflineEstimator(profile.spec, profile.machine.device, eager=eager)
     if _is_depth_tied(profile):
         from fingerprint.estimators.depth_tied import DepthTiedEstimator  # its regressions take seconds to load
 
         return DepthTiedEstimator(profile, roofline)
-    return FingerprintedEstimator(profile, roofline)
+    return FingerprintedEstimator(profile, roofline, memory="counted" if _is_counted(profile) else "M2")
 
 
 def contradictions(profile: Profile) -> dict[MeasuredKey, str]:
@@ -45,9 +48,14 @@ def step_tokens_of(profile: Profile) -> int | None:
     """Tokens of the largest step that the engine was measured with, where it counts its own memory for a step of
     as many; None where activations were measured step by step, so that every size of step has its estimate.
     """
-    if not _is_depth_tied(profile):
+    if not (_is_depth_tied(profile) or _is_counted(profile)):
         return None
     return max((point.max_batched_tokens for point in profile.memory), default=0) or DEFAULT_MAX_BATCHED_TOKENS
+
+
+def _is_counted(profile: Profile) -> bool:
+    """Return whether the engine counted its own memory, for the sequences and the step that it was started for."""
+    return any(point.max_batch for point in profile.memory)
 
 
 def _is_depth_tied(profile: Profile) -> bool:

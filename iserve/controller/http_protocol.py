@@ -7,8 +7,13 @@ daemon nor its state, and logs each connection that it cannot accept.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from daemon.connections import ConnectionLimit
+from daemon.file_limit import most_connections
+from iserve.bounded_uvicorn import limit_of
 
 __all__ = ["BoundedProtocol"]
 
@@ -19,37 +24,28 @@ class BoundedProtocol(H11Protocol):
 
     max_connections = 256
     arrive_s = 30.0
-    _arrival: asyncio.TimerHandle | None = None
+    _limit: ConnectionLimit[Any]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_request()
-        held = [other for other in self.connections if not other.transport.is_closing()]
-        if len(held) > self.max_connections:
-            idle = [other for other in held if isinstance(other, BoundedProtocol) and other._is_awaited()]
-            min(idle, key=lambda other: other._due_s()).transport.abort()  # at worst this very one
+        self._limit = limit_of(
+            self.server_state, lambda: most_connections(self.max_connections), wait_s=self.arrive_s
+        )
+        self._limit.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._limit.closed(self)
         super().connection_lost(exc)
-        if self._arrival is not None:
-            self._arrival.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._has_request():
+            self._limit.works(self)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._await_request()
+        super().on_response_complete()  # which begins the next one, if that has come already
+        (self._limit.works if self._has_request() else self._limit.waits)(self)
 
-    def _await_request(self) -> None:
-        if self._arrival is not None:
-            self._arrival.cancel()
-        self._arrival = self.loop.call_later(self.arrive_s, self._give_up)
-
-    def _is_awaited(self) -> bool:
-        """Whether no request, or only a part of one, is there."""
-        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
-
-    def _due_s(self) -> float:
-        return float("inf") if self._arrival is None else self._arrival.when()
-
-    def _give_up(self) -> None:
-        if self._is_awaited():
-            self.transport.abort()
+    def _has_request(self) -> bool:
+        """Whether a whole request is there that has not been answered."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from daemon.devices import Device
@@ -32,7 +34,7 @@ from placement.types import (
 )
 from traces.simulator.pipelined import keeps_stages_full
 
-__all__ = ["check_one_kind", "devices_of", "hardware_of", "serving_on"]
+__all__ = ["check_one_kind", "devices_of", "hardware_of", "serving_on", "without"]
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,26 @@ def hardware_of(
     )
     label = f"{len(gpus)} x {gpu.name} ({node.node_id})"
     return Hardware(label=label, gpu=gpu, snapshot=ClusterSnapshot(gpus, serving))
+
+
+def without(node: NodeStatus, gone: Sequence[WorkerSpec] = (), full: Collection[str] = ()) -> NodeStatus:
+    """``node`` as if the workers of ``gone`` had ended and the devices in ``full`` had nothing free."""
+    ids = {spec.worker_id for spec in gone}
+    freed = Counter[str]()
+    for worker in node.workers:
+        if worker.spec.worker_id in ids and worker.state not in (WorkerState.STOPPED, WorkerState.FAILED):
+            freed.update(worker.spec.promised_bytes())
+    devices = tuple(
+        replace(
+            device,
+            free_bytes=0
+            if device.device_id in full
+            else min(device.total_bytes, device.free_bytes + freed[device.device_id]),
+        )
+        for device in node.devices
+    )
+    workers = tuple(worker for worker in node.workers if worker.spec.worker_id not in ids)
+    return replace(node, devices=devices, workers=workers)
 
 
 def check_one_kind(node: NodeStatus | NodeDocument) -> None:
@@ -152,15 +174,15 @@ def _state(
     node: NodeStatus,
 ) -> DeploymentState:
     """Requests go to whoever has the fewest: each replica has as many as the others."""
-    specs, number = [worker.spec for worker in workers], len(workers)
+    plan = _recorded_plan(row)
+    specs, number = [_as_planned(worker.spec, plan) for worker in workers], len(workers)
     most = sum(_most_batches(spec) for spec in specs)
     last_start_s = max(datetime.fromisoformat(worker.started_at).timestamp() for worker in workers)
     here_s = node.observed_at - last_start_s
-    plan = _recorded_plan(row)
     service_s, stays = _planned_service_s(plan, specs[0]), _planned_stays(plan, specs[0])
     if requests_per_s > 0:
         seen = sum(_most_busy(spec, node) for spec in specs) if here_s >= _WINDOW_S else 0.0
-        queues = told.waiting + told.outstanding > sum(spec.limits.max_batch for spec in specs)
+        queues = told.waiting + told.outstanding > sum(worker.spec.limits.max_batch for worker in workers)
         if stays is not None and not queues and 0 < seen < _SATURATED * most:
             stays = _as_busy(stays, specs[0], requests_per_s / number, seen / number, node.node_id)
         if not 0 < seen < _SATURATED * most:  # busy ones that queue may be asked for any more than they can do
@@ -174,14 +196,14 @@ def _state(
         wanted=len(recorded_workers(row)),
         replicas=tuple(
             ReplicaState(
-                replica_id=worker.spec.worker_id,
-                placement=_placement(worker.spec, node.node_id),
+                replica_id=spec.worker_id,
+                placement=_placement(spec, node.node_id),
                 ready=worker.state is WorkerState.READY,
                 outstanding=told.outstanding // number + (place < told.outstanding % number),
-                max_batch=worker.spec.limits.max_batch,
-                batches=_batches(worker.spec),
+                max_batch=spec.limits.max_batch,
+                batches=_batches(spec),
             )
-            for place, worker in enumerate(workers)
+            for place, (spec, worker) in enumerate(zip(specs, workers, strict=True))
         ),
         moving=False,
         waiting=told.waiting,
@@ -191,6 +213,12 @@ def _state(
         steady_s=max(0.0, here_s),
         stays=stays,
     )
+
+
+def _as_planned(spec: WorkerSpec, plan: PlanDocument | None) -> WorkerSpec:
+    """``spec`` with as many requests at once as the plan's times are of, where it serves more."""
+    planned = spec.limits.max_batch if plan is None else plan.workload.batch
+    return replace(spec, limits=replace(spec.limits, max_batch=min(spec.limits.max_batch, planned)))
 
 
 def _batches(spec: WorkerSpec) -> int:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from daemon.own_log import move_if_large
+from daemon.home import make_private
+from daemon.own_log import move_if_large, why_silent
 from daemon.process import ProcessRecord, is_alive, kill_group, read_record, spawn_detached
 from daemon.procfs import ProcessStat, pids_with, sees, start_time_ticks, started_as
 from fingerprint.errors import UnavailableError
@@ -85,13 +86,15 @@ class Companion:
         self._next_start_s = now_s + min(_MAX_RESPAWN_S, _RESPAWN_S * 2.0**self._failures)
         try:
             return self._start()
-        except UnavailableError as error:
-            self._failures, self._why = self._failures + 1, str(error)
-            raise
+        except (UnavailableError, OSError) as error:  # the second: /proc cannot be read
+            said = isinstance(error, UnavailableError)
+            self._failures += 1
+            self._why = str(error) if said else f"the {self.name} cannot be looked for: {error}"
+            raise UnavailableError(self._why) from error
 
     def _start(self) -> ProcessRecord:
         try:
-            self._settings.log_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(self._settings.log_folder)
             move_if_large(self.log_path)
         except OSError as error:
             raise UnavailableError(f"cannot write {self.log_path}: {error.strerror}; mend the folder") from error
@@ -112,9 +115,8 @@ class Companion:
             time.sleep(0.05)
         else:
             kill_group(pid, grace_s=2.0)
-        raise UnavailableError(
-            f"the {self.name} did not come up: {last_line(self.log_path)} (log: {self.log_path})"
-        )
+        said = why_silent(self.log_path) or last_line(self.log_path)
+        raise UnavailableError(f"the {self.name} did not come up: {said} (log: {self.log_path})")
 
     def stop(self, *, grace_s: float = 10.0) -> bool:
         """End it, one that has no record yet as well; whether there was any.

@@ -23,13 +23,13 @@ from fingerprint.errors import (
     NotMeasuredError,
     UnsupportedModelError,
 )
-from fingerprint.estimators.l2 import MeasuredKey
+from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile, TimingPoint
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
-from fingerprint.profile_plan import ProfilePlan, Shards, default_plan
+from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
 from fingerprint.sharded_profile import profile_with_shards
 from iserve.controller.estimating import contradictions
 from iserve.controller.profile_room import STEP_TOKENS, Room, fitting, quietest
@@ -56,8 +56,8 @@ class Order:
         wish: measure what may serve it best; None: everything that may serve some wish of that quality.
         known: holds on the node, with measurements left out that the wish needs: these are added to it.
         shards: which degrees may be taken as one tensor-parallel rank alone.
-        max_seconds: launches included, but for an engine that carries our step timer: there the GPU's time after
-            engine starts.
+        max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
+            and where it carries our step timer of all GPUs together.
     """
 
     source: ModelSource
@@ -81,12 +81,16 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
             f"shards={order.shards} profiles one tensor-parallel rank alone, which takes an engine with our step "
             f"timer, and {order.table.engine} has none; take --engine vllm, or leave --shards out"
         )
-    if order.table.step_timed:
+    if order.table.own_environment:
         _refuse_more_than_a_step(order)
+    if order.table.step_timed:
         _refuse_without_pattern(order.source)
     if order.known is not None and order.wish is not None:
         return _added(order.known, order.wish, order, target, fingerprints)
-    return (_take_depth_tied if order.table.step_timed else _take_plain)(order, target, fingerprints)
+    if order.table.step_timed:
+        return _take_depth_tied(order, target, fingerprints)
+    how = _take_by_wall_clock if order.table.own_environment else _take_plain
+    return how(order, target, fingerprints)
 
 
 def _refuse_more_than_a_step(order: Order) -> None:
@@ -133,6 +137,36 @@ def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerp
     return replace(measured, budget_s=order.max_seconds, spent_s=measured.spent_s + launch_s)
 
 
+def _take_by_wall_clock(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
+    """Measure fingerprints on an engine that starts anew with each load and does not carry our step timer.
+
+    The engine is started as large as a deployment of the workload would be, since its memory follows from that.
+
+    Raises:
+        NotMeasuredError: as :func:`consistent`.
+    """
+    source, device = order.source, target.machine().device
+    weights, degrees = _formats_and_degrees(source.spec, order, device)
+    plan = default_plan(source.spec, order.workload, weights=weights, degrees=degrees, budget_s=order.max_seconds)
+    plan = replace(plan, sizes=_engine_sizes(source.spec, order.workload, plan))
+    measure = partial(profile, source.name, source.spec, target, fingerprints, progress=order.progress)
+    return replace(consistent(measure(plan), plan, measure), budget_s=order.max_seconds)
+
+
+def _engine_sizes(spec: ModelSpec, workload: Workload, plan: ProfilePlan) -> EngineSizes:
+    """Return sizes that hold ``workload`` and every point of ``plan``; the sequences together hold a step."""
+    bursts = [(b, n + plan.outputs_of(b, n)[1]) for b in plan.batches for n in plan.input_tokens]
+    max_batch = max(workload.batch, *plan.batches)
+    longest = max(workload.context_tokens, -(-STEP_TOKENS // max_batch), *(tokens for _, tokens in bursts))
+    context = min(spec.max_context_tokens, longest)
+    return EngineSizes(
+        max_batch=max_batch,
+        max_context_tokens=context,
+        max_batched_tokens=min(STEP_TOKENS, max_batch * context),
+        kv_tokens=max(b * tokens for b, tokens in bursts),
+    )
+
+
 def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfilePlan], Profile]) -> Profile:
     """``measured``; what contradicts itself in it (two layers faster than one) is measured once more, in as much
     time as it had, and left out where it does so again. Nothing is extrapolated from it.
@@ -148,6 +182,7 @@ def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfileP
     share = len(degrees) * len(weights) / (len(plan.degrees) * len(plan.weights))
     notes = [f"{_named(key)}: {why}; measured again" for key, why in wrong.items()]
     timing = [point for point in measured.timing if _key_of(point) not in wrong]
+    unreached = [gap for gap in measured.unreached if key_of(gap.config) not in wrong]
     spent_s, second = measured.spent_s, None
     try:
         second = measure(replace(plan, degrees=degrees, weights=weights, budget_s=share * plan.budget_s))
@@ -157,6 +192,7 @@ def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfileP
         spent_s += second.spent_s
         timing += [point for point in second.timing if _key_of(point) in wrong]
         notes += [f"{_named(key)} left out: no time for it" for key in wrong if key not in map(_key_of, timing)]
+        unreached += [gap for gap in second.unreached if key_of(gap.config) in wrong]
     still = contradictions(replace(measured, timing=tuple(timing)))
     notes += [f"{_named(key)} is unusable, measured twice: {why}" for key, why in still.items()]
     timing = [point for point in timing if _key_of(point) not in still]
@@ -170,6 +206,7 @@ def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfileP
         spent_s=spent_s,
         complete=measured.complete and second is not None and second.complete and not still,
         notes=(*measured.notes, *notes),
+        unreached=tuple(unreached),
     )
 
 
@@ -227,6 +264,7 @@ def _added(
             timing=(*known.timing, *part.timing),
             notes=(*known.notes, f"{config} was added on {part.created_at}", *part.notes),
             skipped=rest,
+            unreached=(*(gap for gap in known.unreached if gap.config != config), *part.unreached),
         )
     return known
 
@@ -249,7 +287,10 @@ def _depth_tied_plan(
         degrees=degrees,
         budget_s=budget_s,
     )
-    return replace(plan, max_batched_tokens=STEP_TOKENS)
+    # So long that the sequences together hold a step: an engine's largest step is no larger than that.
+    longest = min(order.source.spec.max_context_tokens, -(-STEP_TOKENS // plan.max_batch))
+    context = max(plan.max_context_tokens, longest)
+    return replace(plan, max_batched_tokens=min(STEP_TOKENS, plan.max_batch * context), max_context_tokens=context)
 
 
 def _measured(

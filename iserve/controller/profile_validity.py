@@ -8,11 +8,20 @@ from collections.abc import Sequence
 from daemon.engines.base import Engine
 from daemon.status import NodeStatus
 from fingerprint.codec import to_json
+from fingerprint.config import SLOT_ENGINES
 from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from iserve.api_types import NodeDocument
 
-__all__ = ["covers", "described", "differences", "key_without_driver", "machine_key", "why_unused"]
+__all__ = [
+    "covers",
+    "described",
+    "differences",
+    "key_without_driver",
+    "machine_key",
+    "release_to_start",
+    "why_unused",
+]
 
 Versions = Sequence[tuple[str, str]]
 
@@ -43,6 +52,16 @@ def _hashed(identity: tuple[object, ...]) -> str:
     return hashlib.sha256(to_json(identity)).hexdigest()[:16]
 
 
+def release_to_start(engine: Engine) -> str | None:
+    """Return the installed version that workers of ``engine`` are to be started with.
+
+    None where there is one at most: the embedded engine's, or nothing is installed.
+    """
+    if not engine.capabilities().own_environment:
+        return None
+    return dict(engine.versions()).get("engine", "").rpartition(" ")[2] or None
+
+
 def described(versions: Versions) -> str:
     """As one reads them: ``vllm 0.24.0, torch 2.11.0``."""
     named = (version if name == "engine" else f"{name} {version}" for name, version in versions)
@@ -50,13 +69,23 @@ def described(versions: Versions) -> str:
 
 
 def covers(profile: Profile, batch: int) -> bool:
-    """Whether the engine that was measured was started for ``batch`` sequences at least.
+    """Return whether the engine that was measured was started for ``batch`` sequences at least.
 
-    One that is started for more takes more memory than was counted. An engine whose memory follows from the steps
-    that were run records no such number, and is extrapolated.
+    An engine that is started for more sequences takes more memory than was counted. The memory of an engine with a
+    slot for each sequence is extrapolated from the steps that were run.
     """
-    started_for = max((point.max_batch for point in profile.memory), default=0)
+    started_for = _started_for(profile)
     return started_for == 0 or batch <= started_for
+
+
+def _started_for(profile: Profile) -> int:
+    """Return the sequences that the measured engine was started for; 0: the profile holds for any number.
+
+    Earlier profiles by the wall clock recorded only how many shared the KV cache, which is the same number.
+    """
+    if profile.engine in SLOT_ENGINES:
+        return 0
+    return max((point.max_batch or point.kv_sequences for point in profile.memory), default=0)
 
 
 def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: int) -> str:
@@ -68,8 +97,7 @@ def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: in
     """
     found = differences(profile, node, versions)
     if not found and not covers(profile, batch):
-        started_for = max(point.max_batch for point in profile.memory)
-        found = [f"an engine started for {started_for} requests at once, {batch} are asked for"]
+        found = [f"an engine started for {_started_for(profile)} requests at once, {batch} are asked for"]
     how = ", ".join(found) or "other devices"
     return f"a profile on {profile.engine} of {profile.created_at} is not used: it was taken with {how}"
 

@@ -6,6 +6,7 @@ One profile at a time per controller: two would measure each other.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import threading
 import time
@@ -38,7 +39,14 @@ from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.controller.node import check_one_kind
 from iserve.controller.profile_room import STEP_TOKENS, quietest, share_of_free_bytes
 from iserve.controller.profile_taking import Fingerprints, Order, take
-from iserve.controller.profile_validity import covers, described, key_without_driver, machine_key, why_unused
+from iserve.controller.profile_validity import (
+    covers,
+    described,
+    key_without_driver,
+    machine_key,
+    release_to_start,
+    why_unused,
+)
 from iserve.controller.profile_worth import lacking
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
@@ -59,6 +67,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _LOG_LINES = 2000  # of a profiling worker's log, to look for its engine's last words in
 _ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
@@ -89,21 +99,32 @@ def ask_daemon(
 def launched(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus:
     """The worker of ``spec``: the one that is there, a stopped one not counted, or one that is launched now.
 
+    A worker with the same id and another spec is ended: a state that was put back gives out ids again.
+
     Raises:
         IserveError: as ``DaemonClient.launch``.
     """
-    with contextlib.suppress(NotFoundError):
-        status = daemon.worker(spec.worker_id)
-        if status.state is not WorkerState.STOPPED:
-            return status
+    if (there := _the_one_there(daemon, spec)) is not None:
+        return there
     try:
         return daemon.launch(replace(spec, port=0))  # any free port: the one it had may be another's by now
     except ConflictError:  # what a controller asked a moment before it was killed was done in between
-        with contextlib.suppress(NotFoundError):
-            status = daemon.worker(spec.worker_id)
-            if status.state is not WorkerState.STOPPED:
-                return status
+        if (there := _the_one_there(daemon, spec)) is not None:
+            return there
         raise
+
+
+def _the_one_there(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus | None:
+    """Return the worker of ``spec``, unless it was stopped; end one that only has the same id."""
+    with contextlib.suppress(NotFoundError):
+        status = daemon.worker(spec.worker_id)
+        if status.state is WorkerState.STOPPED:
+            return None
+        if status.is_of(spec):
+            return status
+        log.warning("worker %s is not the one that is recorded, and is ended", spec.worker_id)
+        daemon.stop(spec.worker_id)
+    return None
 
 
 def wait_until_ready(
@@ -141,7 +162,7 @@ class _DaemonWorker:
 
     def __init__(self, daemon: Callable[[], DaemonClient], status: WorkerStatus) -> None:
         self._daemon, self._worker_id = daemon, status.spec.worker_id
-        self.url = status.url
+        self.url, self.token = status.url, status.token
 
     def failure(self) -> str | None:
         status = ask_daemon(self._daemon, lambda there: there.worker(self._worker_id))
@@ -205,7 +226,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def owning(self, worker_id: str) -> Iterator[None]:
-        """Inside (and inside ``paused``), this worker is nobody's orphan."""
+        """Inside (and inside ``paused``), this worker is no orphan, and is not ended where it drains."""
         self._workers = frozenset({worker_id})
         try:
             yield
@@ -316,7 +337,7 @@ class Profiler:
     def _measured(self, order: Order, engine: Engine, daemon: Callable[[], DaemonClient]) -> Profile:
         """As :meth:`take`; fingerprints and workers are gone afterwards."""
         folder = self._folder / uuid.uuid4().hex
-        fingerprints = Fingerprints(order.source, folder, weights=not order.table.step_timed)
+        fingerprints = Fingerprints(order.source, folder, weights=not order.table.own_environment)
         try:
             fingerprints(1)  # a checkpoint that cannot be cut costs no launch
             with self._target(order.source, engine, daemon, order.node) as target:
@@ -360,17 +381,17 @@ class Profiler:
 
         def launch(spec: WorkerSpec) -> WorkerHandle:
             self._workers |= {spec.worker_id}
-            status = ask_daemon(daemon, lambda there: launched(there, within_what_is_free(spec, there.node())))
-            return _DaemonWorker(daemon, status)
+            fitted = within_what_is_free(spec, ask_daemon(daemon, DaemonClient.node))
+            return _DaemonWorker(daemon, ask_daemon(daemon, lambda there: launched(there, fitted)))
 
         def explain(spec: WorkerSpec, error: IserveError) -> IserveError:
-            if not engine.capabilities().step_timed or not isinstance(error, EngineError):
+            if not engine.capabilities().own_environment or not isinstance(error, EngineError):
                 return error
             try:
-                log = ask_daemon(daemon, lambda there: there.log(spec.worker_id, _LOG_LINES))
+                text = ask_daemon(daemon, lambda there: there.log(spec.worker_id, _LOG_LINES))
             except IserveError:
                 return error
-            return last_words(engine, spec, error, log)
+            return last_words(engine, spec, error, text)
 
         return WorkerProfileTarget(
             launch,
@@ -385,6 +406,7 @@ class Profiler:
                 memory_bytes_per_device=0,  # set at each launch
             ),
             engine=engine.name,
+            engine_version=release_to_start(engine),
             start_timeout_s=self._start_timeout_s,
         )
 

@@ -10,28 +10,41 @@ import logging
 import threading
 import time
 
+from daemon.atomic_file import write_file_atomically
 from daemon.engines.base import WorkerSpec
-from daemon.process import write_file_atomically
+from daemon.home import make_private
 from daemon.settings import DaemonSettings
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 from iserve.controller.autoscaling import Autoscaler
+from iserve.controller.draining import Drainer
 from iserve.controller.patience import Patience
 from iserve.controller.punctuality import punctuality_of
-from iserve.controller.records import recorded_workers
+from iserve.controller.records import (
+    DRAINING,
+    REPLACING,
+    RESTORING,
+    draining_workers,
+    recorded_workers,
+    update_workers,
+)
+from iserve.controller.seen import seen_of
 from iserve.controller.service import Controller
 from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from iserve.state.store import DeploymentRow
 
-__all__ = ["Reconciler"]
+__all__ = ["ROUTES_FILE", "Reconciler"]
 
 log = logging.getLogger(__name__)
+
+ROUTES_FILE = "routes.json"
 
 _UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching", "waking"})
 _GIVEN_UP = frozenset({"refused", "failed"})
 _SERVED = frozenset({"launching", "ready", "waking"})  # a worker is there, or about to be
-_STARTED_ON_CALL = frozenset({"asleep", "waking"})  # its clients wait for as long as a start may take
+# Its clients wait for as long as a start may take.
+_STARTED_SOON = frozenset({"asleep", "waking", DRAINING, REPLACING, RESTORING})
 _SAY_AGAIN_S = 60.0
 _TRY_AGAIN_S = 10.0  # a replica that could not be started again, while others serve
 _LOST_AGAIN_S = 1.0  # one that could, and is lost once more
@@ -45,6 +58,7 @@ class Reconciler:
         self._controller = controller
         self._tick_s = tick_s
         self._autoscaler = Autoscaler(controller)
+        self._drainer = Drainer(controller)
         self._patience = Patience(controller.settings.start_timeout_s + DaemonSettings.unresponsive_s)
         self._published: tuple[object, ...] | None = None
         self._version = 0
@@ -98,12 +112,17 @@ class Reconciler:
             self._settle(row, node)
         self._autoscaler.look(rows, node, self._version)
         if node is not None:
+            self._drainer.look(rows, node, self._version)
             self._end_orphans(rows, node)
 
     def _settle(self, row: DeploymentRow, node: NodeStatus | None) -> None:
         if row.desired == "removed" or row.phase in _UNFINISHED:
             self._controller.work_on(row)
-        elif row.phase == "ready" and node is not None and self._is_lost(row, node):
+            return
+        is_at_work = row.phase != DRAINING and (row.phase != "ready" or _is_any_there(row, node))
+        if row.update_request is not None and is_at_work:
+            self._controller.work_on_update(row)
+        if row.phase == "ready" and node is not None and self._is_lost(row, node):
             now_s = time.monotonic()
             pause_s = _LOST_AGAIN_S if row.error is None else _TRY_AGAIN_S
             if now_s - self._tried_s.get(row.id, -pause_s) >= pause_s:
@@ -113,9 +132,10 @@ class Reconciler:
     def _is_lost(self, row: DeploymentRow, node: NodeStatus) -> bool:
         """Whether the daemon does not know a worker of a deployment that was ready, or it was stopped there. One
         that rests is not missed while another is there."""
-        there = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
-        workers = {worker.worker_id for worker in recorded_workers(row)}
-        lost = workers - there
+        there = {w.spec.worker_id: w for w in node.workers if w.state is not WorkerState.STOPPED}
+        recorded = recorded_workers(row)
+        workers = {spec.worker_id for spec in recorded}
+        lost = workers - {spec.worker_id for spec in recorded if seen_of(spec, there) is not None}
         return lost == workers or not all(self._patience.rests(one) for one in lost)
 
     def _end_overdue(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
@@ -128,14 +148,15 @@ class Reconciler:
                 f"{worker_id} did not serve for {limit_s:.0f} s and is ended; it is started again in "
                 f"{limit_s:.0f} s, or as soon as no other replica is there. Why: iserve logs {row.name}"
             )
-            self._controller.store.update_deployment(row.id, phase="ready", error=error)
-            self._controller.store.add_event(row.id, "ready", error)
+            if self._controller.store.update_deployment(row.id, phase="ready", error=error, as_read=row):
+                self._controller.store.add_event(row.id, "ready", error)
             self._controller.end_worker(worker_id, "it does not come to serve")
 
     def _end_orphans(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
         """Stop workers that no deployment owns: those of a profile whose controller was killed, say, or one that
         did not come to serve in time and would hold its memory for nobody."""
         owned = {w.worker_id for row in rows if row.phase not in _GIVEN_UP for w in recorded_workers(row)}
+        owned |= {w.worker_id for row in rows for w in (*update_workers(row), *draining_workers(row))}
         present = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
         now = time.monotonic()
         orphans = present - owned - self._controller.profiler.workers
@@ -175,9 +196,9 @@ class Reconciler:
             keys=keys,
             limits=GatewayLimits(),
         )
-        path = settings.run_folder / "routes.json"
+        path = settings.run_folder / ROUTES_FILE
         try:
-            settings.run_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(settings.run_folder)
             write_file_atomically(path, to_json(table))
         except OSError as error:
             raise UnavailableError(
@@ -187,11 +208,11 @@ class Reconciler:
 
     def _route(self, row: DeploymentRow, node: NodeStatus | None) -> Route | None:
         specs = recorded_workers(row)
-        if not specs or row.phase not in _SERVED | _STARTED_ON_CALL:
+        if not specs or row.phase not in _SERVED | _STARTED_SOON:
             return None
         there = {} if node is None else {w.spec.worker_id: w for w in node.workers}
         refusal = self._autoscaler.refusal(row)
-        patience_s = self._controller.settings.start_timeout_s if row.phase in _STARTED_ON_CALL else None
+        patience_s = self._controller.settings.start_timeout_s if row.phase in _STARTED_SOON else None
         first, punctuality = specs[0], punctuality_of(row)
         # As many again wait at the worker as run there, so that a slot that frees is filled at once; but where who
         # would be late is refused: all of those wait in the gateway, which then knows when each began.
@@ -201,7 +222,7 @@ class Reconciler:
             model=first.served_model,
             created=int(row.created_at),
             max_context_tokens=first.limits.max_context_tokens,
-            workers=tuple(_target(spec, there.get(spec.worker_id), row.phase, a_slot) for spec in specs),
+            workers=tuple(_target(spec, seen_of(spec, there), row.phase, a_slot) for spec in specs),
             ready_wait_s=patience_s,
             refusal=None if refusal is None else refusal.reason,
             retry_after_s=1 if refusal is None else refusal.retry_after_s,
@@ -209,10 +230,19 @@ class Reconciler:
         )
 
 
+def _is_any_there(row: DeploymentRow, node: NodeStatus | None) -> bool:
+    """Return whether the daemon knows a worker of the deployment. After `iserve down` it knows none until the
+    deployer has started them again, which must not work on the deployment at the same time as an update."""
+    workers = () if node is None else node.workers
+    there = {w.spec.worker_id: w for w in workers if w.state is not WorkerState.STOPPED}
+    return any(seen_of(spec, there) is not None for spec in recorded_workers(row))
+
+
 def _target(spec: WorkerSpec, seen: WorkerStatus | None, phase: str, a_slot: int) -> WorkerTarget:
     return WorkerTarget(
         worker_id=spec.worker_id,
         url=f"http://{spec.host}:{spec.port}" if seen is None else seen.url,
+        token=None if seen is None else seen.token,
         ready=seen is not None and seen.state is WorkerState.READY and phase in _SERVED,
         max_outstanding=a_slot * spec.limits.max_batch,
     )

@@ -4,6 +4,7 @@ that is one deployment's trouble, never that of the others."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from pydantic import ValidationError
 
@@ -13,7 +14,21 @@ from fingerprint.errors import BadInputError, ConfigError
 from iserve.api_types import DeployBody
 from iserve.state.store import DeploymentRow
 
-__all__ = ["recorded_wish", "recorded_workers"]
+__all__ = [
+    "DRAINING",
+    "REPLACING",
+    "RESTORING",
+    "draining_workers",
+    "recorded_update",
+    "recorded_wish",
+    "recorded_workers",
+    "update_workers",
+]
+
+# Phases of an update that ends the former workers first.
+DRAINING = "draining"  # the gateway sends nothing to the former workers, which finish what they have
+REPLACING = "replacing"  # they end, and the new ones start
+RESTORING = "restoring"  # the new ones did not come up: they end, and the former ones start again
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +48,36 @@ def recorded_wish(row: DeploymentRow) -> DeployBody:
         ) from error
 
 
+def recorded_update(row: DeploymentRow) -> DeployBody:
+    """What it is being updated to.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return recorded_wish(replace(row, request=row.update_request or ""))
+
+
 def recorded_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
     """The workers that were chosen, one for each replica; none before that, and where they cannot be read: then
     they are chosen anew."""
-    if row.workers is None:
+    return _workers_of(row, row.workers)
+
+
+def update_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
+    """The workers that an update under way has chosen, likewise."""
+    return _workers_of(row, row.update_workers)
+
+
+def draining_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
+    """The workers of before the last update that still finish requests."""
+    return _workers_of(row, row.draining)
+
+
+def _workers_of(row: DeploymentRow, recorded: str | None) -> tuple[WorkerSpec, ...]:
+    if recorded is None:
         return ()
     try:
-        return from_json(row.workers, tuple[WorkerSpec, ...], what=f"the recorded workers of {row.name}")
+        return from_json(recorded, tuple[WorkerSpec, ...], what=f"the recorded workers of {row.name}")
     except BadInputError as error:
         log.warning("%s", error)
         return ()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from daemon.engines.base import WorkerSpec
-from daemon.status import NodeStatus, WorkerState
+from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from iserve.api_types import ReplicaDocument
 from iserve.state.store import DeploymentRow
 
-__all__ = ["replicas_seen", "status_of"]
+__all__ = ["replicas_seen", "seen_of", "status_of"]
 
 _LOST = "lost"
+
+
+def seen_of(spec: WorkerSpec, there: Mapping[str, WorkerStatus]) -> WorkerStatus | None:
+    """Return the worker of ``spec`` among those ``there``, by id; None also where that id is another worker's."""
+    found = there.get(spec.worker_id)
+    return found if found is not None and found.is_of(spec) else None
 
 
 def replicas_seen(workers: Sequence[WorkerSpec], node: NodeStatus | None) -> tuple[ReplicaDocument, ...]:
@@ -19,7 +25,7 @@ def replicas_seen(workers: Sequence[WorkerSpec], node: NodeStatus | None) -> tup
     there = {} if node is None else {w.spec.worker_id: w for w in node.workers}
     documents = []
     for spec in workers:
-        seen = there.get(spec.worker_id)
+        seen = seen_of(spec, there)
         unseen = "unreachable" if node is None else _LOST
         documents.append(
             ReplicaDocument(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
-from daemon.engines.registry import ENGINES
+from daemon.engines.registry import ENGINES, get_engine
 from daemon.json_http import JsonHttp
 from daemon.status import NodeStatus, WorkerState
 from fingerprint.checkpoint import Checkpoint
@@ -20,10 +21,12 @@ from fingerprint.codec import from_json
 from fingerprint.config import Workload
 from fingerprint.errors import (
     ConflictError,
+    InfeasibleError,
     IserveError,
     NotFoundError,
     NotMeasuredError,
     UnavailableError,
+    UnsupportedModelError,
 )
 from fingerprint.gpus import parse_gpus
 from fingerprint.measurements import Profile
@@ -31,8 +34,10 @@ from fingerprint.profile import ProfileProgress
 from iserve.api_types import (
     DeployBody,
     DeploymentDocument,
+    EngineDocument,
     KeyDocument,
     LaunchBody,
+    LogDocument,
     ModelDocument,
     NewKeyDocument,
     NodeDocument,
@@ -40,8 +45,10 @@ from iserve.api_types import (
     ProfileBody,
     ProfileJobDocument,
     ProgressDocument,
+    UpdateBody,
     check_name,
 )
+from iserve.controller import worker_log
 from iserve.controller.check_targets import Targets
 from iserve.controller.deployer import Deployer, deployable_engine, engine_for
 from iserve.controller.ending import end_workers
@@ -49,17 +56,20 @@ from iserve.controller.jobs import Jobs
 from iserve.controller.node import serving_on
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
 from iserve.controller.profiling import Profiler, ask_daemon
-from iserve.controller.records import recorded_wish, recorded_workers
-from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before
+from iserve.controller.records import draining_workers, recorded_wish, recorded_workers, update_workers
+from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before, deployed_before
 from iserve.controller.seen import replicas_seen, status_of
+from iserve.controller.updating import Updater
 from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
+from iserve.engine_inventory import engine_documents
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
 from iserve.planning.launching import LaunchDocument, PlannedDeployment
 from iserve.planning.making import PlanOptions
+from iserve.planning.words import ELSEWHERE
 from iserve.routes import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
@@ -88,6 +98,7 @@ class Controller:
         self._deployer = Deployer(
             settings, store, self.profiler, self.daemon, self.resolve, self._on_progress, self._serving_on
         )
+        self._updater = Updater(settings, store, self.profiler, self._deployer)
         targets = Targets(settings, store, self.profiler, self._deployer, self.daemon, self.resolve)
         self.verifier = Verifier(store, self.profiler, targets, self.daemon, self.resolve)
         # As many threads as can have something to do, so that a removal never waits behind those who wait.
@@ -96,6 +107,7 @@ class Controller:
         self._lock = threading.Lock()
         self._progress: dict[str, ProfileProgress] = {}
         self._active: set[int] = set()  # deployments with a job under way
+        self._updating: set[int] = set()  # likewise with an update
         self._ending: set[str] = set()  # orphaned workers that are being stopped
 
     # the running world
@@ -148,6 +160,10 @@ class Controller:
                 driver=node.driver,
             ),
         )
+
+    def engines(self) -> tuple[EngineDocument, ...]:
+        """Return the engines of this machine, installed or not."""
+        return engine_documents(self.settings.home)
 
     # models
 
@@ -202,12 +218,22 @@ class Controller:
             gpu, count = parse_gpus(body.gpus)
             model = body.model or DEMO_MODEL_NAME
             return launch_for_gpus(
-                model, gpu, count, options, body.engine, name=body.name, registered=self.registered()
+                model,
+                gpu,
+                count,
+                options,
+                body.engine,
+                name=body.name,
+                registered=self.registered(),
+                engine_options=body.engine_options,
             )
-        deployable_engine(body.engine)
+        with _or_elsewhere():
+            deployable_engine(body.engine)
         planned, source, profile = self._planned(body, options)
         Checkpoint.open(source.directory)
-        return planned.launch(check_name(body.name or source.name), source, options.workload, profile)
+        get_engine(profile.engine).check_options(body.engine_options)
+        name = check_name(body.name or source.name)
+        return planned.launch(name, source, options.workload, profile, body.engine_options)
 
     def _planned(self, body: PlanBody, options: PlanOptions) -> tuple[PlannedDeployment, ModelSource, Profile]:
         """A plan for what is free here now, the model and the profile that it rests on.
@@ -217,13 +243,14 @@ class Controller:
         """
         source = self.resolve(body.model, need_weights=False)
         node, batch = self.daemon().node(), options.workload.batch
-        engine, notes = engine_for(body.engine, source.spec, node, options.intent.quality)
+        with _or_elsewhere():
+            engine, notes = engine_for(body.engine, source.spec, node, options.intent.quality)
         profile = self.profiler.stored(source, engine, node, batch=batch)
         if profile is None:
             notes += self.profiler.unused(source, engine, node, batch=batch)
             others = [e.name for e in ENGINES.values() if self.profiler.stored(source, e, node, batch=batch)]
             notes += tuple(f"there is one on {other}: --engine {other}" for other in others)
-            asked = f"{source.name} --engine {engine.name}" + (f" --batch {batch}" if batch > 1 else "")
+            asked = f"{source.argument} --engine {engine.name}" + (f" --batch {batch}" if batch > 1 else "")
             raise NotMeasuredError(
                 f"{source.name} has no profile on {engine.name} that holds on this machine; run `iserve profile "
                 f"{asked}` first, or plan for datasheet GPUs with --gpus NAME:COUNT"
@@ -276,22 +303,21 @@ class Controller:
 
     # deployments
 
-    def deploy(self, body: DeployBody, key: str | None = None) -> DeploymentDocument:
+    def deploy(self, body: DeployBody, key: str | None = None, *, attach: bool = False) -> DeploymentDocument:
         """Accept an intent: checked, recorded, then carried out in the background.
 
         Args:
             key: by which the same request is known when it comes again; it is then answered as the first time.
+            attach: answer with the deployment that the same request made before, as it is now.
         """
         if key is not None and (answer := answered_before(self.store, key, body)) is not None:
             return answer
-        self._deployer.options(body)
-        deployable_engine(body.engine)
-        source = self.resolve(body.model, need_weights=False)
-        if source.has_weights or self._is_here(body.model):
-            Checkpoint.open(source.directory)  # what a hub id lacks is fetched in the background, and checked then
+        source = self._checked(body)
+        name = check_name(body.name or source.name)
+        if attach and (row := deployed_before(self.store, name, body)) is not None:
+            return self._document(row, self.observe())
         if len(self.store.deployments()) >= _MAX_DEPLOYMENTS:
             raise ConflictError(f"there are {_MAX_DEPLOYMENTS} deployments already; remove one first")
-        name = check_name(body.name or source.name)
         answer = self._accepted(name, body)
         try:
             row = self.store.add_deployment(
@@ -306,9 +332,71 @@ class Controller:
             # The same request, twice at once: the other was first.
             if key is not None and (former := answered_before(self.store, key, body)) is not None:
                 return former
+            if attach and (row := deployed_before(self.store, name, body)) is not None:
+                return self._document(row, self.observe())
             raise
         self.work_on(row)
         return answer
+
+    def _checked(self, body: DeployBody) -> ModelSource:
+        """The model of a wish that can be accepted. Raises IserveError: it cannot."""
+        self._deployer.options(body)
+        engine = deployable_engine(body.engine, body.engine_version)  # for auto the model decides which it will be
+        if body.engine == "auto":
+            body.engine_options  # noqa: B018 - what no engine takes is refused now
+        else:
+            engine.check_options(body.engine_options)
+        source = self.resolve(body.model, need_weights=False)
+        if source.has_weights or self._is_here(body.model):
+            Checkpoint.open(source.directory)  # what a hub id lacks is fetched in the background, and checked then
+        return source
+
+    def update(self, name: str, body: UpdateBody) -> DeploymentDocument:
+        """Accept changes of a deployment that serves; they are carried out in the background, request by request.
+
+        Raises:
+            ConflictError: it does not serve now, or an update is under way.
+            BadInputError, InfeasibleError: nothing is given, or what is given cannot be.
+        """
+        row = self.store.deployment(name)
+        wish, changes = body.applied_to(recorded_wish(row))
+        self._checked(wish)
+        request = wish.model_dump_json().encode()
+        message, former = f"{name}: update of {', '.join(changes)} asked for", row.request
+        if not self.store.begin_update(row.id, request, message, former=former, stop_first=body.stop_first):
+            row = self.store.deployment(name)
+            if row.request != former:  # another update has ended meanwhile: this one changes what came of it
+                return self.update(name, body)
+            state = "being updated" if row.update_request is not None else row.phase
+            if row.desired == "removed":
+                state = "being removed"
+            raise ConflictError(f"the deployment {name!r} is {state}; update it when it is ready (`iserve ps`)")
+        row = self.store.deployment(name)
+        self.work_on_update(row)
+        return self._document(row, self.observe())
+
+    def work_on_update(self, row: DeploymentRow) -> None:
+        """Carry the update of ``row`` out in the background unless that is under way."""
+        with self._lock:
+            if row.id in self._updating:
+                return
+            self._updating.add(row.id)
+
+        def work() -> None:
+            try:
+                now = self.store.deployment_by_id(row.id)
+                if now is not None and now.update_request is not None and now.desired == "running":
+                    self._updater.run(now)
+            except IserveError as error:
+                log.warning("updating %s: %s", row.name, error)
+            except Exception:
+                log.exception("updating %s", row.name)
+            finally:
+                with self._lock:
+                    self._updating.discard(row.id)
+                self._on_progress(row.name, None)
+
+        self._pool.submit(work)
 
     def work_on(self, row: DeploymentRow) -> None:
         """Carry ``row`` out in the background unless that is under way."""
@@ -334,7 +422,11 @@ class Controller:
         self._pool.submit(work)
 
     def _remove(self, row: DeploymentRow) -> None:
-        if workers := recorded_workers(row):  # those that cannot be read are nobody's once the row is gone
+        if workers := (
+            *recorded_workers(row),
+            *update_workers(row),
+            *draining_workers(row),
+        ):  # those that cannot be read are nobody's once the row is gone
             end_workers(self.daemon(), workers)
         self.store.delete_deployment(row.id)
         self.store.add_event(None, "removed", f"{row.name}: removed")
@@ -363,9 +455,11 @@ class Controller:
 
         self._pool.submit(work)
 
-    def remove(self, name: str) -> DeploymentDocument:
-        """Ask for a deployment's end; its worker is stopped in the background."""
+    def remove(self, name: str, created_at: float | None = None) -> DeploymentDocument:
+        """Ask for a deployment's end, if it is the one made then; its worker is stopped in the background."""
         row = self.store.deployment(name)
+        if created_at is not None and row.created_at != created_at:
+            raise NotFoundError(f"the deployment {name!r} is not the one made at {created_at!r}")
         self.store.add_event(row.id, "removing", f"{name}: removal asked for")
         self.store.update_deployment(row.id, desired="removed")
         return self._document(replace(row, desired="removed"), self.observe())  # it may be gone already
@@ -384,14 +478,12 @@ class Controller:
         return from_json(row.plan, PlanDocument, what="the stored plan")
 
     def logs(self, name: str, lines: int, replica: int = 1) -> str:
-        """Of one replica, counted from 1."""
-        row = self.store.deployment(name)
-        workers = recorded_workers(row)
-        if not workers:
-            raise NotFoundError(f"the deployment {name!r} has no worker yet (it is {row.phase})")
-        if replica > len(workers):
-            raise NotFoundError(f"the deployment {name!r} has no replica {replica}, it has {len(workers)}")
-        return self.daemon().log(workers[replica - 1].worker_id, lines)
+        """Return the end of the log of one replica, counted from 1."""
+        return worker_log.end_of(self.daemon(), self.store.deployment(name), lines, replica)
+
+    def log_part(self, name: str, lines: int, replica: int, position: str | None) -> LogDocument:
+        """Return what one replica printed behind ``position``; without one, the end of its log."""
+        return worker_log.part_of(self.daemon, self.store.deployment(name), lines, replica, position)
 
     def events(self, *, after: int, name: str | None, limit: int) -> tuple[EventRow, ...]:
         deployment_id = None if name is None else self.store.deployment(name).id
@@ -455,6 +547,7 @@ class Controller:
             refuses_late=wish.refuse_late,
             num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
             replicas=replicas,
+            updating=row.update_request is not None,
         )
 
     # keys
@@ -474,6 +567,15 @@ class Controller:
         self.verifier.close()
         self._profile_jobs.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _or_elsewhere() -> Iterator[None]:
+    """Have a refusal for want of an engine here name the way to plan without this machine."""
+    try:
+        yield
+    except (InfeasibleError, UnsupportedModelError) as error:
+        raise type(error)(f"{error}; {ELSEWHERE}") from error
 
 
 def _progress_document(progress: ProfileProgress) -> ProgressDocument:

@@ -20,6 +20,7 @@ from iserve.controller.jobs import Jobs
 from iserve.controller.node import hardware_of
 from iserve.controller.profiling import Profiler, ask_daemon, machine_key
 from iserve.model_source import ModelSource
+from iserve.planning.serving_capacity import served_memory
 from iserve.state.store import Store
 from iserve.verify.documents import (
     StoredVerification,
@@ -130,11 +131,13 @@ class Verifier:
         Raises:
             ConflictError: its engine was replaced meanwhile; nothing is kept.
         """
-        worker = CheckedWorker(running.spec, running.engine, running.url, self._daemon, running.source.spec)
+        worker = CheckedWorker(
+            running.spec, running.engine, running.url, self._daemon, running.source.spec, running.token
+        )
         with worker.watched():
             times, alone, unknown = time_batches(
                 worker.burst,
-                running.room,
+                running.planned,
                 max_seconds=max_seconds,
                 clock=time.monotonic,
                 progress=lambda done, total, elapsed_s: tell("checking", done, total, elapsed_s),
@@ -146,7 +149,7 @@ class Verifier:
         verification = Verification(
             config=running.spec.config,
             workload=times.workload,
-            room=running.room,
+            room=running.planned,
             layers_per_stage=tuple(stage.num_layers for stage in running.spec.stages),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             ttft_s=times.ttft_s,
@@ -159,9 +162,12 @@ class Verifier:
         )
         estimator = self._profiler.estimator(running.profile, running.engine, node)
         predicted = estimator.estimate(running.spec.config, times.workload)
+        memory = served_memory(
+            running.source.spec, estimator, running.spec.config, running.planned, running.served
+        )
         document = verification_document(
             verification,
-            replace(predicted, memory=estimator.estimate(running.spec.config, running.room).memory),
+            replace(predicted, memory=memory),
             base=estimator.base,
             model=running.source.name,
             deployment=running.deployment,
@@ -171,6 +177,8 @@ class Verifier:
             memory_how=memory_how,
             notes=_notes(running, times, unknown),
         )
+        if running.served != running.planned:  # what it holds corrects no estimate of the planned workload
+            verification = replace(verification, memory_bytes_per_gpu=None)
         self._keep(running, node, verification)
         return document
 
@@ -207,9 +215,10 @@ def _notes(running: CheckTarget, times: Times, unknown: str | None) -> tuple[str
         notes.append(
             f"one request alone was not timed ({unknown}); the correction of the full batch is used for all"
         )
-    if times.workload != running.room:
+    planned = running.planned
+    if times.workload != planned:
         notes.append(
-            f"answers of {times.workload.output_tokens} tokens were run, not of {running.room.output_tokens}, to "
+            f"answers of {times.workload.output_tokens} tokens were run, not of {planned.output_tokens}, to "
             "stay within --max-seconds; times are predicted for the same"
         )
     if running.num_replicas > 1:

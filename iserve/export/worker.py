@@ -52,13 +52,20 @@ class ExportedWorker:
 
 
 def exported_worker(
-    launch: LaunchDocument, engine: Engine, *, elsewhere: bool, start_timeout_s: float, image: str | None = None
+    launch: LaunchDocument,
+    engine: Engine,
+    *,
+    elsewhere: bool,
+    start_timeout_s: float,
+    image: str | None = None,
+    bare: bool = False,
 ) -> ExportedWorker:
     """The worker of ``launch`` in a container.
 
     Args:
         elsewhere: planned for GPUs that are not this node's.
         image: instead of the engine's own for the release that was planned for.
+        bare: in no container: on this machine's devices and files, for itself alone.
 
     Raises:
         ConfigError: an image of no such name.
@@ -66,10 +73,10 @@ def exported_worker(
     """
     if image is not None and not _IMAGE.fullmatch(image):
         raise ConfigError(f"the image {image[:80]!r} is no image's name; give one such as registry/name:tag")
-    worker = replace(launch.worker, host=_ANY_ADDRESS, port=PORT)
-    model_path = f"/models/{worker.served_model}"
-    devices = _as_seen_inside(launch.devices)
-    inside = Inside(model=model_path, files=FILES, release=launch.release)
+    worker = replace(launch.worker, host=launch.worker.host if bare else _ANY_ADDRESS, port=PORT)
+    model_path = worker.checkpoint if bare else f"/models/{worker.served_model}"
+    devices = _numbered(launch.devices, anew=not bare)
+    inside = Inside(model=model_path, files=FILES, release=launch.release, is_whole=launch.has_weights)
     container = engine.container(worker, inside, devices)
     times = DaemonSettings(home=Path(FILES))
     is_cpu = all(device.kind == "cpu" for device in launch.devices)
@@ -99,10 +106,10 @@ def exported_worker(
     )
 
 
-def _as_seen_inside(devices: tuple[Device, ...]) -> dict[str, Device]:
-    """By id, numbered from 0 in the order of the node: so a container sees the GPUs that it is given."""
+def _numbered(devices: tuple[Device, ...], *, anew: bool) -> dict[str, Device]:
+    """By id; ``anew``: numbered from 0 in the order of the node, as a container sees the GPUs that it is given."""
     ordered = sorted(devices, key=lambda device: device.index)
-    return {device.device_id: replace(device, index=index) for index, device in enumerate(ordered)}
+    return {d.device_id: replace(d, index=index) if anew else d for index, d in enumerate(ordered)}
 
 
 def _environment(
@@ -132,5 +139,8 @@ def _remarks(launch: LaunchDocument, engine: str) -> tuple[str, ...]:
         "iServe has not run this image. Whoever reaches the port can use the model: put a gateway before it.",
     ]
     if not launch.has_weights:
-        remarks.append("The weights were not here: they were not checked.")
+        remarks.append(
+            "The weights were not here and were not checked: the folder that is served needs them, and the "
+            "tokenizer."
+        )
     return (*remarks, *(f"Note: {note}" for note in plan.notes))

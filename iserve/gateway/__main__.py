@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import errno
 import gc
-import resource
 import secrets
 import signal
 import socket
@@ -19,51 +18,51 @@ from types import FrameType
 
 import uvicorn
 
+from daemon.atomic_file import remove_stale_temporaries
+from daemon.file_limit import raise_file_limit
 from daemon.own_log import bound_own_log, log_to_stderr
-from daemon.process import own_record, read_record, write_record
+from daemon.process import kept_record, own_record
 from fingerprint.errors import IserveError
 from iserve.gateway.app import Gateway
 from iserve.gateway.event_loop import EventLoop, event_loop
-from iserve.gateway.http_server import GatewayProtocol
+from iserve.gateway.http_server import GatewayProtocol, max_connections
 
 __all__ = ["main"]
 
 _EXIT_PORT_IN_USE = 98  # EADDRINUSE on Linux
 _BACKLOG = 2048
-_MAX_FILES = 65_536
 _GC_THRESHOLDS = (50_000, 50, 50)  # docs/decisions/0006-gateway.md
 
 
 def main(argv: list[str] | None = None) -> int:
     """Bind, leave a record of this process in ``run/gateway.json``, serve."""
     args = _parser().parse_args(argv)
+    raise_file_limit()
     log_to_stderr()
     signal.signal(signal.SIGTERM, _end)  # uvicorn re-raises the signal after its clean shutdown; then exit with 0
     bound_own_log((args.home / "logs" / "gateway.log").absolute())
     run = args.home / "run"
     record_path = run / "gateway.json"
-    _raise_file_limit()
     try:
         listener = _listen(args.host, args.port)
     except OSError as error:
         print(_bind_failure(args.host, args.port, error), file=sys.stderr)
         return _EXIT_PORT_IN_USE if error.errno == errno.EADDRINUSE else 1
-    record = own_record(url=_url(args.host, listener.getsockname()[1]), token=secrets.token_urlsafe(32))
+    record = own_record(
+        url=_url(args.host, listener.getsockname()[1]),
+        token=secrets.token_urlsafe(32),
+        settings={"ISERVE_HOST": args.host, "ISERVE_PORT": str(args.port)},
+    )
+    remove_stale_temporaries(run, record_path.name)
     try:
-        write_record(record_path, record)
+        with kept_record(record_path, record), suppress(KeyboardInterrupt):
+            loop = event_loop()
+            print(f"iserve gateway on {record.url}, routes from {run / 'routes.json'}", file=sys.stderr)
+            print(f"event loop: {loop.text}", file=sys.stderr, flush=True)
+            _serve(Gateway(run / "routes.json", record.token), listener, loop, args.grace)
     except IserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    loop = event_loop()
-    print(f"iserve gateway on {record.url}, routes from {run / 'routes.json'}", file=sys.stderr)
-    print(f"event loop: {loop.text}", file=sys.stderr, flush=True)
-    try:
-        _serve(Gateway(run / "routes.json", record.token), listener, loop, args.grace)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if read_record(record_path) == record:
-            record_path.unlink(missing_ok=True)
     return 0
 
 
@@ -72,6 +71,7 @@ def _serve(gateway: Gateway, listener: socket.socket, loop: EventLoop, grace_s: 
         gateway,
         loop=loop.name,
         http=GatewayProtocol,
+        backlog=min(_BACKLOG, max_connections()),  # so many are accepted at a time
         ws="none",
         lifespan="on",
         log_config=None,
@@ -107,7 +107,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _bind_failure(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"error: port {port} on {host} is in use; stop its program or choose another (ISERVE_PORT, --port)"
+        return f"error: port {port} on {host} is in use; stop its program or set ISERVE_PORT to another"
     return f"error: cannot listen on {host} port {port}: {error.strerror or error}"
 
 
@@ -119,14 +119,6 @@ def _url(host: str, port: int) -> str:
 
 def _end(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
-
-
-def _raise_file_limit() -> None:
-    """A stream takes two files, ours and the worker's; the usual soft limit of 1024 would end at 500 streams."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _port(text: str) -> int:

@@ -49,11 +49,18 @@ def check_access(
     presented = [value for name, value in headers if name == b"authorization"]
     if not presented:
         raise ApiError(
-            401, "this gateway needs an API key: send 'Authorization: Bearer isk-...'", "invalid_api_key"
+            401,
+            "this gateway needs an API key: send 'Authorization: Bearer isk-...'; `iserve keys create` on the "
+            "gateway's machine makes one",
+            "invalid_api_key",
         )
     kind, _, key = presented[0].decode("latin-1").partition(" ")
     if len(presented) != 1 or kind.lower() != "bearer" or find_key(key.strip(), table.keys) is None:
-        raise ApiError(401, "the API key is not valid; make one with the deployment's operator", "invalid_api_key")
+        raise ApiError(
+            401,
+            "the API key is not valid; `iserve keys create` on the gateway's machine makes one",
+            "invalid_api_key",
+        )
 
 
 def check_token(headers: Iterable[tuple[bytes, bytes]], token: bytes) -> None:

@@ -1,7 +1,7 @@
 """Uvicorn's httptools protocol with the bounds it lacks: on headers, and on clients that say or read nothing.
 
 Uvicorn alone takes in headers of any size and trailers without end, holds a connection with a half-sent header for
-ever, and one whose client stops reading for as long as the client likes.
+ever, and one whose client stops reading for as long as the client likes; and it takes as many connections as come.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from daemon.connections import ConnectionLimit
+from daemon.file_limit import most_connections
+from iserve.bounded_uvicorn import limit_of
 from iserve.gateway.errors import error_body
 from iserve.gateway.limits import MAX_HEADER_BYTES
 from iserve.gateway.reply import WRITE_NOW
 
-__all__ = ["HEADER_TIMEOUT_S", "STALLED_CLIENT_S", "GatewayProtocol"]
+__all__ = ["HEADER_TIMEOUT_S", "STALLED_CLIENT_S", "GatewayProtocol", "max_connections"]
 
 HEADER_TIMEOUT_S = 10.0
 STALLED_CLIENT_S = 10.0  # a client that does not take what waits for it, 64 KiB at most, for so long
@@ -26,7 +29,13 @@ STALLED_CLIENT_S = 10.0  # a client that does not take what waits for it, 64 KiB
 _BUFFER = memoryview(bytearray(256 * 2**10))  # read into and used up within one call, so one is enough
 _MAX_URL_BYTES = 65_535  # that httptools parses
 _FRAMING = (b"content-length", b"transfer-encoding")
+_MAX_CONNECTIONS = 16_384
 _MAX_PIPELINED = 8  # requests that wait for the answer before them; each is held at a hundred times its size
+
+
+def max_connections() -> int:
+    """Bound on clients' connections, each of which may need another one to a worker."""
+    return most_connections(_MAX_CONNECTIONS, files_each=2)
 
 
 class _HeadWithBody:
@@ -65,6 +74,8 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     _stall_timer: asyncio.TimerHandle | None = None
     _running: RequestResponseCycle | None = None  # `cycle` is the newest, which may have to wait for this one
     _in_head = False  # the beginning of a head has come, its end has not
+    _limit: ConnectionLimit[Any]
+    _is_full = False  # more requests have come at once than are held: those are answered, then the connection ends
     _unused_bytes = 0  # received since the last head or piece of a body was complete: heads, trailers, chunk sizes
 
     def connection_made(self, transport: Any) -> None:
@@ -73,8 +84,11 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         # keep a connection for ever that we have closed.
         transport.set_write_buffer_limits(high=0)
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_slow_header)
+        self._limit = limit_of(self.server_state, max_connections)
+        self._limit.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._limit.closed(self)
         for timer in (self._header_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
@@ -89,6 +103,8 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.data_received(_BUFFER[:nbytes])  # type: ignore[arg-type]
 
     def data_received(self, data: bytes) -> None:
+        if self._is_full:
+            return
         self._unset_keepalive_if_required()
         self._unused_bytes += len(data)
         try:
@@ -97,6 +113,8 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             except httptools.HttpParserUpgrade as upgrade:
                 self._go_on_without_upgrade(bytes(data[upgrade.args[0] :]))
         except httptools.HttpParserError:
+            if self._is_full:
+                return
             if self._in_head and len(self.url) > _MAX_URL_BYTES:
                 self._refuse(414, "the URL is too long")
             else:
@@ -127,6 +145,7 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if len(hosts) != 1 and (hosts or self.parser.get_http_version() != "1.0"):
             raise ValueError("HTTP/1.1 needs one Host")
         if len(self.pipeline) >= _MAX_PIPELINED:
+            self._is_full, self.cycle.keep_alive = True, False  # the newest of those that are held
             raise ValueError("too many requests at once")
         super().on_headers_complete()
         self._in_head, self._unused_bytes = False, 0
@@ -139,11 +158,15 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def on_message_complete(self) -> None:
         self._unused_bytes = 0
+        if not self.cycle.response_complete:
+            self._limit.works(self)
         if not self.parser.should_upgrade():  # else the body is still to come: see _go_on_without_upgrade
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self.transport.write(b"")  # of an answer without a body the head is still held
+        if not self.pipeline:
+            self._limit.waits(self)
         super().on_response_complete()
 
     def pause_writing(self) -> None:

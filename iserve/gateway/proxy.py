@@ -113,7 +113,9 @@ async def _attempt(
     not the longest answer."""
     silence_s, seen = deployment.max_wait_s, _Seen(deployment, request.flight)
     try:
-        response = await workers.post(target.url, request.endpoint, request.body, request.request_id, silence_s)
+        response = await workers.post(
+            target.url, request.endpoint, request.body, request.request_id, silence_s, target.token
+        )
     except TimeoutError as error:
         raise ApiError(504, f"{name!r} gave no sign of an answer in time", "upstream_timeout") from error
     except WorkerLostError as error:
@@ -170,7 +172,7 @@ async def _relay_whole(
     except WorkerLostError as error:
         raise _NotBegunError(f"failed ({error})", _worker_lost(name)) from error
     status = response.status
-    if status == 503:
+    if status in (401, 503):  # 401: not its token, in a route table that is behind
         raise _NotBegunError("is not serving", ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)))
     if status == 200:
         usage = usage_of(body)

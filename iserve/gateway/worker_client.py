@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from daemon.worker_token import authorization
+
 __all__ = ["WorkerAnswer", "WorkerClient", "WorkerLostError", "WorkerNotReachedError"]
 
 _CONNECT_S = 2.0
@@ -43,22 +45,26 @@ class WorkerClient:
         self._idle: dict[str, deque[_Connection]] = {}  # the one used last is the last
         self._open: set[_Connection] = set()
 
-    async def post(self, url: str, path: str, body: bytes, request_id: bytes, silence_s: float) -> WorkerAnswer:
+    async def post(
+        self, url: str, path: str, body: bytes, request_id: bytes, silence_s: float, token: str | None = None
+    ) -> WorkerAnswer:
         """Send ``body`` as JSON and wait for the head of the answer. The caller releases or closes it.
 
         Args:
             url: ``http://HOST:PORT``.
             silence_s: longest wait for the head.
+            token: the worker's.
 
         Raises:
             WorkerNotReachedError: no connection within ``_CONNECT_S``.
             WorkerLostError, TimeoutError: it was sent, and no answer came.
         """
         connection = self._take_idle(url) or await self._connect(url)
-        head = b"POST %b HTTP/1.1\r\nHost: %b\r\n%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n" % (
+        head = b"POST %b HTTP/1.1\r\nHost: %b\r\n%b%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n" % (
             path.encode(),
             _address(url)[2],
             b"Content-Type: application/json\r\nAccept-Encoding: identity\r\nUser-Agent: iserve-gateway\r\n",
+            _authorization(token),
             request_id,
             len(body),
         )
@@ -346,6 +352,11 @@ class _Connection(asyncio.BufferedProtocol):
         if self._answer is not None:  # else it was a 1xx
             self._over = True
             self._unused_bytes = 0
+
+
+@lru_cache(maxsize=1024)
+def _authorization(token: str | None) -> bytes:
+    return b"".join(f"{name}: {value}\r\n".encode() for name, value in authorization(token).items())
 
 
 @lru_cache(maxsize=1024)

@@ -5,22 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
-from fingerprint.config import DeploymentConfig, Workload, even_split
+from fingerprint.config import DeploymentConfig, KvFormat, Workload, even_split
 from fingerprint.estimates import Correction, Estimate, Quantity
+from fingerprint.measurements import Profile, Unreached
+from iserve.planning.verdict import VerdictDocument
 from planner.costs import total_bytes
 from planner.intent import Intent
 from planner.moving_rate import Level, moving_rate
-from planner.plan import Plan, Ranked, Served, WhyNot
+from planner.plan import PassedOver, Plan, Ranked, RefusedFor, Served, WhyNot
 
 __all__ = [
     "BetterDocument",
     "CandidateDocument",
+    "CapacityBound",
+    "CapacityDocument",
     "ChangeDocument",
     "EstimateDocument",
     "ExpectedDocument",
     "NearestDocument",
+    "PassedOverDocument",
     "PlanDocument",
+    "ProfileDocument",
     "RelaxationDocument",
     "ServedDocument",
     "TogetherDocument",
@@ -39,6 +46,7 @@ class EstimateDocument:
     tpot_s: Quantity
     e2e_s: Quantity
     correction: Correction | None = None  # that `iserve verify` made, included in the figures
+    rests_on: DeploymentConfig | None = None  # whose measured times these come from; None: datasheets alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +63,40 @@ class CandidateDocument:
     miss_probability: float | None = None  # of the SLO's tightest limit, with a rate
     utilisation: float | None = None  # with a rate
     slowdown: float = 1.0  # by what runs on its GPUs; in the cost, the objective and the limits, not in the times
+    measured: bool = False  # this configuration was run; False: estimated from others, or from datasheets
+    objective_low: float | None = None  # the 90% interval, where it is feasible
+    objective_high: float | None = None
+    refused_for: RefusedFor | None = None  # the kind of its first reason; None: it is feasible
+    # What it is ranked by: the objective, with what other deployments lose by it where a latency counts that.
+    ranked_by: float | None = None
+    ranked_low: float | None = None  # the 90% interval of ``ranked_by``, where it is feasible
+    ranked_high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassedOverDocument:
+    """Feasible and better by its value than the chosen one, but not measured."""
+
+    config: DeploymentConfig
+    objective: float | None
+    objective_low: float | None
+    objective_high: float | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileDocument:
+    """The profile behind a plan. ``unreached``: what its budget ended before, whose estimates are scaled from what
+    was run, or have wider intervals."""
+
+    created_at: str
+    budget_s: float
+    spent_s: float
+    unreached: tuple[Unreached, ...] = ()
+
+    @property
+    def cut_short(self) -> bool:
+        return bool(self.unreached)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +149,7 @@ class WhyNotDocument:
     better: tuple[BetterDocument, ...]
     nearest: NearestDocument | None
     relax: tuple[RelaxationDocument, ...]
-    relax_together: TogetherDocument | None = None  # also of plans stored before it was told
+    relax_together: TogetherDocument | None = None  # also of plans stored before it was recorded
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -125,7 +167,7 @@ class ExpectedDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedDocument:
-    """What the chosen configuration gives under the rate, the estimates' intervals taken into account."""
+    """Times of one replica under its share of the rate, the estimates' intervals taken into account."""
 
     rate_per_s: float
     percentile: float
@@ -139,6 +181,28 @@ class ServedDocument:
     tpot: ExpectedDocument
     e2e: ExpectedDocument
     rate_levels: tuple[Level, ...] = ()  # between which the rate moves: shares of the requests, rate over its mean
+
+
+class CapacityBound(StrEnum):
+    """Reason why a worker is started for no more requests, or no longer ones."""
+
+    GIVEN = "given"  # both sizes were given
+    INTENT = "intent"  # min-memory
+    RATE = "rate"  # requests at once are those that the rate was judged with
+    MEMORY = "memory"
+    NOT_MEASURED = "not-measured"  # nothing was measured that tells the memory of more
+    LARGEST = "largest"  # the most that workers are started for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityDocument:
+    """Limits of each worker of the chosen configuration, and the memory that they take."""
+
+    requests_at_once: int
+    context_tokens: int  # of one request, prompt and answer together
+    kv_tokens: int  # of the KV cache, over all requests
+    memory_bytes_per_gpu: int  # promised on the fullest GPU
+    bound: CapacityBound | None = None  # None: of a plan stored before it was recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +219,17 @@ class PlanDocument:
     why_not: WhyNotDocument
     notes: tuple[str, ...] = ()  # on the plan as a whole: engines passed over, profiles that are not used
     served: ServedDocument | None = None  # what the chosen one gives under the rate
-    replicas: int = 1  # of the chosen one; all figures, the rate among them, are of one
-    alone: EstimateDocument | None = None  # of the chosen one, a request by itself; None: not told, or batch is 1
+    replicas: int = 1  # of the chosen one; figures are of one, the verdict's rates and the rates of advice of all
+    alone: EstimateDocument | None = (
+        None  # of the chosen one, a request by itself; None: not estimated, or batch is 1
+    )
+    passed_over: tuple[PassedOverDocument, ...] = ()  # better by their values, and not measured; best first
+    indistinguishable: tuple[
+        int, ...
+    ] = ()  # indices of candidates whose ranked_low..ranked_high overlap the chosen one's
+    profile: ProfileDocument | None = None  # None: nothing was measured
+    verdict: VerdictDocument | None = None  # None: of a plan stored before verdicts were made
+    capacity: CapacityDocument | None = None  # of each worker of the chosen one; the figures are of ``workload``
 
 
 def estimate_document(
@@ -173,6 +246,7 @@ def estimate_document(
         tpot_s=estimate.tpot_s,
         e2e_s=estimate.e2e_s,
         correction=estimate.correction,
+        rests_on=estimate.rests_on,
     )
 
 
@@ -182,6 +256,8 @@ def _no_conditions(config: DeploymentConfig) -> tuple[str, ...]:
 
 def _candidate(ranked: Ranked, conditions_of: Callable[[DeploymentConfig], tuple[str, ...]]) -> CandidateDocument:
     split = None if ranked.layout is None else ranked.layout.layers_per_stage
+    low, high = ranked.interval or (None, None)
+    ranked_low, ranked_high = ranked.weight_interval or (None, None)
     return CandidateDocument(
         config=ranked.config,
         estimate=None
@@ -195,6 +271,13 @@ def _candidate(ranked: Ranked, conditions_of: Callable[[DeploymentConfig], tuple
         miss_probability=ranked.risk,
         utilisation=ranked.utilisation,
         slowdown=ranked.slowdown,
+        measured=ranked.is_measured,
+        objective_low=low,
+        objective_high=high,
+        refused_for=ranked.refused_for,
+        ranked_by=ranked.weight,
+        ranked_low=ranked_low,
+        ranked_high=ranked_high,
     )
 
 
@@ -208,6 +291,9 @@ def plan_document(
     notes: tuple[str, ...] = (),
     replicas: int = 1,
     alone: Estimate | None = None,
+    profile: Profile | None = None,
+    verdict: VerdictDocument | None = None,
+    capacity: CapacityDocument | None = None,
 ) -> PlanDocument:
     """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning.making``)."""
     return PlanDocument(
@@ -221,10 +307,81 @@ def plan_document(
         candidates=tuple(_candidate(ranked, conditions_of) for ranked in plan.candidates),
         chosen=plan.chosen,
         why_not=_why_not(plan.why_not),
-        notes=(*notes, *_replicated(plan.intent, replicas), *_beside(plan)),
+        notes=(
+            *notes,
+            *_cut_short(profile),
+            *_less_sure(plan),
+            *_replicated(plan.intent, replicas),
+            *_beside(plan),
+        ),
         served=None if plan.served is None else _served(plan.served, plan.intent),
         replicas=replicas,
         alone=None if alone is None else estimate_document(alone, cost=None),
+        passed_over=tuple(map(_passed_over, plan.passed_over)),
+        indistinguishable=plan.indistinguishable,
+        profile=None if profile is None else _profile(profile),
+        verdict=verdict,
+        capacity=capacity,
+    )
+
+
+def _passed_over(one: PassedOver) -> PassedOverDocument:
+    low, high = one.ranked.interval or (None, None)
+    return PassedOverDocument(
+        config=one.ranked.config,
+        objective=one.ranked.objective,
+        objective_low=low,
+        objective_high=high,
+        reason=one.reason,
+    )
+
+
+def _profile(profile: Profile) -> ProfileDocument:
+    return ProfileDocument(
+        created_at=profile.created_at,
+        budget_s=profile.budget_s,
+        spent_s=profile.spent_s,
+        unreached=profile.unreached,
+    )
+
+
+def _cut_short(profile: Profile | None) -> tuple[str, ...]:
+    """What the profile did not come to, and what measures it."""
+    if profile is None or not profile.unreached:
+        return ()
+    run = {(point.tp, point.pp, point.weights, point.kv) for point in profile.timing}
+    gaps = [gap.config for gap in profile.unreached]
+    partly = [config for config in gaps if (config.tp, config.pp, config.weights, config.kv) in run]
+    never = [config for config in gaps if config not in partly]
+    parts = [
+        f"{', '.join(map(_named, configs))} {how}"
+        for configs, how in (
+            (never, "not measured"),
+            (partly, "measured at some points only, or fewer times than planned"),
+        )
+        if configs
+    ]
+    return (
+        f"the profile was cut short, its budget of {profile.budget_s:g} s ended first: {', and '.join(parts)}; "
+        "`iserve profile` with more --max-seconds measures the rest",
+    )
+
+
+def _named(config: DeploymentConfig) -> str:
+    """As a profile's notes name what it runs."""
+    kv = "" if config.kv is KvFormat.BITS16 else f" kv={config.kv}"
+    return f"tp={config.tp} pp={config.pp} {config.weights}{kv}"
+
+
+def _less_sure(plan: Plan) -> tuple[str, ...]:
+    """What is better than the chosen one by its estimate, and was not measured."""
+    if not plan.passed_over:
+        return ()
+    first, more = plan.passed_over[0].reason, len(plan.passed_over) - 1
+    return (
+        first
+        if not more
+        else f"{first}; passed over likewise: {more} more that {'was' if more == 1 else 'were'} not measured",
     )
 
 
@@ -233,24 +390,24 @@ def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
     if replicas == 1:
         return ()
     share = f" at its share of the rate, {intent.rate_per_s:.4g} requests/s" if intent.rate_per_s else ""
-    return (f"{replicas} replicas, each on devices of its own; all figures are of one{share}",)
+    return (f"{replicas} replicas, each on devices of its own; the table's figures are of one{share}",)
 
 
 def _beside(plan: Plan) -> tuple[str, ...]:
     """What the load of the GPUs has to do with the choice."""
-    told = [] if plan.better_idle is None else [plan.better_idle.text]
+    notes = [] if plan.better_idle is None else [plan.better_idle.text]
     if plan.room is not None and plan.best is not None:
-        told.append(plan.room.text(plan.best.config))
+        notes.append(plan.room.text(plan.best.config))
     if plan.best is not None and plan.best.slowdown > 1:
-        told.append(
-            f"its GPUs are busy: beside what runs there {plan.best.config} is {plan.best.slowdown:.3g} times as "
+        notes.append(
+            f"its GPUs are busy: with what runs there now {plan.best.config} is {plan.best.slowdown:.3g} times as "
             "slow; its cost, objective and limits are judged so, TTFT, TPOT and E2E are listed as on idle GPUs"
         )
-    return tuple(told)
+    return tuple(notes)
 
 
 def _served(served: Served, intent: Intent) -> ServedDocument:
-    told = {
+    times = {
         time.metric: ExpectedDocument(
             quantile_s=time.quantile_s if math.isfinite(time.quantile_s) else None,
             limit_s=time.limit_s,
@@ -268,9 +425,9 @@ def _served(served: Served, intent: Intent) -> ServedDocument:
         utilisation=served.utilisation,
         highest_rate_per_s=served.highest_rate_per_s,
         miss_probability=served.risk,
-        ttft=told["ttft"],
-        tpot=told["tpot"],
-        e2e=told["e2e"],
+        ttft=times["ttft"],
+        tpot=times["tpot"],
+        e2e=times["e2e"],
     )
 
 

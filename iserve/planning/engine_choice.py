@@ -1,5 +1,6 @@
-"""Which engine is taken when nobody named one: by a deploy the first that can be measured and run here; by a plan
-of GPUs that are not here, in the same order.
+"""Choice of the engine where none is named, alike for a deploy here and for GPUs that are not here.
+
+The first in the order of preference that can be measured and run is taken.
 
 Pure: tables and a model in, a name out, with the reason why each engine that would have been preferred was not.
 """
@@ -7,7 +8,7 @@ Pure: tables and a model in, a name out, with the reason why each engine that wo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from fingerprint.capability import EngineCapabilities
@@ -17,7 +18,7 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from planner.intent import Quality, allows
 
-__all__ = ["EngineChoice", "by_preference", "choose_engine"]
+__all__ = ["EngineChoice", "by_preference", "choose_engine", "engine_for_gpus", "takes_unasked"]
 
 _ON_GPUS = ("vllm", "tensorrt-llm", "torch")
 _ON_CPUS = ("torch",)
@@ -32,9 +33,10 @@ class EngineChoice:
 
 
 def by_preference(tables: Sequence[EngineCapabilities], gpu: GpuSpec) -> tuple[EngineCapabilities, ...]:
-    """``tables`` in the order in which a plan for ``gpu``, which is not here, asks them: as a deploy prefers them,
-    and last those that none takes unasked: nothing can be measured on them, or nothing of them was ever run. What
-    is installed here does not count.
+    """Return ``tables`` in the order in which an estimate for ``gpu``, which is not here, asks them.
+
+    The order is that of a deploy; last are those that no deploy takes unasked: nothing can be measured on them, or
+    nothing of them was ever run. What is installed here does not count.
     """
     names = _ON_CPUS if gpu.compute_capability is None else _ON_GPUS
 
@@ -73,6 +75,35 @@ def choose_engine(
     raise UnsupportedModelError(f"no engine serves this model here: {'; '.join(passed_over)}")
 
 
+def engine_for_gpus(
+    name: str, spec: ModelSpec, gpu: GpuSpec, tables: Sequence[EngineCapabilities], quality: Quality
+) -> EngineChoice:
+    """Return the engine called ``name``, or for ``auto`` the one that a deploy on ``gpu`` takes.
+
+    Every engine counts as installed there.
+
+    Raises:
+        UnsupportedModelError: as :func:`choose_engine`.
+    """
+    if name != "auto":
+        return EngineChoice(name)
+    return choose_engine(spec, gpu, _installed(tables), quality, on_gpus=gpu.compute_capability is not None)
+
+
+def takes_unasked(
+    name: str, spec: ModelSpec, gpu: GpuSpec, tables: Sequence[EngineCapabilities], quality: Quality
+) -> bool:
+    """Return whether a deploy on ``gpu`` takes the engine called ``name`` where no preferred one is installed."""
+    on_gpus = gpu.compute_capability is not None
+    (table,) = (table for table in _installed(tables) if table.engine == name)
+    named = name in (_ON_GPUS if on_gpus else _ON_CPUS)
+    return named and _why_not(spec, gpu, table, quality, on_gpus=on_gpus) is None
+
+
+def _installed(tables: Sequence[EngineCapabilities]) -> list[EngineCapabilities]:
+    return [replace(table, unavailable=None) for table in tables]
+
+
 def _why_not(
     spec: ModelSpec, gpu: GpuSpec | None, table: EngineCapabilities, quality: Quality, *, on_gpus: bool
 ) -> str | None:
@@ -83,7 +114,7 @@ def _why_not(
     if not table.verified:
         return f"nothing of iServe's adapter for it was ever run; --engine {table.engine} takes it all the same"
     if gpu is None:
-        if on_gpus and table.step_timed:
+        if on_gpus and table.own_environment:
             return "fingerprint/data/gpus.json has no datasheet of this GPU, which estimates on it need"
         return table.family_refusal(spec)  # what else the table says is judged when the device has been measured
     configs = (

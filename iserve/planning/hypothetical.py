@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.registry import capabilities_for
+from daemon.engines.options import NO_OPTIONS, EngineOptions
+from daemon.engines.registry import capabilities_for, get_engine
+from fingerprint.capability import EngineCapabilities
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import MemoryEstimate
-from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
 from iserve.api_types import check_name
-from iserve.model_source import resolve
-from iserve.planning.document import EstimateDocument, PlanDocument, estimate_document, plan_document
-from iserve.planning.engine_choice import by_preference, choose_engine
+from iserve.model_source import ModelSource, resolve
+from iserve.planning.document import EstimateDocument, PlanDocument, estimate_document
+from iserve.planning.engine_choice import by_preference, engine_for_gpus, takes_unasked
+from iserve.planning.here import DeployableDocument, deployable, gpus_here
 from iserve.planning.launching import LaunchDocument, PlannedDeployment
 from iserve.planning.making import (
     EngineChooser,
     FitsOn,
     PlanOptions,
     check_context,
+    datasheet_estimator,
     hypothetical_hardware,
     make_plan,
 )
+from iserve.planning.planned import planned_deployment
+from iserve.planning.verdict import VerdictDocument, figures_of
+from iserve.planning.words import spoken
 from placement.types import Placement
 from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel
@@ -50,6 +57,7 @@ class OneEstimateDocument:
     runnable: bool
     reason: str | None  # why no engine runs it, or why it does not fit
     conditions: tuple[str, ...] = ()  # what running it takes beside the GPUs, where an engine does
+    verdict: VerdictDocument | None = None
 
 
 def plan_for_gpus(
@@ -61,20 +69,13 @@ def plan_for_gpus(
     *,
     registered: Mapping[str, Path] | None = None,
 ) -> PlanDocument:
-    """A plan on ``count`` idle ``gpu``, by the roofline."""
+    """Plan a deploy on ``count`` idle ``gpu``, by the roofline.
+
+    Raises:
+        UnsupportedModelError: no engine serves the model there.
+    """
     source = resolve(model, registered or {}, need_weights=False)
-    hardware = hypothetical_hardware(gpu, count)
-    estimator = RooflineEstimator(source.spec, gpu)
-    engines = by_preference(capabilities_for(engine), gpu)
-    plan = make_plan(source.spec, hardware, estimator, engines, options)
-    return plan_document(
-        plan,
-        model=source.name,
-        hardware=hardware.label,
-        workload=options.workload,
-        conditions_of=EngineChooser(source.spec, gpu, engines).conditions,
-        replicas=options.replicas,
-    )
+    return _planned(source, gpu, count, options, engine).document
 
 
 def launch_for_gpus(
@@ -86,8 +87,9 @@ def launch_for_gpus(
     *,
     name: str | None = None,
     registered: Mapping[str, Path] | None = None,
+    engine_options: EngineOptions = NO_OPTIONS,
 ) -> LaunchDocument:
-    """What a deploy on ``count`` idle ``gpu`` would start if every engine were installed there, by the roofline.
+    """Return what a deploy of the plan of :func:`plan_for_gpus` would start.
 
     Raises:
         InfeasibleError: it would be refused.
@@ -97,37 +99,72 @@ def launch_for_gpus(
     source = resolve(model, registered or {}, need_weights=False)
     if source.has_weights:
         Checkpoint.open(source.directory)
-    tables = [replace(table, unavailable=None) for table in capabilities_for(engine)]
-    notes: tuple[str, ...] = ()
-    if engine == "auto":
-        on_gpus = gpu.compute_capability is not None
-        choice = choose_engine(source.spec, gpu, tables, options.intent.quality, on_gpus=on_gpus)
-        tables, notes = [t for t in tables if t.engine == choice.engine], choice.passed_over
-    table = tables[0].unprepared()  # only 16-bit checkpoints are taken in
-    hardware = hypothetical_hardware(gpu, count)
-    plan = make_plan(source.spec, hardware, RooflineEstimator(source.spec, gpu), [table], options)
-    document = plan_document(
-        plan,
-        model=source.name,
-        hardware=hardware.label,
-        workload=options.workload,
-        notes=notes,
-        replicas=options.replicas,
-    )
-    kind = "cpu" if gpu.compute_capability is None else "cuda"
+    planned = _planned(source, gpu, count, options, engine)
+    if planned.best is not None:
+        get_engine(planned.best.config.engine).check_options(engine_options)
+    return planned.launch(check_name(name or source.name), source, options.workload, None, engine_options)
+
+
+def _planned(
+    source: ModelSource, gpu: GpuSpec, count: int, options: PlanOptions, engine: str
+) -> PlannedDeployment:
+    """Choose as a deploy there would if every engine were installed. Raises as :func:`plan_for_gpus`."""
+    tables = capabilities_for(engine)
+    choice = engine_for_gpus(engine, source.spec, gpu, tables, options.intent.quality)
+    planned = _planned_on(choice.engine, source, gpu, count, options, choice.passed_over)
+    if planned.best is not None:
+        return planned
+    others = (table.engine for table in by_preference(tables, gpu) if table.engine != choice.engine)
+    able = (name for name in others if takes_unasked(name, source.spec, gpu, tables, options.intent.quality))
+    found = (_planned_on(name, source, gpu, count, options).best for name in able)
+    notes = [f"--engine {best.config.engine} would run {best.config} there" for best in found if best is not None]
+    notes += _if_prepared(source.spec, gpu, count, options, tables)
+    return replace(planned, document=replace(planned.document, notes=(*planned.document.notes, *notes)))
+
+
+def _if_prepared(
+    spec: ModelSpec, gpu: GpuSpec, count: int, options: PlanOptions, tables: Sequence[EngineCapabilities]
+) -> list[str]:
+    """Return what another checkpoint of the model, one prepared beforehand, would admit."""
+    engines = by_preference(tables, gpu)
+    hardware, estimator = hypothetical_hardware(gpu, count), datasheet_estimator(spec, gpu, engines)
+    best = make_plan(spec, hardware, estimator, engines, options).best
+    if best is None:
+        return []
+    (table,) = (table for table in engines if table.engine == best.config.engine)
+    needs = [note.text for note in table.notes if note.needs_another(spec, best.config, gpu)]
+    return [f"{best.config} on {table.engine} would do: {text}" for text in needs]
+
+
+def _planned_on(
+    engine: str, source: ModelSource, gpu: GpuSpec, count: int, options: PlanOptions, notes: tuple[str, ...] = ()
+) -> PlannedDeployment:
+    hardware, table = hypothetical_hardware(gpu, count), get_engine(engine).capabilities()
     devices = tuple(
         Device(
             device_id=state.device_id,
             index=state.gpu_index,
-            kind=kind,
+            kind="cpu" if gpu.compute_capability is None else "cuda",
             name=gpu.name,
             total_bytes=state.total_bytes,
         )
         for state in hardware.snapshot.gpus
     )
-    free_bytes = {state.device_id: state.free_bytes for state in hardware.snapshot.gpus}
-    planned = PlannedDeployment(document, plan.best, devices, free_bytes)
-    return planned.launch(check_name(name or source.name), source, options.workload, None)
+
+    def deployable_of(config: DeploymentConfig) -> DeployableDocument:
+        num, here = options.replicas, gpus_here()
+        return deployable(source.spec, config, gpu, [table], here, replicas=num, has_weights=source.has_weights)
+
+    return planned_deployment(
+        source,
+        hardware,
+        datasheet_estimator(source.spec, gpu, [table]),
+        table,
+        options,
+        devices=devices,
+        deployable_of=deployable_of,
+        notes=notes,
+    )
 
 
 def estimate_for_gpu(
@@ -150,16 +187,21 @@ def estimate_for_gpu(
     """
     source = resolve(model, registered or {}, need_weights=False)
     check_context(source.spec, workload)
-    chooser = EngineChooser(source.spec, gpu, by_preference(capabilities_for(config.engine), gpu))
+    engines = by_preference(capabilities_for(config.engine), gpu)
+    chooser = EngineChooser(source.spec, gpu, engines)
     if own_weights:
         config = replace(config, weights=source.spec.as_given)
     settled = replace(config, engine=chooser.name(config))
-    estimate = RooflineEstimator(source.spec, gpu).estimate(settled, workload)
+    estimate = datasheet_estimator(source.spec, gpu, engines).estimate(settled, workload)
     prices = Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
     price = float(COSTS[cost].of(figures([estimate]), prices)[0])
     refusal = shape_refusal(source.spec, settled, settled.num_gpus) or chooser.refusal(settled)
     place = None if refusal else FitsOn(hypothetical_hardware(gpu, settled.num_gpus), PlanOptions())(estimate)
     reason = place.reason if isinstance(place, NoRoom) else refusal
+    there = DeployableDocument(here=False)
+    if reason is None:
+        there = deployable(source.spec, settled, gpu, engines, gpus_here(), has_weights=source.has_weights)
+    said = spoken(source.name, settled, gpu=gpu.name, num_gpus=settled.num_gpus)
     return OneEstimateDocument(
         model=source.name,
         gpu=gpu.name,
@@ -175,4 +217,11 @@ def estimate_for_gpu(
         runnable=reason is None,
         reason=reason,
         conditions=() if refusal else chooser.conditions(settled),
+        verdict=VerdictDocument(
+            sentence=said if reason is None else f"{said}, cannot run: {reason}",
+            figures=figures_of(estimate, gpu),
+            runner_up=None,
+            deployable=there,
+            refusals=(),
+        ),
     )

@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 
 from daemon.devices import Device
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.options import NO_OPTIONS, EngineOptions
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import InfeasibleError
-from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.measurements import Profile
 from iserve.controller.estimating import step_tokens_of
 from iserve.model_source import ModelSource
 from iserve.planning.document import PlanDocument
-from iserve.planning.making import placements_of
-from placement.types import Placement, StagePlacement
+from iserve.planning.serving_capacity import ServingCapacity, launch_limits, promised_bytes
+from placement.types import Placement
 from planner.plan import Ranked
 
 __all__ = ["LaunchDocument", "PlannedDeployment", "worker_slug", "worker_spec"]
-
-_MEMORY_HEADROOM = 1.02  # a worker's limit over the placed upper bound, where there is room: allocator rounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +40,16 @@ class PlannedDeployment:
     best: Ranked | None
     devices: tuple[Device, ...]
     free_bytes: Mapping[str, int]  # by device: what was free when it was made
+    capacity: ServingCapacity | None  # of the best
 
     def workers(
-        self, name: str, source: ModelSource, worker_id: str, workload: Workload, profile: Profile | None
+        self,
+        name: str,
+        source: ModelSource,
+        worker_id: str,
+        workload: Workload,
+        profile: Profile | None,
+        options: EngineOptions = NO_OPTIONS,
     ) -> tuple[WorkerSpec, ...]:
         """The launch of the best, of each replica. Raises InfeasibleError: there is none; the message says what
         comes nearest.
@@ -52,24 +57,32 @@ class PlannedDeployment:
         Args:
             worker_id: of one; of several with ``-r1`` and so on, which no id that ends in a number looks like.
             profile: that it was planned with; None: with datasheets.
+            options: for the engine itself.
         """
-        best = self.best
-        if best is None or best.layout is None:
+        best, capacity = self.best, self.capacity
+        if best is None or capacity is None:
             raise InfeasibleError(_why_nothing(self.document))
         steps = None if profile is None else step_tokens_of(profile)
-        placements = placements_of(best.layout)
+        placements, served = capacity.placements, capacity.workload
         ids = [worker_id] if len(placements) == 1 else [f"{worker_id}-r{i + 1}" for i in range(len(placements))]
-        return tuple(
-            worker_spec(name, source, one_id, best.config, placement, workload, self.free_bytes, steps)
+        specs = (
+            worker_spec(name, source, one_id, best.config, placement, workload, self.free_bytes, steps, served)
             for one_id, placement in zip(ids, placements, strict=True)
         )
+        return tuple(replace(spec, options=options) for spec in specs)
 
     def launch(
-        self, name: str, source: ModelSource, workload: Workload, profile: Profile | None
+        self,
+        name: str,
+        source: ModelSource,
+        workload: Workload,
+        profile: Profile | None,
+        options: EngineOptions = NO_OPTIONS,
     ) -> LaunchDocument:
         """What a deploy of ``name`` would start. Raises as :meth:`workers`."""
         worker = replace(
-            self.workers(name, source, worker_slug(name), workload, profile)[0], worker_id=worker_slug(name)
+            self.workers(name, source, worker_slug(name), workload, profile, options)[0],
+            worker_id=worker_slug(name),
         )
         used = {device_id for stage in worker.stages for device_id in stage.device_ids}
         return LaunchDocument(
@@ -90,19 +103,14 @@ def worker_spec(
     workload: Workload,
     free_bytes: Mapping[str, int],
     step_tokens: int | None = None,
+    served: Workload | None = None,
 ) -> WorkerSpec:
     """The launch that enforces what ``config`` was estimated and placed with on devices with ``free_bytes``.
 
     Args:
-        step_tokens: tokens of the largest step that the engine was measured with, whose activations and chunks of
-            prompts the estimate therefore has; None: the estimate has those of this workload's own largest step.
+        step_tokens, served: as for :func:`iserve.planning.serving_capacity.launch_limits`.
     """
-    context = workload.context_tokens
-
-    def limit_bytes(stage: StagePlacement) -> int:
-        room_bytes = min(free_bytes[device_id] for device_id in stage.device_ids)
-        return max(stage.bytes_per_gpu, min(int(stage.bytes_per_gpu * _MEMORY_HEADROOM), room_bytes))
-
+    sizes = launch_limits(workload, config.engine, step_tokens, served=served)
     return WorkerSpec(
         worker_id=worker_id,
         served_model=name,
@@ -112,17 +120,16 @@ def worker_spec(
             StageAssignment(
                 device_ids=stage.device_ids,
                 num_layers=stage.num_layers,
-                memory_bytes_per_device=limit_bytes(stage),
+                memory_bytes_per_device=promised_bytes(stage, free_bytes),
             )
             for stage in placement.stages
         ),
         limits=WorkerLimits(
-            max_batch=workload.batch,
-            max_batched_tokens=step_tokens
-            or min(DEFAULT_MAX_BATCHED_TOKENS, max(workload.batch * workload.input_tokens, context)),
-            max_context_tokens=context,
-            kv_tokens=workload.kv_tokens(config.engine),
-            memory_bytes_per_device=max(limit_bytes(stage) for stage in placement.stages),
+            max_batch=sizes.max_batch,
+            max_batched_tokens=sizes.max_batched_tokens,
+            max_context_tokens=sizes.max_context_tokens,
+            kv_tokens=sizes.kv_tokens,
+            memory_bytes_per_device=max(promised_bytes(stage, free_bytes) for stage in placement.stages),
         ),
     )
 

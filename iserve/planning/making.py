@@ -13,6 +13,7 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
+from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.expecting import Expected, expected
@@ -24,9 +25,9 @@ from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.beside import Neighbours
 from planner.costs import Prices, objective_of
-from planner.intent import Intent
-from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Relaxation, Room
-from planner.rank import rank
+from planner.intent import Intent, IntentKind
+from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation, Room
+from planner.rank import best_of, rank
 from planner.space import configuration_space, shape_refusal
 
 __all__ = [
@@ -37,12 +38,14 @@ __all__ = [
     "PlanOptions",
     "alone_of",
     "check_context",
+    "datasheet_estimator",
     "hypothetical_hardware",
     "make_plan",
     "placements_of",
     "prices_of",
     "ranked_anywhere",
     "space",
+    "winner_at",
 ]
 
 MAX_REPLICAS = 64  # a node has no more devices
@@ -64,6 +67,8 @@ class PlanOptions:
     weigh_load: bool = True  # count what runs on the GPUs now; else plan as if they were idle
     replicas: int = 1  # of the configuration, each on devices of its own
     expect: int = 0  # deployments that the cluster is to hold in all, this one included; 0: no more than there are
+    more_requests: bool = False  # serve as many at once as memory holds, not only those that are planned for
+    longer_requests: bool = False  # likewise
 
     def __post_init__(self) -> None:
         check_placement(self.policy)
@@ -84,7 +89,7 @@ class PlanOptions:
         rate_per_s = self.intent.rate_per_s
         if rate_per_s is None or self.replicas == 1:
             return self.intent
-        return replace(self.intent, rate_per_s=rate_per_s / self.replicas)
+        return replace(self.intent, rate_per_s=rate_per_s / self.replicas, replicas=self.replicas)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +114,11 @@ def hypothetical_hardware(gpu: GpuSpec, count: int) -> Hardware:
         for index in range(count)
     )
     return Hardware(label=f"{count} x {gpu.name}", gpu=gpu, snapshot=ClusterSnapshot(gpus))
+
+
+def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> RooflineEstimator:
+    """What estimates ``spec`` on GPUs that are not here, on each of ``engines`` with its own host's time."""
+    return RooflineEstimator(spec, gpu, eager=frozenset(table.engine for table in engines if table.eager))
 
 
 def make_plan(
@@ -183,6 +193,36 @@ def space(
     return candidates
 
 
+def winner_at(
+    hardware: Hardware,
+    estimator: Estimator,
+    options: PlanOptions,
+    configs: Sequence[DeploymentConfig],
+    batch: int,
+    kind: IntentKind,
+) -> Ranked | None:
+    """Return the one of ``configs`` that is chosen at another ``batch`` or intent, all else equal; None: none is.
+
+    Raises:
+        NotMeasuredError: nothing is predicted there.
+    """
+    there = replace(
+        options, workload=replace(options.workload, batch=batch), intent=replace(options.intent, kind=kind)
+    )
+    fits = FitsOn(hardware, there)
+    candidates = [
+        Candidate(config, estimator.estimate(config, there.workload), None, _alone(estimator, config, there))
+        for config in configs
+    ]
+    return best_of(
+        candidates,
+        there.replica_intent,
+        fits=fits,
+        prices=prices_of(hardware.gpu),
+        neighbours=fits.neighbours,
+    )
+
+
 def prices_of(gpu: GpuSpec) -> Prices:
     return Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
 
@@ -194,7 +234,7 @@ class _Everywhere:
 
 def ranked_anywhere(candidates: Sequence[Candidate], options: PlanOptions, gpu: GpuSpec) -> Plan:
     """``candidates`` as if all had room, on idle GPUs."""
-    return rank(candidates, options.intent, fits=lambda _: _Everywhere(), prices=prices_of(gpu))
+    return rank(candidates, options.replica_intent, fits=lambda _: _Everywhere(), prices=prices_of(gpu))
 
 
 def _alone(estimator: Estimator, config: DeploymentConfig, options: PlanOptions) -> Estimate | None:

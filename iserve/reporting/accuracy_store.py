@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from daemon.process import write_file_atomically
+from daemon.atomic_file import write_file_atomically
 from fingerprint.codec import to_json
 from fingerprint.errors import NotFoundError
 from fingerprint.measurements import MachineInfo

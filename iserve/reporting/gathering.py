@@ -6,7 +6,7 @@ Joins planner and estimator to the values that ``fingerprint.report`` renders; s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,11 +29,18 @@ from fingerprint.report import (
     Ranking,
     Report,
     TimePanel,
+    Verdict,
     WholeModel,
     time_panels,
     whole_models,
 )
-from iserve.planning.making import Hardware, PlanOptions, make_plan
+from fingerprint.report.rankings import ROWS
+from iserve.planning.document import plan_document
+from iserve.planning.here import DeployableDocument
+from iserve.planning.making import EngineChooser, Hardware, PlanOptions, make_plan
+from iserve.planning.serving_capacity import serving_capacity
+from iserve.planning.verdict import verdict
+from iserve.planning.verdict_text import alike_words, note_lines, plan_lines, refused_words
 from placement.policies import DEFAULT_LOAD_THRESHOLD
 from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
@@ -51,7 +58,9 @@ _OBJECTIVES = {
     IntentKind.MIN_ENERGY: "energy per request",
     IntentKind.COST_SLO: "end-to-end latency",
 }
-_PLAIN = tuple(kind for kind in IntentKind if kind not in {IntentKind.LATENCY_SLO, IntentKind.COST_SLO})
+_LIMITED = (IntentKind.LATENCY_SLO, IntentKind.COST_SLO)
+_FIRST = Intent().kind  # what a plan optimises unless it is told otherwise
+_PLAIN = (_FIRST, *(kind for kind in IntentKind if kind not in (_FIRST, *_LIMITED)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +72,17 @@ class ReportOptions:
     quality: Quality = Quality.NEAR
     policy: str = "hybrid"
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
+    more_requests: bool = False  # as of :class:`iserve.planning.making.PlanOptions`, likewise the next
+    longer_requests: bool = False
 
 
-def find_profile(profiles: Sequence[Profile], model: str, shape_hash: str | None) -> Profile:
+def find_profile(
+    profiles: Sequence[Profile], model: str, shape_hash: str | None, *, argument: str | None = None
+) -> Profile:
     """The latest profile of that name, else of a model of that shape.
+
+    Args:
+        argument: names the model in a command, where its name alone does not.
 
     Raises:
         NotMeasuredError: there is none.
@@ -76,8 +92,8 @@ def find_profile(profiles: Sequence[Profile], model: str, shape_hash: str | None
     found = max(named or alike, key=lambda p: p.created_at, default=None)
     if found is None:
         raise NotMeasuredError(
-            f"{model} has no profile here; run `iserve profile {model}` first, or report on datasheet GPUs with "
-            "--gpus NAME:COUNT"
+            f"{model} has no profile here; run `iserve profile {argument or model}` first, or report on datasheet "
+            "GPUs with --gpus NAME:COUNT"
         )
     return found
 
@@ -107,8 +123,12 @@ def build_report(
     options: ReportOptions,
     *,
     accuracy: AccuracyRecord | None = None,
+    deployable_of: Callable[[DeploymentConfig], DeployableDocument] | None = None,
 ) -> Report:
     """All intents planned on ``hardware``, with what the estimator's profile (if it has one) measured.
+
+    Args:
+        deployable_of: whether a configuration can be deployed here; None: nothing is said of it.
 
     Raises:
         ConfigError: the workload is longer than the model's context, or there is no engine or device.
@@ -123,9 +143,12 @@ def build_report(
     candidates = [ranked for plan in plans.values() for ranked in plan.candidates]
     layouts = {r.config: r.layout.layers_per_stage for r in candidates if r.layout is not None}
     order = {ranked.config: index for index, ranked in enumerate(base.candidates)}
-    rankings = [_ranking(plan, order, None) for plan in plans.values()]
-    rankings += [_ranking(plan, order, limit) for plan, limit in limited]
+    made = [*((plan, None) for plan in plans.values()), *limited]
     shown = _Measured.of(estimator, options.workload)
+    rankings = [
+        _ranking(plan, order, limit, planner.verdict(model, plan, shown.profile, deployable_of))
+        for plan, limit in made
+    ]
     return Report(
         model=model,
         spec=spec,
@@ -194,13 +217,53 @@ class _Planner:
         self._engines, self._options = engines, options
 
     def plan(self, intent: Intent) -> Plan:
-        wish = PlanOptions(
+        return make_plan(self._spec, self._hardware, self._estimator, self._engines, self._wish(intent))
+
+    def verdict(
+        self,
+        model: str,
+        plan: Plan,
+        profile: Profile | None,
+        deployable_of: Callable[[DeploymentConfig], DeployableDocument] | None,
+    ) -> Verdict:
+        """The words of a plan that was made here."""
+        there = None if deployable_of is None or plan.best is None else deployable_of(plan.best.config)
+        found = verdict(
+            plan,
+            model=model,
+            hardware=self._hardware,
+            estimator=self._estimator,
+            options=self._wish(plan.intent),
+            deployable=there,
+        )
+        capacity = serving_capacity(plan, self._spec, self._hardware, self._estimator, self._wish(plan.intent))
+        free_bytes = {gpu.device_id: gpu.free_bytes for gpu in self._hardware.snapshot.gpus}
+        document = plan_document(
+            plan,
+            model=model,
+            hardware=self._hardware.label,
+            workload=self._options.workload,
+            conditions_of=EngineChooser(self._spec, self._hardware.gpu, self._engines).conditions,
+            profile=profile,
+            verdict=found,
+            capacity=None if capacity is None else capacity.document(free_bytes),
+        )
+        shown = min(ROWS, sum(candidate.feasible for candidate in document.candidates))
+        alike = [alike_words(document, shown)] if document.indistinguishable else []
+        notes = [("" if number else "Notes", note) for number, note in enumerate([*alike, *note_lines(document)])]
+        return Verdict(
+            sentence=found.sentence, lines=(*plan_lines(document), *notes), refused=refused_words(found)
+        )
+
+    def _wish(self, intent: Intent) -> PlanOptions:
+        return PlanOptions(
             intent=intent,
             workload=self._options.workload,
             policy=self._options.policy,
             load_threshold=self._options.load_threshold,
+            more_requests=self._options.more_requests,
+            longer_requests=self._options.longer_requests,
         )
-        return make_plan(self._spec, self._hardware, self._estimator, self._engines, wish)
 
     def limited(self, plans: dict[IntentKind, Plan]) -> list[tuple[Plan, str]]:
         """The two intents that need a limit, under an example that follows from the others' best."""
@@ -258,15 +321,11 @@ def _configuration(ranked: Ranked, layers_per_stage: tuple[int, ...] | None) -> 
     )
 
 
-def _ranking(plan: Plan, order: dict[DeploymentConfig, int], limit: str | None) -> Ranking:
-    why = plan.why_not
+def _ranking(plan: Plan, order: dict[DeploymentConfig, int], limit: str | None, said: Verdict) -> Ranking:
     remarks = [
         f"{better.config} would be better ({better.objective:.4g} {plan.objective_unit}): {better.reason}"
-        for better in why.better
+        for better in plan.why_not.better
     ]
-    remarks += [] if why.nearest is None else [why.nearest.text]
-    remarks += [relaxation.text for relaxation in why.relaxations[:3]]
-    remarks += [] if why.together is None else [why.together.text]
     return Ranking(
         intent=str(plan.intent.kind),
         limit=limit,
@@ -281,6 +340,7 @@ def _ranking(plan: Plan, order: dict[DeploymentConfig, int], limit: str | None) 
             for ranked in plan.candidates
         ),
         remarks=tuple(remarks),
+        verdict=said,
     )
 
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fingerprint.config import Workload
 from placement.elastic import Elastic
 from placement.policies import DEFAULT_POLICY
-from planner.intent import Slo
-from traces.outcomes import Outcomes
+from planner.intent import Intent, Slo
+from traces.outcomes import Failure, Outcomes
 from traces.simulator.result import Change, ChangeKind, DeploymentFigures, GpuFigures, SimulationResult
 from traces.simulator.scenario import Service
-from traces.summary import Summary, summarize
+from traces.simulator.step_model import Limits
+from traces.summary import Summary, limit_words, outcome_words, summarize
 from traces.timeline import Bin, CurvePoint, curve, timeline
 
 __all__ = [
     "DeploymentOutcome",
     "LatencyCurves",
     "SimulationDocument",
+    "answered_words",
     "devices_told",
+    "failure_reasons",
+    "intent_words",
     "late_words",
     "simulation_document",
     "steering_words",
@@ -40,6 +44,7 @@ class DeploymentOutcome:
     wakes: int  # from nothing, by a request
     asleep_s: float  # scaled to nothing
     moves: int  # replicas that went to other GPUs
+    limits: Limits | None  # that its latest replica was launched with; None: it was never deployed
     summary: Summary | None
 
 
@@ -64,6 +69,7 @@ class SimulationDocument:
     planner: str  # who decided what was deployed
     placement: str  # iServe's policy for where
     steering: Elastic | None  # what could change once it ran; None: nothing
+    intent: Intent  # what deployments were planned by; the SLO that requests are judged by is the summary's
     workload: Workload  # what deployments were planned for
     times: tuple[str, ...]  # of each model: where its step times are from
     end_s: float
@@ -85,6 +91,7 @@ def simulation_document(
     trace: str,
     hardware: str,
     service: Service,
+    intent: Intent,
     workload: Workload,
     times: tuple[str, ...],
     slo: Slo | None,
@@ -94,8 +101,13 @@ def simulation_document(
     placement: str = DEFAULT_POLICY,
     steering: Elastic | None = None,
     notes: tuple[str, ...] = (),
+    model_contexts: Mapping[str, int] | None = None,
 ) -> SimulationDocument:
-    """The figures of ``result``, with ``slo`` judged on each request."""
+    """The figures of ``result``, with ``slo`` judged on each request.
+
+    Args:
+        model_contexts: the most tokens of a sequence by each deployment's model; None: not known.
+    """
     parts = dict(result.outcomes.by_deployment())
     moves = Counter(change.name for change in result.changes if change.kind is ChangeKind.MOVED)
     return SimulationDocument(
@@ -107,6 +119,7 @@ def simulation_document(
         planner=planner,
         placement=placement,
         steering=steering,
+        intent=intent,
         workload=workload,
         times=times,
         end_s=result.end_s,
@@ -122,6 +135,7 @@ def simulation_document(
                 wakes=figures.wakes,
                 asleep_s=figures.asleep_s,
                 moves=moves[figures.name],
+                limits=figures.limits,
                 summary=summarize(parts[figures.name], slo) if figures.name in parts else None,
             )
             for figures in result.deployments
@@ -131,7 +145,7 @@ def simulation_document(
         timeline=timeline(result.outcomes),
         curves=tuple(_curves(name, part) for name, part in parts.items()),
         notes=notes,
-        warnings=_warnings(result, workload),
+        warnings=_warnings(result, model_contexts or {}),
     )
 
 
@@ -156,11 +170,45 @@ def devices_told(device_ids: Sequence[str]) -> str:
     return ", ".join((*ranges, *said))
 
 
+def answered_words(document: SimulationDocument) -> str:
+    """Return one line: how many requests failed and why, and how many were answered."""
+    return outcome_words(document.summary, failure_reasons(document))
+
+
+def failure_reasons(document: SimulationDocument) -> dict[str, str]:
+    """Return what each kind of failure means in a simulation."""
+    reasons = {
+        Failure.BAD_REQUEST: f"longer than {_longest_words(document.deployments)}",
+        Failure.NOT_SERVED: "without a deployment to serve them",
+        Failure.RATE_LIMITED: "rejected by a full queue",
+        Failure.TOO_LATE: "rejected as too late for the SLO",
+        Failure.CONNECTION_LOST: "lost with the node that served them",
+        Failure.INTERRUPTED: "unfinished when the simulation was stopped",
+    }
+    return {kind.words: words for kind, words in reasons.items()}
+
+
+def _longest_words(deployments: Sequence[DeploymentOutcome | DeploymentFigures]) -> str:
+    """Return the longest request that is served; without a number where deployments differ."""
+    served = {one.limits.max_context_tokens for one in deployments if one.limits is not None}
+    return f"the {served.pop():,} tokens that are served" if len(served) == 1 else "their deployment serves"
+
+
+def intent_words(intent: Intent) -> str:
+    """Return what deployments were planned by: the intent, its limits, and the rate."""
+    limits = "no latency limits" if intent.slo is None else limit_words(intent.slo)
+    rate = "no rate given" if intent.rate_per_s is None else f"{intent.rate_per_s:g} requests/s"
+    if intent.slo is not None and intent.rate_per_s is not None:
+        limits += f" at p{intent.percentile:g}"
+    budget = "" if intent.budget is None else f", at most {intent.budget:g} a request by {intent.cost_model}"
+    return f"{intent.kind}, {limits}, {rate}{budget}, quality {intent.quality}"
+
+
 def late_words(document: SimulationDocument) -> str:
-    """Of those who are refused, behind the service; empty: nobody is."""
+    """Rejection of late requests, in words that follow the service; empty where none is rejected."""
     if not document.refuses_late:
         return ""
-    return ", who is too late refused by forecast" if document.forecasts_late else ", who is too late refused"
+    return f", late requests rejected by {'forecast' if document.forecasts_late else 'their exact times'}"
 
 
 def steering_words(steering: Elastic) -> str:
@@ -177,14 +225,20 @@ def steering_words(steering: Elastic) -> str:
     return ", ".join(said)
 
 
-def _warnings(result: SimulationResult, workload: Workload) -> tuple[str, ...]:
+def _warnings(result: SimulationResult, model_contexts: Mapping[str, int]) -> tuple[str, ...]:
     outcomes = result.outcomes
-    too_long = int((outcomes.asked_input_tokens + outcomes.asked_output_tokens > workload.context_tokens).sum())
+    too_long = int((outcomes.failure == Failure.BAD_REQUEST).sum())
     said = [] if result.stopped is None else [result.stopped]
     if too_long:
+        served = [(each.name, each.limits.max_context_tokens) for each in result.deployments if each.limits]
+        binds = all(longest == model_contexts.get(name) for name, longest in served)
         said.append(
-            f"{too_long} requests are longer than the {workload.context_tokens} tokens that deployments were "
-            "planned for, and refused; make room for them with --context, or cut them with --cap-lengths"
+            f"{too_long} requests are longer than {_longest_words(result.deployments)}, and refused; "
+            + (
+                "the model's context holds no more: cut them with --cap-lengths"
+                if binds
+                else "make room for them with --context, or cut them with --cap-lengths"
+            )
         )
     never = [c.name for c in result.changes if c.kind is ChangeKind.REFUSED]
     placed = {c.name for c in result.changes if c.kind is ChangeKind.DEPLOYED}

@@ -9,12 +9,15 @@ from fingerprint.report.text import gib, number, seconds
 from iserve.simulation.document import (
     DeploymentOutcome,
     SimulationDocument,
+    answered_words,
     devices_told,
+    failure_reasons,
+    intent_words,
     late_words,
     steering_words,
 )
-from traces.panels import over_time, quantiles
-from traces.summary import Percentiles, Summary
+from traces.panels import outcome_line, over_time, quantiles, tiles
+from traces.summary import Percentiles, Summary, limit_words
 
 __all__ = ["render_simulation"]
 
@@ -34,7 +37,7 @@ def render_simulation(document: SimulationDocument) -> str:
         ("time", "The run over time", over_time(document.timeline, "Requests by their arrival")),
         ("steering", "Replicas, sleep and moves", _steering(document)),
         ("gpus", "GPUs", _gpus(document)),
-        ("failures", "Requests that failed", _failures(document.summary)),
+        ("failures", "Requests that failed", _failures(document)),
         ("changes", "What happened", _changes(document)),
         ("run", "What was simulated", _settings(document)),
         ("reading", "How to read this page", bullets((*_READING, *document.notes))),
@@ -45,24 +48,23 @@ def render_simulation(document: SimulationDocument) -> str:
 
 def _head(document: SimulationDocument) -> Markup:
     summary = document.summary
-    tiles = [
+    figures = [
         ("requests", f"{summary.requests:,}"),
         ("answered", f"{summary.completed:,}"),
+        ("failed", f"{summary.requests - summary.completed:,}"),
         ("offered", f"{number(summary.offered_requests_per_s)} requests/s"),
-        ("TTFT P50, P99", _two(summary.ttft)),
-        ("E2E P50, P99", _two(summary.e2e)),
+        ("TTFT p50, p99", _two(summary.ttft)),
+        ("E2E p50, p99", _two(summary.e2e)),
         ("GPU-hours held", number(document.gpu_hours)),
     ]
     if summary.slo is not None:
-        tiles.append(("SLO attained", f"{summary.slo.attainment_fraction:.1%}"))
+        figures.append(("SLO attained", f"{summary.slo.attainment_fraction:.1%}"))
     return join(
         el("h1", "Simulation"),
+        outcome_line(answered_words(document), summary),
         el("p", f"{document.trace} on {document.hardware}, {document.service}.", class_="lead"),
-        el(
-            "div",
-            [el("div", el("b", value), el("span", name), class_="tile") for name, value in tiles],
-            class_="tiles",
-        ),
+        el("p", f"Intent {intent_words(document.intent)}. Requests are judged by: {limit_words(summary.slo)}."),
+        tiles(figures),
         bullets(document.warnings) if document.warnings else None,
     )
 
@@ -79,7 +81,7 @@ def _latency(document: SimulationDocument) -> Markup:
     rows = [_summary_row(d.name, d.summary) for d in document.deployments if d.summary is not None]
     if len(rows) > 1:
         rows.append(_summary_row("all", document.summary))
-    head = ("deployment", "answered", "TTFT P50, P99", "TPOT P50, P99", "E2E P50, P99", "SLO attained")
+    head = ("deployment", "answered", "TTFT p50, p99", "TPOT p50, p99", "E2E p50, p99", "SLO attained")
     shown = document.curves[:_MOST_LINES]
     figures = (
         ("TTFT", [(each.name, f"s-{i}", each.ttft) for i, each in enumerate(shown)]),
@@ -131,10 +133,12 @@ def _gpus(document: SimulationDocument) -> Markup:
     return table(("GPU", "node", "busy", "held", "most memory", "of"), rows, left=(0, 1))
 
 
-def _failures(summary: Summary) -> Markup | None:
-    if not summary.failures:
+def _failures(document: SimulationDocument) -> Markup | None:
+    failures, reasons = document.summary.failures, failure_reasons(document)
+    if not failures:
         return None
-    return table(("kind", "requests"), [_row(f.kind, f"{f.count:,}") for f in summary.failures])
+    rows = [_row(f.kind, f"{f.count:,}", reasons.get(f.kind, ""), left=(0, 2)) for f in failures]
+    return table(("kind", "requests", "why"), rows, left=(0, 2))
 
 
 def _changes(document: SimulationDocument) -> Markup:
@@ -162,7 +166,10 @@ def _settings(document: SimulationDocument) -> Markup:
             ("placement", document.placement),
             ("steering", "none" if document.steering is None else steering_words(document.steering)),
             ("service", f"{document.service}{late_words(document)}"),
+            ("intent", intent_words(document.intent)),
             ("planned for", planned),
+            ("requests judged by", limit_words(document.summary.slo)),
+            ("rate of the trace", f"{number(document.summary.offered_requests_per_s)} requests/s"),
             ("simulated", seconds(document.end_s)),
         ]
     )

@@ -15,14 +15,23 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
-from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.making import FitsOn, Hardware, PlanOptions, alone_of, make_plan, placements_of
+from iserve.planning.making import (
+    FitsOn,
+    Hardware,
+    PlanOptions,
+    alone_of,
+    datasheet_estimator,
+    make_plan,
+    placements_of,
+)
 from iserve.planning.ranked_model import RankedModel
+from iserve.planning.serving_capacity import capacity_of
+from iserve.planning.serving_capacity import launch_limits as planned_limits
 from placement.harvesting import spare_gpu
 from placement.orders import Steering
 from placement.routing import Router
@@ -51,7 +60,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedModel:
-    """A model as the planner needs it; ``options`` is what is wished of it."""
+    """A model as the planner needs it; ``options`` is what is wished of it.
+
+    A replica serves the planned workload and no more unless ``options`` say ``more_requests`` or
+    ``longer_requests``, as a deploy's do where --batch or --context is left out.
+    """
 
     name: str
     spec: ModelSpec
@@ -83,25 +96,31 @@ def idle_cluster(gpu: GpuSpec, count: int, *, per_node: int = 8) -> ClusterSnaps
     )
 
 
-def launch_limits(workload: Workload, engine: str, step_tokens: int | None = None) -> Limits:
-    """With what a worker of ``engine`` planned for ``workload`` is launched, as a deploy does it."""
-    context = workload.context_tokens
-    largest = step_tokens or min(DEFAULT_MAX_BATCHED_TOKENS, max(workload.batch * workload.input_tokens, context))
+def launch_limits(
+    workload: Workload, engine: str, step_tokens: int | None = None, *, served: Workload | None = None
+) -> Limits:
+    """Return the limits of a worker of ``engine`` that is planned for ``workload`` and serves ``served``.
+
+    Args:
+        served: None: nothing beyond the plan.
+    """
+    sizes = planned_limits(workload, engine, step_tokens, served=served)
     return Limits(
-        max_batch=workload.batch,
-        max_context_tokens=context,
-        max_batched_tokens=max(largest, workload.batch),
-        kv_tokens=workload.kv_tokens(engine),
+        max_batch=sizes.max_batch,
+        max_context_tokens=sizes.max_context_tokens,
+        max_batched_tokens=sizes.max_batched_tokens,
+        kv_tokens=sizes.kv_tokens,
     )
 
 
 def roofline_model(name: str, spec: ModelSpec, gpu: GpuSpec, options: PlanOptions, engine: str) -> SimulatedModel:
     """By datasheet alone; ``engine`` "auto": as a deploy prefers them."""
+    engines = by_preference(capabilities_for(engine), gpu)
     return SimulatedModel(
         name=name,
         spec=spec,
-        estimator=RooflineEstimator(spec, gpu),
-        engines=by_preference(capabilities_for(engine), gpu),
+        estimator=datasheet_estimator(spec, gpu, engines),
+        engines=engines,
         options=options,
     )
 
@@ -140,7 +159,7 @@ class PlannedDeployer:
     def __init__(self, gpu: GpuSpec, models: Iterable[SimulatedModel], *, knows_rates: bool = True) -> None:
         self._gpu, self._knows_rates = gpu, knows_rates
         self._models = {model.name: model for model in models}
-        self._steps: dict[tuple[str, DeploymentConfig], StepModel] = {}
+        self._steps: dict[tuple[str, DeploymentConfig, Workload], StepModel] = {}
         self._paces: dict[tuple[str, DeploymentConfig], Pace] = {}
         self._ranked = {
             name: RankedModel(model.spec, gpu, model.estimator, model.engines, model.options)
@@ -159,7 +178,7 @@ class PlannedDeployer:
         chosen = ranked.choose(snapshot)
         if chosen is None:
             return NotDeployed(reason=self._why_not(asked, snapshot))
-        return self._deployed(asked, chosen.config, chosen.placement)
+        return self._deployed(asked, chosen.config, (chosen.placement,), snapshot)[0]
 
     def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
         """The best configuration that fits so often, each on GPUs of its own.
@@ -173,27 +192,42 @@ class PlannedDeployer:
             return NotDeployed(reason=_nearest(plan))
         config, layout = plan.best.config, plan.best.layout
         assert layout is not None, "the best has a place"
-        return [self._deployed(asked, config, placement) for placement in placements_of(layout)]
+        return self._deployed(asked, config, placements_of(layout), snapshot)
 
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
-        """The same configuration where the policy puts it."""
+        """Return the same configuration where the policy puts it, with what it can serve there."""
         asked = self._models[model]
-        config = next(config for (_, config), steps in self._steps.items() if steps is like.steps)
+        config = next(config for (_, config, _), steps in self._steps.items() if steps is like.steps)
         estimate = asked.estimator.estimate(config, asked.options.workload)
         found = FitsOn(self._hardware(snapshot), replace(asked.options, replicas=1))(estimate)
         if isinstance(found, NoRoom):
             return NotDeployed(reason=f"no place for one more on GPUs without its replicas: {found.reason}")
-        (placement,) = placements_of(found)
-        return self._deployed(asked, config, placement)
+        return self._deployed(asked, config, placements_of(found), snapshot)[0]
 
-    def _deployed(self, asked: SimulatedModel, config: DeploymentConfig, placement: Placement) -> Deployed:
-        return Deployed(
-            placement=placement,
-            steps=self._step_model(asked, config),
-            what=f"{config} on {config.engine}",
-            pipelined=keeps_stages_full(config.engine),
-            pace=self._pace(asked, config),
-        )
+    def _deployed(
+        self,
+        asked: SimulatedModel,
+        config: DeploymentConfig,
+        placements: tuple[Placement, ...],
+        snapshot: ClusterSnapshot,
+    ) -> list[Deployed]:
+        """Return the replicas of ``config`` at ``placements``, launched as the controller launches them."""
+        hardware = self._hardware(snapshot)
+        capacity = capacity_of(config, placements, asked.spec, hardware, asked.estimator, asked.options)
+        served = capacity.workload
+        what = f"{config} on {config.engine}"
+        if served != asked.options.workload:
+            what += f", up to {served.batch} requests at once of up to {served.context_tokens:,} tokens"
+        return [
+            Deployed(
+                placement=placement,
+                steps=self._step_model(asked, config, served),
+                what=what,
+                pipelined=keeps_stages_full(config.engine),
+                pace=self._pace(asked, config),
+            )
+            for placement in capacity.placements
+        ]
 
     def _pace(self, asked: SimulatedModel, config: DeploymentConfig) -> Pace:
         """As the controller tells it to a gateway."""
@@ -217,12 +251,12 @@ class PlannedDeployer:
     def _hardware(self, snapshot: ClusterSnapshot) -> Hardware:
         return Hardware(label=f"{len(snapshot.gpus)} x {self._gpu.name}", gpu=self._gpu, snapshot=snapshot)
 
-    def _step_model(self, model: SimulatedModel, config: DeploymentConfig) -> StepModel:
-        found = self._steps.get((model.name, config))
-        if found is None:
-            limits = launch_limits(model.options.workload, config.engine, model.step_tokens)
-            found = self._steps[model.name, config] = tabulate(model.estimator, config, limits)
-        return found
+    def _step_model(self, model: SimulatedModel, config: DeploymentConfig, served: Workload) -> StepModel:
+        key = (model.name, config, served)
+        if key not in self._steps:
+            limits = launch_limits(model.options.workload, config.engine, model.step_tokens, served=served)
+            self._steps[key] = tabulate(model.estimator, config, limits)
+        return self._steps[key]
 
 
 def _nearest(plan: Plan) -> str:

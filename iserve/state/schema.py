@@ -68,6 +68,12 @@ deployments = Table(
     Column("error", Text),
     Column("plan", Text),  # iserve.planning.document.PlanDocument as JSON
     Column("workers", Text),  # list of daemon.engines.base.WorkerSpec as JSON, written before any is launched
+    # An update under way, as the three above; they take the place of those once its workers serve.
+    Column("update_request", Text),
+    Column("update_plan", Text),
+    Column("update_workers", Text),
+    Column("update_stop_first", Boolean),  # the former workers end before its workers start
+    Column("draining", Text),  # workers of before the last update, while they finish what they have
     sqlite_autoincrement=True,  # no id twice: it names workers, and what is done about them in the background
 )
 

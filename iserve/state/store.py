@@ -5,9 +5,10 @@ Rows leave as frozen dataclasses and typed values, never as SQLAlchemy rows.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from fingerprint.measurements import Profile
 from fingerprint.verification import Verification
 from iserve.routes import ApiKeyRecord
 from iserve.state.database import Database, open_database
+from iserve.state.rows import DeploymentRow, EventRow, KeptAnswer, KeyRow, ModelRow, VerificationRow
 from iserve.state.schema import (
     api_keys,
     deployments,
@@ -36,64 +38,6 @@ __all__ = ["DeploymentRow", "EventRow", "KeptAnswer", "KeyRow", "ModelRow", "Sto
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelRow:
-    name: str
-    directory: str
-    created_at: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeploymentRow:
-    id: int
-    name: str
-    created_at: float
-    request: str
-    desired: str
-    phase: str
-    error: str | None
-    plan: str | None
-    workers: str | None  # one for each replica
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EventRow:
-    id: int
-    at: float
-    deployment_id: int | None
-    kind: str
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeyRow:
-    key_id: str
-    sha256: str
-    scope: str
-    label: str
-    created_at: float
-    revoked: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerificationRow:
-    model: str
-    shape_hash: str
-    engine: str
-    machine_key: str
-    verification: Verification
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptAnswer:
-    """What a request that came with an idempotency key asked for, and was answered."""
-
-    key: str
-    created_at: float
-    request: str
-    answer: str
 
 
 _EVENTS_KEPT = 10_000
@@ -325,8 +269,14 @@ class Store:
         error: str | None = None,
         plan: bytes | None = None,
         workers: bytes | None = None,
-    ) -> None:
-        """Change what is given. A new phase without an error clears the error."""
+        as_read: DeploymentRow | None = None,
+    ) -> bool:
+        """Change what is given. A new phase without an error clears the error. False: it is gone, or its phase or
+        its workers are no longer those of ``as_read``."""
+        same = deployments.c.id == deployment_id
+        if as_read is not None:
+            same &= deployments.c.phase == as_read.phase
+            same &= deployments.c.workers.is_not_distinct_from(as_read.workers)
         values: dict[str, object] = {}
         if phase is not None:
             values |= {"phase": phase, "error": None if error is None else _storable(error)}
@@ -337,7 +287,96 @@ class Store:
         if workers is not None:
             values["workers"] = workers.decode()
         with self._write() as connection:
+            return connection.execute(sa.update(deployments).where(same).values(**values)).rowcount > 0
+
+    def begin_update(
+        self, deployment_id: int, request: bytes, message: str, *, former: str, stop_first: bool = False
+    ) -> bool:
+        """Accept an update of a deployment: from here on it survives the controller. False: not while it is not
+        ready, or while another is under way; nor where what was asked for is no longer ``former``."""
+        idle = (
+            (deployments.c.id == deployment_id)
+            & (deployments.c.desired == "running")
+            & (deployments.c.phase == "ready")
+            & (deployments.c.request == former)
+            & deployments.c.update_request.is_(None)
+        )
+        with self._write() as connection:
+            values = {"update_request": request.decode(), "update_stop_first": stop_first, "error": None}
+            begun = connection.execute(sa.update(deployments).where(idle).values(**values)).rowcount > 0
+            if begun:
+                _add_event(connection, deployment_id, "updating", message)
+        return begun
+
+    def record_update(
+        self, deployment_id: int, *, plan: bytes, workers: bytes, phase: str | None = None, message: str = ""
+    ) -> None:
+        """Keep what an update is about to launch, with the ``phase`` and its event if one is given."""
+        values = {"update_plan": plan.decode(), "update_workers": workers.decode()}
+        with self._write() as connection:
+            update = sa.update(deployments).where(deployments.c.id == deployment_id).values(**values)
+            connection.execute(update if phase is None else update.values(phase=phase))
+            if phase is not None:
+                _add_event(connection, deployment_id, phase, message)
+
+    def move_update(
+        self, deployment_id: int, former: str, phase: str, message: str, *, error: str | None = None
+    ) -> None:
+        """Take an update that is in the phase ``former`` to ``phase``; nothing where it is no longer there."""
+        there = (
+            (deployments.c.id == deployment_id)
+            & (deployments.c.phase == former)
+            & deployments.c.update_request.is_not(None)
+        )
+        values = {"phase": phase, "error": None if error is None else _storable(error)}
+        with self._write() as connection:
+            if connection.execute(sa.update(deployments).where(there).values(**values)).rowcount:
+                _add_event(connection, deployment_id, phase, message)
+
+    def finish_update(self, deployment_id: int, *, former: str | None, workers: bytes, message: str) -> bool:
+        """Have ``workers``, of the update, serve in place of the ``former`` ones, which drain from now on. False:
+        these are not the deployment's workers any more, and nothing is changed."""
+        same = deployments.c.id == deployment_id
+        unchanged = deployments.c.workers.is_not_distinct_from(former)
+        with self._write() as connection:
+            row = connection.execute(sa.select(deployments).where(same)).mappings().first()
+            if row is None or row["update_request"] is None:
+                return False
+            draining = [json.loads(json_text or "[]") for json_text in (row["draining"], former)]
+            values = {
+                "request": row["update_request"],
+                "plan": row["update_plan"],
+                "workers": workers.decode(),
+                "draining": json.dumps([*draining[0], *draining[1]]),
+                "phase": "ready",  # also where the former ones are being started again, or could not be
+                "error": None,
+            }
+            change = sa.update(deployments).where(same & unchanged).values(**values | _NO_UPDATE)
+            if finished := connection.execute(change).rowcount > 0:
+                _add_event(connection, deployment_id, "ready", message)
+        return finished
+
+    def drop_update(
+        self, deployment_id: int, error: str, *, phase: str | None = None, workers: bytes | None = None
+    ) -> None:
+        """Give an update up: all is as before it but ``phase`` and ``workers``, and ``error`` says why; one that
+        has failed keeps its own."""
+        has_failed = deployments.c.phase.in_(("failed", "refused"))
+        values: dict[str, object] = {"error": sa.case((has_failed, deployments.c.error), else_=_storable(error))}
+        values |= _NO_UPDATE
+        if phase is not None:
+            values["phase"] = phase
+        if workers is not None:
+            values["workers"] = workers.decode()
+        with self._write() as connection:
             connection.execute(sa.update(deployments).where(deployments.c.id == deployment_id).values(**values))
+            _add_event(connection, deployment_id, "update-failed", error)
+
+    def forget_drained(self, deployment_id: int, draining: str) -> None:
+        """The workers of ``draining`` are gone."""
+        same = (deployments.c.id == deployment_id) & (deployments.c.draining == draining)
+        with self._write() as connection:
+            connection.execute(sa.update(deployments).where(same).values(draining=None))
 
     def delete_deployment(self, deployment_id: int) -> None:
         with self._write() as connection:
@@ -398,6 +437,11 @@ class Store:
                 return 1
             connection.execute(sa.update(route_version).values(version=current + 1))
             return int(current) + 1
+
+
+_NO_UPDATE: dict[str, None] = dict.fromkeys(
+    ("update_request", "update_plan", "update_workers", "update_stop_first")
+)
 
 
 def _add_event(connection: sa.Connection, deployment_id: int | None, kind: str, message: str) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+from daemon.worker_token import authorization
 from fingerprint.config import Workload
 from fingerprint.errors import EngineError
 
@@ -29,13 +30,17 @@ class BurstClient:
     Args:
         vocab_size: token ids of the prompts are below it.
         timeout_s: longest wait for one burst.
+        token: the worker's.
         seed: of the prompts. No two of them are alike, so that nothing is served from a cache of prefixes.
     """
 
-    def __init__(self, url: str, model: str, vocab_size: int, *, timeout_s: float, seed: int) -> None:
+    def __init__(
+        self, url: str, model: str, vocab_size: int, *, timeout_s: float, seed: int, token: str | None = None
+    ) -> None:
         where = urlsplit(url)
         self._host, self._port = where.hostname or "127.0.0.1", where.port
         self._model, self._vocab_size, self._timeout_s = model, vocab_size, timeout_s
+        self._headers = {"Content-Type": "application/json"} | authorization(token)
         self._random = random.Random(seed)
 
     def burst(self, work: Workload) -> float:
@@ -54,7 +59,7 @@ class BurstClient:
                 connection.connect()
             with ThreadPoolExecutor(len(sizes)) as pool:
                 started_s = time.perf_counter()
-                answers = list(pool.map(_exchange, connections, bodies))
+                answers = list(pool.map(self._exchange, connections, bodies))
                 elapsed_s = time.perf_counter() - started_s
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"the worker did not answer a burst of {work.batch} requests: {error!r}") from error
@@ -77,11 +82,10 @@ class BurstClient:
             }
         ).encode()
 
-
-def _exchange(connection: http.client.HTTPConnection, body: bytes) -> tuple[int, bytes]:
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    return response.status, response.read(_MAX_ANSWER_BYTES)
+    def _exchange(self, connection: http.client.HTTPConnection, body: bytes) -> tuple[int, bytes]:
+        connection.request("POST", "/v1/completions", body, self._headers)
+        response = connection.getresponse()
+        return response.status, response.read(_MAX_ANSWER_BYTES)
 
 
 def _check(status: int, answer: bytes, size: int, work: Workload) -> None:

@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 SERVED = "served: over HTTP, from a burst's first byte sent to its last one read"
+_MIB = 2**20  # corrections of memory are shown in tenths of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,8 @@ class MetricDocument:
     """One figure. ``measured`` None: not reported; ``error`` is measured over predicted, less 1.
 
     ``corrects``: whether the model's estimates are changed by it. They are not by what is not reported, nor by a
-    time that is less certain than what was predicted; room that was ordered is no estimate.
+    time that is less certain than what was predicted, nor by memory within 0.05 MiB of the prediction; room that
+    was ordered is no estimate.
     """
 
     name: str  # "ttft_s" | "tpot_s" | "memory_bytes_per_gpu" | "kv_tokens"
@@ -113,7 +115,10 @@ def verification_document(
         tpot = taught.tpot_log_ratio, None if of_alone is None else of_alone.tpot_log_ratio
         metrics.append(_time("tpot_s", predicted.tpot_s, verification.tpot_s, *tpot))
     memory = _memory(verification, predicted, memory_how)
-    metrics += [replace(memory, corrects=taught.memory_bytes != 0), _kv(verification, spec, stats)]
+    metrics += [
+        replace(memory, corrects=round(taught.memory_bytes / _MIB, 1) != 0),
+        _kv(verification, spec, stats),
+    ]
     return VerificationDocument(
         model=model,
         deployment=deployment,

@@ -12,13 +12,14 @@ from urllib.parse import urlsplit
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerSpec
 from daemon.status import WorkerState, WorkerStats
+from daemon.worker_token import authorization
 from fingerprint.config import Workload
 from fingerprint.errors import EngineError, IserveError, NotFoundError, UnavailableError
 from fingerprint.model_spec import ModelSpec
 from iserve.verify.bursts import BurstClient
 from iserve.verify.timing import Burst
 
-__all__ = ["CheckedWorker"]
+__all__ = ["CheckedWorker", "worker_stats"]
 
 _MAX_ANSWER_BYTES = 1 << 20
 _STATS_TIMEOUT_S = 2.0
@@ -27,15 +28,42 @@ _SETTLE_S = 2.0  # statistics may lag behind the answer
 _DEATH_S = 5.0  # for the daemon to see that a worker died, and to read its last words
 
 
+def worker_stats(engine: Engine, spec: WorkerSpec, url: str, token: str | None) -> WorkerStats | None:
+    """What the worker of ``spec`` says of itself now; None: nothing that its engine is documented to say."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_STATS_TIMEOUT_S)
+    try:
+        connection.request("GET", engine.stats_path, headers=authorization(token))
+        response = connection.getresponse()
+        body = response.read(_MAX_ANSWER_BYTES)
+        return engine.read_stats(spec, body) if response.status == 200 else None
+    except (OSError, http.client.HTTPException, IserveError):
+        return None
+    finally:
+        connection.close()
+
+
 class CheckedWorker:
     """A ready worker of ``spec`` at ``url``, from one plain thread."""
 
     def __init__(
-        self, spec: WorkerSpec, engine: Engine, url: str, daemon: Callable[[], DaemonClient], model: ModelSpec
+        self,
+        spec: WorkerSpec,
+        engine: Engine,
+        url: str,
+        daemon: Callable[[], DaemonClient],
+        model: ModelSpec,
+        token: str | None = None,
     ) -> None:
         self._spec, self._engine, self._url, self._daemon = spec, engine, url, daemon
+        self._token = token
         self._client = BurstClient(
-            url, spec.served_model, model.vocab_size, timeout_s=_BURST_TIMEOUT_S, seed=time.monotonic_ns()
+            url,
+            spec.served_model,
+            model.vocab_size,
+            timeout_s=_BURST_TIMEOUT_S,
+            seed=time.monotonic_ns(),
+            token=token,
         )
 
     def burst(self, work: Workload) -> Burst:
@@ -60,17 +88,7 @@ class CheckedWorker:
 
     def stats(self) -> WorkerStats | None:
         """What it says of itself now; None where that is nothing that its engine is documented to say."""
-        where = urlsplit(self._url)
-        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_STATS_TIMEOUT_S)
-        try:
-            connection.request("GET", self._engine.stats_path)
-            response = connection.getresponse()
-            body = response.read(_MAX_ANSWER_BYTES)
-            return self._engine.read_stats(self._spec, body) if response.status == 200 else None
-        except (OSError, http.client.HTTPException, IserveError):
-            return None
-        finally:
-            connection.close()
+        return worker_stats(self._engine, self._spec, self._url, self._token)
 
     def held_bytes(self, stats: WorkerStats) -> int:
         """By its own count, on the fullest of its devices; 0: it does not count."""

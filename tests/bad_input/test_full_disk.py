@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +23,10 @@ from fingerprint import safetensors_writer
 from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableError, UnavailableError
 from fingerprint.generate import generate
 from iserve.cli.reporting import write_page
+from iserve.client import connect
+from iserve.controller.processes import Companion
 from iserve.demo import demo_model_path
+from iserve.settings import Settings
 from iserve.state.store import Store
 
 SIZE_BYTES = 2**20
@@ -185,3 +189,26 @@ def test_a_page_is_whole_or_the_old_one(disk: tuple[Path, Filled]) -> None:
     assert "free some or choose another place" in str(caught.value)
     assert page.read_text() == "old"
     assert left_in(folder) == {"report.html"}
+
+
+def test_a_first_start_says_that_the_disk_is_full(
+    disk: tuple[Path, Filled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller cannot even say so in its log."""
+    folder, only = disk
+    for name in [name for name in os.environ if name.startswith("ISERVE_")]:
+        monkeypatch.delenv(name)
+    with only(0), pytest.raises(UnavailableError) as caught:
+        connect(Settings(home=folder / "home", port=0, api_port=0))
+    for words in ("the controller did not come up; its log", "cannot be written: ", "free space there"):
+        assert words in str(caught.value)
+
+
+def test_a_daemon_or_gateway_that_cannot_write_its_log_is_told_so(disk: tuple[Path, Filled]) -> None:
+    folder, only = disk
+    settings = Settings(home=folder / "home")
+    companion = Companion("gateway", settings, [sys.executable, "-c", "raise SystemExit(1)"])
+    settings.log_folder.mkdir(parents=True)
+    with only(0), pytest.raises(UnavailableError, match=r"its log .* cannot be written: .*; free space there"):
+        companion.ensure()
+    assert left_in(folder) <= {"home", "home/logs", "home/logs/gateway.log"}

@@ -170,7 +170,7 @@ def test_the_embedded_engine_reads_no_other_files_than_the_plan_did(folder: Path
     "unit", [b"[],", b"{},", b"0,", b'"ab",', b"1e9,", b'{"":0},', b"[[[[]]]],"], ids=lambda unit: unit.decode()
 )
 def test_memory_is_bounded_by_the_header_whatever_is_in_it(tmp_path: Path, unit: bytes) -> None:
-    """32 MiB, which is the largest that is read, at 25 times its size is 800 MiB."""
+    """32 MiB are the largest header that is read; at 25 times its size that is 800 MiB."""
     raw = b"[" + unit * (2**18 // len(unit)) + b"0]"
     (tmp_path / SINGLE_FILE).write_bytes(len(raw).to_bytes(8, "little") + raw)
     tracemalloc.start()
@@ -182,6 +182,38 @@ def test_memory_is_bounded_by_the_header_whatever_is_in_it(tmp_path: Path, unit:
         tracemalloc.stop()
     assert peak < 25 * len(raw) + 2**20
     assert 25 * MAX_HEADER_BYTES <= 800 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("before", "unit"),
+    [
+        pytest.param(b'{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[', b"0,", id="a shape"),
+        pytest.param(b'{"a":[', b"[11111111111],", id="a tensor"),
+        pytest.param(b'{"__metadata__":[', b"1e5,", id="metadata"),
+        pytest.param(b"{", b'"":0,', id="names"),
+    ],
+)
+def test_a_header_is_read_no_further_than_to_what_is_wrong_in_it(
+    tmp_path: Path, before: bytes, unit: bytes
+) -> None:
+    """32 MiB of numbers read in one call hold all other threads of the process for seconds."""
+    raw = before + unit * (2**20 // len(unit))
+    (tmp_path / SINGLE_FILE).write_bytes(len(raw).to_bytes(8, "little") + raw)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(raw)  # its bytes and their text, and none of its numbers
+
+
+def test_metadata_without_end_is_refused(tmp_path: Path) -> None:
+    raw = json.dumps({"__metadata__": {str(number): "" for number in range(20_000)}}).encode()
+    (tmp_path / SINGLE_FILE).write_bytes(len(raw).to_bytes(8, "little") + raw)
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 2**40, 2**64 - 1])

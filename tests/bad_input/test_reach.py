@@ -16,7 +16,7 @@ from fingerprint.generate import generate_dummy
 from iserve.controller.reach import ANYWHERE, Reach
 from iserve.demo import demo_model_path
 from tests.bad_input.conftest import TOKEN, Api
-from tests.bad_input.test_routes import bodies, routes_of
+from tests.bad_input.test_routes import bodies, filled, routes_of
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,11 +56,13 @@ def requests(model: str) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
     yield "POST", "/api/v1/plans/launch", wish
     yield "POST", "/api/v1/deployments", {"model": model}
     yield "POST", "/api/v1/verifications", {"model": model}
+    yield "PATCH", "/api/v1/deployments/no-such", {"model": model}
 
 
 def test_every_route_that_takes_a_model_is_tried_here(api: Api) -> None:
-    named = {path for path, schema in bodies(api.app) if schema["properties"].keys() & {"model", "directory"}}
-    assert named == {path for _, path, _ in requests("m")}
+    bodied = bodies(api.app)
+    named = {(m, path) for m, path, schema in bodied if schema["properties"].keys() & {"model", "directory"}}
+    assert {(m, filled(path)) for m, path in named} == {(m, path) for m, path, _ in requests("m")}
     assert ("DELETE", "/api/v1/verifications") in set(routes_of(api.app))  # its model is in the query: below
 
 

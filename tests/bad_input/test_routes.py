@@ -87,22 +87,23 @@ def test_every_application_stands_behind_the_door(api: Api) -> None:
     assert [middleware.cls for middleware in api.app.user_middleware] == [Door]
 
 
-def bodies(app: FastAPI) -> Iterator[tuple[str, dict[str, Any]]]:
+def bodies(app: FastAPI) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Method, path and schema of every request that has a body."""
     schema = app.openapi()
     for path, methods in schema["paths"].items():
-        for route in methods.values():
+        for method, route in methods.items():
             body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
             if body:
-                yield path, schema["components"]["schemas"][body["$ref"].rsplit("/", 1)[-1]]
+                yield method.upper(), path, schema["components"]["schemas"][body["$ref"].rsplit("/", 1)[-1]]
 
 
 def test_an_unknown_field_is_refused_by_its_name(api: Api) -> None:
     found = list(bodies(api.app))
     assert len(found) >= 7
-    for path, schema in found:
+    for method, path, schema in found:
         assert schema["additionalProperties"] is False, path
         needed = dict.fromkeys(schema.get("required", ()), "x")
-        status, body = api.ask("POST", filled(path), needed | {"colour_of_the_box": 1})
+        status, body = api.ask(method, filled(path), needed | {"colour_of_the_box": 1})
         assert (status, body["error"]) == (400, "BadInputError"), path
         assert "colour_of_the_box" in body["message"]
     status, body = api.ask("POST", "/api/v1/plans", {"slo": {"ttft_s": 1, "p98_s": 1}})
@@ -145,14 +146,14 @@ def test_a_name_that_is_given_twice_is_refused(api: Api) -> None:
 
 def test_a_body_of_another_type_is_told_which_is_wanted(api: Api) -> None:
     key = {"Authorization": f"Bearer {TOKEN}"}
-    paths = [filled(path) for path, _ in bodies(api.app)]
+    paths = [(method, filled(path)) for method, path, _ in bodies(api.app)]
     assert len(paths) >= 7
-    for path in paths:
+    for method, path in paths:
         for headers, told in (
             ({"Content-Type": "text/plain; charset=utf-8"}, "of type 'text/plain'"),
             ({}, "of no"),
         ):
-            answer = api.client.post(path, content="{}", headers=key | headers)
+            answer = api.client.request(method, path, content="{}", headers=key | headers)
             assert answer.status_code == 415
             assert told in answer.json()["message"]
             assert "send it as 'Content-Type: application/json'" in answer.json()["message"]

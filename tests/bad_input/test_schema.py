@@ -77,3 +77,23 @@ def test_the_same_at_length(api: Api, quiet: pytest.LogCaptureFixture) -> None:
     seen = fuzz(api, examples=150)
     assert seen.total() > 3_000
     assert not [record for record in quiet.records if record.exc_info], quiet.text
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"modle": "a"}, "there is no field 'modle', did you mean 'model'? the fields are "),
+        (
+            {"slo": {"ttft": 1}},
+            "there is no field 'ttft', did you mean 'ttft_s'? the fields are ttft_s, tpot_s, e2e_s",
+        ),
+        ({"\x1b[2J": 1}, "there is no field '\\x1b[2J'; the fields are "),
+    ],
+)
+def test_an_unknown_field_is_told_the_known_ones(api: Api, body: dict[str, object], said: str) -> None:
+    for path in ("plans", "deployments"):
+        status, answer = api.ask("POST", f"/api/v1/{path}", body)
+        assert (status, answer["error"]) == (400, "BadInputError")
+        assert said in answer["message"]
+        assert answer["message"].startswith("body")
+        assert "slo" in body or "intent, cost, " in answer["message"]

@@ -95,7 +95,7 @@ class _Process:
     """``WorkerHandle`` on a profiling worker started here, without a daemon."""
 
     def __init__(self, spec: WorkerSpec, machine: MachineInfo, folder: Path) -> None:
-        self.url = f"http://{spec.host}:{spec.port}"
+        self.url, self.token = f"http://{spec.host}:{spec.port}", None
         self._folder = folder
         (folder / "spec.json").write_bytes(to_json(spec))
         (folder / "machine.json").write_bytes(to_json(machine))

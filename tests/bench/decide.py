@@ -47,6 +47,7 @@ from placement.types import (
 from planner.intent import Intent, IntentKind
 from tests.bench.place import model
 from tests.bench.rank import machine
+from tests.fingerprint.half_measured import HalfMeasured
 from tests.fingerprint.step_timed_machine import llama_7b
 
 GIB = 2**30
@@ -144,35 +145,37 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
         spec, A6000, estimator, engines, replace(OPTIONS, intent=LATENCY, expect=2 * NUM_MODELS)
     )
 
+    half = [
+        RankedModel(spec, A6000, HalfMeasured(estimator), engines, options)
+        for options in (OPTIONS, replace(OPTIONS, intent=LATENCY))
+    ]
+
     def whole_plan(snapshot: ClusterSnapshot) -> object:
         best = make_plan(spec, Hardware(label="", gpu=A6000, snapshot=snapshot), estimator, engines, OPTIONS).best
         assert best is not None
         return best.layout
 
-    def kept_order(snapshot: ClusterSnapshot) -> object:
-        chosen = ranked.choose(snapshot)
-        assert chosen is not None
-        return chosen.placement
+    def choice_of(model: RankedModel) -> Callable[[ClusterSnapshot], object]:
+        def place_of(snapshot: ClusterSnapshot) -> object:
+            chosen = model.choose(snapshot)
+            assert chosen is not None
+            return chosen.placement
 
-    def beside(snapshot: ClusterSnapshot) -> object:
-        chosen = seeing.choose(snapshot)
-        assert chosen is not None
-        return chosen.placement
+        return place_of
 
-    def beside_and_later(snapshot: ClusterSnapshot) -> object:
-        chosen = expecting.choose(snapshot)
-        assert chosen is not None
-        return chosen.placement
+    beside = choice_of(seeing)
 
     def by_loads(snapshot: ClusterSnapshot) -> object:
         return beside(replace(snapshot, deployments=()))
 
     return {
         "plan, whole": whole_plan,
-        "plan, order kept": kept_order,
+        "plan, order kept": choice_of(ranked),
         "plan, order kept, sees others": beside,
         "plan, order kept, sees loads": by_loads,
-        "plan, order kept, expects others": beside_and_later,
+        "plan, order kept, expects others": choice_of(expecting),
+        "plan, order kept, half measured": choice_of(half[0]),
+        "plan, order kept, half measured, sees others": choice_of(half[1]),
         "look-ahead, tp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(2, 1)),
         "look-ahead, tp=8,pp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(8, 2)),
         "scaling of all": lambda snapshot: scale(snapshot, Scaling()),
@@ -215,7 +218,7 @@ def main(arguments: list[str]) -> None:
     results = [measure(case, decide, options.repeats) for case, decide in cases().items()]
     print(f"{results[0].machine}; goal {GOAL_S * 1e3:g} ms")
     for r in results:
-        print(f"{r.case:30s} {r.median_s * 1e3:6.1f} ms (p90 {r.p90_s * 1e3:.1f})")
+        print(f"{r.case:44s} {r.median_s * 1e3:6.1f} ms (p90 {r.p90_s * 1e3:.1f})")
     if options.json:
         options.json.write_bytes(to_json(results, indent=2))
 

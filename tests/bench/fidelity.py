@@ -33,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
+from daemon.worker_token import read_token
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload, even_split
 from fingerprint.errors import EngineError, NotMeasuredError
@@ -98,6 +99,7 @@ class Target:
     workload: Workload  # it was launched for
     limits: Limits
     behind_gateway: bool = False
+    token: str | None = None  # of the worker itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +172,9 @@ def _served(target: Target, profile: Profile, estimator: Estimator, lone: Lone) 
 
 def checked(target: Target, profile: Profile, max_seconds: float) -> Verification:
     """What ``iserve verify`` measures of a running worker, but for its memory, which no simulation asks for."""
-    client = BurstClient(target.url, target.model, profile.spec.vocab_size, timeout_s=_TIMEOUT_S, seed=1)
+    client = BurstClient(
+        target.url, target.model, profile.spec.vocab_size, timeout_s=_TIMEOUT_S, seed=1, token=target.token
+    )
     times = time_bursts(
         lambda work: Burst(client.burst(work), alone=True),
         target.workload,
@@ -194,7 +198,10 @@ def checked(target: Target, profile: Profile, max_seconds: float) -> Verificatio
 def replayed(target: Target, requests: Sequence[Request], *, seed: int = 0) -> Outcomes:
     schedule = make_schedule(requests, (target.model,), ScheduleOptions(ignore_models=True, seed=seed))
     options = ReplayOptions(
-        timeout_s=_TIMEOUT_S, max_in_flight=max(2000, len(requests)), prompts=PromptOptions(seed=seed)
+        timeout_s=_TIMEOUT_S,
+        max_in_flight=max(2000, len(requests)),
+        prompts=PromptOptions(seed=seed),
+        key=target.token,
     )
     return asyncio.run(Replay(schedule, resolve_endpoint(target.url), options).run())
 
@@ -363,12 +370,13 @@ def demo(workload: Workload, profile_s: float) -> Iterator[tuple[Profile, Target
             deployed = home.json("deploy", "--name", "demo", *work)
             target = Target(
                 url=deployed["worker_url"],
+                token=read_token(home.home / "workers" / deployed["replicas"][0]["worker_id"]),
                 model="demo",
                 config=from_json(to_json(deployed["config"]), DeploymentConfig),
                 workload=workload,
                 limits=launch_limits(workload, "torch", step_tokens_of(profile)),
             )
-            yield profile, replace(target, url=deployed["base_url"], behind_gateway=True), target
+            yield profile, replace(target, url=deployed["base_url"], behind_gateway=True, token=None), target
         finally:
             home.clear()
 

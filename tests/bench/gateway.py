@@ -29,7 +29,8 @@ from pathlib import Path
 
 import psutil
 
-from daemon.process import read_record, write_file_atomically
+from daemon.atomic_file import write_file_atomically
+from daemon.process import read_record
 from fingerprint.codec import to_json
 from iserve.gateway.event_loop import event_loop
 from iserve.keys import new_key

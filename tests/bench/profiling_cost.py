@@ -119,6 +119,7 @@ class RecordingSession:
         layers_per_stage: tuple[int, ...],
         max_batch: int,
         max_context_tokens: int,
+        kv_tokens: int = 0,
     ) -> None:
         self._end_load()
         with self._timed(Kind.LOAD, (max_batch, max_context_tokens)):
@@ -129,6 +130,7 @@ class RecordingSession:
                 layers_per_stage=layers_per_stage,
                 max_batch=max_batch,
                 max_context_tokens=max_context_tokens,
+                kv_tokens=kv_tokens,
             )
         self._num_layers, self._weights = sum(layers_per_stage), weights
 

@@ -29,7 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from daemon.process import read_record, write_file_atomically
+from daemon.atomic_file import write_file_atomically
+from daemon.process import read_record
 from fingerprint.codec import to_json
 from iserve.routes import GatewayLimits, Punctuality, Route, RouteTable, WorkerTarget
 from planner.intent import Slo, parse_slo

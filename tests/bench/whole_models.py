@@ -161,7 +161,7 @@ class WorkerProcess:
         folder.mkdir()
         (folder / "spec.json").write_bytes(to_json(spec))
         command = TorchEngine().command(spec, folder, {})
-        self.url = f"http://127.0.0.1:{spec.port}"
+        self.url, self.token = f"http://127.0.0.1:{spec.port}", None
         self._log = folder / "log"
         with self._log.open("wb") as log:
             environment = os.environ | dict(command.env) | device_environment(spec, devices)

@@ -3,8 +3,9 @@
 ``python fake_worker.py spec.json``; how it behaves is read from ``behaviour.json`` in the spec's checkpoint folder
 at each start (``once``: at the next only): ``slow_start_s``, ``exit_code``, ``last_words``, ``ignore_sigterm``,
 ``grandchildren`` (one in the group, one in a session of its own), ``print_lines``, ``busy_fraction``,
-``fail_health_file`` (unhealthy while it exists), ``record_starts`` (a file that each start adds its worker's id
-and its process id to).
+``fail_health_file`` (unhealthy while it exists), ``running_file`` (has a request while it exists), ``exit_if``
+(exits with 1 if its id has this part), ``record_starts`` (a file that each start adds its worker's id and its
+process id to).
 """
 
 import json
@@ -40,6 +41,9 @@ def main() -> None:
     for number in range(behaviour.get("print_lines", 0)):
         print(f"line {number} " + "x" * 90)
     sys.stdout.flush()
+    if behaviour.get("exit_if", spec["worker_id"] + "x") in spec["worker_id"]:
+        print("this worker is not to start", flush=True)
+        sys.exit(1)
     if "exit_code" in behaviour:
         print(behaviour.get("last_words", ""), flush=True)
         sys.exit(behaviour["exit_code"])
@@ -47,17 +51,24 @@ def main() -> None:
 
 
 def serve(spec: dict, behaviour: dict) -> None:
+    token_file = Path(sys.argv[1]).with_name("token")
+    token = token_file.read_text() if token_file.exists() else ""
     devices = [device for stage in spec["stages"] for device in stage["device_ids"]]
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if self.path != "/health" and token and self.headers.get("Authorization") != f"Bearer {token}":
+                self.answer(401, {})
+                return
             alive_s = time.monotonic() - STARTED_S
             ready = alive_s >= behaviour.get("slow_start_s", 0)
             if behaviour.get("fail_health_file") and Path(behaviour["fail_health_file"]).exists():
                 ready = False
-            if self.path == "/health":
+            if self.path == "/health" and "Authorization" in self.headers:
+                self.answer(400, {"error": "an open route is sent no token"})
+            elif self.path == "/health":
                 self.answer(200 if ready else 503, {"status": "ok" if ready else "loading"})
             elif self.path == "/stats":
                 busy_s = alive_s * behaviour.get("busy_fraction", 0.0)
@@ -76,6 +87,7 @@ def serve(spec: dict, behaviour: dict) -> None:
                         0,
                     )
                     | {
+                        "running": int(Path(behaviour.get("running_file", "/no such file")).exists()),
                         "model": spec["served_model"],
                         "busy": [{"device_id": device, "busy_s": busy_s} for device in devices],
                         "memory": [],
@@ -101,8 +113,12 @@ def serve(spec: dict, behaviour: dict) -> None:
         def log_message(self, *_arguments: object) -> None:
             pass
 
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_arguments: object) -> None:
+            """Print nothing of a probe that gave up: tests count the log's lines."""
+
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", spec["port"]), Handler)
+        server = Server(("127.0.0.1", spec["port"]), Handler)
     except OSError:
         sys.exit(98)
     server.serve_forever()

@@ -13,12 +13,15 @@ import pytest
 
 from daemon.client import DaemonClient
 from daemon.engines.base import WorkerLimits, WorkerSpec
+from daemon.engines.vllm.release import Standing, standing_of
 from daemon.procfs import processes
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
-from daemon.status import WorkerState
+from daemon.status import WorkerState, WorkerStatus
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.generate import generate_shape
 from tests.daemon.engines.standin import make_vllm
+from tests.daemon.engines.vllm_releases import recorded
+from tests.daemon.engines.vllm_sources import write_release
 
 GIB = 2**30
 GPUS = ("GPU-aaaa", "GPU-bbbb")
@@ -29,8 +32,9 @@ BITS16, FP8 = WeightFormat.BITS16, WeightFormat.FP8
 class Handle:
     """A worker that a daemon runs, as the profiling client wants it."""
 
-    def __init__(self, client: DaemonClient, worker_id: str, url: str) -> None:
-        self._client, self.worker_id, self.url = client, worker_id, url
+    def __init__(self, client: DaemonClient, status: WorkerStatus) -> None:
+        self._client, self.worker_id = client, status.spec.worker_id
+        self.url, self.token = status.url, status.token
 
     def failure(self) -> str | None:
         status = self._client.worker(self.worker_id)
@@ -53,7 +57,7 @@ class House:
     def target(self) -> WorkerProfileTarget:
         def launch(spec: WorkerSpec) -> Handle:
             status = self.node.client.launch(spec)
-            self.handles.append(Handle(self.node.client, spec.worker_id, status.url))
+            self.handles.append(Handle(self.node.client, status))
             return self.handles[-1]
 
         limits = WorkerLimits(
@@ -116,16 +120,21 @@ class House:
         return Path(self.node.home) / "workers" / handle.worker_id
 
 
-@pytest.fixture(scope="module")
-def house(
-    tmp_path_factory: pytest.TempPathFactory,
+@contextlib.contextmanager
+def a_house(
+    folder: Path,
     make_node: Callable[[Path], Any],
     tiny_checkpoint: Callable[[str], Path],
+    *,
+    version: str = "0.24.0",
 ) -> Iterator[House]:
-    folder = tmp_path_factory.mktemp("vllm-worker")
+    """A node with vLLM ``version``; one that was not read has the sources of 0.33."""
     node = make_node(folder / "home")
     node.offer_gpus(folder / "nvml")
-    node.extra_env["ISERVE_VLLM_PYTHON"] = str(make_vllm(folder / "env"))
+    node.extra_env["ISERVE_VLLM_PYTHON"] = str(make_vllm(folder / "env", version))
+    if standing_of(version) is Standing.UNKNOWN:
+        (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
+        write_release(recorded()["0.33.0"], packages / "vllm")
     model, fingerprints = folder / "model", folder / "fingerprints"
     shutil.copytree(tiny_checkpoint("llama"), model)
     config = json.loads((model / "config.json").read_text())
@@ -138,6 +147,16 @@ def house(
         yield House(node, fingerprints, model)
     finally:
         node.clear()
+
+
+@pytest.fixture(scope="module")
+def house(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_node: Callable[[Path], Any],
+    tiny_checkpoint: Callable[[str], Path],
+) -> Iterator[House]:
+    with a_house(tmp_path_factory.mktemp("vllm-worker"), make_node, tiny_checkpoint) as house:
+        yield house
 
 
 @contextlib.contextmanager

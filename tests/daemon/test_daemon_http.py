@@ -20,7 +20,14 @@ from daemon.process import ProcessRecord, read_record, write_record
 from daemon.server import MAX_BODY_BYTES, find_devices
 from daemon.status import WorkerState
 from fingerprint.codec import to_json
-from fingerprint.errors import BadInputError, ConfigError, ConflictError, NotFoundError, UnavailableError
+from fingerprint.errors import (
+    BadInputError,
+    ConfigError,
+    ConflictError,
+    NoAnswerError,
+    NotFoundError,
+    UnavailableError,
+)
 
 
 def ask(node, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict]:
@@ -42,6 +49,7 @@ ROUTES = [
     ("GET", "/v1/workers/w1"),
     ("DELETE", "/v1/workers/w1"),
     ("GET", "/v1/workers/w1/log"),
+    ("GET", "/v1/workers/w1/log/part"),
     ("GET", "/nowhere"),
 ]
 
@@ -111,6 +119,13 @@ def test_a_number_of_log_lines_that_cannot_be_is_refused(node):
         status, document = ask(node, "GET", f"/v1/workers/w1/log?lines={quote(lines)}")
         assert (status, document["error"]) == (400, "BadInputError")
         assert len(document["message"]) < 200
+    for position in ("1", "a:b", "-1:2", "1:2:3", "\u0665:1", "9" * 5000):
+        status, document = ask(node, "GET", f"/v1/workers/w1/log/part?position={quote(position)}")
+        assert (status, document["error"]) == (400, "BadInputError")
+        assert len(document["message"]) < 200
+    part = node.client.log_part("w1", lines=10_000)
+    assert part.text.startswith("fake worker starts")
+    assert node.client.log_part("w1", lines=1, position=part.position).text == ""
     assert node.client.log("w1", 10_000).startswith("fake worker starts")
 
 
@@ -236,7 +251,8 @@ def test_a_url_that_is_none_is_refused(url):
         pytest.param(404, b'{"error": "Surprise", "message": "taken"}', NotFoundError, id="unknown-name"),
         pytest.param(400, b'{"error": "to_json", "message": "taken"}', BadInputError, id="name-of-no-error"),
         pytest.param(500, b"taken, oops", UnavailableError, id="not-json"),
-        pytest.param(200, b'{"what": "taken"}', UnavailableError, id="nonsense"),
+        pytest.param(503, b'{"error": "NoAnswerError", "message": "x"}', UnavailableError, id="of-one-behind"),
+        pytest.param(200, b'{"what": "taken"}', NoAnswerError, id="nonsense"),
     ],
 )
 def test_answers_become_the_projects_errors(tmp_path, status, body, error):
@@ -285,3 +301,10 @@ def test_a_record_is_for_whoever_can_read_it(tmp_path):
     record = ProcessRecord(pid=1, start_time_ticks=1, url="http://127.0.0.1:5", token="t")
     write_record(tmp_path / "daemon.json", record)
     assert DaemonClient.from_record(tmp_path / "daemon.json").url == "http://127.0.0.1:5"
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'], ids=["lists", "objects"])
+def test_a_body_nested_without_end_is_400(calm_node, opening):
+    status, answer = ask(calm_node, "POST", "/v1/workers", opening * 100_000)
+    assert (status, answer["error"]) == (400, "BadInputError")
+    assert "Traceback" not in calm_node.daemon_log

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemon.atomic_file import write_file_atomically
 from daemon.backoff import RestartHistory, RestartPolicy
 from daemon.keeper import RotatingLog
 from daemon.lease import (
@@ -34,11 +39,11 @@ from daemon.process import (
     ProcessRecord,
     group_members,
     is_alive,
+    kept_record,
     kill_group,
     own_record,
     read_record,
     spawn_detached,
-    write_file_atomically,
     write_record,
 )
 from daemon.procfs import is_running, read_stat, start_time_ticks
@@ -91,6 +96,17 @@ def test_it_says_how_its_program_ended(keep, tmp_path):
     assert (record.exit_code, record.signal, record.reason) == (7, None, "exited")
     assert record.log_tail == "the last words\n"
     assert (tmp_path / "worker.log").read_text() == "the last words\n"
+
+
+def test_its_program_may_open_as_many_files_as_are_allowed(keep, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        keeper = keep("import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert keeper.wait(20) == 0
+    assert read_file(tmp_path / EXIT_FILE, ExitRecord).log_tail == f"{min(limits[1], 65_536)}\n"
 
 
 def test_a_program_ended_by_a_signal_has_no_exit_code(keep, tmp_path):
@@ -253,7 +269,7 @@ def test_anything_else_is_refused_as_one_kind_of_error(tmp_path_factory, data):
 
 @pytest.mark.parametrize("change", [{"pid": "1"}, {"pid": True}, {"pid": None}, {"extra": 1}, {"lease_ttl_s": []}])
 def test_a_lease_with_one_wrong_field_is_refused(tmp_path, change):
-    lease = dict.fromkeys(Lease.__dataclass_fields__, 1) | {"worker_id": "w", "config_hash": "0"}
+    lease = dict.fromkeys(Lease.__dataclass_fields__, 1) | {"worker_id": "w", "config_hash": "0", "boot_id": "b"}
     (tmp_path / "good").write_text(json.dumps(lease))
     assert read_file(tmp_path / "good", Lease).pid == 1
     (tmp_path / "bad").write_text(json.dumps(lease | change))
@@ -290,6 +306,23 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_worker(tmp_path):
     assert (tmp_path / "worker.log").read_bytes() == b"kept"
 
 
+def test_a_log_whose_next_cannot_be_opened_stays_where_it_is(tmp_path, monkeypatch):
+    path, real = tmp_path / "worker.log", os.open
+    log = RotatingLog(path, max_bytes=10, files=2)
+    log.write(b"0123456789")
+
+    def full(*_arguments: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "open", full)
+    log.write(b"lost")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["worker.log"]
+    monkeypatch.setattr(os, "open", real)
+    log.write(b"kept")
+    assert path.read_bytes() == b"kept"
+    assert (tmp_path / "worker.log.1").read_bytes() == b"0123456789"
+
+
 @given(lines=st.lists(st.binary(min_size=1, max_size=150), max_size=30), files=st.integers(0, 3))
 def test_logs_never_exceed_their_size_and_end_with_the_last_line(tmp_path_factory, lines, files):
     path = tmp_path_factory.mktemp("log") / "worker.log"
@@ -302,6 +335,47 @@ def test_logs_never_exceed_their_size_and_end_with_the_last_line(tmp_path_factor
     if lines:
         assert path.read_bytes().endswith(lines[-1][-1:])
         assert b"".join(lines).endswith(b"".join(part.read_bytes() for part in kept))
+
+
+def test_a_record_that_is_lost_is_there_again_and_goes_with_its_process(tmp_path, until):
+    path = tmp_path / "run" / "gateway.json"
+    record = own_record(url="http://127.0.0.1:1", token="t")
+    with kept_record(path, record, look_s=0.01):
+        assert read_record(path) == record
+        for lose in (path.unlink, lambda: path.write_text("{"), lambda: shutil.rmtree(path.parent)):
+            lose()
+            until(lambda: read_record(path) == record)
+        write_record(path, replace(record, start_time_ticks=1))  # of a process that is gone
+        until(lambda: read_record(path) == record)
+    assert not path.exists()
+
+
+def test_the_record_of_another_process_that_lives_is_left_alone(tmp_path):
+    path, other = tmp_path / "run" / "gateway.json", os.getppid()
+    ours = own_record(url="http://127.0.0.1:1", token="t")
+    theirs = replace(ours, pid=other, start_time_ticks=start_time_ticks(other))
+    with kept_record(path, ours, look_s=0.001):
+        write_record(path, theirs)
+        deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline:
+            assert read_record(path) == theirs
+    assert read_record(path) == theirs
+
+
+def test_no_record_is_written_into_a_home_that_was_taken_away(tmp_path, monkeypatch):
+    home, looks = tmp_path / "home", threading.Semaphore(0)
+    real = Path.is_dir
+
+    def is_dir(path: Path) -> bool:
+        looks.release()
+        return real(path)
+
+    with kept_record(home / "run" / "gateway.json", own_record(url="", token=""), look_s=0.01):
+        shutil.rmtree(home)
+        monkeypatch.setattr(Path, "is_dir", is_dir)
+        for _ in range(3):
+            assert looks.acquire(timeout=20)
+        assert not home.exists()
 
 
 # --- processes -------------------------------------------------------------------------------------------------

@@ -59,3 +59,66 @@ def test_a_log_within_its_bound_stays(size: int, moved: bool, tmp_path: Path) ->
     log.write_bytes(b"x" * size)
     assert move_if_large(log, max_bytes=10) is moved
     assert log.exists() is not moved
+
+
+# Fills its log, and cannot open a file while it is past its bound; then it can, and it prints the end.
+WITHOUT_FILES = """
+import os, resource, sys, time
+from pathlib import Path
+from daemon import own_log
+
+log, looks = Path(sys.argv[1]), []
+real = own_log._turn_over
+
+def look(*arguments):
+    try:
+        real(*arguments)
+    finally:
+        looks.append(1)
+
+own_log._turn_over = look
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+own_log.bound_own_log(log, max_bytes=1000, look_s=0.01)
+os.write(2, b"y" * 2000 + b"\\n")
+seen = len(looks)
+while len(looks) < seen + 3:
+    time.sleep(0.01)
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+while os.path.samestat(os.fstat(2), os.stat(f"{log}.1" if os.path.exists(f"{log}.1") else log)):
+    time.sleep(0.01)
+print("the end", flush=True)
+"""
+
+
+def test_a_log_is_bounded_again_once_files_can_be_opened(tmp_path: Path) -> None:
+    """A log that was moved before its next could be opened would grow, under another name, for good."""
+    log = tmp_path / "daemon.log"
+    with log.open("ab") as file:
+        command = [sys.executable, "-c", WITHOUT_FILES, str(log)]
+        subprocess.run(command, stdout=file, stderr=file, check=True, timeout=60)
+    assert log.read_text() == "the end\n"
+    assert (tmp_path / "daemon.log.1").stat().st_size == 2001
+    assert set(tmp_path.iterdir()) == {log, tmp_path / "daemon.log.1"}
+
+
+def test_output_into_a_log_that_was_moved_goes_on_into_the_new_one(tmp_path: Path) -> None:
+    """The start of another process of the role moves it, or a turn that was cut short."""
+    log = tmp_path / "daemon.log"
+    program = """
+import os, sys, time
+from pathlib import Path
+from daemon.own_log import bound_own_log
+
+log = Path(sys.argv[1])
+log.rename(f"{log}.1")
+log.write_text("another\\n")
+bound_own_log(log, look_s=0.01)
+while not os.path.samestat(os.fstat(1), log.stat()):
+    time.sleep(0.01)
+print("mine", flush=True)
+"""
+    with log.open("ab") as file:
+        command = [sys.executable, "-c", program, str(log)]
+        subprocess.run(command, stdout=file, stderr=file, check=True, timeout=60)
+    assert log.read_text() == "another\nmine\n"

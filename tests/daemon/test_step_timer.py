@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 STAND_IN = HERE / "engines" / "vllm_stand_in"
 TIMER = HERE.parents[1] / "daemon" / "step_timer" / "iserve_step_timer.py"
 
+BROKEN_GRAPHS = "vllm.compilation.breakable_cudagraph"
 LAYERS = 4
 NEWER, OLDER = "LlamaForCausalLM", "FalconForCausalLM"
 NAMES = ("host_s", "tokens", "sequences", "prefill_tokens", "context_tokens", "attention_pairs")
@@ -40,21 +41,32 @@ class Rig:
     def __init__(self, timer: ModuleType, torch: ModuleType, worker: ModuleType, core: ModuleType) -> None:
         self.timer, self.torch, self.worker_module, self.core = timer, torch, worker, core
 
-    def start(self, architecture: str = NEWER) -> Any:
+    def start(self, architecture: str = NEWER, *, eager: bool = False) -> Any:
         settings = {
             "architecture": architecture,
             "windows": [None] * LAYERS,
             "total_bytes": 48 * 2**30,
             "gpu_memory_utilization": 0.85,
             "cache_config": SimpleNamespace(block_size=16),
+            "model_config": SimpleNamespace(enforce_eager=eager),
         }
         self.worker = worker = self.worker_module.Worker(settings, 0)
         worker.load_model()
         worker.determine_available_memory()
-        tensors = [SimpleNamespace(size=1000, shared_by=["layer"])] * LAYERS
-        worker.initialize_from_config(SimpleNamespace(num_blocks=50, kv_cache_tensors=tensors))
+        worker.initialize_from_config(self.kv_config([["layer"] * LAYERS]))
         worker.compile_or_warm_up_model()
         return worker
+
+    def kv_config(self, groups: list[list[str]], size: int = 4000) -> Any:
+        """The cache of ``groups`` of layers in the release's form, ``size`` bytes in all."""
+        if self.worker_module.IS_NEWER:
+            strides = {"layer_stride": 20, "block_stride": 80, "offset": 0}
+            tensors = [SimpleNamespace(size=size, layers=group, **strides) for group in groups]
+        else:
+            pools = max(map(len, groups))
+            tensors = [SimpleNamespace(size=size // pools, shared_by=["layer"])] * pools
+        named = [SimpleNamespace(layer_names=group) for group in groups]
+        return SimpleNamespace(num_blocks=50, kv_cache_tensors=tensors, kv_cache_groups=named)
 
     def run(self, lengths: list[int], output_tokens: int, *, room: int = 64) -> None:
         limits = {"max_num_batched_tokens": room, "max_num_seqs": 64}
@@ -69,9 +81,9 @@ class Rig:
         return costs.OTHER_S + LAYERS * costs.layer_s(tokens, pairs)
 
 
-@pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
-    monkeypatch.setenv("ISERVE_STEP_TIMER", "rpc")
+def make_rig(monkeypatch: pytest.MonkeyPatch, *, newer: bool, asked: str = "rpc") -> Rig:
+    """Register the timer in a process that holds a stand-in of 0.24 or, ``newer``, of 0.33."""
+    monkeypatch.setenv("ISERVE_STEP_TIMER", asked)
     for name in (
         "torch",
         "vllm",
@@ -79,18 +91,34 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
         "vllm.v1.worker",
         "vllm.v1.worker.gpu_worker",
         "vllm.costs",
+        "vllm.envs",
+        "vllm.release",
+        "vllm.compilation",
+        BROKEN_GRAPHS,
         "iserve_timer",
         "core",
     ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # restored whatever follows
     torch = module_of("torch", STAND_IN / "torch_on_paper.py")
-    for name in ("costs", "checks"):
+    sys.modules["vllm.release"].IS_NEWER = newer
+    for name in ("costs", "checks", "envs"):
         setattr(sys.modules["vllm"], name, module_of(f"vllm.{name}", STAND_IN / f"{name}.py"))
+    module_of(BROKEN_GRAPHS, STAND_IN / "breakable_cudagraph.py")
     worker = module_of("vllm.v1.worker.gpu_worker", STAND_IN / "gpu_worker.py")
     core = module_of("core", STAND_IN / "core.py")
     timer = module_of("iserve_timer", TIMER)
     timer.register()
     return Rig(timer, torch, worker, core)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return make_rig(monkeypatch, newer=False)
+
+
+@pytest.fixture
+def newer_rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return make_rig(monkeypatch, newer=True)
 
 
 class TestWhatAStepTook:
@@ -168,6 +196,101 @@ class TestWhatAStepTook:
         rows = rig.read()
         assert [row["tokens"] for row in rows] == [10, 1]
         assert rows[0]["forward_s"] == pytest.approx(2 * rig.forward_s(10, 55))
+
+
+class TestMemory:
+    """What the engine counted, in the words of both forms; a figure that it lacks is an error."""
+
+    @pytest.mark.parametrize("newer", [False, True])
+    def test_figures_are_the_same_whichever_way_the_release_counts(self, monkeypatch, newer) -> None:
+        worker = make_rig(monkeypatch, newer=newer).start()
+        counted = worker.iserve_memory()
+        assert counted["weights"] == costs.OTHER_BYTES + LAYERS * costs.LAYER_BYTES
+        assert counted["non_torch_memory"] == costs.CONTEXT_BYTES
+        assert counted["peak_activation_memory"] == costs.ACTIVATION_BYTES
+        assert counted["graphs"] == costs.GRAPH_BYTES  # not of the capture that only estimates
+        assert counted["cudagraph_memory_estimate"] == (costs.GRAPH_ESTIMATE_BYTES if newer else 0)
+        expected = {"kv_bytes": 4000, "blocks": 50, "kv_tensors": LAYERS, "kv_layers": LAYERS}
+        assert {name: counted[name] for name in expected} == expected
+
+    @pytest.mark.parametrize("newer", [False, True])
+    def test_groups_that_share_blocks_are_counted_once(self, monkeypatch, newer) -> None:
+        rig = make_rig(monkeypatch, newer=newer)
+        layout = rig.timer.kv_layout(rig.kv_config([["a", "b"], ["c", "d"], ["e"]]))
+        assert layout == {"kv_bytes": 4000, "blocks": 50, "kv_tensors": 2, "kv_layers": 5}
+
+    def test_tensors_that_lie_on_the_host_are_not_the_gpus(self, newer_rig) -> None:
+        config = newer_rig.kv_config([["a", "b"]])
+        config.kv_cache_tensors.append(SimpleNamespace(size=9000, layers=["c"], host_resident=True))
+        assert newer_rig.timer.kv_layout(config)["kv_bytes"] == 4000
+
+    @pytest.mark.parametrize(
+        "name", ["peak_activation_memory", "total_consumed", "requested_memory", "cudagraph_memory_estimate"]
+    )
+    def test_a_figure_that_a_release_does_not_keep_is_an_error_and_never_zero(self, newer_rig, name) -> None:
+        worker = newer_rig.start()
+        delattr(worker, name)
+        with pytest.raises(AttributeError):
+            worker.iserve_memory()
+
+    @pytest.mark.parametrize("newer", [False, True])
+    def test_graphs_that_are_captured_unseen_are_an_error_and_never_zero(self, monkeypatch, newer) -> None:
+        rig = make_rig(monkeypatch, newer=newer)
+        monkeypatch.setattr(rig.worker_module.Worker, "compile_or_warm_up_model", lambda _: None)
+        with pytest.raises(
+            RuntimeError, match="did not tell what its CUDA graphs take: capture_model of ModelRunner"
+        ):
+            rig.start().iserve_memory()
+
+    @pytest.mark.parametrize("runner", ["ModelRunner", "GPUModelRunner"])
+    def test_graphs_whose_bytes_are_not_told_are_an_error_and_never_zero(self, rig, monkeypatch, runner) -> None:
+        monkeypatch.setattr(getattr(rig.worker_module, runner), "capture_model", lambda _: None)
+        worker = rig.start(NEWER if runner == "ModelRunner" else OLDER)
+        with pytest.raises(RuntimeError, match=f"capture_model of {runner} gave None"):
+            worker.iserve_memory()
+
+    @pytest.mark.parametrize("newer", [False, True])
+    def test_an_engine_that_captures_no_graphs_has_none(self, monkeypatch, newer) -> None:
+        rig = make_rig(monkeypatch, newer=newer)
+        assert rig.start(eager=True).iserve_memory()["graphs"] == 0
+
+    def test_a_cache_in_neither_form_is_an_error(self, newer_rig) -> None:
+        config = newer_rig.kv_config([["a"]])
+        config.kv_cache_tensors = [SimpleNamespace(size=1, pages=2)]
+        with pytest.raises(AttributeError, match="layers"):
+            newer_rig.timer.kv_layout(config)
+
+    def test_memory_alone_is_told_without_timing_anything(self, monkeypatch) -> None:
+        rig = make_rig(monkeypatch, newer=True, asked="memory")
+        worker = rig.start()
+        assert worker.iserve_memory()["blocks"] == 50
+        assert not hasattr(worker, "iserve_timer_start")
+        assert "run_forward" not in repr(worker.model_runner.model.forward)
+
+
+class TestNewerRelease:
+    def test_steps_are_timed_and_repeated_as_before(self, newer_rig) -> None:
+        """Every architecture is on the newer runner there, whose warm-up captures twice."""
+        newer_rig.start(OLDER)
+        newer_rig.worker.iserve_timer_start(3, True)
+        newer_rig.run([10, 10], 4)
+        prefill, *decode = newer_rig.read()
+        assert prefill["forward_s"] == pytest.approx(3 * newer_rig.forward_s(20, 110))
+        assert [step["forward_s"] for step in decode] == pytest.approx([3 * newer_rig.forward_s(2, 2)] * 3)
+
+    def test_broken_graphs_are_refused(self, newer_rig, monkeypatch) -> None:
+        """A step is several replays there, each of which would count as a forward."""
+        monkeypatch.setattr(sys.modules[BROKEN_GRAPHS], "is_breakable_cudagraph_enabled", lambda: True)
+        with pytest.raises(RuntimeError, match="cannot time breakable CUDA graphs"):
+            newer_rig.start()
+
+    @pytest.mark.parametrize("newer", [False, True])
+    def test_a_release_that_does_not_tell_whether_graphs_are_broken_is_refused(self, monkeypatch, newer) -> None:
+        """Each one from 0.24 on tells; one that does not may run steps of several replays."""
+        rig = make_rig(monkeypatch, newer=newer)
+        del sys.modules[BROKEN_GRAPHS].is_breakable_cudagraph_enabled
+        with pytest.raises(RuntimeError, match=r"does not tell the step timer .* breakable CUDA graphs"):
+            rig.start()
 
 
 class TestFacts:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -22,6 +26,7 @@ from daemon.settings import DaemonSettings
 from daemon.status import DeviceHeld, WorkerState
 from daemon.supervised import SupervisedWorker, free_port
 from daemon.worker_process import Phase, WorkerProcess
+from daemon.worker_token import authorization
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import (
@@ -43,7 +48,8 @@ def test_a_worker_gets_exactly_its_devices(node):
     stages = (StageAssignment(device_ids=("cpu:1",), num_layers=2),)
     status = node.ready(stages=stages)
     cores = next(device.cores for device in node.client.node().devices if device.device_id == "cpu:1")
-    with urllib.request.urlopen(f"{status.url}/env") as answer:
+    request = urllib.request.Request(f"{status.url}/env", headers=authorization(status.token))
+    with urllib.request.urlopen(request) as answer:
         told = json.load(answer)
     assert told["env"] == {
         "CUDA_VISIBLE_DEVICES": "",
@@ -143,6 +149,24 @@ def test_a_worker_of_a_version_that_knew_fewer_fields_is_adopted(node, until, mo
     node.start()
     after = node.wait("w1", WorkerState.READY)
     assert (after.pid, after.restarts) == (process.lease.pid, 0)
+    assert after.token is None  # nor does it want one; started again, it does
+    os.kill(after.pid, signal.SIGKILL)
+    again = node.wait("w1", WorkerState.READY, but_not_pid=after.pid)
+    assert again.token is not None
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{again.url}/stats")
+
+
+def test_a_worker_keeps_its_token_when_it_and_its_daemon_are_started_again(node):
+    """The gateway's table has it."""
+    node.start()
+    before = node.ready()
+    node.signal_daemon(signal.SIGKILL)
+    node.start()
+    assert node.wait("w1", WorkerState.READY).token == before.token
+    os.kill(before.pid, signal.SIGKILL)
+    assert node.wait("w1", WorkerState.READY, but_not_pid=before.pid).token == before.token
+    assert before.token != node.ready("w2", stages=(StageAssignment(device_ids=("cpu:1",), num_layers=2),)).token
 
 
 def test_a_worker_tells_the_release_that_it_was_started_with_until_it_is_started_anew(node):
@@ -496,3 +520,20 @@ def test_secrets_and_logs_are_their_owners_only(node):
     assert {path.name: oct(path.stat().st_mode & 0o077) for path in folder.iterdir()} == {
         path.name: "0o0" for path in folder.iterdir()
     }
+
+
+def test_a_daemon_without_a_file_descriptor_left_ends_no_worker(node, until):
+    """Whoever may connect to its port can bring that about; what cannot be looked at is not dead."""
+    node.start()
+    before = node.ready()
+    assert node.process is not None
+    limits = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (100, limits[1]))
+    with contextlib.ExitStack() as stack:
+        for _ in range(120):
+            stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(node.client.url).port)))
+        seen = "worker w1: its processes cannot be looked at: Too many open files"
+        until(lambda: node.daemon_log.count(seen) >= 3, "it was never without")
+    resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, limits)
+    after = node.wait("w1", WorkerState.READY)
+    assert (after.pid, after.restarts, after.error) == (before.pid, 0, None)

@@ -159,7 +159,7 @@ class TestMeasuring:
         for point in whole_points(profile.timing, LAYERS):
             whole = costs.OTHER_S + LAYERS * costs.layer_s(point.batch, point.batch)
             assert point.steady_s == pytest.approx(whole + costs.LEAD_S + costs.TAIL_S, rel=1e-6)
-        (key,) = CountedMemory(profile).measured
+        (key,) = CountedMemory(profile).keys
         assert (key.tp, key.pp) == (1, 1)
         assert dict(profile.machine.versions)["engine"] == "tensorrt-llm 1.2.1"
         assert not house.processes()

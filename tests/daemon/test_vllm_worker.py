@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from daemon.profile_client import WorkerProfileTarget
+from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from fingerprint.config import KvFormat
 from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import depth_tied_profile
@@ -24,7 +26,20 @@ from fingerprint.families import load_spec
 from fingerprint.generate import generate_shape
 from fingerprint.measurements import Profile
 from tests.daemon.engines.vllm_stand_in import costs
-from tests.daemon.hosted_house import BITS16, FP8, GIB, GPUS, LAYERS, Handle, House, bursts, house, kept, session
+from tests.daemon.hosted_house import (
+    BITS16,
+    FP8,
+    GIB,
+    GPUS,
+    LAYERS,
+    Handle,
+    House,
+    a_house,
+    bursts,
+    house,
+    kept,
+    session,
+)
 
 __all__ = ["house", "kept", "session"]  # fixtures
 
@@ -210,7 +225,7 @@ def assert_whole(profile: Profile, house: House) -> None:
         whole = costs.OTHER_S + LAYERS * costs.layer_s(point.batch, point.batch)
         assert point.steady_s == pytest.approx(whole + costs.LEAD_S + costs.TAIL_S, rel=1e-6)
     memory = CountedMemory(profile)
-    (key,) = memory.measured
+    (key,) = memory.keys
     assert (key.tp, key.pp) == (1, 1)
     assert {point.num_layers for point in profile.memory} == {1, 2}
 
@@ -274,3 +289,38 @@ def test_stages_are_of_the_devices_given() -> None:
         target.open_step_timed(tp=1, pp=2)
     assert asked[0].profiling
     assert asked[0].stages == tuple(StageAssignment(device_ids=(gpu,), num_layers=1) for gpu in GPUS)
+
+
+@pytest.fixture(scope="module")
+def unknown(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_node: Callable[[Path], Any],
+    tiny_checkpoint: Callable[[str], Path],
+) -> Iterator[WorkerProfileSession]:
+    with a_house(tmp_path_factory.mktemp("unknown"), make_node, tiny_checkpoint, version="0.34.0") as house:
+        session = house.target().open(tp=1, pp=1)
+        house.load(session, 2)
+        yield session
+        session.close()
+
+
+class TestUnknownRelease:
+    """A release that was not read: the step timer stays out, bursts are timed by the wall clock."""
+
+    def test_a_run_is_timed_as_a_whole(self, unknown) -> None:
+        reading = unknown.run(batch=2, input_tokens=20, output_tokens=3)
+        gpu_s = costs.OTHER_S + 2 * costs.layer_s(40, 420)
+        assert reading.device_s == reading.e2e_s >= gpu_s
+        assert (reading.host_s, reading.steps) == (0.0, ())
+
+    def test_memory_is_counted_as_in_the_newest_release(self, unknown) -> None:
+        (rank,) = unknown.memory()
+        assert rank.weights_bytes == costs.OTHER_BYTES + 2 * costs.LAYER_BYTES
+        assert rank.runtime_bytes == costs.CONTEXT_BYTES
+        assert rank.activation_peak_bytes == costs.ACTIVATION_BYTES
+        assert rank.graph_bytes == costs.GRAPH_BYTES
+
+    @pytest.mark.parametrize("asked", [{"steps": True}, {"repeat": 4, "steps": False}])
+    def test_steps_and_repeats_are_refused(self, unknown, asked) -> None:
+        with pytest.raises(ConfigError, match="runs without the step timer"):
+            unknown.bursts(batch=1, input_tokens=8, output_tokens=2, most=1, until_s=0.0, **asked)

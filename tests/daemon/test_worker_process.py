@@ -1,17 +1,28 @@
-"""One worker's processes as the daemon sees them: what is looked at while a start is under way."""
+"""One worker's processes as the daemon sees them: looks while a start is under way, which are its own to end."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from daemon import worker_process
 from daemon.engines.base import Command, StageAssignment, WorkerLimits, WorkerSpec
-from daemon.lease import LEASE_FILE, Lease, write_file
+from daemon.lease import LEASE_FILE, LOCK_FILE, Lease, keeper_is_alive, write_file
+from daemon.process import is_alive, own_record, read_record, write_record
+from daemon.procfs import boot_id, processes, start_time_ticks, started_as
 from daemon.settings import DaemonSettings
-from daemon.worker_process import Phase, WorkerProcess
+from daemon.worker_process import WORKER_MARK, Phase, WorkerProcess
 from fingerprint.config import DeploymentConfig
+from fingerprint.errors import UnavailableError
 
 SPEC = WorkerSpec(
     worker_id="w1",
@@ -55,6 +66,8 @@ def test_who_looks_during_a_restart_does_not_take_up_the_last_workers_lease(
     process.start(SPEC, Command(argv=("true",)), (), DaemonSettings(home=tmp_path))
     assert seen
     assert process.lease is None
+    with no_file_left():
+        assert process.look() is Phase.STARTING  # and not ended, as it was at the last look
     assert process.look() is Phase.STARTING
 
 
@@ -72,3 +85,159 @@ def test_a_keeper_that_begins_while_its_worker_is_ended_does_not_make_the_end_fa
     monkeypatch.setattr(worker_process, "keeper_is_alive", keeper_is_alive)
     assert process.end(grace_s=0.0)
     assert not looks
+
+
+@pytest.fixture
+def session() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """``session()``: a shell that leads a session of its own, with two children, one without its environment."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def make(**env: str) -> subprocess.Popen[bytes]:
+        shell = subprocess.Popen(
+            ["sh", "-c", "sleep 600 & env -i sh -c 'echo up; exec sleep 600'; exit 7"],
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            env=os.environ | env,
+        )
+        begun.append(shell)
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == b"up\n"
+        return shell
+
+    yield make
+    for shell in begun:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.communicate()
+
+
+def stale_worker(tmp_path: Path, lease: Lease) -> WorkerProcess:
+    process = WorkerProcess(tmp_path / "w1")
+    process.folder.mkdir()
+    write_file(process.folder / LEASE_FILE, lease)
+    return process
+
+
+def members(leader: subprocess.Popen[bytes]) -> set[int]:
+    return {stat.pid for stat in processes() if stat.session_id == leader.pid}
+
+
+def ticks_of(pid: int) -> int:
+    ticks = start_time_ticks(pid)
+    assert ticks is not None
+    return ticks
+
+
+@pytest.mark.parametrize("named", ["keeper", "engine"])
+@pytest.mark.parametrize("because", ["it started later", "it is of another boot"])
+def test_nothing_of_a_session_that_was_given_a_dead_keepers_id_is_ended(
+    named: str, because: str, tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """A lease outlives its processes: a reboot, or a container's restart on a volume, reuses their ids."""
+    stranger = session()
+    ticks = ticks_of(stranger.pid) - (1 if because == "it started later" else 0)
+    boot = boot_id() if because == "it started later" else "another"
+    lease = replace(GONE, boot_id=boot)
+    if named == "keeper":
+        lease = replace(lease, keeper_pid=stranger.pid, keeper_start_time_ticks=ticks)
+    else:
+        lease = replace(lease, pid=stranger.pid, start_time_ticks=ticks)
+    process = stale_worker(tmp_path, lease)
+    assert process.look() is Phase.ENDED
+    assert process.left() == process.pids() == frozenset()
+    assert process.end(grace_s=0.0)
+    assert stranger.poll() is None
+    assert len(members(stranger)) == 3
+
+
+def test_what_carries_the_workers_mark_is_ended_with_all_of_its_session(
+    tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """Engine and keeper are gone; as long as one of their session lives its id is nobody else's."""
+    ours = session(**{WORKER_MARK: str(tmp_path / "w1")})
+    unmarked = subprocess.Popen(["env", "-i", "sleep", "600"], process_group=0)
+    moved, stranger = (
+        session(**{WORKER_MARK: str(tmp_path / "w1")}),
+        session(**{WORKER_MARK: str(tmp_path / "w2")}),
+    )
+    try:
+        lease = replace(GONE, keeper_pid=ours.pid, keeper_start_time_ticks=ticks_of(ours.pid) - 1)
+        process = stale_worker(tmp_path, lease)
+        process.look()
+        left = {stat.session_id for stat in processes() if stat.pid in process.left()}
+        assert left == {ours.pid, moved.pid}
+        assert process.end(grace_s=0.0)
+        assert {ours.wait(), moved.wait()} <= {-9, 7}  # 7: the shell's last child was killed a moment before it
+        assert (stranger.poll(), unmarked.poll()) == (None, None)
+    finally:
+        unmarked.kill()
+        unmarked.wait()
+
+
+def test_a_leased_engine_that_lives_names_its_session(
+    tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """Its children need no mark: they may have cleared their environment."""
+    ours = session()
+    lease = replace(
+        GONE, pid=ours.pid, start_time_ticks=ticks_of(ours.pid), keeper_pid=ours.pid, boot_id=boot_id()
+    )
+    process = stale_worker(tmp_path, lease)
+    assert process.look() is Phase.RUNNING
+    assert process.left() == members(ours) - {ours.pid}  # the shell is the keeper here
+
+
+@contextlib.contextmanager
+def no_file_left() -> Iterator[None]:
+    """No file can be opened by this process (EMFILE)."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_worker_that_cannot_be_looked_at_is_not_taken_for_dead(
+    tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """A daemon without a file descriptor left would else kill and restart every healthy worker."""
+    ours = session()
+    process = stale_worker(tmp_path, replace(GONE, pid=ours.pid, start_time_ticks=ticks_of(ours.pid)))
+    first_looked_at = WorkerProcess(process.folder, lease=process._read_lease())
+    assert process.look() is Phase.RUNNING
+    with no_file_left():
+        assert process.look() is Phase.RUNNING
+        with pytest.raises(UnavailableError, match="cannot be looked at: Too many open files; try again"):
+            first_looked_at.look()
+        with pytest.raises(OSError, match="Too many open files"):
+            process.left()
+    os.killpg(ours.pid, signal.SIGKILL)
+    ours.wait()
+    assert process.look() is Phase.ENDED
+
+
+def test_a_keeper_that_cannot_be_looked_for_is_not_taken_for_dead(tmp_path: Path) -> None:
+    lock = tmp_path / LOCK_FILE
+    assert not keeper_is_alive(tmp_path)
+    with lock.open("w") as keeper:
+        fcntl.flock(keeper, fcntl.LOCK_EX)
+        assert keeper_is_alive(tmp_path)
+        with no_file_left(), pytest.raises(OSError, match="Too many open files"):
+            keeper_is_alive(tmp_path)
+    assert not keeper_is_alive(tmp_path)
+
+
+def test_a_record_that_cannot_be_read_now_is_not_taken_for_absent(tmp_path: Path) -> None:
+    """A controller would else start a second daemon, and a second gateway, beside those that live."""
+    path = tmp_path / "daemon.json"
+    record = own_record(url="", token="")
+    write_record(path, record)
+    with no_file_left():
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            read_record(path)
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            is_alive(record)
+        with pytest.raises(OSError, match="Too many open files"):
+            list(started_as(["python"]))
+    assert is_alive(read_record(path))

@@ -236,6 +236,7 @@ class SyntheticSession:
         layers_per_stage: tuple[int, ...],
         max_batch: int,
         max_context_tokens: int,
+        kv_tokens: int = 0,
     ) -> None:
         assert not self.closed, "load after close"
         counts = [int(count) for count in checkpoint.name.split("-")]
@@ -247,7 +248,7 @@ class SyntheticSession:
         self.machine.clock.now += self.machine.load_s
         self.machine.log.append(("load", self.tp, self.pp, sum(layers_per_stage), weights))
         self.layers, self.weights, self.kv = layers_per_stage, weights, kv
-        self.max_batch, self.max_context_tokens = max_batch, max_context_tokens
+        self.max_batch, self.max_context_tokens, self.kv_tokens = max_batch, max_context_tokens, kv_tokens
         self.peak_tokens, self.level = 0, self.machine.level()
 
     def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
@@ -257,6 +258,7 @@ class SyntheticSession:
         assert input_tokens >= 1
         assert output_tokens >= 1
         assert input_tokens + output_tokens <= self.max_context_tokens
+        assert not self.kv_tokens or batch * (input_tokens + output_tokens) <= self.kv_tokens
         truth, machine, steps = self.machine.truth, self.machine, output_tokens - 1
         where = {"tp": self.tp, "pp": self.pp, "int8": self.weights is WeightFormat.INT8}
         layers, context = sum(self.layers), input_tokens + output_tokens / 2
@@ -276,6 +278,8 @@ class SyntheticSession:
         truth, spec, last = self.machine.truth, self.machine.spec, self.pp - 1
         kv_token = spec.kv_bytes_per_token_per_layer(self.kv) / min(self.tp, spec.num_kv_heads) * truth.kv_factor
         room = [self.max_batch * min(self.max_context_tokens, w or sys.maxsize) for w in self.windows]
+        if self.kv_tokens:
+            room = [self.kv_tokens] * len(self.windows)
         ends = list(accumulate(self.layers))
         int8 = self.weights is WeightFormat.INT8
         buffer = truth.pp_buffer_bytes[0] + truth.pp_buffer_bytes[1] * self.peak_tokens if self.pp > 1 else 0
@@ -288,6 +292,7 @@ class SyntheticSession:
                 activation_peak_bytes=truth.activation_bytes(self.peak_tokens, tp=self.tp),
                 pp_buffer_bytes=buffer,
                 runtime_bytes=truth.runtime_bytes,
+                kv_room_tokens=self.kv_tokens,
             )
             for stage, n in enumerate(self.layers)
             for rank in range(self.tp)

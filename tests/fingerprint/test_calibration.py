@@ -115,6 +115,8 @@ def test_each_metric_has_its_own() -> None:
     [
         {"gpu": "l40s"},
         {"engine": "vllm 0.23.0"},
+        {"engine": "vllm 0.24.0rc1"},
+        {"engine": "vllm 0.24.1.dev5+g1a2b3c4"},
         {"engine": "tensorrt-llm 1.2.0"},
         {"weights": "fp8"},
         {"tp": 2},

@@ -15,7 +15,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workloa
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, Estimator, Quantity
 from fingerprint.estimators.corrected import CorrectedEstimator
-from fingerprint.estimators.fingerprinted import FingerprintedEstimator
+from fingerprint.estimators.fingerprinted import FingerprintedEstimator, nearest
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.profile import ProfilePlan
 from fingerprint.verification import Alone, Reading, Verification
@@ -131,11 +131,11 @@ def test_other_engines_are_left_alone(
     assert corrected.estimate(config, workload).correction is not None
 
 
-@given(configs=st.lists(CONFIGS, min_size=2, max_size=6), ttft=RATIOS, tpot=RATIOS)
-def test_one_check_never_changes_which_is_faster(
+@given(configs=st.lists(CONFIGS, min_size=2, max_size=6), ttft=st.floats(0.9, 1.1), tpot=st.floats(0.9, 1.1))
+def test_among_what_rests_on_one_measurement_a_check_does_not_change_which_is_faster(
     configs: list[DeploymentConfig], ttft: float, tpot: float
 ) -> None:
-    """Else what was chosen and checked would lose to whatever was not checked yet."""
+    """Within the intervals. Else what was chosen and checked would lose to whatever was not checked yet."""
     corrected = CorrectedEstimator(RAW, [check_of(RAW, ttft=ttft, tpot=tpot)])
 
     def order(estimator: Estimator) -> list[int]:
@@ -153,14 +153,18 @@ def test_one_check_never_changes_which_is_faster(
     more=st.integers(-(10**9), 10**9),
     spread=st.floats(0.0, 0.9),
 )
-def test_beside_what_was_checked_the_interval_holds_both_the_corrected_and_the_raw_one(
+def test_what_is_carried_over_is_bounded_and_its_interval_holds_the_raw_one(
     config: DeploymentConfig, workload: Workload, ttft: float, tpot: float, more: int, spread: float
 ) -> None:
+    """At other workloads of what was checked by the ratio that was found, elsewhere by the interval there."""
     check = check_of(RAW, ttft=ttft, tpot=tpot, more_bytes=more, spread=spread)
     found, raw = CorrectedEstimator(RAW, [check]).estimate(config, workload), RAW.estimate(config, workload)
     for ours, theirs, ratio in ((found.ttft_s, raw.ttft_s, ttft), (found.tpot_s, raw.tpot_s, tpot)):
         assert 0 < ours.low <= ours.value <= ours.high
-        assert ours.value == pytest.approx(theirs.value * ratio)
+        moved = theirs.value * ratio
+        if config != HERE:
+            moved = min(max(moved, theirs.low), theirs.high)
+        assert ours.value == pytest.approx(moved)
         assert ours.source == theirs.source
         if (config, workload) != (HERE, WORK):
             assert inside(theirs, ours)
@@ -168,6 +172,73 @@ def test_beside_what_was_checked_the_interval_holds_both_the_corrected_and_the_r
         ours, theirs = per_gpu_bytes(found), per_gpu_bytes(raw)
         assert ours * (1 + found.memory.relative_error) >= theirs * (1 + raw.memory.relative_error) * (1 - 1e-12)
         assert ours * (1 - found.memory.relative_error) <= theirs * (1 - raw.memory.relative_error) * (1 + 1e-12)
+        if config != HERE:
+            assert abs(ours - theirs) <= raw.memory.relative_error * theirs
+
+
+class Anchored:
+    """The roofline, as if the ``run`` configurations had been measured and the others scaled from the nearest."""
+
+    name = "anchored"
+
+    def __init__(self, *run: DeploymentConfig) -> None:
+        self.run = run
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        return replace(RAW.estimate(config, workload), rests_on=nearest(config, self.run))
+
+
+@given(
+    run=st.lists(CONFIGS, min_size=1, max_size=3, unique=True),
+    checked=st.lists(CONFIGS, min_size=1, max_size=3, unique=True),
+    config=CONFIGS,
+    ratio=RATIOS,
+    more=st.integers(-(10**9), 10**9),
+)
+def test_a_correction_moves_only_what_rests_on_the_same_measurement(
+    run: list[DeploymentConfig],
+    checked: list[DeploymentConfig],
+    config: DeploymentConfig,
+    ratio: float,
+    more: int,
+) -> None:
+    base = Anchored(*run)
+    checks = [check_of(base, one, ttft=ratio, tpot=ratio, more_bytes=more) for one in checked]
+    raw, found = base.estimate(config, WORK), CorrectedEstimator(base, checks).estimate(config, WORK)
+    if found.correction is None:
+        assert found == raw
+    same = [one for one in checked if base.estimate(one, WORK).rests_on == raw.rests_on]
+    if raw.is_measured:
+        same = [one for one in same if one == config]
+    assert (found.correction is not None) == bool(same)
+    if found.correction is not None:
+        assert found.correction.config in same
+        if found.correction.config != config:
+            assert raw.tpot_s.low * (1 - 1e-9) <= found.tpot_s.value <= raw.tpot_s.high * (1 + 1e-9)
+
+
+def test_what_was_measured_is_not_moved_by_the_error_of_a_scaling() -> None:
+    """tp=2 was not run, and a check found it 12 times as slow as its scaled estimate: tp=1, from whose measurement
+    that was scaled, was right all along. tp=4, scaled as well, may be as slow: as far as its interval goes."""
+    two, four = DeploymentConfig(tp=2), DeploymentConfig(tp=4)
+    base = Anchored(HERE)
+    corrected = CorrectedEstimator(base, [check_of(base, two, ttft=12.0, tpot=12.0, more_bytes=10**9)])
+    assert corrected.estimate(HERE, WORK) == base.estimate(HERE, WORK)
+    raw, found = base.estimate(four, WORK), corrected.estimate(four, WORK)
+    assert found.tpot_s.value == pytest.approx(min(raw.tpot_s.high, 12 * raw.tpot_s.value))
+    checked = corrected.estimate(two, WORK)
+    assert checked.tpot_s.value == pytest.approx(12 * base.estimate(two, WORK).tpot_s.value)
+    assert checked.is_measured
+
+
+def test_a_check_of_what_was_measured_moves_what_is_scaled_from_it_alone() -> None:
+    two = DeploymentConfig(tp=2)
+    base = Anchored(HERE, INT8)
+    corrected = CorrectedEstimator(base, [check_of(base, ttft=1.1, tpot=1.1)])
+    assert corrected.estimate(INT8, WORK) == base.estimate(INT8, WORK)
+    assert corrected.estimate(replace(INT8, tp=2), WORK).correction is None
+    moved = corrected.estimate(two, WORK)
+    assert moved.tpot_s.value == pytest.approx(1.1 * base.estimate(two, WORK).tpot_s.value)
 
 
 def test_repeats_that_scatter_more_than_the_interval_widen_it() -> None:

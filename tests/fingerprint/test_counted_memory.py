@@ -374,3 +374,11 @@ class TestWhatIsMissing:
         )
         with pytest.raises(NotMeasuredError, match="counted no KV cache"):
             counted(profile, profile.spec, points).memory(VLLM, Workload())
+
+
+def test_more_sequences_than_were_measured_add_their_logits(profile) -> None:
+    points = tuple(replace(point, max_batch=4) for point in profile.memory)
+    memory = CountedMemory(replace(profile, memory=points))
+    config = DeploymentConfig(engine=profile.engine)
+    held = {batch: memory.memory(config, Workload(batch=batch)).activation_bytes for batch in (1, 4, 256)}
+    assert held[1] == held[4] == held[256] - 252 * profile.spec.vocab_size * 6

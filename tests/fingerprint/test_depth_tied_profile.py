@@ -214,6 +214,8 @@ class TestTheBudget:
         deep = {(b, n) for layers, b, n in cost if layers == 2}
         wanted = len(PLAN.points) + len(deep & set(PLAN.shallow_points))  # one layer runs only what two did
         assert len(left_out) == wanted - len(cost)
+        assert sum(gap.missing_points for gap in profile.unreached) <= len(left_out)
+        assert bool(profile.unreached) == bool(left_out)
         assert profile.complete == (not left_out)
         assert whole_points(profile.timing, 32)  # even of the smallest budget
 
@@ -241,6 +243,8 @@ class TestTheBudget:
         profile = take_depth_tied(machine, weights=(BITS16, FP8), budget_s=0.1)
         assert {weights for *_, weights in loads(machine)} == {BITS16}
         assert profile.notes[-1] == "tp=1 pp=1 fp8 left out, the budget of 0.1 GPU-seconds is spent"
+        gap = next(gap for gap in profile.unreached if gap.config.weights is FP8)
+        assert gap.missing_points == gap.planned_points == len(PLAN.points)
 
 
 class TestContradiction:

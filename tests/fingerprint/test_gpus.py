@@ -58,6 +58,31 @@ def test_unknown_gpu_names_the_known_ones() -> None:
         gpu_spec("h300")
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("8xH100", "h100:8"),
+        ("8 x h100", "h100:8"),
+        ("8:h100", "h100:8"),
+        ("h100*8", "h100:8"),
+        ("H100 8", "h100:8"),
+        ("a600:8", "a6000:8"),
+        ("a600", "a6000"),
+        ("2xa600", "a6000:2"),
+    ],
+)
+def test_a_slip_is_told_what_was_meant(text: str, meant: str) -> None:
+    with pytest.raises(NotFoundError, match=rf"did you mean {meant}\? known are"):
+        parse_gpus(text)
+
+
+def test_nothing_alike_is_suggested_for_nonsense() -> None:
+    for text in ("potato", "8xpotato", "", ":", "x", "9" * 100):
+        with pytest.raises(NotFoundError) as caught:
+            parse_gpus(text)
+        assert "did you mean" not in str(caught.value)
+
+
 def test_parse_gpus() -> None:
     assert parse_gpus("a6000:8") == (gpu_spec("a6000"), 8)
     assert parse_gpus("h200") == (gpu_spec("h200"), 1)
@@ -69,6 +94,11 @@ def test_parse_gpus() -> None:
 def test_parse_gpus_bounds_the_count(text: str) -> None:
     with pytest.raises(ConfigError, match="1 to 1024"):
         parse_gpus(text)
+
+
+def test_several_kinds_are_refused_as_such() -> None:
+    with pytest.raises(ConfigError, match="'h100:2,a6000:2': GPUs of one kind are taken, as in h100:2"):
+        parse_gpus("h100:2,a6000:2")
 
 
 @given(st.text(max_size=40))

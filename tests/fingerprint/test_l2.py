@@ -251,7 +251,15 @@ class TestReach:
         with pytest.raises(NotMeasuredError):
             L2(take_profile(SyntheticMachine(), PLAN)).latency(config, Workload(1, 512, 17))
 
-    @pytest.mark.parametrize("workload", [Workload(9, 512, 17), Workload(1, 63, 17), Workload(1, 512, 2000)])
+    @pytest.mark.parametrize(
+        "workload",
+        [
+            Workload(9, 512, 17),
+            Workload(1, 63, 17),
+            Workload(1, 63, 17, longest_tokens=90),
+            Workload(1, 512, 2000),
+        ],
+    )
     def test_more_than_a_factor_of_two_outside_is_refused(self, workload):
         fits = L2(take_profile(SyntheticMachine(), PLAN))
         with pytest.raises(NotMeasuredError, match="beyond what was measured"):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.config import KvFormat, WeightFormat, Workload
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError, EngineError
 from fingerprint.estimators.l2 import L2, MeasuredKey
 from fingerprint.measurements import Profile
@@ -155,6 +155,30 @@ class TestBudget:
         result = take_profile(SyntheticMachine(), replace(PLAN, budget_s=9.0))
         assert not result.complete
         assert any("the budget was too short" in note for note in result.notes)
+        gaps = {(gap.config.tp, gap.config.pp): gap for gap in result.unreached}
+        assert gaps
+        for degree, gap in gaps.items():
+            runs = [len(p.runs) for p in result.timing if (p.tp, p.pp) == degree]
+            assert gap.planned_points - gap.missing_points == sum(count >= PLAN.min_repeats for count in runs)
+
+    def test_what_was_measured_in_time_is_reached_however_wide_its_intervals(self):
+        result = take_profile(SyntheticMachine(noise=0.2), replace(PLAN, budget_s=40.0))
+        assert not result.complete
+        assert result.unreached == ()
+
+    def test_what_fails_is_not_cut_short(self):
+        machine = SyntheticMachine()
+        plain = machine.open
+
+        def open_(*, tp, pp):
+            if (tp, pp) == (2, 1):
+                raise EngineError("no")
+            return plain(tp=tp, pp=pp)
+
+        machine.open = open_
+        result = take_profile(machine, PLAN)
+        assert not result.complete
+        assert result.unreached == ()
 
     @settings(max_examples=100, deadline=None)
     @given(
@@ -237,6 +261,8 @@ class TestBudget:
         assert {(p.tp, p.pp) for p in result.timing} == {(1, 1)}
         assert L2(result).fits[MeasuredKey(1, 1, WeightFormat.BITS16, KvFormat.BITS16)].is_determined
         assert any(note.startswith("tp=2 pp=1 left out, the budget was too short: ") for note in result.notes)
+        never = {g.config for g in result.unreached if g.missing_points == g.planned_points}
+        assert {(config.tp, config.pp) for config in never} == {(2, 1), (1, 2)}
 
     def test_a_launch_that_cannot_end_in_time_is_not_begun(self):
         """Of 40 s the first launch took 20 and its runs some of the rest."""
@@ -272,6 +298,9 @@ class TestBudget:
             "left out: with it two runs of every point at tp=1 pp=1 take about" in note for note in result.notes
         )
         assert 1 <= len(shapes[1, 1, 1]) < 8
+        alone = next(g for g in result.unreached if g.config == DeploymentConfig(engine=result.engine))
+        assert alone.planned_points == 2 * 8
+        assert alone.missing_points >= 2 * (8 - len(shapes[1, 1, 1]))
         assert shapes[1, 1, 1] == shapes[1, 1, 2]
 
     def test_a_slow_first_run_drops_nothing(self):

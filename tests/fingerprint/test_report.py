@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -23,6 +24,7 @@ from fingerprint.report import (
     RankedRow,
     Ranking,
     Report,
+    Verdict,
     render_report,
     time_panels,
 )
@@ -180,6 +182,7 @@ def test_every_configuration_appears_with_its_reason(report: Report) -> None:
     assert "too wide" in everything
 
 
+HOSTILE_VERDICT: Any = {"sentence": HOSTILE, "lines": ((HOSTILE, HOSTILE), ("", HOSTILE)), "refused": HOSTILE}
 HOSTILE_PLACES: dict[str, Callable[[Report, AccuracyRecord], Report]] = {
     "model": lambda r, _: replace(r, model=HOSTILE),
     "hardware": lambda r, _: replace(r, hardware=HOSTILE),
@@ -192,6 +195,9 @@ HOSTILE_PLACES: dict[str, Callable[[Report, AccuracyRecord], Report]] = {
         r, profile=replace(r.profile, machine=replace(r.profile.machine, cpu_model=HOSTILE)) if r.profile else None
     ),
     "ranking": lambda r, _: replace(r, rankings=tuple(replace(k, remarks=(HOSTILE,)) for k in r.rankings)),
+    "verdict": lambda r, _: replace(
+        r, rankings=tuple(replace(k, verdict=Verdict(**HOSTILE_VERDICT)) for k in r.rankings)
+    ),
     "record": lambda r, a: replace(r, accuracy=replace(a, rows=tuple(replace(x, model=HOSTILE) for x in a.rows))),
 }
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fingerprint.report import Report, render_markdown
+from fingerprint.report import Report, Verdict, render_markdown
 from fingerprint.report.page import page_body
 from tests.fingerprint.test_report import HOSTILE, report
 
@@ -91,3 +91,11 @@ def test_a_hostile_name_stays_text(report: Report, name: str) -> None:
     assert kinds <= {"text", "text_special", "softbreak", "strong_open", "strong_close"}
     assert tables(tokens) == tables(read(render_markdown(report)))
     assert " ".join(name.split()).replace(" ", "") in words(tokens).replace(" ", "")
+
+
+def test_lines_of_one_label_are_apart(report: Report) -> None:
+    notes = (("Notes", "intervals of GiB*s overlap"), ("", "the profile was cut short"), ("Load", "none given"))
+    verdict = Verdict(sentence="tp=1", lines=notes, refused="")
+    told = tuple(replace(ranking, verdict=verdict) for ranking in report.rankings)
+    text = words(read(render_markdown(replace(report, rankings=told))))
+    assert "Notes intervals of GiB*s overlap; the profile was cut short Load none given" in text

@@ -46,8 +46,18 @@ def test_the_longest_moves_memory_and_no_time() -> None:
     assert most > both.memory.layer_kv_bytes
 
 
-@pytest.mark.parametrize("longest", [149, -1, 100_000_001])
-def test_a_longest_request_that_cannot_be(longest: int) -> None:
-    wanted = re.escape(f"the longest request has {longest} tokens, the one that is planned for 150")
-    with pytest.raises(ConfigError, match=wanted):
+@pytest.mark.parametrize(
+    ("longest", "wanted"),
+    [
+        (
+            149,
+            "a context of 149 tokens is shorter than the planned request of 150 (100 input + 50 output): "
+            "give at least 150, or fewer input or output tokens",
+        ),
+        (-1, "a context of -1 tokens is shorter than the planned request of 150"),
+        (100_000_001, "the context must be at most 100,000,000 tokens, got 100000001"),
+    ],
+)
+def test_a_longest_request_that_cannot_be(longest: int, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
         Workload(8, 100, 50, longest)

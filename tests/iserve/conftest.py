@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import openai
@@ -73,11 +73,10 @@ class Installation:
     def json(self, *arguments: object) -> Any:
         return json.loads(self.run(*arguments, "--json").stdout)
 
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
+    def start(self, *arguments: object, stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
         """``iserve ARGUMENTS``, not waited for."""
         command = [COMMAND, *map(str, arguments)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(command, env=self.environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
     def record(self, name: str) -> ProcessRecord:
         """Of the living ``controller``, ``daemon`` or ``gateway``."""

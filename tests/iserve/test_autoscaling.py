@@ -210,3 +210,38 @@ def test_a_deployment_that_may_not_sleep_is_not_watched(world: Napping, until: U
     world.later(1e6, idle_s=1e6)
     assert (world.phase(), world.asked) == ("ready", 0)
     assert world.route().ready_wait_s is None
+
+
+def test_only_a_start_that_came_to_nothing_is_a_reason_to_refuse(world: Napping, until: Until) -> None:
+    """Neither an update that failed is one, nor a start that the controller before this one tried."""
+    world.deploy_one(until)
+    row = world.store.deployment("a")
+    world.store.update_deployment(row.id, phase="ready", error="a was not updated and serves as before: no room")
+    world.later(LIMIT_S, idle_s=LIMIT_S)
+    assert (world.phase(), world.store.deployment("a").error) == ("asleep", None)
+    world.store.update_deployment(row.id, phase="asleep", error="a was not updated and serves as before: no room")
+    world.later(0)
+    assert world.route().refusal is None
+    world.reconciler = Reconciler(world.controller)
+    world.reconciler.tick()
+    world.reconciler.tick()
+    assert world.route().refusal is None
+
+
+def test_a_start_that_fails_between_two_looks_is_a_reason_to_refuse(world: Napping, until: Until) -> None:
+    world.deploy_one(until)
+    world.later(LIMIT_S, idle_s=LIMIT_S)
+    until(world.ended, "its worker has ended")
+    row = world.store.deployment("a")
+    world.controller.work_on = lambda _: None  # type: ignore[method-assign]
+    world.later(60)
+    world.waiting = 1
+    world.later(1)
+    assert world.phase() == "waking"
+    world.store.update_deployment(row.id, phase="asleep", error="no room")
+    world.later(1)
+    assert (world.phase(), world.route().refusal) == ("asleep", "no room")
+    world.later(9)
+    assert world.phase() == "asleep"
+    world.later(1)
+    assert world.phase() == "waking"

@@ -15,9 +15,11 @@ from fingerprint.config import Workload
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
+from iserve.cli.render import print_plan
 from iserve.planning.document import plan_document
 from iserve.planning.making import Hardware, PlanOptions, make_plan, ranked_anywhere, space
 from iserve.planning.ranked_model import RankedModel
+from iserve.planning.runner_up import runner_up
 from iserve.simulation.running import idle_cluster
 from placement.load_model import stretch
 from placement.types import ClusterSnapshot, Placement
@@ -276,3 +278,49 @@ def test_a_refusal_says_that_the_load_broke_the_limit_and_its_advice_is_true() -
     (relaxed,) = (r for r in refused.why_not.relaxations if r.limit is LimitKind.TTFT)
     assert plan(replace(intent, slo=Slo(ttft_s=relaxed.needed)), 0.95).best is not None
     assert plan(replace(intent, slo=Slo(ttft_s=relaxed.needed * 0.9)), 0.95).best is None
+
+
+@settings(max_examples=10)
+@given(name=st.sampled_from(LATENCIES), loads=st.lists(st.sampled_from([0.3, 0.6, 0.8]), min_size=2, max_size=4))
+def test_what_cannot_be_told_apart_overlaps_in_what_is_ranked_by(name: str, loads: list[float]) -> None:
+    """Every number that is told with it is of what was ranked by, the delays of others included."""
+    plan = planned(name, "hybrid", cluster(loads))
+    document = plan_document(plan, model="m", hardware="h", workload=WORK)
+    feasible = [one for one in document.candidates if one.feasible]
+    for one in feasible:
+        assert one.ranked_by is not None
+        assert one.ranked_low is not None
+        assert one.ranked_high is not None
+        assert one.objective is not None
+        assert one.ranked_low <= one.ranked_by <= one.ranked_high
+        assert one.ranked_by >= one.objective
+    if not feasible:
+        return
+    low, high = feasible[0].ranked_low or 0.0, feasible[0].ranked_high or 0.0
+    alike = [
+        at
+        for at, one in enumerate(feasible)
+        if at and one.ranked_low is not None and one.ranked_low <= high and low <= (one.ranked_high or 0.0)
+    ]
+    assert list(document.indistinguishable) == alike
+    rival = runner_up(plan)
+    if rival is not None:
+        told = next(one for one in feasible if one.config == rival.config)
+        assert (rival.objective, rival.chosen_objective) == (told.ranked_by, feasible[0].ranked_by)
+
+
+def test_the_line_on_what_cannot_be_told_apart_says_what_is_ranked_by(capsys: pytest.CaptureFixture[str]) -> None:
+    for load, included in ((0.6, True), (0.0, False)):
+        plan = planned("min-latency", "hybrid", cluster([load] * 4))
+        assert plan.indistinguishable
+        print_plan(plan_document(plan, model="m", hardware="h", workload=WORK))
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("delays of what runs there now included, their intervals of s overlap" in shown) == included
+
+
+def test_what_runs_there_may_be_a_former_worker_of_the_same_deployment() -> None:
+    plan = planned("min-latency", "hybrid", cluster([0.6] * 4))
+    assert plan.best is not None
+    assert plan.best.slowdown > 1
+    (note,) = (n for n in plan_document(plan, model="m", hardware="h", workload=WORK).notes if "are busy" in n)
+    assert note.startswith(f"its GPUs are busy: with what runs there now {plan.best.config} is ")

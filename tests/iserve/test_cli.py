@@ -102,16 +102,26 @@ def test_nothing_feasible_is_an_answer_with_the_nearest(
     assert relax["needed"] > 0.001
     text = iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:8", *slow)
     assert text.code == 0
-    assert "nothing is feasible" in text.out
+    assert text.out.startswith("No configuration of Llama-2-7b on 8 A6000 keeps every limit\n")
+    assert "Relax first" in text.out
 
 
 def test_the_plan_as_text_shows_the_ranking_and_the_refusals(
     iserve: Callable[..., Done], model: Callable[[str], Path]
 ) -> None:
-    text = iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:8").out
-    assert "chosen" in text
-    assert "refused" in text
-    assert "quality not measured" in text
+    asked = ("plan", model("Llama-2-7b"), "--gpus", "a6000:8")
+    text = iserve(*asked).out
+    assert text.startswith("Llama-2-7b on ")
+    refused = [c for c in iserve(*asked, "--json").document["candidates"] if not c["feasible"]]
+    (counted,) = (line for line in text.splitlines() if line.endswith("; list them with --refused"))
+    assert counted.startswith(f"{len(refused)} refused: ")
+    listed = " ".join(iserve(*asked, "--refused").out.split())
+    assert "list them with" not in listed
+    for candidate in refused:
+        config = candidate["config"]
+        name = f"tp={config['tp']} pp={config['pp']} weights={config['weights']} kv={config['kv']}"
+        assert name in listed
+        assert f"on {config['engine']}: {candidate['reason']}" in listed
 
 
 @pytest.mark.parametrize("more", [(), ("--batch", 8, "--engine", "vllm")], ids=["alone", "batched"])
@@ -125,7 +135,8 @@ def test_the_plan_as_text_says_how_probably_each_limit_is_missed(
     assert 0 < ttft < 1
     assert 0 <= e2e < 1
     text = " ".join(iserve(*asked, *limits).out.split())
-    assert f"probability of missing TTFT of 1.5 s: {ttft:.2g}, E2E of 20 s: {e2e:.2g} " in text
+    said = re.escape(f"probability of missing TTFT of 1.5 s: {ttft:.2g}, E2E of 20 s: {e2e:.2g} ")
+    assert re.search(f"{said}(Serves|How sure)", text)
     assert "probability of missing" not in iserve(*asked).out  # no limit, nothing to miss
 
 
@@ -135,8 +146,8 @@ def test_a_folders_name_is_shown_as_it_is(
 ) -> None:
     """It may hold what the terminal library takes for markup."""
     shutil.copytree(model("Llama-2-7b"), tmp_path / name)
-    assert iserve("plan", tmp_path / name, "--gpus", "a6000:2").out.startswith(f"{name} on 2 x a6000")
-    assert iserve("estimate", tmp_path / name, "--gpu", "a6000").out.startswith(f"{name} on 1 x a6000")
+    assert iserve("plan", tmp_path / name, "--gpus", "a6000:2").out.startswith(f"{name} on all 2 A6000")
+    assert iserve("estimate", tmp_path / name, "--gpu", "a6000").out.startswith(f"{name} on 1 A6000")
 
 
 def test_a_folder_whose_name_is_not_utf8_is_one_line(
@@ -268,7 +279,10 @@ def test_a_narrow_terminal_shows_no_figure_cut_short(
         assert row[:3] == [str(number + 1), str(candidate["config"]["tp"]), str(candidate["config"]["pp"])]
         assert f"{candidate['objective']:.4g}" in row
         assert row[-1] == "r"
-        assert f"{candidate['estimate']['tpot_s']['value'] * 1e3:.3g}" in row
+        tpot = candidate["estimate"]["tpot_s"]
+        assert f"{tpot['value'] * 1e3:.3g}" in row
+        if width >= 100:
+            assert f"[{tpot['low'] * 1e3:.3g}-{tpot['high'] * 1e3:.3g}]" in row
     if width >= 80:
         assert all(len(line) <= width for line in lines)
 
@@ -300,16 +314,28 @@ def test_an_estimate_takes_the_checkpoint_s_own_weights(iserve: Callable[..., Do
     for config in ("tp=1", "kv=fp8", "tp=2,weights=stored"):
         found = iserve("estimate", folder, "--gpu", "h200", "--config", config, "--json").document
         assert (found["config"]["weights"], found["runnable"], found["reason"]) == ("stored", True, None)
-    told = iserve("estimate", folder, "--gpu", "h200", "--config", "weights=16bit", "--json").document
-    assert not told["runnable"]
+    done = iserve("estimate", folder, "--gpu", "h200", "--config", "weights=16bit", "--json")
+    told = json.loads(done.out)
+    assert (done.code, told["runnable"]) == (1, False)
     assert "gptq" in told["reason"]
     assert told["memory"]["layer_weight_bytes"] > 3 * found["memory"]["layer_weight_bytes"]
 
 
 def test_an_estimate_that_does_not_fit_says_so(iserve: Callable[..., Done], model: Callable[[str], Path]) -> None:
-    document = iserve("estimate", model("Llama-2-70b"), "--gpu", "a6000", "--config", "tp=1", "--json").document
-    assert document["runnable"] is False
+    done = iserve("estimate", model("Llama-2-70b"), "--gpu", "a6000", "--config", "tp=1", "--json")
+    document = json.loads(done.out)
+    assert (done.code, document["runnable"]) == (1, False)
     assert "GiB" in document["reason"]
+    assert done.err == f"iserve: not runnable: {document['reason']}\n"
+
+
+def test_an_estimate_that_no_engine_runs_says_so(
+    iserve: Callable[..., Done], model: Callable[[str], Path]
+) -> None:
+    done = iserve("estimate", model("Llama-2-7b"), "--gpu", "h200", "--config", "tp=3")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert done.err.startswith("iserve: not runnable: ")
+    assert "tp=3" in done.err
 
 
 @pytest.mark.parametrize(

@@ -128,11 +128,12 @@ def test_a_model_that_cannot_be_cut_so_is_refused(
     """71 heads divide by no tensor parallel degree but 1; 33 stages are more than the layers."""
     for name, config in (("falcon-7b", "tp=2"), ("Llama-2-7b", "pp=33")):
         done = iserve("estimate", model(name), "--gpu", "h200", "--config", config, "--json")
-        if done.code:
+        if not done.out:
             assert done.line
-        else:
-            assert done.document["runnable"] is False
-            assert done.document["reason"]
+            continue
+        found = json.loads(done.out)
+        assert (done.code, found["runnable"]) == (1, False)
+        assert done.err == f"iserve: not runnable: {found['reason']}\n"
 
 
 BAD_CONFIGS: dict[str, Any] = {

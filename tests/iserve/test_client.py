@@ -7,17 +7,38 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from daemon.process import own_record, write_record
 from fingerprint.codec import to_json
-from fingerprint.errors import ConflictError, NotFoundError, UnavailableError
+from fingerprint.errors import ConflictError, EngineError, IserveError, NotFoundError, UnavailableError
 from iserve import client
 from iserve.api_types import DeploymentDocument
-from iserve.cli.serving import _follow
-from iserve.client import ControllerClient, post_once
+from iserve.cli.app import make_app
+from iserve.cli.serving import _accepted, _follow
+from iserve.client import ControllerClient, check_running_settings, post_once
+from iserve.settings import Settings
 
 Answer = tuple[int, object] | None  # None: the connection ends without one
+
+DOCUMENT = DeploymentDocument(
+    name="a",
+    model="m",
+    intent="min-cost",
+    status="accepted",
+    error=None,
+    base_url=None,
+    config=None,
+    layers_per_stage=(),
+    device_ids=(),
+    worker_url=None,
+    restarts=0,
+    created_at=1000.25,
+)
 
 
 class Peer:
@@ -25,6 +46,7 @@ class Peer:
 
     def __init__(self, answers: list[Answer]) -> None:
         self.keys: list[str] = []
+        self.asked: list[str] = []
         self.bodies: list[bytes] = []
         self._answers = answers
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -37,13 +59,15 @@ class Peer:
             connection, _ = self._listener.accept()
             with connection, connection.makefile("rb") as lines:
                 headers = {}
+                self.asked.append(lines.readline().decode().rpartition(" ")[0])
                 while line := lines.readline().strip():
                     name, _, value = line.decode().partition(": ")
                     headers[name.lower()] = value
                 self.bodies.append(lines.read(int(headers.get("content-length", 0))))
                 self.keys.append(headers.get("idempotency-key", ""))
                 if answer is not None:
-                    body = json.dumps(answer[1]).encode()
+                    said = answer[1]
+                    body = to_json(said) if isinstance(said, DeploymentDocument) else json.dumps(said).encode()
                     head = f"HTTP/1.1 {answer[0]} x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
                     connection.sendall(head.encode() + body)
 
@@ -67,7 +91,8 @@ def peers() -> Iterator[list[Peer]]:
 
 def test_a_lost_answer_is_asked_for_again_under_the_same_key(peers: list[Peer]) -> None:
     """Of another controller, should there be one by then."""
-    peers += [Peer([None]), Peer([(503, {"error": "UnavailableError", "message": "wait"}), (202, {"name": "a"})])]
+    unwritten = (503, {"error": "StateUnavailableError", "message": "wait"})
+    peers += [Peer([None]), Peer([unwritten, (202, {"name": "a"})])]
     urls = iter([peers[0].url, peers[1].url, peers[1].url])
     answered, answer = post_once(lambda: ControllerClient(next(urls), "t"), "/x", {"n": 1}, dict[str, str], "k")
     assert answer == {"name": "a"}
@@ -76,10 +101,15 @@ def test_a_lost_answer_is_asked_for_again_under_the_same_key(peers: list[Peer]) 
     assert [body for peer in peers for body in peer.bodies] == [b'{"n":1}'] * 3
 
 
-def test_a_refusal_is_an_answer(peers: list[Peer]) -> None:
-    peers.append(Peer([(409, {"error": "ConflictError", "message": "taken"})]))
-    with pytest.raises(ConflictError, match="taken"):
+@pytest.mark.parametrize(
+    ("status", "error"), [(409, ConflictError), (404, NotFoundError), (503, UnavailableError)], ids=str
+)
+def test_a_refusal_is_an_answer(peers: list[Peer], status: int, error: type[IserveError]) -> None:
+    """Asked once, told as it came: a model that the hub cannot be asked about was not accepted."""
+    peers.append(Peer([(status, {"error": error.__name__, "message": "no such model"})]))
+    with pytest.raises(error, match=r"^no such model$"):
         post_once(lambda: ControllerClient(peers[0].url, "t"), "/x", {}, dict[str, str], "k")
+    assert peers[0].keys == ["k"]
 
 
 def test_in_the_end_it_says_how_to_ask_again(peers: list[Peer]) -> None:
@@ -111,21 +141,103 @@ def test_without_a_controller_from_the_beginning_nothing_was_asked() -> None:
 
 def test_a_later_deployment_of_the_same_name_is_not_the_one_that_was_asked_for(peers: list[Peer]) -> None:
     """Its failure is not ours to clear away."""
-    accepted = DeploymentDocument(
-        name="a",
-        model="m",
-        intent="min-cost",
-        status="accepted",
-        error=None,
-        base_url=None,
-        config=None,
-        layers_per_stage=(),
-        device_ids=(),
-        worker_url=None,
-        restarts=0,
-        created_at=1000.25,
-    )
-    another = replace(accepted, created_at=2000.5, status="failed", error="out of memory")
+    another = replace(DOCUMENT, created_at=2000.5, status="failed", error="out of memory")
     peers.append(Peer([(200, json.loads(to_json(another)))]))
     with pytest.raises(NotFoundError, match="a was accepted, and has been removed since"):
-        _follow(ControllerClient(peers[0].url, "t"), accepted, as_json=True)
+        _follow(ControllerClient(peers[0].url, "t"), DOCUMENT, as_json=True, refused=False)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param([(404, {"error": "NotFoundError", "message": "not the one"})], id="before the removal"),
+        pytest.param([(202, {}), (200, replace(DOCUMENT, created_at=2000.5))], id="after it"),
+    ],
+)
+def test_a_failed_deployment_is_removed_and_not_one_that_took_its_name(
+    peers: list[Peer], later: list[Answer]
+) -> None:
+    """Another client, which followed the same deployment, may have deployed anew."""
+    failed = replace(DOCUMENT, status="failed", error="out of memory")
+    peers.append(Peer([(200, failed), *later]))
+    with pytest.raises(EngineError, match="out of memory"):
+        _follow(ControllerClient(peers[0].url, "t"), DOCUMENT, as_json=True, refused=False)
+    path = "/api/v1/deployments/a"
+    assert peers[0].asked == [f"GET {path}", f"DELETE {path}?created_at=1000.25", f"GET {path}"][: len(later) + 1]
+
+
+def test_a_deploy_that_failed_before_is_removed_and_tried_again(
+    peers: list[Peer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accepted = json.loads(to_json(DOCUMENT))
+    failed = accepted | {"status": "failed", "error": "out of memory"}
+    gone = (404, {"error": "NotFoundError", "message": "no deployment is named 'a'"})
+    peers.append(Peer([(202, failed), (202, failed), gone, (202, accepted)]))
+    monkeypatch.setattr("iserve.cli.live.client", lambda: ControllerClient(peers[0].url, "t"))
+    _, answer = _accepted({"name": "a"}, "k", quiet=False)
+    assert answer == DOCUMENT
+    assert "a failed before: out of memory; it is removed and deployed again" in capsys.readouterr().err
+
+
+def test_a_plan_for_this_machine_where_no_controller_starts_names_the_way_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home that cannot be written, say."""
+
+    def connect(*_arguments: object) -> ControllerClient:
+        raise UnavailableError("the home cannot be written")
+
+    monkeypatch.setenv("ISERVE_HOME", str(tmp_path))
+    monkeypatch.setattr("iserve.cli.live.client", connect)
+    result = CliRunner().invoke(make_app(), ["plan", "iserve-demo"])
+    assert str(result.exception) == (
+        "the home cannot be written; or give --gpus, such as a6000:8, to plan without this machine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("running", "given", "said"),
+    [
+        ({}, {"require_keys": True}, "ISERVE_REQUIRE_KEYS is unset, not True"),
+        ({"require_keys": True}, {}, "ISERVE_REQUIRE_KEYS is True, not unset"),
+        ({}, {"host": "0.0.0.0"}, "ISERVE_HOST is 127.0.0.1, not 0.0.0.0"),
+        ({}, {"port": 9000}, "ISERVE_PORT is 8080, not 9000"),
+        ({}, {"api_port": 9001}, "ISERVE_API_PORT is 8081, not 9001"),
+    ],
+)
+def test_settings_that_a_running_home_does_not_have_are_refused(
+    tmp_path: Path, running: dict[str, Any], given: dict[str, Any], said: str
+) -> None:
+    """Else a person believes that keys are required, and they are not."""
+    home = Settings(home=tmp_path, **running)
+    settings = Settings(home=tmp_path, **given)
+    check_running_settings(settings)  # nothing runs
+    write_record(
+        home.run_folder / "controller.json",
+        own_record(url="http://127.0.0.1:1", token="", settings=home.recorded()),
+    )
+    check_running_settings(home)
+    with pytest.raises(ConflictError) as caught:
+        check_running_settings(settings)
+    assert str(caught.value) == (
+        f"this home runs with other settings: {said}; run `iserve down`, then `iserve up`"
+    )
+
+
+def test_a_gateway_that_outlived_its_controller_keeps_its_address(tmp_path: Path) -> None:
+    """A controller on loopback would have keys required of nobody, whoever reaches that gateway."""
+    record = own_record(url="", token="", settings={"ISERVE_HOST": "0.0.0.0", "ISERVE_PORT": "8080"})
+    write_record(tmp_path / "run" / "gateway.json", record)
+    check_running_settings(Settings(home=tmp_path, host="0.0.0.0"))
+    with pytest.raises(ConflictError, match=r"ISERVE_HOST is 0\.0\.0\.0, not 127\.0\.0\.1; run"):
+        check_running_settings(Settings(home=tmp_path))
+
+
+def test_records_of_an_older_release_say_nothing_of_settings_and_no_record_holds_a_password(
+    tmp_path: Path,
+) -> None:
+    for name in ("controller", "gateway"):
+        write_record(tmp_path / "run" / f"{name}.json", own_record(url="http://127.0.0.1:1", token=""))
+    check_running_settings(Settings(home=tmp_path, require_keys=True, port=9000))
+    secret = Settings(home=tmp_path, database_url="postgresql://u:secret@h/d")
+    assert "secret" not in str(secret.recorded())

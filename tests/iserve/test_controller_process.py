@@ -148,6 +148,27 @@ def test_only_the_gateway_runs_on_uvloop(make_installation: Callable[..., Any]) 
     }
 
 
+def test_a_controller_does_not_take_up_a_gateway_of_other_settings(
+    make_installation: Callable[..., Any], kill: Callable[[int], None], until: Callable[..., Any]
+) -> None:
+    """Its keys are required by address: a controller on loopback would have an open gateway ask for none."""
+    installation = make_installation()
+    installation.run("up")
+    record = read_record(installation.home / "run" / "controller.json")
+    assert record is not None
+    kill(record.pid)
+    until(lambda: "controller" not in installation.processes(), "it is gone")
+    before = installation.processes()
+    for name, value in (("ISERVE_HOST", "localhost"), ("ISERVE_PORT", "1")):
+        installation.settings[name] = value
+        assert f"this home runs with other settings: {name} is " in refusal(start(installation))
+        refused = installation.run("keys", "create", check=False)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert f"this home runs with other settings: {name} is " in refused.stderr
+        del installation.settings[name]
+        assert installation.processes() == before
+
+
 def test_sigterm_ends_it_in_the_middle_of_a_profile(
     make_installation: Callable[..., Any], until: Callable[..., Any]
 ) -> None:

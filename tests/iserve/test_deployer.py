@@ -3,13 +3,16 @@ or short of memory at the worst moments. The profile of the demo model is a synt
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -19,18 +22,22 @@ from daemon.process import own_record, write_record
 from daemon.status import WorkerState
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig
-from fingerprint.errors import NotMeasuredError, StateUnavailableError
+from fingerprint.errors import EngineError, InfeasibleError, NotMeasuredError, StateUnavailableError
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
-from iserve.api_types import DeployBody, DeploymentDocument, PlanBody
+from fingerprint.profile import ProfileProgress
+from iserve.api_types import DeployBody, DeploymentDocument, LaunchBody, PlanBody
+from iserve.controller.deployer import Deployer
 from iserve.controller.profiling import launched, machine_key
 from iserve.controller.reconcile import Reconciler
+from iserve.controller.records import recorded_workers
 from iserve.controller.service import Controller
 from iserve.demo import demo_model_path
-from iserve.model_source import resolve
+from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.launching import worker_spec
-from iserve.routes import Demand, DeploymentDemand
+from iserve.planning.making import PlanOptions
+from iserve.routes import Demand, DeploymentDemand, RouteTable
 from iserve.settings import Settings
 from iserve.state.store import Store
 from placement.types import Placement, StagePlacement
@@ -87,16 +94,16 @@ class World:
     def states(self) -> dict[str, WorkerState]:
         return {worker.spec.worker_id: worker.state for worker in self.node.client.workers()}
 
+    def close(self) -> None:
+        self.controller.close()
+        self.node.clear()
+        self.store.close()
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    try:
+    with contextlib.closing(World(tmp_path)) as world:
         yield world
-    finally:
-        world.controller.close()
-        world.node.clear()
-        world.store.close()
 
 
 @pytest.fixture
@@ -113,13 +120,31 @@ def ended(world: World, until: Until) -> Callable[..., str]:
 
 @pytest.fixture
 def postgres_world(tmp_path: Path, postgres: PostgresServer) -> Iterator[World]:
-    world = World(tmp_path, postgres.make_database())
-    try:
+    with contextlib.closing(World(tmp_path, postgres.make_database())) as world:
         yield world
-    finally:
-        world.controller.close()
-        world.node.clear()
-        world.store.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_steps_after_a_profile_do_not_show_its_progress(tmp_path: Path, fails: bool) -> None:
+    """A worker that was being launched was said to load layers of another configuration."""
+    machine = SyntheticMachine(load_spec(demo_model_path()))
+    measured, nothing, reported = take_profile(machine), cast(Any, None), []
+    row: Any = SimpleNamespace(name="a", id=1)
+
+    def take(*_arguments: object, progress: Callable[[ProfileProgress], None], **_options: object) -> Profile:
+        progress(ProfileProgress(done=359, total=359, elapsed_s=1.0, budget_s=1.0, running="tp=1 pp=2"))
+        if fails:
+            raise EngineError("it ended")
+        return measured
+
+    store: Any = SimpleNamespace(deployment_by_id=lambda _: SimpleNamespace(desired="running"))
+    profiler: Any = SimpleNamespace(take=take)
+    settings = Settings(home=tmp_path)
+    deployer = Deployer(settings, store, profiler, nothing, nothing, lambda _, progress: reported.append(progress))
+    source = ModelSource(name="m", directory=tmp_path, has_weights=True, spec=machine.spec)
+    with contextlib.suppress(EngineError):
+        deployer._profile(row, source, get_engine("torch"), PlanOptions())
+    assert [None if progress is None else progress.done for progress in reported] == [359, None]
 
 
 def limits(memory_bytes: int) -> WorkerLimits:
@@ -164,11 +189,11 @@ def test_a_step_that_could_not_be_recorded_fails_nothing(
     world.record(world.node.spec("a-1"))
     update, refused = world.store.update_deployment, []
 
-    def once_away(deployment_id: int, **changes: Any) -> None:
+    def once_away(deployment_id: int, **changes: Any) -> bool:
         if changes.get("phase") == "ready" and not refused:
             refused.append(changes)
             raise StateUnavailableError("away")
-        update(deployment_id, **changes)
+        return update(deployment_id, **changes)
 
     monkeypatch.setattr(world.store, "update_deployment", once_away)
     world.work()
@@ -198,6 +223,37 @@ def test_two_who_ask_for_one_worker_at_once_get_the_same(world: World) -> None:
         thread.join()
     assert len(answers) == 4
     assert set(answers) == {world.node.client.worker("a-1").spec.port}
+
+
+def test_a_worker_that_only_has_the_id_is_ended_and_never_routed_to(world: World, until: Until) -> None:
+    """A restored state gives out ids again that workers of the replaced state still have."""
+    world.start()
+    former = world.node.ready("a-1", served_model="former")
+    recorded = world.node.spec("a-1")
+    world.record(recorded)
+    world.store.update_deployment(world.store.deployment("a").id, phase="ready")
+    reconciler, ready = Reconciler(world.controller), []
+
+    def serves() -> bool:
+        before = world.node.client.worker("a-1")
+        reconciler.tick()
+        (route,) = read_routes(world.node.home).routes
+        after = world.node.client.worker("a-1")
+        if before.pid == after.pid == former.pid:  # no other was there in between
+            ready.append(route.workers[0].ready)
+            assert world.controller.deployment("a").replicas[0].url is None
+        return world.phase() == "ready" and route.workers[0].ready
+
+    until(serves, "the recorded worker serves")
+    assert not any(ready)
+    now = world.node.client.worker("a-1")
+    assert now.is_of(recorded)
+    assert not now.is_of(former.spec)
+    assert now.pid != former.pid
+
+
+def read_routes(home: Path) -> RouteTable:
+    return from_json((home / "run" / "routes.json").read_bytes(), RouteTable)
 
 
 def test_a_daemon_killed_while_it_is_told_to_launch_is_told_again(
@@ -279,6 +335,21 @@ def test_a_deployment_whose_place_is_taken_is_planned_anew(world: World, ended: 
     assert worker.spec.limits.memory_bytes_per_device < world.free_bytes()
 
 
+@pytest.mark.parametrize(("former", "replicas"), [("a-1", 1), ("a-1-r2", 2)])
+def test_a_deployment_that_is_planned_anew_takes_no_worker_that_still_drains(
+    world: World, ended: Callable[..., str], former: str, replicas: int
+) -> None:
+    """The former worker of before an update has the id of a first deploy."""
+    world.start()
+    world.know_demo(runtime_bytes=64 * 2**20)
+    world.node.ready(former)
+    world.deploy(replicas=replicas)
+    assert ended() == "ready"
+    chosen = {spec.worker_id for spec in recorded_workers(world.store.deployment("a"))}
+    assert len(chosen - {former}) == replicas
+    assert world.states() == dict.fromkeys({former} | chosen, WorkerState.READY)
+
+
 def test_a_profile_of_another_engine_version_is_told_and_not_used(
     world: World, ended: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -291,6 +362,10 @@ def test_a_profile_of_another_engine_version_is_told_and_not_used(
     with pytest.raises(NotMeasuredError, match=why):
         world.controller.plan(PlanBody(input_tokens=16, output_tokens=16))
 
+    folder = shlex.quote(str(demo_model_path()))
+    with pytest.raises(NotMeasuredError, match=re.escape(f"run `iserve profile {folder} --engine torch` first")):
+        world.controller.plan(PlanBody(model=str(demo_model_path()), input_tokens=16, output_tokens=16))
+
     def take(*_arguments: Any, **_options: Any) -> Profile:
         world.know_demo(runtime_bytes=2**20)
         (newest, *_) = world.store.profiles()
@@ -300,8 +375,7 @@ def test_a_profile_of_another_engine_version_is_told_and_not_used(
     world.deploy("a")
     world.deploy("b")
     assert [ended("a"), ended("b")] == ["ready", "ready"]
-    (note,) = world.controller.deployment_plan("a").notes
-    assert re.search(why, note)
+    assert re.search(why, world.controller.deployment_plan("a").notes[0])
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env")))
     with pytest.raises(
         NotMeasuredError, match=r"no profile on vllm that holds .*; there is one on torch: --engine torch"
@@ -309,7 +383,16 @@ def test_a_profile_of_another_engine_version_is_told_and_not_used(
         world.controller.plan(PlanBody(input_tokens=16, output_tokens=16, engine="vllm"))
     world.deploy("c")
     assert ended("c") == "ready"
-    assert world.controller.deployment_plan("c").notes == ()
+    assert not any("is not used" in note for note in world.controller.deployment_plan("c").notes)
+
+
+def test_a_plan_that_no_engine_here_can_make_names_the_way_without_this_machine(world: World) -> None:
+    world.start()
+    for ask in (world.controller.plan, world.controller.launch):
+        with pytest.raises(
+            InfeasibleError, match=r"; or give --gpus, such as a6000:8, to plan without this machine$"
+        ):
+            ask(LaunchBody(engine="tensorrt-llm"))
 
 
 def test_two_deploys_at_once_choose_one_after_the_other(world: World, ended: Callable[..., str]) -> None:

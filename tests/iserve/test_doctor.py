@@ -1,18 +1,24 @@
-"""What `iserve doctor` says of the engines and of a database: what each is, or why it is not there."""
+"""Findings of `iserve doctor`: engines and databases, what each is or why it is absent; workers left over."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from daemon.lease import LEASE_FILE, Lease, write_file
 from iserve.cli.operate import Finding, examine
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
 from tests.daemon.engines.standin import make_vllm
+from tests.daemon.engines.vllm_releases import recorded
+from tests.daemon.engines.vllm_sources import write_release
 from tests.iserve.postgres_server import PostgresServer
 
 NAMES = ("ISERVE_VLLM_PYTHON", "ISERVE_TENSORRT_LLM_PYTHON")
@@ -35,23 +41,39 @@ def test_an_engine_that_nobody_set_up_is_no_problem(tmp_path: Path, monkeypatch:
     assert all(finding.ok for finding in found.values())
     assert sys.executable in found["torch"].text
     assert "transformers" in found["torch"].text
+    assert {name: finding.verdict for name, finding in found.items()} == {
+        "torch": "ok", "vllm": "absent", "tensorrt-llm": "absent",
+    }  # fmt: skip
     assert found["vllm"].text.endswith("set ISERVE_VLLM_PYTHON to the Python of an environment that has it")
 
 
 def test_one_that_is_set_up_is_told_with_version_and_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python = make_vllm(tmp_path / "env", "0.23.1")
+    python = make_vllm(tmp_path / "env", "0.26.1")
     found = engines(monkeypatch, tmp_path, ISERVE_VLLM_PYTHON=python)["vllm"]
     assert found.ok
-    assert found.text.startswith("engine vllm: vllm 0.23.1")
+    assert found.text.startswith("engine vllm: vllm 0.26.1")
     assert f"for {python}" in found.text
+
+
+@pytest.mark.parametrize(("version", "unknown"), [("0.33.0", False), ("0.28.0", False), ("0.34.0", True)])
+def test_an_unknown_release_is_told_in_its_line(
+    version: str, unknown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = make_vllm(tmp_path / "env", version)
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    write_release(recorded()["0.33.0"], packages / "vllm")
+    found = engines(monkeypatch, tmp_path, ISERVE_VLLM_PYTHON=python)["vllm"]
+    assert found.ok
+    assert ("no release that iServe knows" in found.text) is unknown
+    assert "\n" not in found.text
 
 
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        ("0.19.0", "vllm 0.19.0 of .* is not one that iServe knows"),
+        ("0.19.0", "arg_utils.py that can be read; install vllm there anew"),
         (None, "is not installed for ISERVE_VLLM_PYTHON="),
     ],
 )
@@ -60,7 +82,7 @@ def test_a_setting_that_leads_nowhere_is_a_problem(
 ) -> None:
     python = sys.executable if version is None else make_vllm(tmp_path / "env", version)
     found = engines(monkeypatch, tmp_path, ISERVE_VLLM_PYTHON=python)["vllm"]
-    assert not found.ok
+    assert found.verdict == "PROBLEM"
     assert re.search(reason, found.text)
 
 
@@ -89,3 +111,30 @@ def test_the_gateways_event_loop_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "uvloop", None)  # as if it were not installed
     assert told().ok
     assert told().text.startswith("gateway's event loop: asyncio (uvloop cannot be loaded: ")
+
+
+@pytest.mark.parametrize("fix", [False, True])
+def test_a_stale_lease_whose_id_is_another_programs_now_is_no_worker(fix: bool, tmp_path: Path) -> None:
+    """After a reboot, or a container's restart on a volume; nothing of that program is ended."""
+    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        folder = tmp_path / "workers" / "old-1"
+        folder.mkdir(parents=True)
+        lease = Lease(
+            worker_id="old-1",
+            pid=stranger.pid,
+            start_time_ticks=1,
+            keeper_pid=stranger.pid,
+            keeper_start_time_ticks=1,
+            port=1,
+            config_hash="",
+            started_at=1.0,
+            lease_ttl_s=600.0,
+        )
+        write_file(folder / LEASE_FILE, lease)
+        found = [f for f in examine(Settings(home=tmp_path), fix=fix) if f.text.startswith("worker")]
+        assert found == [Finding(True, "workers: none left over")]
+        assert stranger.poll() is None
+    finally:
+        os.killpg(stranger.pid, signal.SIGKILL)
+        stranger.wait()

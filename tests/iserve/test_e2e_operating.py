@@ -31,6 +31,7 @@ def test_a_port_in_use_is_one_line_and_leaves_nothing_running(
     said = one_line(installation.run("up", check=False))
     assert str(taken_port) in said
     assert setting in said
+    assert "--" not in said, "`up` has no options"
     assert installation.processes() == {}
     assert [state["pid"] for state in installation.json("status")] == [None, None, None]
 
@@ -44,6 +45,12 @@ def test_up_goes_on_where_a_failed_start_left_off(make_installation: Callable[..
     before = installation.processes()
     assert installation.run("up").stdout.startswith("OpenAI API: http://127.0.0.1:")
     assert installation.processes().keys() == before.keys()
+    installation.settings["ISERVE_REQUIRE_KEYS"] = "1"
+    refused = installation.run("up", check=False)
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+    assert "ISERVE_REQUIRE_KEYS is unset, not True; run `iserve down`, then `iserve up`" in refused.stderr
+    assert installation.processes().keys() == before.keys()
+    del installation.settings["ISERVE_REQUIRE_KEYS"]
 
 
 def test_commands_that_look_start_nothing(
@@ -63,6 +70,7 @@ def test_doctor_tells_what_is_wrong(make_installation: Callable[..., Any]) -> No
     assert sick.returncode == 1
     assert sick.stderr.count("\n") == 1
     assert sick.stdout.count("PROBLEM: ") == 3
+    assert "absent: engine vllm: vllm is not installed" in sick.stdout
     installation.run("up")
     assert "PROBLEM" not in installation.run("doctor").stdout
 
@@ -111,7 +119,15 @@ def test_keys_are_wanted_given_and_revoked(
     key = guarded.run("keys", "create", "--label", "laptop").stdout.strip()
     until(lambda: not is_refused(key), "the key is known", 5)
     assert guarded.run("chat", DEMO, "2+2=", "--key", key).stdout == "4\n"
-    assert "key" in one_line(guarded.run("chat", DEMO, "2+2=", check=False))
+    for refused in (("--key", "isk-wrong"), ()):
+        said = one_line(guarded.run("chat", DEMO, "2+2=", *refused, check=False))
+        for way in ("`iserve keys create`", "--key", "OPENAI_API_KEY"):
+            assert way in said
+    for value, hints in (("", 1), (key, 0)):  # the deploy that runs already: it is attached to
+        guarded.settings["OPENAI_API_KEY"] = value
+        shown = guarded.run("deploy", *WORK).stdout
+        assert shown.count("export OPENAI_API_KEY=$(iserve keys create)\n") == hints
+    del guarded.settings["OPENAI_API_KEY"]
     (listed,) = guarded.json("keys", "ls")
     assert (listed["label"], listed["scope"], listed["revoked"]) == ("laptop", "inference", False)
     assert key not in guarded.run("keys", "ls").stdout

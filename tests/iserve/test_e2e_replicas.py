@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from daemon.worker_token import authorization, read_token
 from tests.iserve.test_e2e_faults import DEMO, Stream, ask
 
 LENGTH = 600  # tokens of a stream; a few seconds
@@ -55,8 +56,10 @@ def replicas(installation: Any) -> list[dict[str, Any]]:
     return found
 
 
-def running(replica: dict[str, Any]) -> int:
-    with urllib.request.urlopen(f"{replica['url']}/stats", timeout=10) as answer:
+def running(installation: Any, replica: dict[str, Any]) -> int:
+    token = read_token(installation.home / "workers" / replica["worker_id"])
+    request = urllib.request.Request(f"{replica['url']}/stats", headers=authorization(token))
+    with urllib.request.urlopen(request, timeout=10) as answer:
         return int(json.load(answer)["running"])
 
 
@@ -88,7 +91,7 @@ def test_one_killed_under_load_fails_what_it_was_answering_and_nothing_else(
     streams = [Stream(two.openai(), LENGTH) for _ in range(2)]
     until(lambda: all(s.tokens > 5 or s.is_over for s in streams), "both streams have begun")
     victim, other = replicas(two)
-    assert [running(victim), running(other)] == [1, 1]
+    assert [running(two, victim), running(two, other)] == [1, 1]
     callers = Callers(two)
     try:
         until(lambda: callers.answers, "questions are answered")

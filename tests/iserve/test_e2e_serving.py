@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,71 @@ def test_the_name_of_a_removed_deployment_can_be_used_again(served: Any) -> None
     served.run("rm", "second")
 
 
-def test_a_name_in_use_is_refused(served: Any, one_line: Callable[..., str]) -> None:
-    assert "exists already" in one_line(served.run("deploy", "--name", DEMO, *WORK, check=False))
-    assert served.deployment()["status"] == "ready"
+def test_the_same_deploy_again_attaches_and_another_says_what_differs(
+    served: Any, one_line: Callable[..., str]
+) -> None:
+    again = served.run("deploy", *WORK)
+    assert f"{DEMO} is ready" in again.stdout
+    assert again.stderr.startswith(f"{DEMO} exists already by the same request (ready)\n")
+    said = one_line(served.run("deploy", "--name", DEMO, "--batch", "2", *WORK, check=False))
+    assert "exists already (ready) and differs from the request: batch is null, asked 2; `iserve update" in said
+    assert served.deployment()["created_at"] == served.first["created_at"]
+
+
+@pytest.fixture
+def watched(served: Any) -> Iterator[str]:
+    """The name of a deployment that is removed after the test, whatever became of it."""
+    yield "watched"
+    served.run("rm", "watched", check=False)
+
+
+def test_a_deploy_can_be_left_and_taken_up_again(served: Any, watched: str) -> None:
+    """Ctrl-C, then the same command."""
+    command = ("deploy", "--name", watched, *WORK)
+    for _ in range(10):
+        left = served.start(*command)
+        assert left.stderr is not None
+        assert left.stderr.readline() == "accepted\n"
+        left.send_signal(signal.SIGINT)
+        said = left.communicate(timeout=60)[1]
+        if left.returncode != 0:
+            break
+        served.run("rm", watched)  # it was ready before the signal came
+    assert left.returncode == 130
+    assert "the same command follows it again" in said
+    assert "watched is ready" in served.run(*command).stdout
+
+    shown = served.json("show", watched)
+    assert shown["deployment"]["name"] == watched
+    assert shown["plan"]["chosen"] == 0
+    assert [event["kind"] for event in shown["events"]].count("accepted") == 1
+    text = served.run("show", watched).stdout
+    for part in ("status", "1 of 1 workers ready", "endpoint", "on the embedded engine", "accepted", "ready"):
+        assert part in text
+
+
+def test_the_log_is_followed_over_a_restart_to_the_removal(
+    served: Any, watched: str, until: Callable[..., Any], kill: Callable[[int], None], tmp_path: Path
+) -> None:
+    served.run("deploy", "--name", watched, *WORK)
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        follower = served.start("logs", watched, "--follow", stdout=file)
+    first = until(lambda: log.read_text(), "the follower prints what is there")
+    (pid,) = (pid for worker, pid in served.worker_pids().items() if worker.startswith("watched-"))
+    kill(pid)
+    until(lambda: served.deployment(watched)["restarts"] == 1, "its death is seen")
+    until(lambda: served.deployment(watched)["status"] == "ready", "it serves again")
+    until(lambda: len(log.read_text()) > len(first), "the follower prints what the next worker says")
+    quiet = served.start("logs", watched, "-f", "--lines", "1")
+    assert quiet.stdout is not None
+    assert quiet.stdout.readline()
+    quiet.send_signal(signal.SIGINT)
+    assert (quiet.communicate(timeout=60)[1], quiet.returncode) == ("", 130)
+    served.run("rm", watched)
+    assert follower.wait(timeout=60) == 0
+    assert follower.stderr is not None
+    assert follower.stderr.read() == "the log ends: no deployment is named 'watched'\n"
 
 
 def test_an_slo_that_nothing_meets_is_refused_with_the_nearest_and_leaves_nothing(
@@ -189,14 +252,18 @@ def _without_steps(done: Any) -> Any:
         (("--input-tokens", "100000"), "context"),
         (("--context", "100000"), "lower --context"),
         (("--engine", "vllm"), "set ISERVE_VLLM_PYTHON"),
-        (("no-such-model",), "no directory"),
+        (
+            ("no-such-model",),
+            "no registered model is named 'no-such-model' (registered: iserve-demo), there is no dir",
+        ),
     ],
 )
 def test_what_cannot_be_deployed_is_one_line_and_leaves_nothing(
     served: Any, one_line: Callable[..., str], arguments: tuple[str, ...], reason: str
 ) -> None:
     done = served.run("deploy", *arguments, "--name", "refused", "--json", check=False)
-    assert reason in one_line(done)
+    assert reason in (said := one_line(done))
+    assert "not known" not in said
     assert [d["name"] for d in served.json("ps")] == [DEMO]
 
 

@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from daemon.engines.environments import environment_of
 from tests.daemon.engines.standin import make_vllm, set_version
+from tests.daemon.engines.vllm_releases import recorded
+from tests.daemon.engines.vllm_sources import write_release
 from tests.daemon.engines.vllm_stand_in import costs
 
 NVML = Path(__file__).parents[1] / "daemon" / "fake_nvml.py"
@@ -59,9 +62,9 @@ def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: A
     answer = home.openai().completions.create(model="chat", prompt="hello", max_tokens=8, temperature=0)
     assert answer.choices[0].text == "abcdefgh"
     packages = next((environment / "lib").glob("*/site-packages"))
-    set_version(packages, "vllm", "0.23.0")
+    set_version(packages, "vllm", "0.25.1")
     replaced = home.run("verify", "chat", check=False).stderr.splitlines()[-1]
-    assert "'chat' runs vllm 0.24.0, and installed now is vllm 0.23.0" in replaced
+    assert "'chat' runs vllm 0.24.0, and installed now is vllm 0.25.1" in replaced
     assert home.get("/api/v1/verifications") == []
     set_version(packages, "vllm", "0.24.0")
     home.run("rm", "chat")
@@ -75,6 +78,67 @@ def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: A
     weights = costs.OTHER_BYTES + LAYERS * costs.LAYER_BYTES  # as vLLM counts: the demo's own tensors are tiny
     held = weights + costs.ACTIVATION_BYTES + costs.CONTEXT_BYTES + costs.GRAPH_BYTES
     assert held <= measured["memory_bytes_per_gpu"] <= 1.1 * held
+
+
+def test_a_pinned_release_serves_whichever_comes_first_until_it_is_unpinned(
+    home: Any, environment: Path, until: Callable[..., Any], kill: Callable[[int], None]
+) -> None:
+    """Follow a deployment through its releases; the setting's 0.24.0 precedes the environments under the home."""
+    other = environment_of(home.home, "vllm", "0.26.0")
+    make_vllm(other.folder, "0.26.0")
+    other.marker.write_text("{}")
+
+    def started() -> tuple[str | None, str, bool]:
+        """Return the serving worker's version by its spec and by its start, and whether 0.26 runs."""
+        (worker_id,) = (replica["worker_id"] for replica in home.deployment("chat")["replicas"])
+        folder = home.home / "workers" / worker_id
+        running = [line for line in home.processes().values() if "vllm.entrypoints" in line]
+        versions = dict(json.loads((folder / "versions.json").read_text()))
+        version = json.loads((folder / "spec.json").read_text())["engine_version"]
+        return version, versions["engine"], any(str(other.folder) in line for line in running)
+
+    home.json("deploy", DEMO, "--engine", "vllm", "--name", "chat", *WORK)
+    assert started() == ("0.24.0", "vllm 0.24.0", False)
+    home.run("update", "chat", "--engine-version", "0.26")
+    assert started() == ("0.26.0", "vllm 0.26.0", True)
+    profiles = [dict(row["machine"]["versions"])["engine"] for row in home.get("/api/v1/profiles")]
+    assert sorted(profiles) == ["vllm 0.24.0", "vllm 0.26.0"]
+    ((worker_id, pid),) = home.worker_pids().items()
+    kill(pid)
+    until(lambda: home.worker_pids().get(worker_id) not in (None, pid), "the worker is started again")
+    until(lambda: home.json("ps")[0]["status"] == "ready", "it is ready again")
+    assert started() == ("0.26.0", "vllm 0.26.0", True)
+    home.run("update", "chat", "--engine-version", "newest")
+    until(lambda: len(home.worker_pids()) == 1, "the former worker has drained")
+    assert started() == ("0.24.0", "vllm 0.24.0", False)
+
+    home.run("down")
+    set_version(next((environment / "lib").glob("*/site-packages")), "vllm", "0.25.1")
+    home.run("up")
+    until(lambda: home.json("ps")[0]["status"] == "ready", "it is planned anew, for what it ran on is gone")
+    assert started() == ("0.25.1", "vllm 0.25.1", False)
+
+
+def test_an_unknown_release_is_profiled_by_the_wall_clock_and_serves(home: Any, environment: Path) -> None:
+    packages = next((environment / "lib").glob("*/site-packages"))
+    set_version(packages, "vllm", "0.34.0")
+    write_release(recorded()["0.33.0"], packages / "vllm")
+    deployed = home.json("deploy", DEMO, "--engine", "vllm", "--name", "chat", *WORK)
+    assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "vllm")
+    (profile,) = home.get("/api/v1/profiles")
+    assert dict(profile["machine"]["versions"])["engine"] == "vllm 0.34.0"
+    assert {run["steps"] == [] for point in profile["timing"] for run in point["runs"]} == {True}
+    (step,) = {point["max_batched_tokens"] for point in profile["memory"]}
+    assert min(point["max_batch"] for point in profile["memory"]) >= 2
+    command = next(line for line in home.processes().values() if "vllm.entrypoints" in line)
+    assert f"--max-num-batched-tokens={step} " in command
+    document = home.json("plan", DEMO, "--engine", "vllm", *WORK)
+    chosen = document["candidates"][document["chosen"]]["estimate"]
+    assert chosen["ttft_s"]["source"] == "extrapolated"
+    answer = home.openai().completions.create(model="chat", prompt="hello", max_tokens=8, temperature=0)
+    assert answer.choices[0].text == "abcdefgh"
+    home.run("rm", "chat")
+    assert of_vllm(home) == []
 
 
 def test_an_engine_that_does_not_start_is_told_in_its_own_words_and_leaves_nothing(
@@ -96,7 +160,7 @@ def test_an_engine_that_does_not_start_is_told_in_its_own_words_and_leaves_nothi
 
 def test_an_engine_that_dies_at_a_point_costs_that_point(home: Any, environment: Path) -> None:
     (environment / "behaviour.json").write_text(json.dumps({"no_memory_at_tokens": 300}))
-    home.run("profile", DEMO, "--engine", "vllm", "--max-seconds", "3")
+    home.run("profile", DEMO, "--engine", "vllm", "--max-seconds", "120")
     assert of_vllm(home) == []
     assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["vllm"]
     warnings = home.json("report", DEMO, "--engine", "vllm")["warnings"]

@@ -138,16 +138,14 @@ def test_a_cpu_is_the_embedded_engine_s() -> None:
     assert by_preference(TABLES, cpu)[0].engine == "torch"
 
 
-def test_a_plan_and_an_estimate_for_an_h200_are_of_vllm(tmp_path) -> None:
-    """Half-precision weights, which every engine runs; int8 weights stay the embedded engine's."""
+def test_a_plan_for_an_h200_is_of_vllm_and_an_estimate_of_what_runs_it(tmp_path) -> None:
+    """Only the embedded engine runs int8 weights of a dense model, and a deploy does not take it there."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
     plan = plan_for_gpus(str(tmp_path), gpu_spec("h200"), 1, PlanOptions(), "auto")
-    named = {candidate.config for candidate in plan.candidates}
-    assert DeploymentConfig(engine="vllm") in named
-    assert DeploymentConfig(weights=WeightFormat.INT8, engine="torch") in named
-    one = estimate_for_gpu(
-        str(tmp_path), gpu_spec("h200"), DeploymentConfig(engine="auto"), Workload(), CostModel.MEMORY_LATENCY
-    )
-    assert (one.config.engine, one.runnable) == ("vllm", True)
+    assert {candidate.config.engine for candidate in plan.candidates} == {"vllm"}
     asked = plan_for_gpus(str(tmp_path), gpu_spec("h200"), 1, PlanOptions(), "torch")
     assert {candidate.config.engine for candidate in asked.candidates} == {"torch"}
+    for weights, engine in ((WeightFormat.BITS16, "vllm"), (WeightFormat.INT8, "torch")):
+        config = DeploymentConfig(weights=weights, engine="auto")
+        one = estimate_for_gpu(str(tmp_path), gpu_spec("h200"), config, Workload(), CostModel.MEMORY_LATENCY)
+        assert (one.config.engine, one.runnable) == (engine, True)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fingerprint.errors import CheckpointError, ConfigError, NotFoundError
+from fingerprint.errors import CheckpointError, ConfigError, NotFoundError, UnavailableError
 from fingerprint.generate import generate_dummy
 from iserve.model_source import is_hub_id, resolve
 
@@ -114,6 +114,14 @@ def test_shards_count_as_weights_when_all_are_there(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert not resolve(str(checkpoint)).has_weights
     shutil.copy(checkpoint / "model-1.safetensors", checkpoint / "model-2.safetensors")
+    assert resolve(str(checkpoint)).has_weights
+
+
+def test_an_index_without_end_is_not_read(checkpoint: Path) -> None:
+    """Its presence counts; whoever loads it is told what is wrong."""
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").touch()
+    os.truncate(checkpoint / "model.safetensors.index.json", 2**40)
     assert resolve(str(checkpoint)).has_weights
 
 
@@ -347,3 +355,25 @@ def test_a_hub_that_does_not_answer_is_named(
     assert "cache has nothing complete of it" in message
     assert reason in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "iserve-dmo",
+            "no registered model is named 'iserve-dmo' (did you mean iserve-demo?), there is no directory",
+        ),
+        (
+            "nope",
+            "no registered model is named 'nope' (registered: chat, iserve-demo), there is no directory 'nope'",
+        ),
+        ("owner/nope", "there is no directory 'owner/nope', the local Hugging Face cache"),
+    ],
+)
+def test_a_model_that_is_not_here_is_told_what_is(monkeypatch: pytest.MonkeyPatch, model: str, said: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    registered = {"iserve-demo": Path("/nowhere"), "chat": Path("/nowhere")}
+    with pytest.raises(UnavailableError) as caught:
+        resolve(model, registered)
+    assert str(caught.value).startswith(said)

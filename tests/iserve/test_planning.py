@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -17,10 +18,19 @@ from fingerprint.gpus import parse_gpus
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.document import PlanDocument
 from iserve.planning.hypothetical import OneEstimateDocument, estimate_for_gpu, plan_for_gpus
-from iserve.planning.making import EngineChooser, FitsOn, Hardware, PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.making import (
+    EngineChooser,
+    FitsOn,
+    Hardware,
+    PlanOptions,
+    datasheet_estimator,
+    hypothetical_hardware,
+    make_plan,
+)
 from placement.types import ClusterSnapshot, GpuState
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import LimitKind, NoRoom, Plan
+from tests.fingerprint.synthetic_machine import CPU
 
 GIB = 2**30
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000}
@@ -98,11 +108,14 @@ def test_what_only_the_older_flow_runs_is_listed_and_refused(folders: dict[str, 
     assert any(candidate.feasible for candidate in document.candidates) == (name == "Llama-2-7b")
 
 
-def test_no_plan_offers_groups_that_are_cut(folders: dict[str, Path]) -> None:
-    """11008 inputs over 4 ranks are 21.5 groups of 128, over 2 ranks 43."""
-    document = plan(folders["Llama-2-7b"], "a6000:8", Intent(quality=Quality.ANY))
+def test_no_plan_offers_groups_that_are_cut() -> None:
+    """11008 inputs over 4 ranks are 21.5 groups of 128, over 2 ranks 43; of a checkpoint that is in four bits."""
+    gpu, count = parse_gpus("a6000:8")
+    spec, hardware = spec_of("Llama-2-7b"), hypothetical_hardware(gpu, count)
+    options = PlanOptions(intent=Intent(quality=Quality.ANY))
+    made = make_plan(spec, hardware, RooflineEstimator(spec, gpu), capabilities_for("auto"), options)
     four_bits = {WeightFormat.INT4, WeightFormat.GPTQ4}
-    runs = {c.config.tp for c in document.candidates if c.feasible and c.config.weights in four_bits}
+    runs = {c.config.tp for c in made.candidates if c.feasible and c.config.weights in four_bits}
     assert runs == {1, 2}
 
 
@@ -214,3 +227,89 @@ def test_more_gpus_are_told_with_what_they_would_run(count: int, options: PlanOp
     best = plan_on(needed).best
     assert best is not None
     assert (best.config, best.objective) == (advice.config, advice.objective)
+
+
+def test_a_rate_that_is_not_served_names_the_batch_and_the_replicas_that_serve_it(
+    folders: dict[str, Path],
+) -> None:
+    """The smallest numbers that do, with the configuration that a plan under each of them chooses."""
+    gpu, count = parse_gpus("a6000:8")
+    at_the_rate = PlanOptions(intent=Intent(rate_per_s=1.0))
+
+    def planned(options: PlanOptions) -> PlanDocument:
+        return plan_for_gpus(str(folders["Llama-2-7b"]), gpu, count, options, "vllm")
+
+    def first(options: PlanOptions) -> DeploymentConfig | None:
+        document = planned(options)
+        return None if document.chosen is None else document.candidates[document.chosen].config
+
+    refused = planned(at_the_rate)
+    assert refused.chosen is None
+    ways = {way.limit: way for way in refused.why_not.relax}
+    batch, replicas = ways["batch"], ways["replicas"]
+    assert (batch.allowed, replicas.allowed) == (1, 1)
+    assert batch.text.startswith(f"--batch {batch.needed:g} in place of 1 would admit tp=")
+    assert replicas.text.startswith(f"--replicas {replicas.needed:g} in place of 1 would admit tp=")
+
+    def with_batch(size: int) -> PlanOptions:
+        return replace(at_the_rate, workload=Workload(batch=size))
+
+    assert first(with_batch(int(batch.needed))) == batch.config
+    assert first(replace(at_the_rate, replicas=int(replicas.needed))) == replicas.config
+    assert all(first(with_batch(size)) is None for size in (2, 4, 8) if size < batch.needed)
+    assert all(first(replace(at_the_rate, replicas=n)) is None for n in range(2, int(replicas.needed)))
+
+
+def test_neither_is_named_where_no_number_of_them_helps(folders: dict[str, Path]) -> None:
+    """A request that is too slow alone, a model too large for the GPUs, and a rate beyond 256 at once."""
+    too_slow = Intent(rate_per_s=1e-6, slo=Slo(tpot_s=1e-4))
+    for name, intent in (
+        ("Llama-2-7b", too_slow),
+        ("Llama-2-70b", Intent(rate_per_s=0.01)),
+        ("Llama-2-7b", Intent(rate_per_s=1e6)),
+    ):
+        document = plan(folders[name], "t4:2", intent, "vllm")
+        assert document.chosen is None
+        assert not {"batch", "replicas"} & {way.limit for way in document.why_not.relax}
+
+
+def test_the_embedded_engine_has_its_own_times_on_gpus(folders: dict[str, Path]) -> None:
+    """It alone runs int8 of a 16-bit checkpoint there, and launches every kernel from Python: half the weights and
+    twice the time or more is no bargain."""
+    best = plan(folders["Llama-2-7b"], "a100:1", Intent()).candidates[0]
+    assert (best.config.engine, best.config.weights) == ("vllm", WeightFormat.BITS16)
+    times = {
+        engine: estimate(folders["Llama-2-7b"], "h200", DeploymentConfig(engine=engine)).estimate
+        for engine in ("torch", "vllm")
+    }
+    assert times["torch"].tpot_s.value > 2 * times["vllm"].tpot_s.value
+
+
+@pytest.mark.parametrize(
+    ("config", "batch", "tpot_ms"),
+    [
+        (DeploymentConfig(), 1, 10.1),
+        (DeploymentConfig(), 4, 15.3),
+        (DeploymentConfig(weights=WeightFormat.INT8), 1, 14.3),
+        (DeploymentConfig(weights=WeightFormat.INT8), 4, 17.0),
+        (DeploymentConfig(tp=2), 1, 16.0),
+        (DeploymentConfig(tp=2), 4, 21.6),
+        (DeploymentConfig(pp=2), 1, 11.0),
+        (DeploymentConfig(pp=2), 4, 18.4),
+    ],
+)
+def test_the_embedded_engine_takes_about_what_it_was_measured_to_take(
+    config: DeploymentConfig, batch: int, tpot_ms: float
+) -> None:
+    """On two H200, 16 layers of Llama-2-7B's width: docs/performance.md."""
+    spec = read_spec(CONFIGS["Llama-2-7b"] | {"num_hidden_layers": 16})
+    gpu, _ = parse_gpus("h200")
+    guess = datasheet_estimator(spec, gpu, capabilities_for("torch")).estimate(config, Workload(batch, 512, 33))
+    assert guess.tpot_s.value == pytest.approx(tpot_ms / 1e3, rel=0.25)
+    assert guess.tpot_s.low < tpot_ms / 1e3 < guess.tpot_s.high
+
+
+def test_on_a_cpu_every_engine_is_bound_by_its_work() -> None:
+    gpu, spec = CPU, read_spec(CONFIGS["Llama-2-7b"])
+    mine, plain = datasheet_estimator(spec, gpu, capabilities_for("torch")), RooflineEstimator(spec, gpu)
+    assert mine.estimate(DeploymentConfig(), Workload()) == plain.estimate(DeploymentConfig(), Workload())

@@ -319,7 +319,9 @@ def test_a_deployment_is_started_with_the_limits_that_were_measured(batch: int, 
 def test_where_no_step_was_fixed_a_launch_follows_from_the_workload() -> None:
     profile = profiled(StepTimedMachine())
     plain = replace(profile, timing=tuple(replace(point, repeat=1) for point in profile.timing))
-    assert step_tokens_of(plain) is None
+    assert step_tokens_of(plain) == STEP_TOKENS, "its engine was started for that step, whatever it ran"
+    extrapolated = replace(plain, memory=tuple(replace(point, max_batch=0) for point in plain.memory))
+    assert step_tokens_of(extrapolated) is None
     unrecorded = replace(profile, memory=tuple(replace(p, max_batched_tokens=0) for p in profile.memory))
     assert step_tokens_of(unrecorded) == STEP_TOKENS
 

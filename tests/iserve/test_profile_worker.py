@@ -185,7 +185,7 @@ def test_the_worker_prints_the_mark_that_the_controller_looks_for() -> None:
 class HungUp:
     """A worker that no longer listens; whoever watches it sees its end at the fourth look."""
 
-    url = "http://127.0.0.1:9"
+    url, token = "http://127.0.0.1:9", None
     looks = 0
 
     def failure(self) -> str | None:

@@ -9,17 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemon.engines.registry import capabilities_for
-from fingerprint.config import Workload
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
+from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.planning.making import Hardware, PlanOptions, make_plan
+from iserve.planning.making import FitsOn, Hardware, PlanOptions, make_plan
 from iserve.planning.ranked_model import RankedModel
 from iserve.simulation.running import idle_cluster
 from placement.load_model import LoadedCluster, Tenant, shares, stretch
+from placement.replicas import Replicas
 from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState, StagePlacement
 from planner.intent import CostModel, Intent, IntentKind, Slo
-from planner.plan import Ranked
+from planner.plan import NoRoom, Ranked
+from tests.fingerprint.half_measured import HalfMeasured
 from tests.fingerprint.step_timed_machine import llama_7b
 
 GIB = 2**30
@@ -61,6 +64,53 @@ def test_it_chooses_what_the_whole_plan_chooses(name: str, free: list[tuple[int,
         assert chosen is not None
         assert (chosen.config, chosen.placement) == (plan.best.config, plan.best.layout)
         assert chosen.estimate == plan.best.estimate
+
+
+MIXED = {
+    name: RankedModel(
+        SPEC, A6000, HalfMeasured(ESTIMATOR), ENGINES, PlanOptions(intent=intent, workload=Workload(1, 512, 128))
+    )
+    for name, intent in INTENTS.items()
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(sorted(MIXED)),
+    free=st.lists(st.tuples(st.integers(0, 48), st.floats(0, 1)), min_size=1, max_size=8),
+    busy=st.sampled_from([None, 0.0, 0.8]),
+)
+def test_where_some_are_measured_it_chooses_what_the_whole_plan_chooses(
+    name: str, free: list[tuple[int, float]], busy: float | None
+) -> None:
+    model, idle = MIXED[name], idle_cluster(A6000, len(free)).gpus
+    gpus = tuple(
+        replace(gpu, free_bytes=min(room * GIB, gpu.total_bytes), load_fraction=load)
+        for gpu, (room, load) in zip(idle, free, strict=True)
+    )
+    snapshot = ClusterSnapshot(gpus) if busy is None else _beside(busy)
+    plan = make_plan(
+        SPEC, Hardware(label="", gpu=A6000, snapshot=snapshot), HalfMeasured(ESTIMATOR), ENGINES, model.options
+    )
+    chosen = model.choose(snapshot)
+    assert (chosen and chosen.config) == (plan.best and plan.best.config)
+    assert (chosen and chosen.placement) == (plan.best and plan.best.layout)
+
+
+@pytest.mark.parametrize("name", sorted(MIXED))
+def test_where_some_are_measured_only_those_that_may_win_are_asked_for_their_place(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On idle GPUs the first measured one and the first of its rivals."""
+    answer, asked = FitsOn.__call__, list[DeploymentConfig]()
+
+    def counted(self: FitsOn, estimate: Estimate) -> Placement | Replicas | NoRoom:
+        asked.append(estimate.config)
+        return answer(self, estimate)
+
+    monkeypatch.setattr(FitsOn, "__call__", counted)
+    assert MIXED[name].choose(idle_cluster(A6000, 8)) is not None
+    assert len(asked) <= 2
 
 
 def test_nothing_is_chosen_without_gpus_and_no_workload_beyond_the_context() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -103,8 +104,9 @@ def test_json_and_page(iserve: Run, tmp_path: Path, trace: Path, server: StandIn
 def test_what_a_person_sees(iserve: Run, trace: Path, server: StandIn) -> None:
     done = iserve(trace, "--deployment", "short,500", "--url", server.url, "--limit", 8)
     assert done.returncode == 0
+    first = done.stdout.splitlines()[0]
+    assert re.match(r"\d of 8 requests failed: server error \(500 told 500\); \d answered", first), first
     for words in (
-        "of 8 requests completed",
         "TTFT",
         "lateness of the sender",
         "500 told 500",

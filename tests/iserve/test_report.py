@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -25,7 +27,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
-from fingerprint.profile import ProfilePlan
+from fingerprint.profile import ProfilePlan, default_plan
 from fingerprint.report import AccuracyRecord, AccuracyRow, Report, render_report
 from iserve.api_types import ModelDocument, NodeDocument
 from iserve.cli.app import make_app
@@ -33,12 +35,14 @@ from iserve.cli.profile_text import print_profile
 from iserve.cli.reporting import hardware_here
 from iserve.client import ControllerClient
 from iserve.controller.estimating import estimator_for
+from iserve.planning.hypothetical import plan_for_gpus
 from iserve.planning.making import FitsOn, PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.verdict_text import alike_words, note_lines, plan_lines
 from iserve.reporting.accuracy_store import find_accuracy, store_accuracy
 from iserve.reporting.gathering import ReportOptions, build_report, find_profile, read_accuracy
 from placement.types import DeploymentState, Placement, ReplicaState, StagePlacement, Stays
 from planner.intent import Intent, IntentKind
-from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
+from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, take_profile
 
 LLAMA_2_7B = {
     "model_type": "llama",
@@ -75,6 +79,21 @@ def test_all_eight_intents_rank_every_configuration(report: Report) -> None:
         assert {row.configuration for row in ranking.rows} == every
         assert len(ranking.rows) == len(every)
     assert len({found.config for found in report.configurations}) == len(every)
+
+
+def test_every_intents_verdict_is_on_the_page_and_the_default_intents_comes_first(report: Report) -> None:
+    page = html.unescape(render_report(report))
+    assert report.rankings[0].intent == "min-cost"
+    for ranking in report.rankings:
+        assert ranking.verdict is not None
+        assert ranking.verdict.sentence in page
+        assert {"At this load", "How sure", "Runner-up"} <= {label for label, _ in ranking.verdict.lines}
+        refused = sum(not row.feasible for row in ranking.rows)
+        assert ranking.verdict.refused.startswith(f"{refused} refused: ")
+    first = report.rankings[0].verdict
+    assert first is not None
+    assert page.index(first.sentence) < page.index("<nav")
+    assert page.index(first.lines[0][1]) < page.index("<nav")
 
 
 def test_rankings_are_the_planners(report: Report) -> None:
@@ -398,6 +417,17 @@ def test_without_a_profile_it_says_how_to_take_one(controller: Controller, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def test_without_a_profile_of_a_folder_it_names_the_folder_as_it_was_given(
+    controller: Controller, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's name alone is not registered: `iserve profile NAME` would not find it."""
+    (tmp_path / "my models").symlink_to(model.parent)
+    monkeypatch.chdir(tmp_path)
+    given = f"./my models/{model.name}"
+    with pytest.raises(NotMeasuredError, match=re.escape(f"run `iserve profile '{given}'` first")):
+        invoke(given, "-o", str(tmp_path / "page.html"))
+
+
 def test_a_model_that_is_nowhere_is_told_so(controller: Controller, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no directory"):
         invoke("./nowhere/at/all", "-o", str(tmp_path / "page.html"))
@@ -421,3 +451,33 @@ def test_the_report_as_markdown_in_a_file_and_on_standard_output(model: Path, tm
     assert (printed.exit_code, printed.stdout.splitlines()[0]) == (0, "# Llama-2-7b")
     assert sorted(tmp_path.iterdir()) == [tmp_path / "x.md"]
     assert runner.invoke(make_app(), [*asked, "--markdown", "--json"]).exit_code == 2
+
+
+@pytest.mark.parametrize("kind", [IntentKind.MIN_COST, IntentKind.MIN_MEMORY])
+def test_the_page_says_what_a_terminal_says(model: Path, kind: IntentKind, tmp_path: Path) -> None:
+    """Every line of the verdict and every note, those on the serving capacity among them."""
+    gpu = gpu_spec("a6000")
+    options = PlanOptions(intent=Intent(kind=kind), more_requests=True, longer_requests=True)
+    document = plan_for_gpus(str(model), gpu, 8, options, "auto")
+    page = tmp_path / "page.html"
+    assert invoke(str(model), "-o", str(page), "--gpus", "a6000:8")[0] == 0
+    shown = html.unescape(page.read_text())
+    lines = plan_lines(document)
+    assert "Serves" in dict(lines)
+    assert document.indistinguishable
+    for text in (*(text for _, text in lines), *note_lines(document), alike_words(document, 12)):
+        assert text in shown
+
+
+def test_a_page_on_a_profile_that_was_cut_short_says_so() -> None:
+    machine = SyntheticMachine(launch_s=15.0, load_s=2.0, run_cost=20.0)
+    profile = take_profile(machine, default_plan(machine.spec, Workload(), budget_s=60.0))
+    assert profile.unreached
+    found = build_report(
+        "m", profile.spec, hypothetical_hardware(CPU, 2), estimator_for(profile), capabilities_for("torch"),
+        ReportOptions(),
+    )  # fmt: skip
+    page = html.unescape(render_report(found))
+    assert "the profile was cut short (below)" in page
+    assert "the profile was cut short, its budget of 60 s ended first" in page
+    assert "was not measured: it may be worse than the measured" in page

@@ -26,12 +26,15 @@ ROUTES = [
     ("GET", "/api/v1/deployments/no-such"),
     ("GET", "/api/v1/deployments/no-such/plan"),
     ("GET", "/api/v1/deployments/no-such/log"),
+    ("GET", "/api/v1/deployments/no-such/log/part"),
     ("DELETE", "/api/v1/deployments/no-such"),
+    ("PATCH", "/api/v1/deployments/no-such"),
     ("GET", "/api/v1/verifications"),
     ("POST", "/api/v1/verifications"),
     ("GET", "/api/v1/verifications/jobs/no-such"),
     ("DELETE", "/api/v1/verifications"),
     ("GET", "/api/v1/nodes"),
+    ("GET", "/api/v1/engines"),
     ("GET", "/api/v1/serving"),
     ("GET", "/api/v1/events"),
     ("GET", "/api/v1/keys"),
@@ -82,7 +85,7 @@ def test_every_route_is_listed_here(home: Any) -> None:
 def test_only_the_homes_token_and_admin_keys_are_let_in(
     ask: Callable[..., Any], keys: dict[str, str], method: str, path: str
 ) -> None:
-    body = b"{not json" if method == "POST" else None  # never looked at before the key is
+    body = b"{not json" if method in ("POST", "PATCH") else None  # never looked at before the key is
     for token in (None, "", "isk-wrong", keys["inference"], keys["revoked"], keys["home"][:-1]):
         refused = ask(method, path, body, token=token)
         assert (refused.status, refused.body["error"]) == (401, "Unauthorized")
@@ -220,12 +223,11 @@ def test_names_of_deployments_and_models_are_checked(ask: Callable[..., Any], tm
 def test_two_who_want_one_name_at_once(ask: Callable[..., Any], home: Any, until: Callable[..., Any]) -> None:
     barrier = threading.Barrier(4)
     answers: list[Any] = []
+    wish = {"name": "one", "input_tokens": 16, "output_tokens": 16}
 
     def deploy() -> None:
         barrier.wait()
-        answers.append(
-            ask("POST", "/api/v1/deployments", {"name": "one", "input_tokens": 16, "output_tokens": 16})
-        )
+        answers.append(ask("POST", "/api/v1/deployments", wish))
 
     threads = [threading.Thread(target=deploy) for _ in range(4)]
     for thread in threads:
@@ -233,10 +235,30 @@ def test_two_who_want_one_name_at_once(ask: Callable[..., Any], home: Any, until
     for thread in threads:
         thread.join()
     assert sorted(answer.status for answer in answers) == [202, 409, 409, 409]
+    (accepted,) = (answer.body for answer in answers if answer.status == 202)
+    attached = ask("POST", "/api/v1/deployments?attach=true", {**wish, "batch": None, "model": DEMO})
+    assert (attached.status, attached.body["created_at"]) == (202, accepted["created_at"])  # defaults said aloud
+    other = ask("POST", "/api/v1/deployments?attach=true", {**wish, "batch": 2, "slo": {"ttft_s": 1}})
+    assert other.status == 409
+    for part in (
+        "batch is null, asked 2",
+        'slo is null, asked {"ttft_s": 1.0',
+        "iserve update one",
+        "iserve rm one",
+    ):
+        assert part in other.body["message"]
+    assert "input_tokens" not in other.body["message"]
     until(lambda: home.deployment("one")["status"] == "ready", "the one that was accepted serves")
     assert [worker.rpartition("-")[0] for worker in home.worker_pids()] == ["one"]
-    removed = ask("DELETE", "/api/v1/deployments/one")
+    for then in (accepted["created_at"] - 1.0, "nan"):
+        assert ask("DELETE", f"/api/v1/deployments/one?created_at={then}").status == 404
+    assert home.deployment("one")["status"] == "ready"
+    removed = ask("DELETE", f"/api/v1/deployments/one?created_at={accepted['created_at']!r}")
     assert (removed.status, removed.body["status"]) == (202, "removing")
+    late = ask("POST", "/api/v1/deployments?attach=true", wish)  # or it is gone already, and deployed anew
+    assert late.status == 202 or "is being removed" in late.body["message"]
+    if late.status == 202:
+        ask("DELETE", "/api/v1/deployments/one")
     until(lambda: ask("GET", "/api/v1/deployments/one").status == 404, "it is removed")
     assert home.worker_pids() == {}
 
@@ -265,7 +287,7 @@ def test_a_deploy_that_is_asked_for_again_with_its_key_is_done_once(
     first = answers[0]
     assert (first.status, first.body["status"]) == (202, "accepted")
     assert [(answer.status, answer.body) for answer in answers] == [(202, first.body)] * 4
-    assert deploy("k1", batch=1).body == first.body  # the same request: what it says is the default
+    assert deploy("k1", engine="auto").body == first.body  # the same request: what it says is the default
     other = deploy("k1", output_tokens=8)
     assert (other.status, other.body["error"]) == (409, "ConflictError")
     assert '"output_tokens":16' in other.body["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 
 from fingerprint.codec import to_json
+from fingerprint.gpus import parse_gpus
 from iserve.cli import main
+from iserve.planning.hypothetical import plan_for_gpus
+from iserve.planning.making import PlanOptions
 from iserve.simulation.document import devices_told
 from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
 from traces.request import Request
@@ -105,6 +109,36 @@ def test_the_document(simulate: Callable[..., Done], trace: Path, model: Path) -
     assert document["warnings"] == []
 
 
+def test_by_default_a_replica_serves_what_a_deploy_serves(
+    simulate: Callable[..., Done], model: Path, tmp_path: Path
+) -> None:
+    """Capacity that the KV cache holds, unless it is given, or figures rest on the planned one."""
+    path = tmp_path / "long.csv"
+    write_trace(path, [Request(0.05 * i, 100 + 15 * i, 20) for i in range(200)])
+    given = (path, "--gpus", "a6000:2", "--models", f"chat={model}")
+
+    def served(*more: object) -> tuple[int, tuple[int, int], str]:
+        document = simulate(*given, *more, "--json").document
+        (deployment,) = document["deployments"]
+        sizes = deployment["limits"]["max_batch"], deployment["limits"]["max_context_tokens"]
+        return document["summary"]["completed"], sizes, document["changes"][0]["text"]
+
+    gpu, count = parse_gpus("a6000:2")
+    options = PlanOptions(more_requests=True, longer_requests=True)
+    deployed = plan_for_gpus(str(model), gpu, count, options, "auto").capacity
+    assert deployed is not None
+    completed, sizes, said = served()
+    assert (completed, sizes) == (200, (deployed.requests_at_once, deployed.context_tokens))
+    assert sizes[0] > 100
+    assert f"on vllm, up to {sizes[0]} requests at once of up to 4,096 tokens" in said
+    assert served("--batch", 1, "--context", 640)[:2] == (35, (1, 640))
+    assert served("--batch", 4)[:2] == (200, (4, 4096))
+    assert served("--rate", 0.1)[1] == (1, 4096)
+    assert served("--judge", "e2e=9", "--refuse-late")[1] == (1, 4096)
+    assert served("--intent", "min-memory")[1] == (1, 640)
+    assert served("--replicas", 2, "--intent", "min-gpu-hours")[1][0] > 100
+
+
 def test_it_is_deterministic_by_seed(simulate: Callable[..., Done], model: Path) -> None:
     def run(seed: int) -> Any:
         named = f"a={model},b={model}"
@@ -116,22 +150,33 @@ def test_it_is_deterministic_by_seed(simulate: Callable[..., Done], model: Path)
 
 
 def test_the_text_tells_of_faults_profiles_and_what_to_be_wary_of(
-    simulate: Callable[..., Done], trace: Path, model: Path
+    simulate: Callable[..., Done], trace: Path, model: Path, tmp_path: Path
 ) -> None:
     events = ("--fail", "node0:10:20", "--harvest", "1:5:2", "--startup", 1, "--replicas", 2)
     more = ("--gpus-per-node", 1, "--input-tokens", 110, "--output-tokens", 20, "--service", "fcfs")
-    done = simulate(trace, "--gpus", "a6000:2", "--models", f"chat={model}", *events, *more)
+    short = ("--context", 130)
+    done = simulate(trace, "--gpus", "a6000:2", "--models", f"chat={model}", *events, *more, *short)
     assert done.code == 0, done.err
+    first, *_ = done.out.splitlines()
+    assert first == "49 of 60 requests failed: longer than the 130 tokens that are served; 11 answered"
     for expected in (
+        "intent: min-cost, no latency limits, no rate given, quality near; requests are judged by: none",
         "trace.csv on 2 x a6000, fcfs, planned for batch 1",
-        "60 requests in",
         "lost chat: node0 failed under chat#1",
         "profiling profile 1: on spare memory",
         "step times: chat: roofline",
-        "49 requests are longer than the 130 tokens that deployments were planned for, and refused; make room for "
+        "49 requests are longer than the 130 tokens that are served, and refused; make room for "
         "them with --context,",
     ):
         assert expected in " ".join(done.out.split()), done.out
+    page = tmp_path / "page.html"
+    wish = ("--slo", "ttft=9", "--rate", 0.5, "--report", page)
+    assert simulate(trace, "--gpus", "a6000:2", "--models", model, *more, *short, *wish).code == 0
+    html = page.read_text()
+    assert re.search(r"</h1><p class=\"lead\"><b class=\"bad\">49 of 60 requests failed: longer than", html)
+    assert html.count("min-cost, TTFT 9 s at p95, 0.5 requests/s, quality near") == 2  # in the head and at the end
+    assert "Requests are judged by: TTFT 9 s." in html
+    assert re.search(r"\np \{[^}]*overflow-wrap: anywhere", html), "a path widens a narrow page"
     roomy = simulate(trace, "--gpus", "a6000:2", "--models", model, *more, "--context", 179, "--json").document
     assert (roomy["summary"]["completed"], roomy["warnings"]) == (60, [])
 
@@ -183,7 +228,17 @@ def test_consolidating_and_moving(simulate: Callable[..., Done], model: Path, tm
     """Two models packed onto one GPU of two, both busy: one moves away, and that is faster."""
     path = tmp_path / "both.csv"
     write_trace(path, [Request(0.8 * (i // 2), 100, 20, "ab"[i % 2]) for i in range(1000)])
-    given = (path, "--gpus", "a6000:2", "--models", f"a={model},b={model}", "--service", "fcfs")
+    given = (
+        path,
+        "--gpus",
+        "a6000:2",
+        "--models",
+        f"a={model},b={model}",
+        "--service",
+        "fcfs",
+        "--engine",
+        "vllm",
+    )
     given = (*given, "--policy", "packing", "--intent", "min-memory", "--json")
     crowded, moving = simulate(*given).document, simulate(*given, "--migrate").document
     assert crowded["placement"] == "packing"
@@ -199,7 +254,17 @@ def test_look_ahead_places_beside_whoever_idles(
     """A busy model runs when another comes; a GPU's price says whether that one goes beside it or elsewhere."""
     path = tmp_path / "busy.csv"
     write_trace(path, [Request(0.5 * i, 100, 20, "a") for i in range(600)])
-    given = (path, "--gpus", "a6000:2", "--models", f"a={model},b={model}", "--service", "fcfs")
+    given = (
+        path,
+        "--gpus",
+        "a6000:2",
+        "--models",
+        f"a={model},b={model}",
+        "--service",
+        "fcfs",
+        "--engine",
+        "vllm",
+    )
 
     def gpus(policy: str) -> int:
         done = simulate(*given, "--deploy-every", 200, "--intent", "min-memory", "--policy", policy, "--json")
@@ -216,10 +281,15 @@ def test_every_baseline_serves_the_same_trace(
     simulate: Callable[..., Done], trace: Path, model: Path, planner: str
 ) -> None:
     given = ("--gpus", "a6000:2", "--models", model, "--batch", 4, "--judge", "e2e=20", "--planner", planner)
-    document = simulate(trace, *given, "--json").document
+    document = simulate(trace, *given, "--context", 640, "--json").document
     assert document["planner"] == planner
     assert document["summary"]["completed"] == 60
     assert bool(document["notes"]) == planner.startswith("alpaserve")
+    open_ended = simulate(trace, *given, "--json").document["notes"]
+    assert [note for note in open_ended if "to compare them give --context and --batch" in note] == [
+        f"{planner} serves requests of up to the planned 640 tokens, iserve as long ones as memory holds; to "
+        "compare them give --context and --batch"
+    ] * (planner != "iserve")
 
 
 def test_the_text_says_whose_decision_it_was(simulate: Callable[..., Done], trace: Path, model: Path) -> None:
@@ -315,6 +385,23 @@ def test_whose_context_is_too_short_is_said(
     assert "small: requests of 4096 tokens are longer than the model's context of 2048" in refused
 
 
+def test_what_the_model_cannot_hold_is_only_to_be_cut(
+    simulate: Callable[..., Done], trace: Path, model: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    (small / "config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 130})
+    )
+    given = ("--gpus", "a6000:1", "--models", small, "--input-tokens", 110, "--output-tokens", 20, "--json")
+    (warning,) = simulate(trace, *given).document["warnings"]
+    assert warning == (
+        "49 requests are longer than the 130 tokens that are served, and refused; the model's context holds no "
+        "more: cut them with --cap-lengths"
+    )
+    assert simulate(trace, *given, "--cap-lengths").document["warnings"] == []
+
+
 def test_consolidating_needs_replicas_to_choose_among(
     simulate: Callable[..., Done], trace: Path, model: Path
 ) -> None:
@@ -383,8 +470,8 @@ def test_who_is_too_late_is_refused_where_that_is_asked_for(
     assert refusing["summary"]["slo"]["met"] == refusing["summary"]["completed"]
     assert refusing["summary"]["slo"]["met"] > 3 * served["summary"]["slo"]["met"]
     assert [failure["kind"] for failure in refusing["summary"]["failures"]] == ["too late"]
-    assert "who is too late refused" in page.read_text()
-    assert "who is too late refused" in " ".join(simulate(*given, "--refuse-late").out.split())
+    assert "late requests rejected by their exact times" in page.read_text()
+    assert "late requests rejected by their exact times" in " ".join(simulate(*given, "--refuse-late").out.split())
     forecast = simulate(*given, "--refuse-late", "--forecast-late", "--json").document
     assert forecast["forecasts_late"]
     assert forecast["summary"]["slo"]["met"] > 3 * served["summary"]["slo"]["met"]

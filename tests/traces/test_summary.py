@@ -14,7 +14,7 @@ from fingerprint.errors import BadInputError
 from planner.intent import Slo
 from tests.traces.outcome_makers import outcomes
 from traces.outcomes import Failure
-from traces.summary import percentiles, summarize
+from traces.summary import limit_words, outcome_words, percentiles, summarize
 
 NAN = math.nan
 latencies = st.lists(st.floats(0.001, 100, allow_nan=False), min_size=1, max_size=40)
@@ -156,3 +156,22 @@ def test_what_was_in_flight_when_a_run_was_ended_is_not_judged() -> None:
     found = summarize(run, Slo(ttft_s=10)).slo
     assert found is not None
     assert found.attainment_fraction == 1.0
+
+
+def test_the_first_line_says_how_many_failed_and_why() -> None:
+    fates = [Failure.NONE] * 4 + [Failure.BAD_REQUEST] * 14 + [Failure.TIMEOUT] * 2
+    times = [1.0 if fate is Failure.NONE else NAN for fate in fates]
+    found = summarize(outcomes(ttft_s=times, e2e_s=times, failure=fates))
+    assert outcome_words(found) == "16 of 20 requests failed: 14 bad request, 2 timeout; 4 answered"
+    told = outcome_words(found, {"bad request": "longer than planned for"})
+    assert told == "16 of 20 requests failed: 14 longer than planned for, 2 timeout; 4 answered"
+    alike = summarize(outcomes(ttft_s=[NAN], e2e_s=[NAN], failure=[Failure.TIMEOUT]))
+    assert outcome_words(alike) == "1 of 1 requests failed: timeout; 0 answered"
+    assert outcome_words(summarize(outcomes(ttft_s=[1], e2e_s=[2]))) == "all 1 requests were answered"
+    assert outcome_words(summarize(outcomes(ttft_s=[], e2e_s=[]))) == "no requests arrived"
+
+
+def test_limits_are_said_where_there_are_any() -> None:
+    assert limit_words(None) == "none"
+    assert limit_words(Slo(ttft_s=0.5, e2e_s=8)) == "TTFT 0.5 s, E2E 8 s"
+    assert limit_words(summarize(outcomes(ttft_s=[1], e2e_s=[2]), Slo(tpot_s=0.05)).slo) == "TPOT 0.05 s"

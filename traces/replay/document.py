@@ -9,7 +9,7 @@ from planner.intent import Slo
 from traces.outcomes import Failure, Outcomes
 from traces.replay.runner import ReplayOptions
 from traces.replay.schedule import ScheduleOptions
-from traces.summary import Summary, summarize
+from traces.summary import Summary, outcome_words, summarize
 from traces.timeline import Bin, CurvePoint, curve, timeline
 
 __all__ = [
@@ -18,11 +18,13 @@ __all__ = [
     "FailureExample",
     "ReplayDocument",
     "ReplayRun",
+    "answered_words",
     "make_document",
     "replay_run",
 ]
 
-_LATE_S = 0.01  # at P99, from which the sender's lateness is worth a note
+_EXAMPLE_SHOWN = 100  # characters of what was said at a failure, in the first line
+_LATE_S = 0.01  # at p99, from which the sender's lateness is worth a note
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,9 @@ class ReplayRun:
     max_in_flight: int
     prompts: str  # "ids", "text" or "chat"
     ignore_eos: bool
+    deployed: tuple[
+        str, ...
+    ] = ()  # of each deployment, where it is known: its intent, rate, plan and configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +95,7 @@ def replay_run(
     interrupted: bool,
     schedule: ScheduleOptions,
     options: ReplayOptions,
+    deployed: tuple[str, ...] = (),
 ) -> ReplayRun:
     """The settings of a run, gathered."""
     prompts = options.prompts
@@ -106,6 +112,7 @@ def replay_run(
         max_in_flight=options.max_in_flight,
         prompts="chat" if prompts.chat else prompts.kind,
         ignore_eos=prompts.ignore_eos,
+        deployed=deployed,
     )
 
 
@@ -123,7 +130,7 @@ def make_document(
             for name, part in outcomes.by_deployment()
         ),
         examples=tuple(FailureExample(kind=kind.words, words=words) for kind, words in examples.items()),
-        notes=tuple(_notes(run, summary, outcomes)),
+        notes=tuple(_notes(run, summary, outcomes, examples)),
         timeline=timeline(outcomes),
         curves=Curves(
             ttft=curve(done.ttft_s),
@@ -136,19 +143,34 @@ def make_document(
     )
 
 
-def _notes(run: ReplayRun, summary: Summary, outcomes: Outcomes) -> list[str]:
+def answered_words(document: ReplayDocument) -> str:
+    """Return one line: how many requests failed and why, and how many were answered."""
+    examples = {each.kind: each.words for each in document.examples if each.words}
+    return outcome_words(document.summary, {kind: f"{kind} ({_cut(words)})" for kind, words in examples.items()})
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= _EXAMPLE_SHOWN else f"{words[: _EXAMPLE_SHOWN - 3]}..."
+
+
+def _notes(run: ReplayRun, summary: Summary, outcomes: Outcomes, examples: Mapping[Failure, str]) -> list[str]:
     lengths, notes = summary.lengths, []
     if run.interrupted:
         notes.append(f"ended early: {summary.requests} of {run.planned_requests} requests were begun")
     if summary.lateness is not None and summary.lateness.p99_s >= _LATE_S:
         notes.append(
-            f"the sender itself was late, {summary.lateness.p99_s * 1e3:.0f} ms at P99: this machine is too busy "
+            f"the sender itself was late, {summary.lateness.p99_s * 1e3:.0f} ms at p99: this machine is too busy "
             "for the load; latencies from the schedule include it, those from the send do not"
         )
     refused = int((outcomes.failure == Failure.REFUSED_BY_CLIENT).sum())
     if refused:
         notes.append(
             f"{refused} requests were not sent: {run.max_in_flight} were in flight already (--max-inflight)"
+        )
+    if "context" in examples.get(Failure.BAD_REQUEST, "").lower():  # OpenAI's words for a request's length
+        notes.append(
+            "requests were refused for their length: cut the trace with `iserve trace write TRACE --out FILE "
+            "--context TOKENS`, or serve longer ones with `iserve update NAME --context TOKENS`"
         )
     if lengths.requests_of_other_output:
         notes.append(

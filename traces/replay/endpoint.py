@@ -78,7 +78,8 @@ def check_models(endpoint: Endpoint, names: Sequence[str], key: str | None) -> N
     status, answer = _get_models(endpoint, key)
     if status in (401, 403):
         raise UnavailableError(
-            f"{endpoint.url} wants another API key (--key, OPENAI_API_KEY): it answered {status}"
+            f"{endpoint.url} wants another API key (--key, OPENAI_API_KEY): it answered {status}; for iServe's "
+            "gateway `iserve keys create` makes one"
         )
     if status != 200:
         return

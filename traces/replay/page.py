@@ -6,9 +6,9 @@ from fingerprint.report.markup import Markup, el, join
 from fingerprint.report.shell import html_page, sectioned
 from fingerprint.report.tables import bullets, facts, table
 from fingerprint.report.text import number, seconds
-from traces.panels import over_time, quantiles
-from traces.replay.document import ReplayDocument
-from traces.summary import Percentiles, SloResult, Summary
+from traces.panels import outcome_line, over_time, quantiles, tiles
+from traces.replay.document import ReplayDocument, answered_words
+from traces.summary import Percentiles, SloResult, Summary, limit_words
 
 __all__ = ["render_replay"]
 
@@ -39,27 +39,27 @@ def render_replay(document: ReplayDocument) -> str:
 
 def _head(document: ReplayDocument) -> Markup:
     run, summary = document.run, document.summary
-    tiles = [
+    figures = [
         ("requests", f"{summary.requests:,}"),
         ("completed", f"{summary.completed:,}"),
+        ("failed", f"{summary.requests - summary.completed:,}"),
         ("offered", f"{number(summary.offered_requests_per_s)} requests/s"),
         ("output", f"{number(summary.output_tokens_per_s)} tokens/s"),
-        ("TTFT P50, P99", _two(summary.ttft)),
-        ("E2E P50, P99", _two(summary.e2e)),
+        ("TTFT p50, p99", _two(summary.ttft)),
+        ("E2E p50, p99", _two(summary.e2e)),
     ]
     if summary.slo is not None:
-        tiles.append(("SLO attained", f"{summary.slo.attainment_fraction:.1%}"))
-        tiles.append(("goodput", f"{number(summary.slo.goodput_requests_per_s)} requests/s"))
+        figures.append(("SLO attained", f"{summary.slo.attainment_fraction:.1%}"))
+        figures.append(("goodput", f"{number(summary.slo.goodput_requests_per_s)} requests/s"))
     names = ", ".join(part.name for part in document.deployments)
     lead = f"{run.trace} at {run.rate_factor:g} times its rate, against {names} at {run.url}."
     return join(
         el("h1", "Replay"),
+        outcome_line(answered_words(document), summary),
         el("p", lead, class_="lead"),
-        el(
-            "div",
-            [el("div", el("b", value), el("span", name), class_="tile") for name, value in tiles],
-            class_="tiles",
-        ),
+        el("p", f"Limits: {limit_words(summary.slo)}."),
+        bullets(run.deployed) if run.deployed else None,
+        tiles(figures),
         bullets(document.notes) if document.notes else None,
     )
 
@@ -87,7 +87,7 @@ def _latency(document: ReplayDocument) -> Markup:
     ]
     return join(
         table(
-            ("", "requests", "mean", "P50", "P90", "P95", "P99", "max"),
+            ("", "requests", "mean", "p50", "p90", "p95", "p99", "max"),
             [_percentile_row(name, found) for name, found in rows if found is not None],
             caption="ITL counts gaps, not requests.",
         ),
@@ -150,9 +150,9 @@ def _deployments(document: ReplayDocument) -> Markup | None:
         "deployment",
         "requests",
         "completed",
-        "TTFT P50, P99",
-        "TPOT P50, P99",
-        "E2E P50, P99",
+        "TTFT p50, p99",
+        "TPOT p50, p99",
+        "E2E p50, p99",
         "SLO attained",
     )
     return table(head, rows)
@@ -185,6 +185,8 @@ def _settings(document: ReplayDocument) -> Markup:
             ("took", seconds(run.elapsed_s)),
             ("requests planned", f"{run.planned_requests:,}"),
             ("rate factor", f"{run.rate_factor:g}"),
+            ("rate offered", f"{number(document.summary.offered_requests_per_s)} requests/s"),
+            ("limits", limit_words(document.summary.slo)),
             ("seed", str(run.seed)),
             ("timeout", f"{run.timeout_s:g} s"),
             ("most in flight", f"{run.max_in_flight:,}"),

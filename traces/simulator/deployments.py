@@ -303,6 +303,10 @@ class Deployments:
             if (judge := deployment.punctual) and row not in self._left:
                 roomy = [server for server in roomy if judge.joins(row, server, now_s)] or roomy
             server = roomy[self._choose(deployment, roomy)]
+        if self._requests.input_tokens[row] + self._requests.output_tokens[row] > server.longest:
+            server.last_turn, deployment.turn = deployment.turn, deployment.turn + 1
+            self._requests.fail(row, Failure.BAD_REQUEST)  # replicas that came later may have found less room
+            return True
         if self._scenario.refuse_late and self._too_late(deployment, server, row, now_s):
             self._refuse(deployment, row)
             return True

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from traces.outcomes import Outcomes
+from traces.simulator.step_model import Limits
 
 __all__ = ["Change", "ChangeKind", "DeploymentFigures", "GpuFigures", "SimulationResult"]
 
@@ -57,6 +58,7 @@ class DeploymentFigures:
     most_replicas: int  # at once, that took requests
     wakes: int  # from nothing, by a request
     asleep_s: float  # scaled to nothing
+    limits: Limits | None = None  # of the latest replica; None: it was never deployed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -184,6 +184,7 @@ class _World:
                 most_replicas=deployment.most,
                 wakes=deployment.wakes,
                 asleep_s=deployment.asleep_until_s(self.now_s),
+                limits=None if deployment.latest is None else deployment.latest.steps.limits,
             )
             for deployment in self._deployments.by_name.values()
         )

@@ -6,11 +6,12 @@ Written from its documentation and never run: the tests hold it against a strict
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
 
 from daemon.devices import Device
 from daemon.engines.base import Command, Container, Inside, WorkerSpec
@@ -40,7 +41,7 @@ _PROFILING_WORKER = _DAEMON / "tensorrt_llm_worker" / "__main__.py"
 _HOSTED_PATH = os.pathsep.join(str(_DAEMON / name) for name in ("step_timer", "hosted_worker"))
 _OUR_PACKAGES = str(Path(__file__).parents[3])  # for the face; it hides them from the engine
 _IMAGE, _RELEASE = "nvcr.io/nvidia/tensorrt-llm/release", "1.2.0"
-_KNOWN_RELEASE = re.compile(r"1\.2\.\d+(\.post\d+)?")  # no candidates: early ones lack options
+_KNOWN_RELEASE = (1, 2)
 _ENVIRONMENT = (
     ("HF_HUB_OFFLINE", "1"),
     ("PYTHONUNBUFFERED", "1"),
@@ -58,10 +59,13 @@ class TensorRtLlmEngine(ForeignEngine):
         interpreter = Interpreter("ISERVE_TENSORRT_LLM_PYTHON", _DISTRIBUTION, beside=("torch", "transformers"))
         super().__init__(TABLE, interpreter)
 
+    def standing(self, found: Installation) -> str:
+        return "read" if _is_known(found.version(_DISTRIBUTION)) else "unknown"
+
     def check(self, found: Installation) -> None:
         """Raises EngineError: a release whose options were not read, or one without its server."""
         version = found.version(_DISTRIBUTION)
-        if not _KNOWN_RELEASE.fullmatch(version):
+        if not _is_known(version):
             raise EngineError(
                 f"TensorRT-LLM {version} of {found.python} is not one that iServe knows: install 1.2, or set "
                 f"{self.interpreter.variable} to the Python of an environment that has it"
@@ -78,7 +82,7 @@ class TensorRtLlmEngine(ForeignEngine):
             CheckpointError: the checkpoint has no safetensors, is not in the planned formats, or brings code of
                 its own.
         """
-        found = self.installed()
+        found = self.installed(spec.engine_version)
         if spec.profiling:
             return self._profiling(spec, folder, devices, found)
         model = _read_model(spec, devices)
@@ -101,17 +105,18 @@ class TensorRtLlmEngine(ForeignEngine):
                 "alone, other degrees are scaled from it"
             )
         worker = (found.python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
+        machine = gpu_machine(devices.values(), self.versions(spec.engine_version))
         return Command(
             argv=guarded(spec, worker, python_path=_HOSTED_PATH),
             env=_environment(found),
-            files=(("machine.json", to_json(gpu_machine(devices.values(), self.versions())).decode()),),
+            files=(("machine.json", to_json(machine).decode()),),
         )
 
     def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
         model = _read_model(replace(spec, dummy_weights=True), devices)  # its weights may lie on another machine
         where = ("--host", spec.host, "--port", str(spec.port))
         return Container(
-            image=f"{_IMAGE}:{inside.release or _RELEASE}",
+            image=f"{_IMAGE}:{Version(inside.release or _RELEASE).public}",  # a tag has no local part
             argv=("trtllm-serve", *_arguments(inside.model, Path(inside.files) / _OPTIONS_FILE), *where),
             env=_ENVIRONMENT,
             files=((_OPTIONS_FILE, as_yaml(llm_options(spec, model))),),
@@ -126,6 +131,15 @@ class TensorRtLlmEngine(ForeignEngine):
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
         return explain(self.name, spec, exit_code, log_tail, SIGNS)
+
+
+def _is_known(version: str) -> bool:
+    """Return whether the options of ``version`` were read; early candidates lack some."""
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return False
+    return (found.major, found.minor) == _KNOWN_RELEASE and not found.is_prerelease
 
 
 def _environment(found: Installation) -> tuple[tuple[str, str], ...]:

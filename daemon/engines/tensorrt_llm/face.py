@@ -19,17 +19,24 @@ from pathlib import Path
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from daemon.bounded_http import BoundedRunner
 from daemon.engines.base import WorkerSpec
 from daemon.engines.guard import end_like
 from daemon.engines.tensorrt_llm.iterations import Iterations
 from daemon.engines.tensorrt_llm.refusals import error_body, openai_error
+from daemon.file_limit import most_connections, raise_file_limit
+from daemon.http_log import log_bad_requests_in_one_line
 from daemon.torch_engine.exit_codes import PORT_IN_USE
+from daemon.worker_token import OPEN_PATHS, carries, read_token
 from fingerprint.codec import from_json, to_json
 
 __all__ = ["Face", "main"]
 
 _MAX_BODY_BYTES = 32 * 2**20
+_MAX_CONNECTIONS = 1024  # each with one to the engine
+_ARRIVE_S = 60.0  # for the head of a request, and again for its body
 _HEALTH_S = 1.5  # less than a probe waits
 _STATS_S = 1.0
 _COULD_NOT_START = 127
@@ -47,8 +54,8 @@ class _Asked(msgspec.Struct):
 class Face:
     """The HTTP side, for one event loop."""
 
-    def __init__(self, spec: WorkerSpec, engine_url: str) -> None:
-        self._spec, self._url = spec, engine_url
+    def __init__(self, spec: WorkerSpec, engine_url: str, token: str | None = None) -> None:
+        self._spec, self._url, self._token = spec, engine_url, token
         self._client: aiohttp.ClientSession
         self._iterations = Iterations()
         self._drain: asyncio.Task[None] | None = None
@@ -58,10 +65,17 @@ class Face:
 
     def runner(self) -> web.AppRunner:
         """A client that leaves cancels its handler, which takes the request off the engine."""
-        return web.AppRunner(self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        return BoundedRunner(
+            self._app(),
+            most=most_connections(_MAX_CONNECTIONS, files_each=2),
+            wait_s=_ARRIVE_S,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+        )
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_token])
         app.cleanup_ctx.append(self._open_client)
         app.add_routes(
             [
@@ -84,6 +98,13 @@ class Face:
             yield
             if self._drain is not None:
                 self._drain.cancel()
+
+    @web.middleware
+    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        header = request.headers.get("Authorization")
+        if self._token is None or request.path in OPEN_PATHS or carries(header, self._token):
+            return await handler(request)
+        return _refuse(401, "this worker answers its gateway; ask iServe's OpenAI API", code="invalid_api_key")
 
     # --- how it is -----------------------------------------------------------------------------------------------
 
@@ -238,11 +259,12 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-async def _run(spec: WorkerSpec, argv: Sequence[str]) -> int:
+async def _run(spec: WorkerSpec, argv: Sequence[str], token: str | None) -> int:
     """Until the engine has ended; its return code."""
     port = _free_port(spec.host)
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
-    face = Face(spec, f"http://{host}:{port}")
+    face = Face(spec, f"http://{host}:{port}", token)
+    log_bad_requests_in_one_line()
     runner = face.runner()
     await runner.setup()
     try:
@@ -278,8 +300,9 @@ def main(argv: list[str]) -> int:
     Args:
         argv: the worker's spec.json, then the engine's command; ``{model}`` in it becomes the checkpoint.
     """
+    raise_file_limit()
     spec = from_json(Path(argv[0]).read_bytes(), WorkerSpec, what=argv[0])
-    return end_like(asyncio.run(_run(spec, argv[1:])))
+    return end_like(asyncio.run(_run(spec, argv[1:], read_token(Path(argv[0]).parent))))
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ TABLE = EngineCapabilities(
     degree_reason="larger ones are several nodes, which iServe does not span",
     lora_reason="which of its model classes take adapters was not read",
     step_timed=True,
+    own_environment=True,
     exclusions=(
         Exclusion(
             below_compute_capability=(8, 0),

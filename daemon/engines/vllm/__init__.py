@@ -1,1 +1,1 @@
-"""vLLM 0.20 to 0.24 as an engine: its table, its command line, its statistics and its last words."""
+"""vLLM as an engine: its table, command line, statistics, last words, and the contract with its releases."""

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from daemon.devices import Device
 from daemon.engines.base import Command, Container, Inside, WorkerSpec
+from daemon.engines.environments import is_version
 from daemon.engines.failures import explain
 from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
 from daemon.engines.machine import gpu_machine
+from daemon.engines.options import EngineOptions, check_options
 from daemon.engines.vllm import launch, metrics, signs
-from daemon.engines.vllm.table import RUN_RELEASE, TABLE
+from daemon.engines.vllm.contract import (
+    FUSED_ALL_REDUCE,
+    STEPS_IN_FLIGHT,
+    Breach,
+    Part,
+    breaches,
+    read_release,
+)
+from daemon.engines.vllm.own_options import OWN_OPTIONS, TAKEN_OPTIONS
+from daemon.engines.vllm.release import KNOWN, NEWEST, NEWEST_RUN, Standing, image_release, standing_of
+from daemon.engines.vllm.table import TABLE
 from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities, Note
 from fingerprint.codec import to_json
@@ -22,9 +34,11 @@ from fingerprint.errors import EngineError, IserveError
 
 __all__ = ["HOSTED_PATH", "VllmEngine"]
 
-_OLDEST, _NEWEST = (0, 20), (0, 24)
 _IMAGE = "vllm/vllm-openai"
+_KEY_VARIABLE = "VLLM_API_KEY"
+_MIDDLEWARE = "iserve_worker_key.WorkerKey"  # vLLM's own key leaves half of its routes open
 _DAEMON = Path(__file__).parents[2]
+_MIDDLEWARE_PATH = str(_DAEMON / "vllm_middleware")
 _PROFILING_WORKER = _DAEMON / "vllm_worker" / "__main__.py"
 HOSTED_PATH = os.pathsep.join(  # vLLM finds the step timer as a plugin when it is on its path
     str(_DAEMON / name) for name in ("step_timer", "hosted_worker")
@@ -32,58 +46,111 @@ HOSTED_PATH = os.pathsep.join(  # vLLM finds the step timer as a plugin when it 
 
 
 class VllmEngine(ForeignEngine):
-    """``vllm serve`` of the Python that ``ISERVE_VLLM_PYTHON`` names."""
+    """``vllm serve`` of the Python that ``ISERVE_VLLM_PYTHON`` names, or of an environment under the home."""
 
     stats_path = "/metrics"
+    recommended_version = NEWEST_RUN
 
     def __init__(self) -> None:
-        interpreter = Interpreter("ISERVE_VLLM_PYTHON", "vllm", beside=("torch", "transformers"))
+        interpreter = Interpreter("ISERVE_VLLM_PYTHON", "vllm", beside=("torch", "transformers"), installable=True)
         super().__init__(TABLE, interpreter)
 
     def capabilities(self) -> EngineCapabilities:
-        """With a note where the release that is installed is not the one that was run."""
+        """Return the table, with what is not verified of the release that is installed."""
         table = super().capabilities()
         if not table.deployable:
             return table
-        version = self.installed().version("vllm")
-        if version.startswith(f"{RUN_RELEASE}."):
+        found = self.installed()
+        version = found.version("vllm")
+        standing = _standing(found)
+        if standing is Standing.RUN:
             return table
+        if standing is Standing.READ:
+            said = f"vllm {version} is installed here; of this release the sources were read, nothing was run"
+            return replace(table, notes=(*table.notes, Note(text=said)))
+        how = "installed here from sources that can be edited" if found.is_editable else "installed here"
         said = (
-            f"vllm {version} is installed here; what is verified was run with {RUN_RELEASE}, of {version} sources"
+            f"vllm {version} is {how}, which is no release that iServe knows ({KNOWN}): it has all that every "
+            "worker is started with, nothing else is verified; it is profiled by the wall clock, without step "
+            "timer and repeated forwards, and the errors of its times are tens of times larger"
         )
-        return replace(table, notes=(*table.notes, Note(text=f"{said} were read")))
+        notes = [Note(text=said)]
+        if some := _missing(found, Part.SOME):
+            lacking = f"vllm {version} has no {', '.join(some)}; a launch that needs one of them is refused"
+            notes.append(Note(text=lacking))
+        missing = _missing(found, Part.PROFILING)
+        unprofiled = (
+            f"vllm {version} cannot be profiled: it has no {missing[0]}; install one of {KNOWN}"
+            if missing
+            else None
+        )
+        return replace(table, notes=(*table.notes, *notes), step_timed=False, unprofiled=unprofiled)
+
+    def standing(self, found: Installation) -> str:
+        return _standing(found).value
 
     def check(self, found: Installation) -> None:
-        """Raises EngineError: a release whose command line was not read."""
-        version = found.version("vllm")
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        if numbers is None or not _OLDEST <= (int(numbers[1]), int(numbers[2])) <= _NEWEST:
+        """Refuse a release that lacks what every worker is started with; of those that were read, none does.
+
+        Raises:
+            EngineError: it lacks an option, a variable or a metric, which is named.
+        """
+        if _standing(found) is Standing.UNKNOWN:
+            self._refuse_without(found, _missing(found, Part.SERVING))
+
+    def _refuse_without(self, found: Installation, missing: Sequence[str]) -> None:
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise EngineError(
-                f"vllm {version} of {found.python} is not one that iServe knows: install one of 0.20 to 0.24, or "
-                f"set {self.interpreter.variable} to the Python of an environment that has one"
+                f"vllm {found.version('vllm')} of {found.python} lacks what iServe starts it with "
+                f"({missing[0]}{more}): install one of {KNOWN}, or set {self.interpreter.variable} to the Python "
+                "of an environment that has one"
             )
 
+    def check_options(self, options: EngineOptions) -> None:
+        """Raises ConfigError: an argument that iServe sets, does not allow or does not know."""
+        check_options(self.name, options, OWN_OPTIONS, TAKEN_OPTIONS)
+
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
-        python = self.installed().python
+        """Raises EngineError: the installed release lacks something that this launch needs."""
+        found = self.installed(spec.engine_version)
+        python = found.python
         if spec.profiling:
             worker = (python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
-            machine = to_json(gpu_machine(devices.values(), self.versions())).decode()
+            if _standing(found) is Standing.UNKNOWN:
+                worker = (*worker, "--no-step-timer")
+            machine = to_json(gpu_machine(devices.values(), self.versions(spec.engine_version))).decode()
             return Command(
                 guarded(spec, worker, python_path=HOSTED_PATH),
                 launch.environment(spec, devices),
                 (("machine.json", machine),),
             )
         model = launch.read_model(spec)
-        server = (python, "-m", "vllm.entrypoints.cli.main", *launch.arguments(spec, model, devices))
-        return Command(guarded(spec, server), launch.environment(spec, devices))
+        options = (*launch.arguments(spec, model, devices), f"--middleware={_MIDDLEWARE}")
+        environment = launch.environment(spec, devices)
+        if _standing(found) is Standing.UNKNOWN:
+            used = _used_by(spec, model, options, environment)
+            self._refuse_without(found, [what for what in _missing(found, Part.SOME) if what in used])
+        server = (python, "-m", "vllm.entrypoints.cli.main", *options)
+        return Command(
+            guarded(spec, server, python_path=_MIDDLEWARE_PATH, token_variable=_KEY_VARIABLE), environment
+        )
 
     def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
         model = launch.read_model(replace(spec, dummy_weights=True))  # its weights may lie on another machine
-        release = inside.release or "{}.{}.0".format(*_NEWEST)
+        if not inside.is_whole:
+            model = replace(model, has_tokenizer=True)  # likewise
+        planned = inside.release or NEWEST
+        release = image_release(planned)
+        other = (
+            f"There is no image of vLLM {planned}, which is no release; this is of the nearest, {release}: its "
+            "times and memory may differ from the plan's."
+        )
         return Container(
             image=f"{_IMAGE}:v{release}",
             argv=("vllm", *launch.arguments(replace(spec, checkpoint=inside.model), model, devices)),
             env=launch.environment(spec, devices),
+            notes=() if is_version(planned, release) else (other,),
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
@@ -91,3 +158,51 @@ class VllmEngine(ForeignEngine):
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
         return explain(self.name, spec, exit_code, log_tail, signs.SIGNS, signs.DULL)
+
+
+def _used_by(
+    spec: WorkerSpec, model: launch.Model, options: Sequence[str], environment: Sequence[tuple[str, str]]
+) -> frozenset[str]:
+    """Return what the launch rests on, in the contract's words."""
+    used = {f"flag {word.partition('=')[0]}" for word in options} | {f"variable {name}" for name, _ in environment}
+    if spec.config.tp > 1:
+        used.add(FUSED_ALL_REDUCE)
+    if any(window is not None for window in model.spec.windows):
+        used.add(STEPS_IN_FLIGHT)
+    return frozenset(used)
+
+
+def _missing(found: Installation, part: Part) -> list[str]:
+    return [breach.what for breach in _breaches(found) if breach.part is part]
+
+
+def _standing(found: Installation) -> Standing:
+    """Return the standing of an installation; sources that can be edited are those of no release."""
+    return Standing.UNKNOWN if found.is_editable else standing_of(found.version("vllm"))
+
+
+def _breaches(found: Installation) -> tuple[Breach, ...]:
+    """Return what the installed release lacks of the contract; read anew when another one is installed there.
+
+    Sources that can be edited are read anew when one of them changes.
+
+    Raises:
+        EngineError: its package cannot be read.
+    """
+    folder = found.package
+    if folder is None:
+        raise EngineError(f"{found.python} has the metadata of vllm and no package of it; install it there anew")
+    return _breaches_of(folder, found.version("vllm"), _edited(folder) if found.is_editable else 0)
+
+
+@lru_cache(maxsize=4)
+def _breaches_of(folder: Path, version: str, edited: int) -> tuple[Breach, ...]:  # keys of the cache
+    return breaches(read_release(folder))
+
+
+def _edited(folder: Path) -> int:
+    """Return a number that changes with the sources in ``folder``."""
+    try:
+        return hash(tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*.py"))))
+    except OSError:  # another checkout is being made
+        return -1

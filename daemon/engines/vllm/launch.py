@@ -1,7 +1,7 @@
 """From a worker's spec to vLLM's command line, every limit enforced. Arithmetic and text; starts nothing.
 
 Sources: ``engine/arg_utils.py``, ``v1/core/kv_cache_utils.py``, ``v1/kv_cache_interface.py`` and
-``v1/core/block_pool.py`` of vLLM 0.24.0.
+``v1/core/block_pool.py`` of vLLM 0.24.0 to 0.33.0.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 
 from daemon.devices import Device
 from daemon.engines.base import WorkerLimits, WorkerSpec
+from daemon.engines.options import check_options, option_words
+from daemon.engines.vllm.own_options import OWN_OPTIONS, TAKEN_OPTIONS, parser_words
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.config_json import read_config, show
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import read_spec
-from fingerprint.formats import layers_per_block
+from fingerprint.formats import layers_per_block, steps_in_flight
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import METHODS
 
@@ -108,25 +110,37 @@ def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
     groups as large as the rarest kind (the commonest, where they are about as many), the last one filled up; each
     group has tables of its own.
     """
-    limits, kv = spec.limits, spec.config.kv
+    kv = spec.config.kv
     heads = max(1, model.num_kv_heads // spec.config.tp)
     token_bytes = 2 * heads * (model.head_dim * _KV_ELEMENT_BYTES[kv] + _SCALE_BYTES.get(kv, 0))
     largest, first = 0, 0
     for stage in spec.stages:
         counts = Counter(model.windows[first : first + stage.num_layers])
         group = layers_per_block(model.windows[first : first + stage.num_layers])
-        blocks = 1 + sum(math.ceil(counts[window] / group) * _blocks_held(limits, window) for window in counts)
+        blocks = 1 + sum(math.ceil(counts[window] / group) * _blocks_held(spec, window) for window in counts)
         largest = max(largest, blocks * group)
         first += stage.num_layers
     return largest * BLOCK_TOKENS * token_bytes
 
 
-def _blocks_held(limits: WorkerLimits, window: int | None) -> int:
-    """Of one group's layers: a window's tokens and, until a step has run, all that it computes."""
+def _blocks_held(spec: WorkerSpec, window: int | None) -> int:
+    """Return the blocks of one group of layers: a window's tokens and all that the steps in flight compute."""
+    limits = spec.limits
     if window is None:
         return math.ceil(limits.kv_tokens / BLOCK_TOKENS) + limits.max_batch
-    tokens = min(limits.kv_tokens, limits.max_batch * window + limits.max_batched_tokens)
+    in_flight = _step_tokens(limits) * steps_in_flight(spec.config)
+    tokens = min(limits.kv_tokens, limits.max_batch * window + in_flight)
     return math.ceil(tokens / BLOCK_TOKENS) + 2 * limits.max_batch
+
+
+def _step_tokens(limits: WorkerLimits) -> int:
+    """Return the tokens of the largest step: no more than all sequences together hold.
+
+    vLLM warns of more ("may lead to unexpected behavior", ``config/scheduler.py``), and the newer model runner of
+    0.33 divides a warm-up step among the sequences and writes beyond their block tables (illegal memory access,
+    seen on an H200).
+    """
+    return min(limits.max_batched_tokens, limits.max_batch * limits.max_context_tokens)
 
 
 def _memory_fraction(spec: WorkerSpec, devices: Mapping[str, Device]) -> str:
@@ -173,6 +187,7 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
         ConfigError: vLLM has no way to keep what ``spec`` asks.
     """
     _check(spec, model.spec, devices)
+    check_options("vllm", spec.options, OWN_OPTIONS, TAKEN_OPTIONS)
     config, limits = spec.config, spec.limits
     options: dict[str, object] = {
         "--host": spec.host,
@@ -182,7 +197,7 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
         "--pipeline-parallel-size": config.pp,
         "--max-model-len": limits.max_context_tokens,
         "--max-num-seqs": limits.max_batch,
-        "--max-num-batched-tokens": limits.max_batched_tokens,
+        "--max-num-batched-tokens": _step_tokens(limits),
         "--block-size": BLOCK_TOKENS,
         "--kv-cache-memory-bytes": kv_cache_bytes(spec, model.spec),
         "--gpu-memory-utilization": _memory_fraction(spec, devices),
@@ -201,13 +216,14 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
         options["--distributed-executor-backend"] = "mp"
     # --name=value, so that no value is ever taken for an option
     flags = ["--disable-uvicorn-access-log"] + ["--skip-tokenizer-init"] * (not model.has_tokenizer)
-    return ("serve", spec.checkpoint, *(f"{name}={value}" for name, value in options.items()), *flags)
+    given = (*parser_words(spec.options), *option_words(spec.options))
+    return ("serve", spec.checkpoint, *(f"{name}={value}" for name, value in options.items()), *flags, *given)
 
 
 def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[str, str], ...]:
     """For the worker's processes.
 
-    GPUs are named by index: 0.24 is the first release that takes UUIDs. NVLink multicast stays off: where a fabric
+    GPUs are named by index, as for every engine. NVLink multicast stays off: where a fabric
     manager does not offer it, vLLM's all-reduce fails on it at the start.
     """
     indexes = [str(devices[device_id].index) for stage in spec.stages for device_id in stage.device_ids]
@@ -222,7 +238,7 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
         ("TOKENIZERS_PARALLELISM", "false"),
         ("VLLM_ENGINE_READY_TIMEOUT_S", "86400"),  # how long a start may take is the daemon's to say
     ]
-    if not spec.profiling:  # which loads fingerprints of various depths
+    if len(spec.stages) > 1 and not spec.profiling:  # profiling loads fingerprints of various depths
         env.append(("VLLM_PP_LAYER_PARTITION", ",".join(str(stage.num_layers) for stage in spec.stages)))
     if spec.config.tp > 1:
         env += [

@@ -1,4 +1,4 @@
-"""A worker's statistics from vLLM's ``/metrics`` (names of ``v1/metrics/loggers.py``, 0.20 to 0.24)."""
+"""A worker's statistics from vLLM's ``/metrics`` (names of ``v1/metrics/loggers.py``, 0.24 to 0.33)."""
 
 from __future__ import annotations
 

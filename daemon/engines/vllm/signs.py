@@ -1,10 +1,11 @@
-"""vLLM's last words and what they mean. Texts read in the sources of 0.20 to 0.24."""
+"""vLLM's last words and what they mean; that a release still prints its own is held by ``contract.TEXTS``."""
 
 from __future__ import annotations
 
 import re
 
 from daemon.engines.failures import Sign
+from daemon.engines.vllm.release import KNOWN
 from fingerprint.errors import (
     ConfigError,
     ConflictError,
@@ -14,7 +15,22 @@ from fingerprint.errors import (
     UnsupportedModelError,
 )
 
-__all__ = ["DULL", "SIGNS"]
+__all__ = ["DULL", "OTHERS_TEXTS", "SIGNS"]
+
+# Words that the known releases do not print themselves, by whose they are.
+OTHERS_TEXTS = {
+    "CUDA out of memory": "torch",
+    "CUDA error: out of memory": "torch",
+    "torch.OutOfMemoryError": "torch",
+    "torch.cuda.OutOfMemoryError": "torch",
+    "No CUDA GPUs are available": "torch",
+    "model type `": "transformers",
+    "` but Transformers does not recognize": "transformers",
+    "unrecognized arguments: ": "argparse",
+    "Sparse24 models are no longer supported": "vLLM before 0.22",
+    "[Errno 98]": "the system",
+    "address already in use": "the system",
+}
 
 # Lines that only say that another process of the engine failed.
 DULL = re.compile(
@@ -100,10 +116,10 @@ SIGNS = (
     Sign(
         re.compile(r"unrecognized arguments: (?P<flags>[^\n]{1,200})"),
         ConfigError,
-        "this vLLM does not know {flags}; install one of 0.20 to 0.24",
+        f"this vLLM does not know {{flags}}; install one of {KNOWN}",
     ),
     Sign(
-        re.compile(r"\[Errno 98\]|[Aa]ddress already in use"),
+        re.compile(r"\[Errno 98\]|[Aa]ddress already in use(?!\. Retrying)"),  # vLLM's own warning, not its end
         ConflictError,
         "its port is in use; choose another or let the daemon choose (port 0)",
     ),

@@ -1,6 +1,6 @@
 """What vLLM runs, as a value.
 
-Read in the sources of the published wheels 0.20.2 to 0.24.0 (quantization, attention backends, model registry).
+Read in the sources of the published wheels 0.24.0 to 0.33.0 (quantization, attention backends, model registry).
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 
-__all__ = ["RUN_RELEASE", "TABLE"]
-
-RUN_RELEASE = "0.24"  # that ``verified`` speaks of; of the others sources were read
+__all__ = ["TABLE"]
 
 _FOUR_BITS = frozenset({WeightFormat.INT4, WeightFormat.GPTQ4})
 # The last two lines are families that iServe has no table of its own for: ``fingerprint.families.general``.
@@ -21,14 +19,16 @@ _WITH_LORA = frozenset(
     | {"arcee", "apertus", "cohere", "ernie4_5", "gemma", "glm", "glm4", "gpt_bigcode", "granite", "olmo", "olmo2"}
     | {"phi", "seed_oss"}
 )
-_WITHOUT_LORA = frozenset({"falcon", "gpt_neox", "gptj"} | {"gpt2", "mpt", "stablelm", "starcoder2"})
+_WITHOUT_LORA = frozenset({"falcon", "gpt_neox", "gptj"} | {"gpt2", "stablelm", "starcoder2"})
 _FAMILIES = _WITH_LORA | _WITHOUT_LORA
 _ADA = (8, 9)
 
 TABLE = EngineCapabilities(
     engine="vllm",
     families=_FAMILIES,
-    tp_families=_FAMILIES,
+    tp_families=_FAMILIES - {"gpt_bigcode"},
+    tp_reasons={"gpt_bigcode": "Transformers' class, which it takes for it from 0.25 on, has no plan to split it"},
+    family_reasons={"mpt": "its class was removed in 0.29"},
     other_family_reason="it may have a class of it, which was not read beside what iServe counts of the model",
     weights={
         WeightFormat.BITS16: None,
@@ -78,6 +78,7 @@ TABLE = EngineCapabilities(
         ),
     ),
     step_timed=True,
+    own_environment=True,
     exclusions=(
         Exclusion(
             below_compute_capability=(7, 5),

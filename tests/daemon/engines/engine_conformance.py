@@ -28,6 +28,7 @@ from daemon.process import group_members
 from daemon.procfs import processes
 from daemon.status import WorkerState, WorkerStatus
 from daemon.worker_stats import WorkerStats
+from daemon.worker_token import TOKEN_FILE, authorization
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import IserveError
 
@@ -42,15 +43,16 @@ LIMITS = WorkerLimits(
 )
 
 
-def ask(url: str, path: str, body: object = None) -> tuple[int, bytes]:
+def ask(url: str, path: str, body: object = None, *, token: str | None = None) -> tuple[int, bytes]:
     """One request over a plain connection."""
+    headers = authorization(token)
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
     try:
         if body is None:
-            connection.request("GET", path)
+            connection.request("GET", path, headers=headers)
         else:
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"} | headers)
         response = connection.getresponse()
         return response.status, response.read()
     finally:
@@ -65,12 +67,12 @@ class Running:
     status: WorkerStatus
 
     def ask(self, path: str, body: object = None) -> tuple[int, Any]:
-        status, data = ask(self.status.url, path, body)
+        status, data = ask(self.status.url, path, body, token=self.status.token)
         return status, json.loads(data) if data else None
 
     def stats(self) -> WorkerStats:
         engine = get_engine(self.status.spec.config.engine)
-        status, data = ask(self.status.url, engine.stats_path)
+        status, data = ask(self.status.url, engine.stats_path, token=self.status.token)
         assert status == 200
         return engine.read_stats(self.status.spec, data)
 
@@ -147,7 +149,7 @@ class EngineConformance:
     def test_a_stream_ends_with_its_usage_and_done(self, running: Running) -> None:
         wish = {"model": "tiny", "prompt": [1, 2], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         wish |= {"stream": True, "stream_options": {"include_usage": True}}
-        status, data = ask(running.status.url, "/v1/completions", wish)
+        status, data = ask(running.status.url, "/v1/completions", wish, token=running.status.token)
         events = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line]
         assert status == 200
         assert events[-1] == "[DONE]"
@@ -173,6 +175,30 @@ class EngineConformance:
         assert got == status
         assert said in answer["error"]["message"]
         assert {"message", "type", "param", "code"} <= set(answer["error"])
+
+    @pytest.mark.parametrize("token", [None, "", "wrong"])
+    def test_inference_needs_the_token_that_its_gateway_has(self, running: Running, token: str | None) -> None:
+        """Where keys are required, it cannot be reached around them; nor can a web page use it elsewhere."""
+        wish = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5}
+        url = running.status.url
+        assert ask(url, "/v1/completions", wish, token=token)[0] == 401
+        assert ask(url, "/v1/chat/completions", wish, token=token)[0] == 401
+        assert ask(url, "/v1/models", token=token)[0] == 401
+        assert ask(url, "/invocations", wish, token=token)[0] == 401  # vLLM's own key leaves it open
+        assert ask(url, get_engine(self.engine).stats_path, token=token)[0] == 401
+        assert ask(url, "/health", token=token)[0] == 200
+
+    def test_its_token_is_on_no_command_line_and_in_no_file_that_others_read(self, running: Running) -> None:
+        token = running.status.token
+        assert token is not None
+        for stat in processes():
+            with contextlib.suppress(OSError):
+                assert token.encode() not in Path(f"/proc/{stat.pid}/cmdline").read_bytes()
+        told = [
+            path for path in running.node.home.rglob("*") if path.is_file() and token in path.read_text("latin1")
+        ]
+        assert [path.name for path in told] == [TOKEN_FILE]
+        assert told[0].stat().st_mode & 0o077 == 0
 
     # --- it keeps what it was launched with, and tells how it is ------------------------------------------------
 

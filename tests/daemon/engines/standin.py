@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import venv
 from pathlib import Path
@@ -39,6 +40,30 @@ def set_version(packages: Path, distribution: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
 
 
+def make_editable(python: Path, package: str, sources: Path) -> Path:
+    """Have ``package`` installed as ``pip install -e`` leaves it, found by an import hook; returns its folder."""
+    (packages,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    sources.mkdir()
+    folder = (packages / package).rename(sources / package)
+    (info,) = packages.glob(f"{package}-*.dist-info")
+    origin = {"url": sources.as_uri(), "dir_info": {"editable": True}}
+    (info / "direct_url.json").write_text(json.dumps(origin))
+    (packages / "editable_hook.py").write_text(
+        "import sys\n"
+        "from importlib.util import spec_from_file_location\n"
+        "class Finder:\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        f"        if name == {package!r}:\n"
+        f"            folder = {str(folder)!r}\n"
+        "            where = folder + '/__init__.py'\n"
+        "            return spec_from_file_location(name, where, submodule_search_locations=[folder])\n"
+        "sys.meta_path.append(Finder)\n"
+    )
+    (packages / "editable_hook.pth").write_text("import editable_hook\n")
+    return folder
+
+
 def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
     """An environment with the stand-in ``vllm``, its server and its ``LLM`` class; returns its Python."""
     stand_in = HERE / "vllm_stand_in"
@@ -47,8 +72,11 @@ def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
         "vllm.__init__": stand_in / "package.py",
         "vllm.checks": stand_in / "checks.py",
         "vllm.costs": stand_in / "costs.py",
+        "vllm.envs": stand_in / "envs.py",
+        "vllm.release": stand_in / "release.py",
         "vllm.core": stand_in / "core.py",
         "vllm.llm": stand_in / "llm.py",
+        "vllm.compilation.breakable_cudagraph": stand_in / "breakable_cudagraph.py",
         "vllm.third_party.pynvml": HERE.parent / "fake_nvml.py",
         "vllm.v1.worker.gpu_worker": stand_in / "gpu_worker.py",
         "torch": stand_in / "torch_on_paper.py",

@@ -34,6 +34,7 @@ from daemon.settings import DaemonSettings
 from daemon.status import WorkerState, WorkerStatus
 from daemon.supervisor import Supervisor
 from daemon.worker_stats import WorkerStats
+from daemon.worker_token import authorization
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError, EngineError
 from tests.daemon.engines.engine_conformance import EngineConformance
@@ -239,7 +240,8 @@ def on_node(tmp_path: Path, fake_nvml: ModuleType, engine: TensorRtLlmEngine) ->
 async def ask(status: WorkerStatus, path: str, body: object = None) -> tuple[int, bytes]:
     def call() -> tuple[int, bytes]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(status.url + path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | authorization(status.token)
+        request = urllib.request.Request(status.url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
                 return answer.status, answer.read()

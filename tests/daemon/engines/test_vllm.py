@@ -13,6 +13,8 @@ from typing import ClassVar
 import pytest
 
 from daemon.engines.base import StageAssignment
+from daemon.engines.environments import environment_of
+from daemon.engines.options import NO_OPTIONS, EngineOptions
 from daemon.engines.registry import get_engine
 from daemon.procfs import processes
 from daemon.status import WorkerState
@@ -22,7 +24,10 @@ from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
 from iserve.demo import demo_model_path
 from tests.daemon.engines.engine_conformance import CONTEXT, LIMITS, EngineConformance, Running, ask
-from tests.daemon.engines.standin import make_vllm, set_version
+from tests.daemon.engines.standin import make_editable, make_vllm, set_version
+from tests.daemon.engines.vllm_releases import recorded
+from tests.daemon.engines.vllm_sources import write_release
+from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
 
 GIB = 2**30
 GPUS = ("GPU-aaaa", "GPU-bbbb")
@@ -98,7 +103,7 @@ def test_several_gpus_are_several_processes_of_one_worker(vllm_node, layers, tp)
     start(vllm_node)
     vllm_node.client.launch(spec(vllm_node, layers=layers, tp=tp))
     status = vllm_node.wait("w1", WorkerState.READY)
-    assert ask(status.url, "/version")[1] == b'{"version": "0.24.0"}'
+    assert ask(status.url, "/version", token=status.token)[1] == b'{"version": "0.24.0"}'
     pids = engine_processes(vllm_node)
     assert len(pids) == 4  # server, engine core, a worker per GPU
     assert living(pids) == set(pids)
@@ -245,16 +250,137 @@ def test_a_deaf_server_is_ended_with_all_its_processes(vllm_node):
 # --- the installation ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.19.2", "0.25.0", "unknown"])
-def test_a_release_that_was_never_read_is_not_started(vllm_node, tmp_path, version):
-    python = make_vllm(tmp_path / "env", version)
+def unknown_release(folder: Path, **changes: tuple[str, ...]) -> Path:
+    """An environment with a release that iServe has not read, whose Python is 0.33's but for ``changes``."""
+    python = make_vllm(folder, "0.34.0")
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    write_release(replace(recorded()["0.33.0"], **changes), packages / "vllm")
+    return python
+
+
+def without_flag(flag: str) -> tuple[str, ...]:
+    return tuple(name for name in recorded()["0.33.0"].flags if name != flag)
+
+
+@pytest.mark.parametrize("version", ["0.19.2", "0.34.0", "unknown"])
+def test_a_release_that_cannot_be_read_is_not_started(tmp_path, monkeypatch, version):
+    """Its metadata is there, its command line is not."""
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", version)))
+    assert "install vllm there anew" in (get_engine("vllm").capabilities().unavailable or "")
+
+
+def test_an_unknown_release_that_lacks_an_option_is_not_started(tmp_path, monkeypatch):
+    flags = without_flag("--kv-cache-memory-bytes")
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(unknown_release(tmp_path / "env", flags=flags)))
+    why = get_engine("vllm").capabilities().unavailable or ""
+    assert "vllm 0.34.0" in why
+    assert "(flag --kv-cache-memory-bytes): install one of 0.24 to 0.33" in why
+
+
+FP8 = {"weights": WeightFormat.FP8}
+ESTIMATE = "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"
+STAGES = "VLLM_PP_LAYER_PARTITION"
+EXECUTOR = "--distributed-executor-backend"
+
+
+def without_variable(variable: str) -> tuple[str, ...]:
+    return tuple(name for name in recorded()["0.33.0"].variables if name != variable)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wish", "missing"),
+    [
+        pytest.param({"flags": without_flag("--quantization")}, FP8, "--quantization", id="fp8"),
+        pytest.param({"flags": without_flag(EXECUTOR)}, {"tp": 2}, EXECUTOR, id="gpus"),
+        pytest.param(
+            {"flags": without_flag("--reasoning-parser")},
+            {"options": EngineOptions(reasoning_parser="qwen3")},
+            "--reasoning-parser",
+            id="parser",
+        ),
+        pytest.param(
+            {"variables": without_variable("VLLM_PP_LAYER_PARTITION")},
+            {"layers": (20, 12)},
+            "PP_LAYER",
+            id="stages",
+        ),
+        pytest.param({"batches_in_flight": ("9 * pp_size",)}, {"window": 256}, "steps in flight", id="window"),
+        pytest.param({"variables": without_variable(ESTIMATE)}, None, "", id="none"),
+    ],
+)
+def test_an_unknown_release_is_refused_only_to_a_launch_that_needs_what_it_lacks(
+    tmp_path, monkeypatch, changes, wish, missing
+):
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(unknown_release(tmp_path / "env", **changes)))
+    vllm, checkpoint = get_engine("vllm"), tmp_path / "model"
+    checkpoint.mkdir()
+    (checkpoint / "tokenizer.json").touch()
+
+    def launched(*, window=None, options=NO_OPTIONS, **wish):
+        sliding = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        (checkpoint / "config.json").write_text(json.dumps(LLAMA_8B | (sliding if window else {})))
+        return vllm.command(
+            replace(worker(checkpoint, **wish), dummy_weights=True, options=options), tmp_path, DEVICES
+        )
+
+    assert launched().argv
+    assert vllm.capabilities().deployable
+    if wish is not None:
+        with pytest.raises(EngineError, match=f"vllm 0.34.0 of .* lacks what iServe starts it with .*{missing}"):
+            launched(**wish)
+        assert [note for note in vllm.capabilities().notes if f"{missing}" in note.text]
+
+
+def test_an_unknown_release_serves_and_says_what_is_not_verified(vllm_node, tmp_path, monkeypatch):
+    python = unknown_release(tmp_path / "env")
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
+    table = get_engine("vllm").capabilities()
+    assert (table.deployable, table.step_timed, table.unprofiled) == (True, False, None)
+    assert [note.text for note in table.notes if "no release that iServe knows (0.24 to 0.33)" in note.text]
     vllm_node.extra_env["ISERVE_VLLM_PYTHON"] = str(python)
     start(vllm_node)
-    with pytest.raises(EngineError, match=rf"vllm {version} .* install one of 0.20 to 0.24"):
-        vllm_node.client.launch(spec(vllm_node))
+    vllm_node.client.launch(spec(vllm_node))
+    status = vllm_node.wait("w1", WorkerState.READY)
+    assert ask(status.url, "/version", token=status.token)[1] == b'{"version": "0.34.0"}'
 
 
-@pytest.mark.parametrize(("version", "was_run"), [("0.24.0", True), ("0.24.1", True), ("0.20.2", False)])
+def test_sources_that_can_be_edited_are_of_no_release_and_read_by_the_contract(vllm_node, tmp_path, monkeypatch):
+    """The version reads 0.33.0, which ran, and tells nothing of what was edited since."""
+    python = make_vllm(tmp_path / "env", "0.33.0")
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    write_release(recorded()["0.33.0"], packages / "vllm")
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
+    engine = get_engine("vllm")
+    assert (engine.capabilities().step_timed, engine.standing(engine.installed())) == (True, "run")
+    folder = make_editable(python, "vllm", tmp_path / "sources")
+    table = engine.capabilities()
+    assert engine.installed().package == folder
+    assert engine.standing(engine.installed()) == "unknown"
+    assert (table.unavailable, table.step_timed, table.unprofiled) == (None, False, None)
+    assert [note for note in table.notes if "vllm 0.33.0 is installed here from sources" in note.text]
+    profiling = replace(worker(Path("/none")), profiling=True)
+    profiling = engine.command(profiling, tmp_path, {"GPU-0": DEVICES["GPU-0"]})
+    assert "--no-step-timer" in profiling.argv
+    vllm_node.extra_env["ISERVE_VLLM_PYTHON"] = str(python)
+    start(vllm_node)
+    vllm_node.client.launch(spec(vllm_node))
+    status = vllm_node.wait("w1", WorkerState.READY)
+    assert ask(status.url, "/version", token=status.token)[1] == b'{"version": "0.33.0"}'
+    declared = folder / "engine" / "arg_utils.py"
+    declared.write_text(declared.read_text().replace("--kv-cache-memory-bytes", "--kv-cache-bytes"))
+    assert "(flag --kv-cache-memory-bytes): install one of" in (engine.capabilities().unavailable or "")
+
+
+def test_an_unknown_release_whose_memory_cannot_be_read_is_served_unprofiled(tmp_path, monkeypatch):
+    classes = dict(recorded()["0.33.0"].classes)
+    del classes["v1/kv_cache_interface.py:KVCacheTensor"]
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(unknown_release(tmp_path / "env", classes=classes)))
+    table = get_engine("vllm").capabilities()
+    assert table.deployable
+    assert "cannot be profiled" in (table.unprofiled or "")
+
+
+@pytest.mark.parametrize(("version", "was_run"), [("0.24.1", True), ("0.33.0", True), ("0.28.0", False)])
 def test_a_plan_says_when_another_release_is_installed_than_was_run(tmp_path, monkeypatch, version, was_run):
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", version)))
     told = (
@@ -262,10 +388,10 @@ def test_a_plan_says_when_another_release_is_installed_than_was_run(tmp_path, mo
         .capabilities()
         .conditions(load_spec(demo_model_path()), DeploymentConfig(engine="vllm"), gpu_spec("h200"))
     )
-    assert (
-        any(f"vllm {version} is installed here; what is verified was run with 0.24" in one for one in told)
-        != was_run
-    )
+    said = [
+        one for one in told if f"vllm {version} is installed here; of this release the sources were read" in one
+    ]
+    assert bool(said) != was_run
 
 
 def test_an_upgrade_under_a_running_daemon_is_seen(vllm_node, tmp_path):
@@ -273,11 +399,28 @@ def test_an_upgrade_under_a_running_daemon_is_seen(vllm_node, tmp_path):
     (packages,) = Path(tmp_path / "env" / "lib").glob("python*/site-packages")
     vllm_node.extra_env["ISERVE_VLLM_PYTHON"] = str(python)
     start(vllm_node)
-    with pytest.raises(EngineError, match=r"0\.19\.2"):
+    with pytest.raises(EngineError, match="install vllm there anew"):
         vllm_node.client.launch(spec(vllm_node))
-    set_version(packages, "vllm", "0.20.2")
+    set_version(packages, "vllm", "0.28.0")
     vllm_node.client.launch(spec(vllm_node))
-    assert ask(vllm_node.wait("w1", WorkerState.READY).url, "/version")[1] == b'{"version": "0.20.2"}'
+    after = vllm_node.wait("w1", WorkerState.READY)
+    assert ask(after.url, "/version", token=after.token)[1] == b'{"version": "0.28.0"}'
+
+
+def test_an_installation_under_a_running_daemon_is_seen(vllm_node):
+    del vllm_node.extra_env["ISERVE_VLLM_PYTHON"]
+    vllm_node.extra_env["ISERVE_HOME"] = str(vllm_node.home)
+    start(vllm_node)
+    with pytest.raises(EngineError, match="run `iserve engines install vllm`"):
+        vllm_node.client.launch(spec(vllm_node))
+    environment = environment_of(vllm_node.home, "vllm", "0.24.0")
+    make_vllm(environment.folder)
+    with pytest.raises(EngineError, match="vllm is not installed"):  # unfinished
+        vllm_node.client.launch(spec(vllm_node))
+    environment.marker.write_text("{}")
+    vllm_node.client.launch(spec(vllm_node))
+    ready = vllm_node.wait("w1", WorkerState.READY)
+    assert ask(ready.url, "/version", token=ready.token)[1] == b'{"version": "0.24.0"}'
 
 
 def test_a_cpu_share_is_refused(node, tmp_path, vllm_python, tiny_checkpoint):

@@ -44,7 +44,7 @@ def test_every_limit_is_on_the_command_line(checkpoint):
         "--pipeline-parallel-size": "1",
         "--max-model-len": "640",
         "--max-num-seqs": "8",
-        "--max-num-batched-tokens": "8192",
+        "--max-num-batched-tokens": "5120",  # all that 8 sequences hold
         "--block-size": "16",
         # 320 blocks for the tokens, 8 that are partly empty, 1 of its own; 64 KiB a block and layer
         "--kv-cache-memory-bytes": str(329 * 65536 * 32),
@@ -83,6 +83,19 @@ def test_a_sliding_window_may_begin_inside_a_block(checkpoint):
     changes = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 256}
     spec = worker(checkpoint(**changes))
     assert options(spec)["--kv-cache-memory-bytes"] == str((329 + 8) * 32 * 65536)
+
+
+def test_a_window_keeps_the_tokens_of_every_step_in_flight(checkpoint):
+    """One sequence of 32,768 tokens, a window of 128, steps of 8,192: vLLM asks for 521 blocks of the window's
+    group in 0.24 and for 1,033 from 0.26 on, which schedules a second step while one runs."""
+    types = ["sliding_attention", "full_attention"] * 16
+    changes = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 128}
+    folder = checkpoint(**changes, layer_types=types, head_dim=128, max_position_embeddings=32_768)
+    limits = replace(worker(folder).limits, max_batch=1, max_context_tokens=32_768, kv_tokens=32_768)
+    spec = replace(worker(folder), limits=limits)
+    blocks = int(options(spec)["--kv-cache-memory-bytes"]) // 65536 // 16
+    full = 32_768 // 16 + 1
+    assert 1033 <= blocks - 1 - full <= 1035
 
 
 @pytest.mark.parametrize(
@@ -191,6 +204,7 @@ def test_the_environment_names_gpus_by_index_and_the_layers_of_each_stage(checkp
     assert env["VLLM_PP_LAYER_PARTITION"] == "20,12"
     assert env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == "1"
     assert "NCCL_NVLS_ENABLE" not in env
+    assert "VLLM_PP_LAYER_PARTITION" not in dict(launch.environment(worker(checkpoint()), DEVICES))
     env = dict(launch.environment(worker(checkpoint(), tp=2), DEVICES))
     assert (env["VLLM_ALLREDUCE_USE_SYMM_MEM"], env["NCCL_NVLS_ENABLE"]) == ("0", "0")
     assert env["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"

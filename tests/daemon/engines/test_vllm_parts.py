@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import daemon
+from daemon.engines.environments import environment_of
 from daemon.engines.machine import gpu_machine
 from daemon.engines.vllm import metrics
 from daemon.engines.vllm.adapter import VllmEngine
+from daemon.profile_client import WorkerProfileTarget
 from fingerprint.codec import from_json
 from fingerprint.errors import (
     ConfigError,
@@ -23,6 +28,8 @@ from fingerprint.errors import (
     UnsupportedModelError,
 )
 from fingerprint.measurements import MachineInfo
+from iserve.controller.deployer import deployable_engine
+from iserve.controller.profile_validity import release_to_start
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_worker_spec import DEVICES, worker
 
@@ -179,6 +186,12 @@ def test_no_answer_whatever_breaks_the_daemon(noise):
         ),
         pytest.param("OSError: [Errno 98] Address already in use", ConflictError, ["port is in use"], id="port"),
         pytest.param(
+            "WARNING [parallel.py:750] Address already in use. Retrying with a new port.\nKeyError: 'gate'",
+            EngineError,
+            ["last words: KeyError: 'gate'"],
+            id="port-that-it-retries",
+        ),
+        pytest.param(
             "vllm: error: unrecognized arguments: --block-size=16", ConfigError, ["--block-size"], id="flag"
         ),
         pytest.param(
@@ -223,6 +236,69 @@ def test_the_guards_own_refusal_is_a_conflict():
     assert "port 8001 of 127.0.0.1 is in use" in str(said)
 
 
+def test_the_release_that_a_deployment_asks_for_is_started(monkeypatch, tmp_path):
+    monkeypatch.delenv("ISERVE_VLLM_PYTHON", raising=False)
+    monkeypatch.setenv("ISERVE_HOME", str(tmp_path))
+    for version in ("0.24.0", "0.24.1"):
+        environment = environment_of(tmp_path, "vllm", version)
+        make_vllm(environment.folder, version)
+        environment.marker.write_text("{}")
+    one = {"GPU-0": DEVICES["GPU-0"]}
+    spec = replace(worker(Path("/none")), profiling=True)
+    for asked, started in ((None, "0.24.1"), ("0.24.0", "0.24.0"), ("0.24.1", "0.24.1")):
+        command = VllmEngine().command(replace(spec, engine_version=asked), tmp_path, one)
+        assert str(environment_of(tmp_path, "vllm", started).python) in command.argv
+        assert from_json(command.files[0][1], MachineInfo).versions[0] == ("engine", f"vllm {started}")
+    with pytest.raises(EngineError, match=r"vllm 0\.33\.0 is not installed here \(there is 0\.24\.1, 0\.24\.0\)"):
+        VllmEngine().command(replace(spec, engine_version="0.33.0"), tmp_path, one)
+
+
+def test_a_pinned_engine_is_that_release_whichever_comes_first(monkeypatch, tmp_path):
+    monkeypatch.setenv("ISERVE_HOME", str(tmp_path))
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", "0.24.0")))
+    for version in ("0.28.0", "0.33.0"):
+        environment = environment_of(tmp_path, "vllm", version)
+        make_vllm(environment.folder, version)
+        environment.marker.write_text("{}")
+    engine = VllmEngine()
+    assert engine.pinned(None) is engine
+    one, spec = {"GPU-0": DEVICES["GPU-0"]}, replace(worker(Path("/none")), profiling=True)
+    for asked, found in (("0.28", "0.28.0"), ("0.33.0", "0.33.0"), ("0.24.0", "0.24.0")):
+        pinned = engine.pinned(asked)
+        assert dict(pinned.versions())["engine"] == f"vllm {found}"
+        assert pinned.installed().python in pinned.command(spec, tmp_path, one).argv
+        read = [
+            note for note in pinned.capabilities().notes if "the sources were read, nothing was run" in note.text
+        ]
+        assert len(read) == (found == "0.28.0")
+        assert deployable_engine("vllm", asked).versions() == pinned.versions()
+        assert release_to_start(pinned) == found
+    assert dict(engine.versions())["engine"] == "vllm 0.24.0"
+    for name in ("vllm", "torch", "auto"):
+        with pytest.raises(InfeasibleError, match=r"0\.31\.0 is (not installed|asked for)"):
+            deployable_engine(name, "0.31.0")
+
+
+def test_a_profiling_worker_is_launched_in_the_release_that_is_profiled():
+    launched = []
+
+    def launch(spec):
+        launched.append(spec)
+        raise EngineError("no more of it is needed")
+
+    target = WorkerProfileTarget(
+        launch,
+        checkpoint=Path("/none"),
+        device_ids=["GPU-0"],
+        limits=worker(Path("/none")).limits,
+        engine="vllm",
+        engine_version="0.28.0",
+    )
+    with pytest.raises(EngineError, match="no more of it"):
+        target.machine()
+    assert [spec.engine_version for spec in launched] == ["0.28.0"]
+
+
 def test_a_profiling_worker_runs_our_own_program_in_its_interpreter(monkeypatch, tmp_path):
     python = make_vllm(tmp_path / "env")
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
@@ -259,3 +335,36 @@ def test_a_gpu_without_a_datasheet_is_not_profiled():
         gpu_machine(unknown, ())
     with pytest.raises(ConfigError, match="one kind of GPU"):
         gpu_machine([unknown[0], *DEVICES.values()], ())
+
+
+def test_the_middleware_lets_nothing_through_without_the_token_but_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(daemon.__file__).parent / "vllm_middleware"))
+    worker_key = importlib.import_module("iserve_worker_key")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(KeyError):
+        worker_key.WorkerKey(None)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    passed, said = [], []
+
+    async def app(scope: dict, receive: object, send: object) -> None:
+        passed.append(scope["type"])
+
+    async def send(message: dict) -> None:
+        said.append((message["type"], message.get("status", message.get("code"))))
+
+    def ask(kind: str, path: str, *authorization: bytes) -> None:
+        headers = [(b"authorization", value) for value in authorization]
+        asyncio.run(worker_key.WorkerKey(app)({"type": kind, "path": path, "headers": headers}, None, send))
+
+    asyncio.run(worker_key.WorkerKey(app)({"type": "lifespan"}, None, send))
+    ask("http", "/health")
+    ask("http", "/metrics", b"Bearer secret")
+    ask("websocket", "/v1/realtime", b"Bearer secret")
+    assert (passed, said) == (["lifespan", "http", "http", "websocket"], [])
+    ask("http", "/pause")
+    ask("http", "/invocations", b"Bearer secre")
+    ask("http", "/invocations", b"Bearer \xff")
+    ask("http", "/invocations", b"Bearer wrong", b"Bearer secret")  # which of two a server takes is its own matter
+    ask("websocket", "/health")
+    assert len(passed) == 4
+    assert [code for kind, code in said if kind != "http.response.body"] == [401, 401, 401, 401, 1008]

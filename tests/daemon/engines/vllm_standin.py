@@ -1,14 +1,17 @@
-"""A strict stand-in for ``python -m vllm.entrypoints.cli.main serve MODEL ...`` (0.20 to 0.24), stdlib only but
+"""A strict stand-in for ``python -m vllm.entrypoints.cli.main serve MODEL ...`` (0.24 to 0.33), stdlib only but
 for the checks that it shares with the stand-in for vLLM's ``LLM`` class (``vllm_stand_in``).
 
 It takes the documented flags and no other, makes the documented checks with the documented texts, binds its port
 with SO_REUSEPORT before it "loads", is as many processes as vLLM is (none of which minds its parent's death), and
 answers with the documented bodies. A token is a byte of text or an id. What cannot be checked without a GPU is
-told by ``behaviour.json`` in the model's folder (``once``: for one start): ``free_bytes`` and ``total_bytes`` of a
-GPU, ``weight_bytes``, ``load_s``, ``token_s``, ``deaf`` (ignores SIGTERM).
+told by ``behaviour.json`` in the model's folder, else for every model in the environment's: ``once`` (for one
+start), ``free_bytes`` and ``total_bytes`` of a GPU, ``weight_bytes``, ``load_s``, ``token_s``, ``deaf`` (ignores
+SIGTERM).
 """
 
 import argparse
+import asyncio
+import importlib
 import itertools
 import json
 import math
@@ -66,14 +69,20 @@ def parse(argv):
     serve.add_argument("--compilation-config", type=json.loads, default={})
     serve.add_argument("--disable-uvicorn-access-log", action="store_true")
     serve.add_argument("--skip-tokenizer-init", action="store_true")
+    serve.add_argument("--middleware", action="append", default=[])
+    serve.add_argument("--enable-auto-tool-choice", action="store_true")
+    serve.add_argument("--tool-call-parser")
+    serve.add_argument("--reasoning-parser")
+    serve.add_argument("--max-log-len", type=int)
     given = parser.parse_args(argv)
     try:
         checks.check_options(
             max_num_seqs=given.max_num_seqs,
             max_num_batched_tokens=given.max_num_batched_tokens,
+            max_model_len=given.max_model_len,
             gpu_memory_utilization=given.gpu_memory_utilization,
         )
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         serve.error(str(error))
     return given
 
@@ -240,7 +249,32 @@ class Handler(BaseHTTPRequestHandler):
     engine: Engine
     numbers = itertools.count()
 
+    def passes(self):
+        """Through the middleware that was given, loaded as vLLM loads it, then vLLM's own key under /v1 alone."""
+        said = []
+
+        async def app(scope, receive, send):
+            key = os.environ.get("VLLM_API_KEY")
+            if key and self.path.startswith("/v1") and self.headers.get("Authorization") != f"Bearer {key}":
+                await send({"status": 401})
+
+        async def send(message):
+            said.append(message)
+
+        for name in self.engine.given.middleware:
+            module, _, attribute = name.rpartition(".")
+            app = getattr(importlib.import_module(module), attribute)(app)
+        headers = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
+        asyncio.run(app({"type": "http", "path": self.path, "headers": headers}, None, send))
+        if not said:
+            return True
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.answer(said[0]["status"], {"error": "Unauthorized"})
+        return False
+
     def do_GET(self):
+        if not self.passes():
+            return
         engine, name = self.engine, self.engine.given.served_model_name[0]
         if self.path == "/health":
             self.answer(503 if engine.dead else 200, b"")
@@ -257,6 +291,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, {"detail": "Not Found"})
 
     def do_POST(self):
+        if not self.passes():
+            return
         try:
             asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
             if self.path == "/v1/completions":
@@ -303,13 +339,29 @@ class Handler(BaseHTTPRequestHandler):
         choices = [
             {
                 "index": index,
-                **({"message": {"role": "assistant", "content": text}} if chat else {"text": text}),
+                **({"message": self.message(asked, text)} if chat else {"text": text}),
                 "logprobs": None,
                 "finish_reason": "length",
             }
             for index, text in enumerate(texts)
         ]
         self.answer(200, {**stem, "object": kind, "choices": choices, "usage": usage})
+
+    def message(self, asked, text):
+        """With a call of the first tool where tools are given, and what was thought where that is parsed."""
+        given, message = self.engine.given, {"role": "assistant", "content": text}
+        if asked.get("tools") and asked.get("tool_choice", "auto") == "auto":
+            if not (given.enable_auto_tool_choice and given.tool_call_parser):
+                raise Refusal(
+                    400,
+                    '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+                )
+            name = asked["tools"][0]["function"]["name"]
+            call = {"id": "call-1", "type": "function", "function": {"name": name, "arguments": "{}"}}
+            message |= {"content": None, "tool_calls": [call]}
+        if given.reasoning_parser:
+            message["reasoning"] = "thought"
+        return message
 
     def prompt_lengths(self, asked, *, chat):
         """Tokens of every prompt. vLLM streams the several of a list too, but nobody here asks for that."""
@@ -377,10 +429,10 @@ class Server(ThreadingHTTPServer):
 
 def main():
     given = parse(sys.argv[1:])
-    behaviour_file = Path(given.model_tag) / "behaviour.json"
-    behaviour = json.loads(behaviour_file.read_text()) if behaviour_file.exists() else {}
+    told = [file for where in (given.model_tag, sys.prefix) if (file := Path(where) / "behaviour.json").exists()]
+    behaviour = json.loads(told[0].read_text()) if told else {}
     if behaviour.get("once"):
-        behaviour_file.unlink()
+        told[0].unlink()
     if behaviour.get("deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server = Server((given.host, given.port), Handler, bind_and_activate=False)

@@ -215,6 +215,7 @@ class Launched:
     url: str
     process: subprocess.Popen[bytes]
     folder: Path
+    token: str | None = None
 
     def failure(self) -> str | None:
         code = self.process.poll()

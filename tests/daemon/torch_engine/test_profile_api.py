@@ -151,7 +151,7 @@ def test_a_worker_that_dies_is_an_engine_error(launch, module_spec, demo_checkpo
 
 def test_a_worker_that_never_comes_up_is_ended(module_spec, demo_checkpoint: Path) -> None:
     class Silent:
-        url = "http://127.0.0.1:9"
+        url, token = "http://127.0.0.1:9", None
         stopped = 0
 
         def failure(self) -> str | None:

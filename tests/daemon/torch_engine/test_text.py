@@ -28,7 +28,7 @@ from daemon.torch_engine.text import (
     end_token_ids,
     load_text_codec,
 )
-from fingerprint.errors import BadInputError, CheckpointError, UnavailableError
+from fingerprint.errors import BadInputError, CheckpointError, EngineError, UnavailableError
 
 SPECIAL = frozenset({300})
 
@@ -324,6 +324,25 @@ def test_no_tokenizer_and_a_broken_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="tokenizer"):
         load_text_codec(tmp_path)
+
+
+def test_a_tokenizer_that_panics_fails_the_text_and_not_the_worker(demo_checkpoint: Path, tmp_path: Path) -> None:
+    """A panic of its Rust code is no Exception."""
+    panics = {
+        "encode": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "decode": {"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}},
+    }
+    codecs = {}
+    for name, change in panics.items():
+        shutil.copytree(demo_checkpoint, tmp_path / name)
+        file = tmp_path / name / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        codecs[name] = load_text_codec(tmp_path / name)
+    whole = load_text_codec(demo_checkpoint)
+    with pytest.raises(BadInputError, match="tokenizer fails"):
+        codecs["encode"].encode("ab", 100)
+    with pytest.raises(EngineError, match="tokenizer fails"):
+        codecs["decode"].decode(whole.encode("a", 100))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,19 @@ def test_completion(served) -> None:
     assert (done.object, done.model) == ("text_completion", "demo")
 
 
+def test_a_text_that_the_tokenizer_fails_on_is_refused_and_never_retried(serve, tmp_path: Path) -> None:
+    """Its panic is no Exception: it took the connection down, which the gateway takes for a lost worker."""
+    shutil.copytree(DEMO, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    change = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    worker = client(serve(answer, checkpoint=str(tmp_path / "model")))
+    with pytest.raises(openai.BadRequestError, match="tokenizer"):
+        worker.completions.create(model="demo", prompt="ab")
+    with pytest.raises(openai.BadRequestError, match="tokenizer"):
+        worker.chat.completions.create(model="demo", messages=[{"role": "user", "content": "ab"}])
+
+
 def test_completion_defaults_to_16_tokens(served) -> None:
     done = client(served).completions.create(model="demo", prompt="long", temperature=0)
     assert (done.choices[0].text, done.choices[0].finish_reason) == ("x" * 16, "length")
@@ -294,6 +307,16 @@ def test_others_are_answered_while_a_chat_template_runs_without_end(
         status, document = endless.result()
     assert status == 400
     assert "the model's chat template was given up" in document["error"]["message"]
+
+
+def test_a_body_of_no_type_is_refused_as_by_the_gateway(served) -> None:
+    """A web page may send one anywhere, unasked."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "ab"}))
+    response = connection.getresponse()
+    status, answer = response.status, json.loads(response.read())
+    connection.close()
+    assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
 
 
 def test_a_body_beyond_the_limit_is_cut_off(served) -> None:

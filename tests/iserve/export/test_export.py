@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -54,7 +55,8 @@ def written(iserve: Run, model: Callable[[str], Path], tmp_path: Path) -> Callab
     def write(kind: str, engine: str = "vllm", *more: str) -> list[dict[str, Any]]:
         target = tmp_path / f"{kind}-{engine}.yaml"
         where = ("--export", kind, "--gpus", "a6000:8", "--engine", engine, "-o", target)
-        done = iserve("deploy", model("Llama-2-13b"), *where, "--batch", "4", "--intent", "min-latency", *more)
+        given = ("--batch", "4", "--context", "640", "--intent", "min-latency")
+        done = iserve("deploy", model("Llama-2-13b"), *where, *given, *more)
         assert (done.code, done.err) == (0, "")
         return documents(target)
 
@@ -112,6 +114,18 @@ def test_vllm_is_started_with_the_limits_of_the_plan(kind: str, written: Any, mo
     assert (flags["host"], flags["port"], flags["served-model-name"]) == ("0.0.0.0", "8000", "Llama-2-13b")
     share = float(flags["gpu-memory-utilization"]) * gpu.memory_bytes
     assert chosen.estimate.memory_bytes_per_gpu * 0.99 < share < chosen.estimate.memory_bytes_per_gpu * 1.2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_default_many_and_long_requests_are_served(kind: str, iserve: Run, model: Any, tmp_path: Path) -> None:
+    """As many as the KV cache holds of the planned length, and as long ones as the model takes."""
+    target = tmp_path / "default.yaml"
+    iserve("deploy", model("Llama-2-13b"), "--export", kind, "--gpus", "a6000:8", "--engine", "vllm", "-o", target)
+    words = words_of(kind, documents(target))
+    flags = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+    assert int(flags["max-num-seqs"]) >= 32
+    assert flags["max-model-len"] == "4096"
+    assert "Requests at once: " + flags["max-num-seqs"] in target.read_text()
 
 
 def test_several_replicas_are_one_deployment_in_kubernetes_and_none_in_compose(
@@ -285,6 +299,13 @@ def test_cpu_devices_keep_their_cores_where_the_node_is_known() -> None:
     assert "ISERVE_DEVICE_CORES" not in env
 
 
+def test_the_header_builds_the_image_from_the_file_that_is_there() -> None:
+    remarks = exported(launch_here(demo_model_path(), "torch", gpus(0))).remarks
+    (build,) = (line for line in remarks if "docker build" in line)
+    (dockerfile,) = re.findall(r" -f (\S+) \.$", build)
+    assert (Path(__file__).parents[3] / dockerfile).is_file()
+
+
 def test_what_the_tools_would_replace_is_escaped(tmp_path: Path) -> None:
     folder = tmp_path / "$HOME ${X} $(Y) $$"
     shutil.copytree(demo_model_path(), folder)
@@ -307,6 +328,32 @@ def test_the_release_that_was_measured_names_the_image() -> None:
     assert "0.22.1" in compose_file(exported(launch), "/models")
 
 
+@pytest.mark.parametrize(
+    ("release", "tag", "is_other"),
+    [
+        ("0.33.0", "v0.33.0", False),
+        ("0.33.0+cu130", "v0.33.0", False),
+        ("0.33.0.post1+cu130", "v0.33.0.post1", False),
+        ("0.34.1", "v0.34.1", False),
+        ("0.33.0rc1", "v0.33.0", True),
+        ("0.32.1.dev5+g1a2b3c4.d20261101", "v0.32.0", True),
+        ("0.34.0.dev7", "v0.33.0", True),
+        ("0.11.0rc2", "v0.24.0", True),
+        ("unknown", "v0.33.0", True),
+    ],
+)
+def test_a_build_without_an_image_takes_the_nearest_releases_and_says_so(
+    release: str, tag: str, is_other: bool
+) -> None:
+    launch = replace(launch_here(demo_model_path(), "vllm", gpus(0)), release=release)
+    worker = exported(launch)
+    assert worker.image == f"vllm/vllm-openai:{tag}"
+    told = [remark for remark in worker.remarks if f"no image of vLLM {release}" in remark]
+    assert len(told) == is_other
+    assert all(tag[1:] in remark for remark in told)
+    assert exported(launch, image="mine").remarks == tuple(r for r in worker.remarks if r not in told)
+
+
 def test_the_command_line_is_the_one_that_a_daemon_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "environment")))
     launch = launch_here(demo_model_path(), "vllm", gpus(0, 1), pp=2)
@@ -315,6 +362,7 @@ def test_the_command_line_is_the_one_that_a_daemon_starts(tmp_path: Path, monkey
     command = get_engine("vllm").command(spec, tmp_path, devices)
     worker = exported(launch)
     words = [word.replace(worker.model_path, spec.checkpoint) for word in worker.argv[1:]]
+    words.append("--middleware=iserve_worker_key.WorkerKey")  # no gateway with a token is before a container
     assert list(command.argv[-len(words) :]) == words
     assert dict(command.env) == dict(worker.env)
 

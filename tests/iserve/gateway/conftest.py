@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from daemon.process import ProcessRecord, read_record, write_file_atomically
+from daemon.atomic_file import write_file_atomically
+from daemon.process import ProcessRecord, read_record
 from fingerprint.codec import to_json
 from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 
@@ -49,6 +50,7 @@ class FakeWorker:
     bodies: list[bytes] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
     header_names: list[set[str]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
     cancelled: int = 0  # requests whose connection went away before they were answered
     url: str = ""
     go_on: threading.Event = field(default_factory=threading.Event)  # what "hold", "wait" and others wait for
@@ -93,6 +95,7 @@ class FakeWorker:
         self.bodies.append(body)
         self.header_names.append({name.lower() for name in request.headers})
         self.request_ids.append(request.headers.get("X-Request-Id", ""))
+        self.authorizations.append(request.headers.get("Authorization"))
         try:
             return await self._behave(request, json.loads(body))
         except asyncio.CancelledError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -114,6 +115,19 @@ class TestWorkerFails:
         assert (answer.status, answer.error["code"]) == (503, "no_ready_worker")
         assert answer.error["type"] == "server_error"
         assert int(answer.headers["retry-after"]) >= 1
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_worker_that_refuses_the_gateways_token_is_one_that_does_not_serve(
+        self, gateway, make_worker, make_route, stream
+    ) -> None:
+        """The client's own key is in order; its 401 would say the opposite."""
+        bad, good = make_worker("status-401"), make_worker()
+        gateway.publish(make_route(bad.target("bad")))
+        answer = gateway.complete(stream=stream)
+        assert (answer.status, answer.error["code"]) == (503, "no_ready_worker")
+        assert int(answer.headers["retry-after"]) >= 1
+        gateway.publish(make_route(bad.target("bad"), good.target("good")))
+        assert [gateway.complete(stream=stream).status for _ in range(4)] == [200] * 4
 
     def test_no_worker_at_all_is_503_at_once(self, gateway, make_route) -> None:
         gateway.publish(make_route())
@@ -443,6 +457,18 @@ class TestProcess:
             for _ in range(100):
                 stack.enter_context(socket.create_connection(("127.0.0.1", own_gateway.port)))
             assert own_gateway.complete().status == 200
+
+    def test_idle_connections_beyond_its_limit_give_way(self, own_gateway, make_worker, make_route) -> None:
+        """As many as it has files would leave it none to reach a worker with."""
+        own_gateway.stop()
+        own_gateway.start(wrapper=("sh", "-c", 'ulimit -n 320; exec "$@"', "sh"))
+        own_gateway.publish(make_route(make_worker().target()))
+        with ExitStack() as stack:
+            for _ in range(400):
+                stack.enter_context(socket.create_connection(("127.0.0.1", own_gateway.port)))
+            assert own_gateway.complete().status == 200
+            assert len(os.listdir(f"/proc/{own_gateway.process.pid}/fd")) < 320 - 100
+        assert "out of system resource" not in own_gateway.logged()
 
     def test_an_address_that_is_not_ours_is_exit_1_and_one_line(self, tmp_path) -> None:
         argv = [sys.executable, "-m", "iserve.gateway", "--home", str(tmp_path), "--host", "192.0.2.1"]

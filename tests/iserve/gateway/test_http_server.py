@@ -225,12 +225,25 @@ def test_a_request_behind_a_refused_upgrade_is_no_part_of_its_body(served, frami
     assert app.bodies == [b"ab"]
 
 
-def test_only_a_few_requests_may_wait_for_the_answer_before_them(served) -> None:
-    """Each costs a hundred times its bytes."""
+@pytest.mark.parametrize("count", [10, 1000])
+def test_only_a_few_requests_wait_for_the_answer_before_them(served, count: int) -> None:
+    """Each costs a hundred times its bytes. Those are answered, and the connection's end tells of the others."""
     client, _ = served
-    client.sendall(b"GET /never HTTP/1.1\r\nHost:\r\n\r\n" * 5000)
-    with suppress(ConnectionResetError):
-        assert rest(client) == b""
+    client.sendall(b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n" * count)
+    said = b""
+    with suppress(ConnectionResetError):  # of what was not read
+        while data := client.recv(65536):
+            said += data
+    assert said.count(b"HTTP/1.1 200 ") == said.count(b"short") == 9
+    assert said.count(b"HTTP/1.1 ") == 9
+
+
+def test_a_client_that_leaves_is_noticed_though_it_has_asked_too_much(served) -> None:
+    client, app = served
+    client.sendall(b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n" * 5000)
+    assert app.asked.wait(20)
+    client.close()
+    assert app.client_gone.wait(20)
 
 
 def test_a_client_that_leaves_is_noticed_though_it_has_asked_again(served) -> None:

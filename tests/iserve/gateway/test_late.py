@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from daemon.process import write_file_atomically
+from daemon.atomic_file import write_file_atomically
 from iserve.routes import Punctuality, Route, WorkerTarget
 from planner.intent import Slo
 from planner.lateness import Pace

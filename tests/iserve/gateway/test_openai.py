@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import openai
 import pytest
@@ -88,6 +89,18 @@ def test_a_cut_stream_raises_in_the_client(client, worker) -> None:
     assert next(stream).choices[0].delta.content == "one "
     with pytest.raises(openai.APIError, match="before the answer of 'm' was complete"):
         next(stream)
+
+
+def test_a_worker_is_sent_its_own_token_and_no_client_s_key(gateway, make_worker, make_route) -> None:
+    worker, (key, record) = make_worker(), new_key("inference")
+    route = make_route(replace(worker.target(), token="secret"))
+    gateway.publish(route, keys=(record,), auth_required=True)
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=key, max_retries=0) as client:
+        client.completions.create(model="m", prompt="x")
+    gateway.publish(make_route(worker.target()), keys=(record,), auth_required=True)  # an older release started it
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=key, max_retries=0) as client:
+        client.completions.create(model="m", prompt="x")
+    assert worker.authorizations == ["Bearer secret", None]
 
 
 def test_keys(gateway, make_worker, make_route) -> None:

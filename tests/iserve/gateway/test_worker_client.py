@@ -90,6 +90,19 @@ def test_the_request_as_it_is_sent() -> None:
         assert head.splitlines()[0] == b"POST /v1/completions HTTP/1.1"
         assert b"Host: " + url.removeprefix("http://").encode() in head.splitlines()
         assert b"X-Request-Id: req-1" in head.splitlines()
+        assert b"Authorization" not in head
+
+    run(server, test)
+
+
+def test_a_worker_that_has_a_token_is_sent_it() -> None:
+    server = Server(WHOLE)
+
+    async def test(client: WorkerClient, url: str) -> None:
+        await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S, "secret")
+        head, _, body = server.requests[0].partition(b"\r\n\r\n")
+        assert b"Authorization: Bearer secret" in head.splitlines()
+        assert body == b"{}"
 
     run(server, test)
 

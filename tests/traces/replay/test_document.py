@@ -26,7 +26,7 @@ HOSTILE = '<script>alert("x")</script>&\x00'
 
 
 def document(
-    run: Outcomes, *, trace: str = "t.csv", slo: Slo | None = None, words: str = "told 500"
+    run: Outcomes, *, trace: str = "t.csv", slo: Slo | None = None, words: str = "told 500", bad: str | None = None
 ) -> ReplayDocument:
     facts = replay_run(
         trace=trace,
@@ -37,8 +37,10 @@ def document(
         interrupted=False,
         schedule=ScheduleOptions(),
         options=ReplayOptions(),
+        deployed=("chat: intent min-cost, 2 requests/s",),
     )
-    return make_document(facts, run, slo, {Failure.SERVER_ERROR: words})
+    examples = {Failure.SERVER_ERROR: words} | ({} if bad is None else {Failure.BAD_REQUEST: bad})
+    return make_document(facts, run, slo, examples)
 
 
 def mixed() -> Outcomes:
@@ -92,9 +94,17 @@ def test_a_document_survives_json() -> None:
 
 def test_notes_say_what_is_not_as_the_trace_had_it() -> None:
     notes = " ".join(document(mixed()).notes)
-    assert "the sender itself was late, 50 ms at P99" in notes
+    assert "the sender itself was late, 50 ms at p99" in notes
     quiet = outcomes(ttft_s=[0.1] * 3, e2e_s=[1.0] * 3)
     assert document(quiet).notes == ()
+
+
+def test_requests_refused_for_their_length_are_told_what_cuts_or_takes_them() -> None:
+    refused = outcomes(ttft_s=[0.1, NAN], e2e_s=[1.0, NAN], failure=[Failure.NONE, Failure.BAD_REQUEST])
+    (note,) = document(refused, bad="400 This model's maximum context length is 256 tokens. However, ...").notes
+    assert "`iserve trace write TRACE --out FILE --context TOKENS`" in note
+    assert "`iserve update NAME --context TOKENS`" in note
+    assert document(refused, bad="400 ignore_eos is not known").notes == ()
 
 
 @pytest.mark.parametrize(
@@ -112,6 +122,14 @@ def test_the_page_is_well_formed_and_says_the_figures(run: Outcomes) -> None:
     text = " ".join(root.itertext())
     assert f"{found.summary.slo.attainment_fraction:.1%}" in text if found.summary.slo else False
     assert ("told 500" in text) == bool(found.summary.failures)
+    failed = found.summary.requests - found.summary.completed
+    first, *_ = (" ".join(p.itertext()) for p in root.iter("p"))
+    if failed:
+        assert first.startswith(f"{failed} of {found.summary.requests} requests failed: server error (told 500);")
+    else:
+        assert first == "All 1 requests were answered."
+    for words in ("Limits: TTFT 0.3 s, E2E 5 s.", "rate offered", "chat: intent min-cost, 2 requests/s"):
+        assert words in text
     assert "http:" not in "".join(e.get("href", "") + e.get("src", "") for e in root.iter())
 
 

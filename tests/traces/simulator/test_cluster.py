@@ -26,9 +26,11 @@ from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import (
     Action,
     Deploy,
+    Deployed,
     Deployer,
     NodeFails,
     NodeReturns,
+    NotDeployed,
     Policies,
     Profile,
     Remove,
@@ -283,3 +285,21 @@ def test_snapshots_are_of_the_living_nodes_only() -> None:
     (snapshot,) = deployer.seen
     assert isinstance(snapshot, ClusterSnapshot)
     assert [gpu.node_id for gpu in snapshot.gpus] == ["node1"]
+
+
+def test_a_request_that_is_too_long_for_its_replica_is_refused_there() -> None:
+    """The second replica found less room than the first, and every other request goes to it."""
+
+    class Shrinking(OnTheFirst):
+        def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+            self.steps = linear_steps(limits(1, 50 if self.seen else 100), step_s=1.0)
+            return super().__call__(model, snapshot)
+
+    requests = [Request(10.0 * i, 60, 2) for i in range(4)]
+    actions = (Deploy(at_s=0.0, name="", model="", replicas=2),)
+    result = run(requests, actions, Shrinking(ONE, 60), num_gpus=2, router=RoundRobin())
+    refused = [Failure.NONE, Failure.BAD_REQUEST]
+    assert sorted(result.outcomes.failure.tolist()) == sorted(refused * 2)
+    (figures,) = result.deployments
+    assert figures.limits is not None
+    assert figures.limits.max_context_tokens == 50

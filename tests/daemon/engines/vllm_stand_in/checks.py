@@ -1,4 +1,4 @@
-"""What vLLM (0.24) checks of options, model and machine before it starts, with the documented texts: the same
+"""What vLLM (0.24 to 0.33) checks of options, model and machine before it starts, with the documented texts: alike
 behind its server and its ``LLM`` class."""
 
 import os
@@ -18,12 +18,14 @@ MULTICAST_OFF = {
 }  # fmt: skip
 
 
-def check_options(*, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization):
+def check_options(*, max_num_seqs, max_num_batched_tokens, max_model_len, gpu_memory_utilization):
     if max_num_batched_tokens < max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens ({max_num_batched_tokens}) must be greater than or equal to max_num_seqs "
             f"({max_num_seqs})."
         )
+    if max_num_batched_tokens > max_num_seqs * max_model_len:  # a warning; 0.33 then writes out of its bounds
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
 

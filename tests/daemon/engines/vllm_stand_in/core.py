@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 from vllm import checks, costs
+from vllm.release import IS_NEWER
 
 GIB = 2**30
 BLOCK_TOKENS = 16
@@ -118,9 +119,18 @@ class Core:
                 f"cache is needed. Based on the available memory, the estimated maximum model length is "
                 f"{(self.blocks - 1) * BLOCK_TOKENS}."
             )
-        shared = [[group[i] for group in groups if i < len(group)] for i in range(pools)]
-        tensors = [SimpleNamespace(size=self.blocks * page, shared_by=layers) for layers in shared]
-        return SimpleNamespace(num_blocks=self.blocks, kv_cache_tensors=tensors)
+        if IS_NEWER:  # every entry has the size of the one allocation
+            size = self.blocks * page * pools
+            strides = {"layer_stride": page, "block_stride": page * pools, "offset": 0}
+            tensors = [SimpleNamespace(size=size, layers=group, **strides) for group in groups]
+        else:
+            shared = [[group[i] for group in groups if i < len(group)] for i in range(pools)]
+            tensors = [SimpleNamespace(size=self.blocks * page, shared_by=layers) for layers in shared]
+        return SimpleNamespace(
+            num_blocks=self.blocks,
+            kv_cache_tensors=tensors,
+            kv_cache_groups=[SimpleNamespace(layer_names=group) for group in groups],
+        )
 
     def each(self, method, *arguments):
         for worker in self.workers:
@@ -203,7 +213,11 @@ class Here:
     def __init__(self, settings, rank):
         from vllm.v1.worker.gpu_worker import Worker
 
-        self.worker = Worker({**settings, "cache_config": SimpleNamespace(block_size=BLOCK_TOKENS)}, rank)
+        configs = {
+            "cache_config": SimpleNamespace(block_size=BLOCK_TOKENS),
+            "model_config": SimpleNamespace(enforce_eager=False),
+        }
+        self.worker = Worker({**settings, **configs}, rank)
 
     def ask(self, method, arguments):
         if method == "gpu_now":

@@ -6,6 +6,7 @@ OTHER_S = 5e-5  # of a forward beside its layers
 LEAD_S, TAIL_S = 2e-5, 1e-4
 LAYER_BYTES, OTHER_BYTES = 64 * 2**20, 256 * 2**20
 ACTIVATION_BYTES, CONTEXT_BYTES, GRAPH_BYTES = 3 * GIB // 2, GIB // 4, 300 * 2**20
+GRAPH_ESTIMATE_BYTES = 20 * 2**20  # of the newer releases, before the cache
 
 
 def pairs(length, window):

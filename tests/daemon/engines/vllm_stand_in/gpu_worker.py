@@ -2,10 +2,13 @@
 
 Llama shapes take the newer runner, as in vLLM: a decode step of a captured size is one replay outside the model's
 forward. The older one calls the forward for every step; within it each layer's linear part is a graph of its own.
+Newer releases (``release.IS_NEWER``) run every architecture on it, capture once more to estimate, and count memory
+otherwise.
 """
 
 import torch
 from vllm import costs
+from vllm.release import IS_NEWER
 
 NEWER_RUNNER = {"LlamaForCausalLM", "Qwen3ForCausalLM"}
 CAPTURED = (1, 2, 4, 8, 16, 32)
@@ -66,12 +69,13 @@ class ModelRunner:
     def get_model(self):
         return self.model
 
-    def capture_model(self):
-        for size in CAPTURED:
+    def capture_model(self, *, profile_only=False):
+        assert IS_NEWER or not profile_only
+        for size in CAPTURED[:1] if profile_only else CAPTURED:
             self.graphs[size] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[size]):
                 self.model(size, dict.fromkeys(self.settings["windows"], size))
-        return costs.GRAPH_BYTES
+        return costs.GRAPH_ESTIMATE_BYTES if profile_only else costs.GRAPH_BYTES
 
     def execute_model(self, scheduler_output):
         if not scheduler_output.total_num_scheduled_tokens:
@@ -117,9 +121,9 @@ class Worker:
 
     def __init__(self, settings, rank):
         self.settings, self.rank = settings, rank
-        newer = settings["architecture"] in NEWER_RUNNER
+        newer = IS_NEWER or settings["architecture"] in NEWER_RUNNER
         self.model_runner = (ModelRunner if newer else GPUModelRunner)(settings)
-        self.cache_config = settings["cache_config"]
+        self.cache_config, self.model_config = settings["cache_config"], settings["model_config"]
         self.requested_memory = int(settings["total_bytes"] * settings["gpu_memory_utilization"])
 
     def load_model(self, *, load_dummy_weights=False):
@@ -127,9 +131,15 @@ class Worker:
         self.model_runner.load_model()
 
     def determine_available_memory(self):
-        self.peak_activation_memory, self.non_torch_memory = costs.ACTIVATION_BYTES, costs.CONTEXT_BYTES
-        self.cudagraph_memory_estimate = 0
-        held = self.model_runner.model_memory_usage + costs.ACTIVATION_BYTES + costs.CONTEXT_BYTES
+        weights = self.model_runner.model_memory_usage
+        if IS_NEWER:
+            self.cudagraph_memory_estimate = self.model_runner.capture_model(profile_only=True)
+            self.total_consumed = weights + costs.CONTEXT_BYTES
+            self.peak_activation_memory = costs.ACTIVATION_BYTES + self.cudagraph_memory_estimate
+        else:
+            self.peak_activation_memory, self.non_torch_memory = costs.ACTIVATION_BYTES, costs.CONTEXT_BYTES
+            self.cudagraph_memory_estimate = 0
+        held = weights + costs.ACTIVATION_BYTES + costs.CONTEXT_BYTES + self.cudagraph_memory_estimate
         self.available_kv_cache_memory_bytes = self.requested_memory - held
         return self.available_kv_cache_memory_bytes
 
@@ -137,7 +147,8 @@ class Worker:
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
 
     def compile_or_warm_up_model(self):
-        self.model_runner.capture_model()
+        if not self.model_config.enforce_eager:
+            self.model_runner.capture_model()
 
     def execute_model(self, scheduler_output):
         return self.model_runner.execute_model(scheduler_output)

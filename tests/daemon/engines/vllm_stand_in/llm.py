@@ -41,6 +41,7 @@ class LLM:
         checks.check_options(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
             gpu_memory_utilization=gpu_memory_utilization,
         )
         if quantization not in {None, *checks.QUANTIZATIONS} or kv_cache_dtype not in checks.KV_DTYPES:

@@ -1,0 +1,47 @@
+"""Lookup of a distribution in an interpreter: versions, the package's folder, whether it is editable.
+
+The module's text is run in the engine's own interpreter, so this file needs the standard library alone. Nothing is
+imported of the engine: the folder is the import system's answer, since some editable installations are found by an
+import hook alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from importlib import metadata
+from typing import Any
+
+__all__ = ["look"]
+
+
+def look(names: list[str]) -> dict[str, Any]:
+    """Return the versions of the distributions ``names``, and package and kind of the first of them."""
+    versions: dict[str, str | None] = dict.fromkeys(names)
+    is_editable = False
+    for name in names:
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        versions[name] = found.version
+        if name == names[0]:
+            origin = json.loads(found.read_text("direct_url.json") or "{}")  # PEP 610
+            is_editable = bool(origin.get("dir_info", {}).get("editable"))
+    return {"versions": versions, "package": _folder_of(names[0].replace("-", "_")), "is_editable": is_editable}
+
+
+def _folder_of(module: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    if spec is None or spec.origin is None:  # a namespace: what an uninstallation left
+        return None
+    return next(iter(spec.submodule_search_locations or ()), None)
+
+
+if __name__ == "__main__":
+    sys.path[:] = [entry for entry in sys.path if entry]
+    print(json.dumps({**look(sys.argv[1:]), "path": sys.path}))

@@ -1,0 +1,52 @@
+"""What is known of a vLLM release: run on a GPU, read in its sources, or neither."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from packaging.version import InvalidVersion, Version
+
+__all__ = ["KNOWN", "NEWEST", "NEWEST_RUN", "Standing", "image_release", "standing_of"]
+
+_OLDEST_READ, _NEWEST_READ = (0, 24), (0, 33)
+_RUN = frozenset({(0, 24), (0, 26), (0, 33)})  # on an H200: docs/decisions/0025
+NEWEST_RUN = "{}.{}.0".format(*max(_RUN))
+NEWEST = "{}.{}.0".format(*_NEWEST_READ)
+KNOWN = "{}.{} to {}.{}".format(*_OLDEST_READ, *_NEWEST_READ)
+
+
+class Standing(StrEnum):
+    """How far a release is verified."""
+
+    RUN = "run"
+    READ = "read"
+    UNKNOWN = "unknown"
+
+
+def standing_of(version: str) -> Standing:
+    """Return the standing of ``version`` ("0.33.0"); its patch release and its local part do not count.
+
+    A pre-release or a development build ("0.33.0rc1", "0.33.1.dev5") is neither what ran nor what was read.
+    """
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return Standing.UNKNOWN
+    release = (found.major, found.minor)
+    if found.is_prerelease or not _OLDEST_READ <= release <= _NEWEST_READ:
+        return Standing.UNKNOWN
+    return Standing.RUN if release in _RUN else Standing.READ
+
+
+def image_release(version: str) -> str:
+    """Return the release whose image is nearest to ``version``; without its local part where it is a release.
+
+    No image of a pre-release or a development build is published: the nearest release that was read stands in.
+    """
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return NEWEST
+    if not found.is_prerelease:
+        return found.public
+    return "{}.{}.0".format(*min(max((found.major, found.minor), _OLDEST_READ), _NEWEST_READ))

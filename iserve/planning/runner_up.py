@@ -1,0 +1,144 @@
+"""The second best of a plan, and what would make it the first: another batch, or another intent. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import NotMeasuredError
+from planner.costs import Objective, objective_of
+from planner.intent import Intent, IntentKind
+from planner.plan import Plan, Ranked
+
+__all__ = ["MOST_BATCH", "BatchRange", "IntentLead", "RunnerUpDocument", "Winner", "runner_up"]
+
+MOST_BATCH = 256
+_BATCHES = tuple(1 << exponent for exponent in range(MOST_BATCH.bit_length()))
+_LEAST_LEAD = 0.01  # relative; less is no reason to change an intent
+_OTHER_INTENTS = (
+    IntentKind.MIN_LATENCY,
+    IntentKind.MAX_THROUGHPUT,
+    IntentKind.MIN_COST,
+    IntentKind.MIN_GPU_HOURS,
+    IntentKind.MIN_MEMORY,
+    IntentKind.MIN_ENERGY,
+)
+
+# Which of the given configurations is chosen at a batch and for an intent, all else equal; None: none would do.
+# Raises NotMeasuredError: nothing is predicted there.
+Winner = Callable[[tuple[DeploymentConfig, ...], int, IntentKind], Ranked | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRange:
+    """Batches, tried at powers of two, at which the runner-up would be chosen over the chosen configuration."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntentLead:
+    """An intent under which the runner-up is ahead of the chosen configuration, and both values."""
+
+    intent: str
+    unit: str
+    value: float  # of the runner-up
+    chosen_value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerUpDocument:
+    config: DeploymentConfig
+    objective: float | None  # what it is ranked by, in the plan's objective_unit
+    chosen_objective: float | None
+    wins_at_batch: BatchRange | None = None  # None: at none that was tried
+    wins_by: tuple[IntentLead, ...] = ()
+    alike: tuple[DeploymentConfig, ...] = ()  # feasible ones with the same figures as the chosen one
+    is_measured: bool = False
+    is_ahead: bool = False  # by its value; it was passed over because it was not measured
+    is_distinguishable: bool = True  # False: the intervals of what is ranked by overlap
+    is_tried: bool = True  # at other batches and under other intents
+
+
+def runner_up(plan: Plan, winner: Winner | None = None) -> RunnerUpDocument | None:
+    """The best feasible configuration whose figures differ from those of the chosen one; None without one.
+
+    Args:
+        winner: None: other batches and intents are not tried.
+    """
+    best = plan.best
+    if best is None:
+        return None
+    others = [ranked for ranked in plan.candidates if ranked.feasible and ranked is not best]
+    passed_over = {one.ranked.config for one in plan.passed_over}
+    overlapping = {plan.candidates[i].config for i in plan.indistinguishable}
+    alike = tuple(takewhile(lambda other: _figures(other) == _figures(best), others))
+    rival = next(iter(others[len(alike) :]), None)
+    if rival is None:
+        return None
+    return RunnerUpDocument(
+        config=rival.config,
+        objective=rival.weight,
+        chosen_objective=best.weight,
+        wins_at_batch=None if winner is None else _batches(best, rival, plan.intent.kind, winner),
+        wins_by=() if winner is None else tuple(_leads(best, rival, plan.intent, winner)),
+        alike=tuple(ranked.config for ranked in alike),
+        is_measured=rival.is_measured,
+        is_ahead=rival.config in passed_over,
+        is_distinguishable=rival.config not in overlapping,
+        is_tried=winner is not None,
+    )
+
+
+def _figures(ranked: Ranked) -> tuple[object, ...]:
+    estimate = ranked.estimate
+    assert estimate is not None, "a feasible candidate has an estimate"
+    return estimate.ttft_s, estimate.tpot_s, estimate.memory, ranked.config.num_gpus
+
+
+def _batches(best: Ranked, rival: Ranked, kind: IntentKind, winner: Winner) -> BatchRange | None:
+    """The range next to the planned batch, larger batches before smaller ones."""
+    assert best.estimate is not None, "a feasible candidate has an estimate"
+    planned = best.estimate.workload.batch
+    larger = [batch for batch in _BATCHES if batch > planned]
+    smaller = [batch for batch in reversed(_BATCHES) if batch < planned]
+    for tried in (larger, smaller):
+        won: list[int] = []
+        for batch in tried:
+            try:
+                first = winner((best.config, rival.config), batch, kind)
+            except NotMeasuredError:
+                break
+            if first is not None and first.config == rival.config:
+                won.append(batch)
+            elif won or first is None:
+                break
+        if won:
+            return BatchRange(first=min(won), last=max(won))
+    return None
+
+
+def _leads(best: Ranked, rival: Ranked, intent: Intent, winner: Winner) -> list[IntentLead]:
+    """Intents under which ``rival`` is chosen by more than a hair, every limit of ``intent`` kept."""
+    assert best.estimate is not None, "a feasible candidate has an estimate"
+    planned, own, found = best.estimate.workload.batch, objective_of(intent), []
+    for kind in _OTHER_INTENTS:
+        objective = objective_of(replace(intent, kind=kind))
+        if objective.of is own.of:
+            continue
+        first = winner((best.config, rival.config), planned, kind)
+        alone = winner((best.config,), planned, kind)
+        if first is None or first.config != rival.config or alone is None:
+            continue
+        value, chosen_value = first.objective, alone.objective
+        if value is not None and chosen_value is not None and _is_ahead(value, chosen_value, objective):
+            found.append(IntentLead(intent=str(kind), unit=objective.unit, value=value, chosen_value=chosen_value))
+    return found
+
+
+def _is_ahead(value: float, than: float, objective: Objective) -> bool:
+    """Compare with a margin, below which an intent is not worth changing."""
+    return value > (1 + _LEAST_LEAD) * than if objective.maximize else value < (1 - _LEAST_LEAD) * than

@@ -1,0 +1,147 @@
+"""The verdict on a model: what was chosen, what it will do, what comes second, whether it can be deployed here.
+
+Typed figures, computed once; :mod:`iserve.planning.verdict_text` puts them into words for terminals and pages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fingerprint.config import DeploymentConfig
+from fingerprint.estimates import Estimate, Estimator, Quantity
+from fingerprint.gpu_spec import GpuSpec
+from iserve.planning.here import DeployableDocument
+from iserve.planning.making import Hardware, PlanOptions, winner_at
+from iserve.planning.runner_up import RunnerUpDocument, runner_up
+from iserve.planning.words import devices, spoken
+from planner.intent import IntentKind
+from planner.plan import Plan, Ranked, RefusedFor, Served, WhyNot
+
+__all__ = ["FiguresDocument", "RefusalCount", "VerdictDocument", "figures_of", "verdict"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FiguresDocument:
+    """What the chosen configuration does at the load that was planned for; all replicas together serve the rates.
+
+    Without a rate the load is the batch, handed over again and again. With one, the times are still those of the
+    batch; ``served`` of the plan has those at the rate.
+    """
+
+    ttft_s: Quantity
+    tpot_s: Quantity
+    e2e_s: Quantity
+    requests_per_s: float  # with a rate: the highest that keeps the limits
+    output_tokens_per_s: float  # at the rate or, without one, at ``requests_per_s``
+    usd_per_million_output_tokens: float | None  # at the same; prompts included. None: the GPU has no known price
+    usd_per_gpu_hour: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefusalCount:
+    """How many configurations are refused for one reason, which is the first that each has."""
+
+    reason: RefusedFor
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerdictDocument:
+    """``iserve plan --json`` and the first screen of every plan."""
+
+    sentence: str  # what was chosen, said aloud; or that nothing was
+    figures: FiguresDocument | None  # None: nothing is feasible
+    runner_up: RunnerUpDocument | None
+    deployable: DeployableDocument | None  # of the chosen configuration; None: there is none, or it was not judged
+    refusals: tuple[RefusalCount, ...]  # the commonest first; every refused configuration is counted once
+    relax_first: str | None = None  # what is changed least where nothing is feasible
+    slo_batch: int | None = (
+        None  # requests at once that the SLO was judged with; None: no SLO, or judged at the rate
+    )
+
+
+def verdict(
+    plan: Plan,
+    *,
+    model: str,
+    hardware: Hardware,
+    estimator: Estimator,
+    options: PlanOptions,
+    deployable: DeployableDocument | None = None,
+) -> VerdictDocument:
+    """Judge ``plan``, which ``estimator`` and ``options`` made on ``hardware``.
+
+    Args:
+        deployable: of the chosen configuration; None: not judged.
+    """
+
+    def winner(configs: tuple[DeploymentConfig, ...], batch: int, kind: IntentKind) -> Ranked | None:
+        return winner_at(hardware, estimator, options, configs, batch, kind)
+
+    best, gpu, num_gpus = plan.best, hardware.gpu, len(hardware.snapshot.gpus)
+    if best is None or best.estimate is None:
+        there = f"{num_gpus} {devices(gpu.name, num_gpus)}"
+        return VerdictDocument(
+            sentence=f"No configuration of {model} on {there} keeps every limit",
+            figures=None,
+            runner_up=None,
+            deployable=None,
+            refusals=_refusals(plan),
+            relax_first=_relax_first(plan.why_not),
+        )
+    layers = None if best.layout is None else best.layout.layers_per_stage
+    return VerdictDocument(
+        sentence=spoken(
+            model, best.config, gpu=gpu.name, num_gpus=num_gpus, layers_per_stage=layers, replicas=options.replicas
+        ),
+        figures=figures_of(best.estimate, gpu, served=plan.served, replicas=options.replicas),
+        # Deployments that are expected are like the candidates of a whole plan, which other loads would need.
+        runner_up=runner_up(plan, None if options.expect else winner),
+        deployable=deployable,
+        refusals=_refusals(plan),
+        slo_batch=None if options.intent.slo is None or plan.served is not None else options.workload.batch,
+    )
+
+
+def figures_of(
+    estimate: Estimate, gpu: GpuSpec, *, served: Served | None = None, replicas: int = 1
+) -> FiguresDocument:
+    """The figures of one configuration on ``gpu``.
+
+    Args:
+        served: what one replica gives under its share of the rate; None: the batch is kept full.
+    """
+    work, price = estimate.workload, gpu.price_usd_per_gpu_hour
+    full_per_s = work.batch / estimate.e2e_s.value
+    highest_per_s, planned_per_s = (full_per_s, full_per_s)
+    if served is not None:
+        highest_per_s, planned_per_s = served.highest_rate_per_s, served.rate_per_s
+    tokens_per_s = planned_per_s * work.output_tokens
+    cost = None if price is None else price * estimate.config.num_gpus / 3600 / tokens_per_s * 1e6
+    return FiguresDocument(
+        ttft_s=estimate.ttft_s,
+        tpot_s=estimate.tpot_s,
+        e2e_s=estimate.e2e_s,
+        requests_per_s=replicas * highest_per_s,
+        output_tokens_per_s=replicas * tokens_per_s,
+        usd_per_million_output_tokens=cost,
+        usd_per_gpu_hour=price,
+    )
+
+
+def _refusals(plan: Plan) -> tuple[RefusalCount, ...]:
+    reasons: Iterable[RefusedFor | None] = (ranked.refused_for for ranked in plan.candidates)
+    counted = Counter(reason for reason in reasons if reason is not None)
+    order = list(RefusedFor)
+    found = sorted(counted.items(), key=lambda item: (-item[1], order.index(item[0])))
+    return tuple(RefusalCount(reason=reason, count=count) for reason, count in found)
+
+
+def _relax_first(why: WhyNot) -> str | None:
+    """What admits the nearest configuration, else what comes first."""
+    nearest = why.nearest
+    own = [r.text for r in why.relaxations if nearest is not None and r.config == nearest.config]
+    together = [] if why.together is None else [why.together.text]
+    return next(iter([*own, *together, *(r.text for r in why.relaxations)]), None)

@@ -1,0 +1,149 @@
+"""Configurations, workloads and figures in words, for terminals and pages. Numbers get their units here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
+from fingerprint.estimates import Quantity
+
+__all__ = [
+    "ELSEWHERE",
+    "devices",
+    "differences",
+    "dollars",
+    "ends",
+    "engine_name",
+    "figure",
+    "gib",
+    "interval",
+    "seconds",
+    "short",
+    "spoken",
+    "with_interval",
+    "workload_words",
+]
+
+ELSEWHERE = "or give --gpus, such as a6000:8, to plan without this machine"
+_ENGINES = {"vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM", "torch": "the embedded engine"}
+
+
+def gib(size_bytes: float) -> str:
+    """Bytes for people: MiB below one GiB."""
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
+
+
+def seconds(value: float) -> str:
+    """Seconds for people: ms below one second."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def figure(value: float | None) -> str:
+    """Four digits of a number, or that it is unknown."""
+    return "unknown" if value is None else f"{value:.4g}"
+
+
+def dollars(value: float) -> str:
+    """US dollars with three digits; cents of larger amounts are left out."""
+    return f"${value:,.0f}" if value >= 100 else f"${value:.2f}" if value >= 1 else f"${value:.2g}"
+
+
+def interval(quantity: Quantity) -> str:
+    """Both ends of an interval: ``182 ms to 1.20 s``."""
+    return f"{seconds(quantity.low)} to {seconds(quantity.high)}"
+
+
+def with_interval(quantity: Quantity) -> str:
+    """A time with its interval in the same unit: ``257 ms [165-662]``."""
+    scale = 1.0 if quantity.value >= 1 else 1e3
+    return f"{seconds(quantity.value)} {ends(quantity.low * scale, quantity.high * scale)}"
+
+
+def ends(low: float, high: float) -> str:
+    """Both ends of an interval behind its value: ``[497-1360]``, three digits or all before the point."""
+    first, last = (f"{end:.0f}" if end >= 1000 else f"{end:.3g}" for end in (low, high))
+    return f"[{first}-{last}]"
+
+
+def workload_words(work: Workload) -> str:
+    """A workload in a sentence."""
+    longest = f", requests of up to {work.longest_tokens}" if work.longest_tokens else ""
+    return f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens{longest}"
+
+
+def short(config: DeploymentConfig) -> str:
+    """A configuration without what is usual, its engine left out."""
+    parts = [f"tp={config.tp} pp={config.pp}", f"weights={config.weights}", f"kv={config.kv}"]
+    if config.pruning != "none":
+        parts.append(f"pruning={config.pruning}")
+    return " ".join(parts)
+
+
+def differences(config: DeploymentConfig, other: DeploymentConfig) -> str:
+    """The parts of ``config`` in which it differs from ``other``: ``tp=4 on torch``."""
+    parts = [
+        f"{name}={getattr(config, name)}"
+        for name in ("tp", "pp", "weights", "kv", "pruning")
+        if getattr(config, name) != getattr(other, name)
+    ]
+    return " ".join([*parts, *([f"on {config.engine}"] if config.engine != other.engine else [])])
+
+
+def spoken(
+    model: str,
+    config: DeploymentConfig,
+    *,
+    gpu: str,
+    num_gpus: int,
+    layers_per_stage: Sequence[int] | None = None,
+    replicas: int = 1,
+) -> str:
+    """What runs where, in one line that a person says aloud.
+
+    ``Llama-2-70B on 2 of 8 A6000 by tensor parallelism, int8 weights, on vLLM``.
+
+    Args:
+        gpu: name of the devices, as in ``--gpus``.
+        num_gpus: all there are.
+    """
+    what = model if replicas == 1 else f"{replicas} replicas of {model}, each"
+    taken = config.num_gpus
+    count = f"{taken} of {num_gpus}" if taken < num_gpus else f"all {num_gpus}" if taken > 1 else "1"
+    in_all = "" if replicas == 1 else f" ({replicas * taken} in all)"
+    parts = [
+        f"{what} on {count} {devices(gpu, num_gpus)}{in_all}{_split(config, layers_per_stage)}",
+        *_formats(config),
+    ]
+    return f"{', '.join(parts)}, on {engine_name(config.engine)}"
+
+
+def devices(gpu: str, count: int) -> str:
+    """Name of ``count`` devices: ``A6000``, ``CPU devices``."""
+    return "CPU device" + "s" * (count > 1) if gpu == "cpu" else gpu.upper()
+
+
+def engine_name(engine: str) -> str:
+    """An engine's name as its makers spell it."""
+    return _ENGINES.get(engine, engine)
+
+
+def _split(config: DeploymentConfig, layers_per_stage: Sequence[int] | None) -> str:
+    tensor = "" if config.tp == 1 else " by tensor parallelism" + f" of {config.tp}" * (config.pp > 1)
+    if config.pp == 1:
+        return tensor
+    uneven = layers_per_stage is not None and len(set(layers_per_stage)) > 1
+    layers = f" of {'+'.join(map(str, layers_per_stage or ()))} layers" if uneven else ""
+    return f"{tensor} in {config.pp} pipeline stages{layers}"
+
+
+def _formats(config: DeploymentConfig) -> list[str]:
+    weights = {WeightFormat.BITS16: "16-bit", WeightFormat.STORED: "stored"}.get(
+        config.weights, str(config.weights)
+    )
+    if config.kv is KvFormat.BITS16:
+        said = [f"{weights} weights"]
+    elif str(config.kv) == str(config.weights):
+        said = [f"{weights} weights and KV cache"]
+    else:
+        said = [f"{weights} weights", f"{config.kv} KV cache"]
+    return said if config.pruning is Pruning.NONE else [*said, f"pruned by {config.pruning}"]

@@ -1,0 +1,60 @@
+"""Facts of a vLLM release written back as Python files: a package that ``read_release`` reads as those facts."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from daemon.engines.vllm.contract import TEXTS, ClassFacts, ReleaseFacts
+
+
+def write_release(facts: ReleaseFacts, package: Path) -> None:
+    """Write a package to ``package``; files that are there already keep their classes."""
+    files: dict[str, list[str]] = defaultdict(list)
+    classes: dict[str, list[str]] = defaultdict(list)
+    files["engine/arg_utils.py"] += [f"parser.add_argument({json.dumps(flag)})" for flag in facts.flags]
+    files["envs.py"] += [json.dumps(name) for name in facts.variables]
+    files["v1/metrics/loggers.py"] += [json.dumps(name) for name in facts.metrics]
+    files["plugins/__init__.py"] += [json.dumps(name) for name in facts.plugin_groups]
+    files["model_executor/models/registry.py"] += [json.dumps(dict.fromkeys(facts.architectures, "")) + "\n"]
+    for text in facts.texts:
+        files[TEXTS[text][-1]].append(json.dumps(text))
+    for function in facts.functions:
+        file, _, name = function.partition(":")
+        files[file].append(f"def {name}(): pass")
+    for module in facts.modules:
+        files[module].append("")
+    for name, of_class in facts.classes.items():
+        file, _, class_name = name.partition(":")
+        classes[file] += _class(class_name, of_class, facts)
+    for file in {**files, **classes}:
+        path = package / file
+        there = path.read_text() if path.exists() else ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([there, *files[file], *([] if there else classes[file])]) + "\n")
+
+
+def _class(name: str, facts: ClassFacts, release: ReleaseFacts) -> list[str]:
+    values = {
+        "max_concurrent_batches": release.batches_in_flight,
+        "max_in_flight_tokens": release.tokens_in_flight,
+    }
+    lines = [f"class {name}:", "    pass", *(f"    {field}: int" for field in facts.fields)]
+    for number, (method, parameters) in enumerate(facts.methods.items()):
+        lines.append(f"    def {method}({_signature(parameters)}):")
+        if number == 0:
+            lines += [f"        self.{attribute} = 0" for attribute in facts.attributes]
+        lines += [f"        return {value}" for value in values.get(method, ())]
+        lines.append("        pass")
+    return lines
+
+
+def _signature(parameters: tuple[str, ...]) -> str:
+    """Of parameters that end in ``=`` where they have a default; all by keyword but for the starred ones."""
+    starred = [p for p in parameters if p.startswith("*")]
+    plain = [f"{p}0" if p.endswith("=") else p for p in parameters if not p.startswith("*")]
+    positional = [p for p in starred if not p.startswith("**")]
+    keywords = [p for p in starred if p.startswith("**")]
+    separator = positional or (["*"] if plain else [])
+    return ", ".join(["self", *separator, *plain, *keywords])

@@ -1,0 +1,513 @@
+"""The verdict of a plan says what is true, in the figures and in the words that surround them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from daemon.engines.registry import capabilities_for
+from fingerprint.codec import from_json
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
+from fingerprint.estimates import Correction, Source
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpus import gpu_spec, parse_gpus
+from iserve.cli import live
+from iserve.cli.render import print_estimate, print_plan
+from iserve.cli.replay import _deployed
+from iserve.demo import demo_model_path
+from iserve.model_source import resolve
+from iserve.planning.document import CapacityBound, CapacityDocument, PlanDocument
+from iserve.planning.here import deployable
+from iserve.planning.hypothetical import OneEstimateDocument, plan_for_gpus
+from iserve.planning.making import Hardware, PlanOptions, hypothetical_hardware, make_plan, ranked_anywhere, space
+from iserve.planning.runner_up import BatchRange
+from iserve.planning.verdict import VerdictDocument, figures_of, verdict
+from iserve.planning.verdict_text import alike_words, plan_lines
+from iserve.planning.words import spoken
+from planner.intent import Intent, IntentKind, Slo
+from planner.plan import Plan, RefusedFor
+from tests.iserve.command_line import model
+
+__all__ = ["model"]
+
+GOLDEN = Path(__file__).with_name("golden")
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "said"),
+    [
+        (
+            DeploymentConfig(tp=2, weights=WeightFormat.INT8, engine="vllm"),
+            {},
+            "M on 2 of 8 A6000 by tensor parallelism, int8 weights, on vLLM",
+        ),
+        (DeploymentConfig(engine="torch"), {}, "M on 1 of 8 A6000, 16-bit weights, on the embedded engine"),
+        (
+            DeploymentConfig(tp=4, pp=2, kv=KvFormat.INT8, engine="tensorrt-llm"),
+            {"layers_per_stage": (41, 39)},
+            "M on all 8 A6000 by tensor parallelism of 4 in 2 pipeline stages of 41+39 layers, 16-bit weights, "
+            "int8 KV cache, on TensorRT-LLM",
+        ),
+        (
+            DeploymentConfig(weights=WeightFormat.FP8, kv=KvFormat.FP8, pruning=Pruning.WANDA, engine="vllm"),
+            {"num_gpus": 1},
+            "M on 1 A6000, fp8 weights and KV cache, pruned by wanda, on vLLM",
+        ),
+        (
+            DeploymentConfig(pp=2, engine="torch"),
+            {"gpu": "cpu", "num_gpus": 4, "replicas": 2, "layers_per_stage": (4, 4)},
+            "2 replicas of M, each on 2 of 4 CPU devices (4 in all) in 2 pipeline stages, 16-bit weights, on the "
+            "embedded engine",
+        ),
+    ],
+)
+def test_the_choice_is_one_line_that_a_person_says_aloud(
+    config: DeploymentConfig, more: dict[str, object], said: str
+) -> None:
+    assert spoken("M", config, **{"gpu": "a6000", "num_gpus": 8, **more}) == said  # type: ignore[arg-type]
+
+
+Planned = tuple[Plan, VerdictDocument, Hardware]
+
+
+@pytest.fixture
+def judged(model: Callable[[str], Path]) -> Callable[..., Planned]:
+    """``judged(name, gpus, batch, ...)``: a plan on vLLM, its verdict, and the hardware of both."""
+
+    def make(name: str = "Llama-2-13b", gpus: str = "h200:8", batch: int = 8, **wish: object) -> Planned:
+        source = resolve(str(model(name)), {}, need_weights=False)
+        gpu, count = parse_gpus(gpus)
+        hardware, estimator = hypothetical_hardware(gpu, count), RooflineEstimator(source.spec, gpu)
+        options = PlanOptions(intent=Intent(**wish), workload=Workload(batch=batch))  # type: ignore[arg-type]
+        plan = make_plan(source.spec, hardware, estimator, capabilities_for("vllm"), options)
+        said = verdict(plan, model=source.name, hardware=hardware, estimator=estimator, options=options)
+        return plan, said, hardware
+
+    return make
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_the_runner_up_is_chosen_over_the_chosen_one_at_the_batches_that_are_named(
+    judged: Callable[..., Planned], batch: int
+) -> None:
+    plan, said, _ = judged(batch=batch)
+    rival = said.runner_up
+    assert plan.best is not None
+    assert rival is not None
+
+    def order_at(other: int) -> list[DeploymentConfig]:
+        both = {plan.best.config, rival.config} if plan.best is not None else set()
+        return [one.config for one in judged(batch=other)[0].candidates if one.config in both]
+
+    won = rival.wins_at_batch
+    assert (won is not None) == (batch > 1)  # of these, which the test is to hold both kinds of
+    if won is None:
+        assert all(order_at(other)[0] == plan.best.config for other in (16, 256))
+        return
+    assert order_at(won.first)[0] == order_at(won.last)[0] == rival.config
+    assert not won.first <= batch <= won.last
+    assert order_at(won.first // 2 if won.first > batch else won.last * 2)[0] == plan.best.config
+
+
+@pytest.mark.parametrize("kind", [IntentKind.MIN_COST, IntentKind.MIN_LATENCY, IntentKind.MAX_THROUGHPUT])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"rate_per_s": 0.5}, {"slo": Slo(e2e_s=2.0)}, {"rate_per_s": 0.5, "slo": Slo(ttft_s=3.0, tpot_s=0.02)}],
+)
+def test_the_runner_up_is_ahead_under_the_intents_that_are_named_and_under_no_other(
+    judged: Callable[..., Planned], kind: IntentKind, limits: dict[str, Any]
+) -> None:
+    """With the limits and the rate that the plan was made for."""
+    plan, said, _ = judged(kind=kind, **limits)
+    rival = said.runner_up
+    assert plan.best is not None
+    assert rival is not None
+    leads = {lead.intent: lead for lead in rival.wins_by}
+    assert leads or kind is not IntentKind.MIN_COST
+    for other in set(IntentKind) - {IntentKind.LATENCY_SLO, IntentKind.COST_SLO, kind}:
+        ranked = {one.config: one for one in judged(kind=other, **limits)[0].candidates}
+        mine, chosen = ranked[rival.config].objective, ranked[plan.best.config].objective
+        assert mine is not None
+        assert chosen is not None
+        ahead = mine > 1.01 * chosen if other is IntentKind.MAX_THROUGHPUT else mine < 0.99 * chosen
+        assert ahead == (str(other) in leads)
+        if ahead:
+            lead = leads[str(other)]
+            assert (lead.value, lead.chosen_value) == (pytest.approx(mine), pytest.approx(chosen))
+
+
+def test_configurations_with_the_same_figures_are_no_runner_up(judged: Callable[..., Planned]) -> None:
+    plan, said, _ = judged("Llama-2-7b", batch=32)
+    assert said.runner_up is not None
+    estimates = {one.config: one.estimate for one in plan.candidates}
+    assert plan.best is not None
+    assert plan.best.estimate is not None
+    assert said.runner_up.alike
+    for config in said.runner_up.alike:
+        same = estimates[config]
+        assert same is not None
+        assert (same.ttft_s, same.tpot_s, same.memory) == (
+            plan.best.estimate.ttft_s,
+            plan.best.estimate.tpot_s,
+            plan.best.estimate.memory,
+        )
+    other = estimates[said.runner_up.config]
+    assert other is not None
+    assert other.tpot_s != plan.best.estimate.tpot_s
+
+
+def test_rates_and_dollars_are_those_of_the_planned_load(judged: Callable[..., Planned]) -> None:
+    plan, said, hardware = judged(batch=8)
+    assert plan.best is not None
+    assert plan.best.estimate is not None
+    figures, price = said.figures, hardware.gpu.price_usd_per_gpu_hour
+    assert figures is not None
+    assert price is not None
+    batch_s = plan.best.estimate.e2e_s.value
+    assert figures.requests_per_s == pytest.approx(8 / batch_s)
+    per_token = price * plan.best.config.num_gpus * batch_s / 3600 / (8 * 128)
+    assert figures.usd_per_million_output_tokens == pytest.approx(1e6 * per_token)
+    no_price = figures_of(plan.best.estimate, replace(hardware.gpu, price_usd_per_gpu_hour=None))
+    assert (no_price.usd_per_million_output_tokens, no_price.usd_per_gpu_hour) == (None, None)
+    assert no_price.requests_per_s == figures.requests_per_s
+
+
+def test_with_a_rate_the_gpus_are_paid_whether_or_not_requests_come(judged: Callable[..., Planned]) -> None:
+    plan, said, hardware = judged(batch=8, rate_per_s=0.25)
+    figures = said.figures
+    assert figures is not None
+    assert plan.served is not None
+    assert plan.best is not None
+    assert figures.requests_per_s == plan.served.highest_rate_per_s > 0.25
+    assert figures.output_tokens_per_s == 0.25 * 128
+    usd_per_s = (hardware.gpu.price_usd_per_gpu_hour or 0.0) * plan.best.config.num_gpus / 3600
+    assert figures.usd_per_million_output_tokens == pytest.approx(1e6 * usd_per_s / (0.25 * 128))
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        ({}, {RefusedFor.QUALITY, RefusedFor.ENGINE}),
+        ({"kind": IntentKind.COST_SLO, "budget": 0.5}, {RefusedFor.BUDGET}),
+        ({"slo": Slo(tpot_s=0.02)}, {RefusedFor.LATENCY}),
+        ({"rate_per_s": 3.0}, {RefusedFor.RATE}),
+        ({"gpus": "a6000:1"}, {RefusedFor.MEMORY}),
+    ],
+)
+def test_every_refused_configuration_is_counted_once_by_its_first_reason(
+    judged: Callable[..., Planned], wish: dict[str, object], expected: set[RefusedFor]
+) -> None:
+    plan, said, _ = judged("Llama-2-70b", **{"gpus": "a6000:8", "batch": 1, **wish})
+    counts = {refusal.reason: refusal.count for refusal in said.refusals}
+    assert counts == Counter(one.refused_for for one in plan.candidates if not one.feasible)
+    assert sum(counts.values()) == sum(not one.feasible for one in plan.candidates)
+    assert expected <= counts.keys()
+    for one in plan.candidates:
+        assert (one.refused_for is None) == one.feasible
+        if one.refused_for is RefusedFor.QUALITY:
+            assert (one.reason or "").startswith("changes the model's answers")
+
+
+def test_a_figure_that_is_not_known_is_no_engines_refusal(judged: Callable[..., Planned]) -> None:
+    """Where no power draw is known no configuration has an energy, whichever engine runs it."""
+    plan, *_ = judged("Llama-2-7b", kind=IntentKind.MIN_ENERGY)
+    assert all(one.refused_for is not RefusedFor.UNKNOWN for one in plan.candidates)
+    spec, gpu = resolve(str(demo_model_path()), {}).spec, replace(gpu_spec("h200"), tdp_w=None)
+    made = make_plan(
+        spec,
+        hypothetical_hardware(gpu, 1),
+        RooflineEstimator(spec, gpu),
+        capabilities_for("vllm"),
+        PlanOptions(intent=Intent(kind=IntentKind.MIN_ENERGY)),
+    )
+    kinds = Counter(one.refused_for for one in made.candidates)
+    assert kinds.keys() == {RefusedFor.UNKNOWN, RefusedFor.ENGINE}
+
+
+def test_where_nothing_is_feasible_the_first_advice_is_that_of_the_nearest(judged: Callable[..., Planned]) -> None:
+    plan, said, _ = judged("Llama-2-70b", "a6000:1", batch=1)
+    assert said.sentence == "No configuration of Llama-2-70b on 1 A6000 keeps every limit"
+    assert (said.figures, said.runner_up, said.deployable) == (None, None, None)
+    assert plan.why_not.nearest is not None
+    (own,) = (r.text for r in plan.why_not.relaxations if r.config == plan.why_not.nearest.config)
+    assert said.relax_first == own
+
+
+def test_what_is_missing_here_is_said_and_nothing_else() -> None:
+    source = resolve(str(demo_model_path()), {})
+    gpu, config = gpu_spec("a6000"), DeploymentConfig(tp=2, engine="vllm")
+    (table,) = capabilities_for("vllm")
+    installed = replace(table, unavailable=None)
+    found = deployable(source.spec, config, gpu, [installed], {"a6000": 2}, has_weights=True)
+    assert (found.here, found.missing) == (True, ())
+    few = deployable(source.spec, config, gpu, [installed], {"a6000": 3}, replicas=2, has_weights=True)
+    assert few.missing == ("it takes 4 A6000, this machine has 3 A6000",)
+    other = deployable(source.spec, config, gpu, [installed], {"h200-sxm": 8}, has_weights=False)
+    assert other.missing == (
+        "it takes 2 A6000, this machine has 8 H200-SXM",
+        "only the model's config.json is here, not its weights",
+    )
+    away = replace(table, unavailable="vllm is not installed")
+    none = deployable(source.spec, config, gpu, [away], {}, has_weights=True)
+    assert none.missing == ("it takes 2 A6000, no GPU is seen here", "vllm is not installed")
+    assert not none.here
+    prepared = replace(config, weights=WeightFormat.INT4)
+    needs = deployable(source.spec, prepared, gpu, [installed], {"a6000": 2}, has_weights=True)
+    assert any("beforehand" in text or "checkpoint" in text for text in needs.missing)
+
+
+def test_a_deployments_plan_that_was_stored_without_a_verdict_is_still_read_and_printed(
+    model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu, count = parse_gpus("a6000:2")
+    document = plan_for_gpus(str(model("Llama-2-7b")), gpu, count, PlanOptions(), "vllm")
+    print_plan(replace(document, verdict=None))
+    assert "configurations would work" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["plan", "plan-rate", "plan-measured", "plan-nothing", "plan-refused", "estimate"]
+)
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_words_in_a_terminal(
+    name: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The golden files: documents as JSON, and how they are shown. Wording is held here and nowhere else."""
+    for variable, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": str(width)}.items():
+        monkeypatch.setenv(variable, value)
+    data = (GOLDEN / f"{name.removesuffix('-refused')}.json").read_bytes()
+    if name == "estimate":
+        print_estimate(from_json(data, OneEstimateDocument))
+    else:
+        print_plan(from_json(data, PlanDocument), refused=name.endswith("-refused"))
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    shown = "".join(f"{line.rstrip()}\n" for line in plain.splitlines())
+    assert shown == (GOLDEN / f"{name}-{width}.txt").read_text()
+    assert all(len(line) <= width for line in shown.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("like_the_first", "shown", "said"),
+    [
+        ((2,), 12, "1 and 3 cannot be told apart"),
+        ((1, 2, 3), 12, "1 cannot be told apart from 2-4"),
+        ((1, 2, 4), 12, "1 cannot be told apart from 2, 3, 5"),
+        ((1, 2), 2, "1 cannot be told apart from 2 and 1 that are not shown"),
+        ((), 12, None),
+    ],
+)
+def test_rows_whose_intervals_overlap_are_said_not_to_be_told_apart(
+    like_the_first: tuple[int, ...], shown: int, said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = from_json((GOLDEN / "plan.json").read_bytes(), PlanDocument)
+    print_plan(replace(document, indistinguishable=like_the_first), rows=shown)
+    told = [line for line in capsys.readouterr().out.splitlines() if "told apart" in line]
+    assert [line for line in told if "Runner-up" not in line] == (
+        [] if said is None else [f"{said}: their intervals of GiB*s overlap"]
+    )
+
+
+def test_batches_are_told_as_ranges() -> None:
+    from iserve.planning.verdict_text import _batch_words
+
+    told = [_batch_words(BatchRange(first=a, last=b)) for a, b in ((16, 256), (1, 4), (16, 64), (8, 8))]
+    assert told == [["from batch 16 on"], ["up to batch 4"], ["at batch 16 to 64"], ["at batch 8"]]
+
+
+@pytest.mark.parametrize(
+    ("source", "rests_on", "measured", "said"),
+    [
+        (Source.EXTRAPOLATED, DeploymentConfig(), True, "extrapolated from fingerprints of this configuration"),
+        (Source.SCALED, DeploymentConfig(), True, "measurements of this configuration at other loads"),
+        (Source.SHARDED, DeploymentConfig(), True, "one rank measured alone"),
+        (
+            Source.SCALED,
+            DeploymentConfig(tp=2),
+            False,
+            "scaled from measurements of tp=2; this configuration was not",
+        ),
+        (Source.EXTRAPOLATED, DeploymentConfig(pp=2), False, "fingerprints of pp=2; this configuration was not"),
+        (Source.ROOFLINE, None, False, "from datasheets (roofline); nothing was measured"),
+    ],
+)
+def test_measured_is_said_of_a_configuration_that_was_run_and_of_no_other(
+    source: Source, rests_on: DeploymentConfig | None, measured: bool, said: str
+) -> None:
+    shown = sure_words(source, rests_on, measured=measured)
+    assert said in shown
+    assert ("was not measured" in shown or "nothing was measured" in shown) == (not measured)
+
+
+def test_a_check_of_the_whole_model_makes_a_scaled_estimate_a_measured_one() -> None:
+    check = Correction(
+        measured_at="2026-01-01T00:00:00",
+        config=DeploymentConfig(),
+        workload=Workload(),
+        exact=True,
+        ttft_log_ratio=0.1,
+        tpot_log_ratio=0.1,
+        memory_bytes=0,
+    )
+    shown = sure_words(Source.SCALED, DeploymentConfig(tp=2), measured=True, correction=check)
+    assert "the whole model was measured at this load by a check" in shown
+    assert "not measured" not in shown
+
+
+def sure_words(source: Source, rests_on: DeploymentConfig | None, *, measured: bool, **more: Correction) -> str:
+    """The line "How sure" of a plan whose chosen configuration has an estimate with these origins."""
+    document = from_json((GOLDEN / "plan.json").read_bytes(), PlanDocument)
+    chosen, verdict = document.candidates[0], document.verdict
+    assert chosen.estimate is not None
+    assert verdict is not None
+    assert verdict.figures is not None
+    tpot = replace(chosen.estimate.tpot_s, source=source)
+    estimate = replace(chosen.estimate, tpot_s=tpot, rests_on=rests_on, **more)  # type: ignore[arg-type]
+    chosen = replace(chosen, config=DeploymentConfig(), estimate=estimate, measured=measured)
+    verdict = replace(verdict, figures=replace(verdict.figures, tpot_s=tpot))
+    lines = dict(plan_lines(replace(document, candidates=(chosen, *document.candidates[1:]), verdict=verdict)))
+    return lines["How sure"]
+
+
+@pytest.mark.parametrize(
+    ("requests", "bound", "said"),
+    [
+        (32, CapacityBound.GIVEN, "no more than planned: the options fix both"),
+        (32, CapacityBound.MEMORY, "no more than planned: more does not fit the free memory"),
+        (32, CapacityBound.NOT_MEASURED, "no more than planned: the memory of more was not measured"),
+        (32, None, "no more than planned"),
+        (40, CapacityBound.MEMORY, "(more does not fit the free memory); the figures are for batch 32"),
+        (256, CapacityBound.LARGEST, "of each GPU; the figures are for batch 32"),
+    ],
+)
+def test_the_line_on_what_is_served_is_always_there_with_its_reason(
+    requests: int, bound: CapacityBound | None, said: str
+) -> None:
+    document = from_json((GOLDEN / "plan.json").read_bytes(), PlanDocument)
+    capacity = CapacityDocument(
+        requests_at_once=requests, context_tokens=640, kv_tokens=640, memory_bytes_per_gpu=2**30, bound=bound
+    )
+    shown = dict(plan_lines(replace(document, capacity=capacity)))["Serves"]
+    assert shown.startswith(f"up to {requests} requests at once of up to 640 tokens each, in 1.00 GiB of each GPU")
+    assert said in shown
+
+
+@pytest.mark.parametrize(
+    ("wish", "more_requests", "said"),
+    [
+        (
+            {"slo": Slo(tpot_s=1.0)},
+            True,
+            "the SLO was judged at 1 request at once, not at the 256 that may be served; --rate or --batch "
+            "judges it at more",
+        ),
+        ({"slo": Slo(tpot_s=1.0)}, False, "the SLO was judged at 1 request at once"),
+        ({"slo": Slo(tpot_s=1.0), "rate_per_s": 0.1}, True, None),
+        ({}, True, None),
+    ],
+)
+def test_the_load_at_which_an_slo_was_judged_is_said_where_no_rate_says_it(
+    model: Callable[[str], Path], wish: dict[str, Any], more_requests: bool, said: str | None
+) -> None:
+    gpu, count = parse_gpus("h200:1")
+    options = PlanOptions(intent=Intent(**wish), more_requests=more_requests)
+    lines = plan_lines(plan_for_gpus(str(model("Llama-2-7b")), gpu, count, options, "vllm"))
+    told = [text for _, text in lines if text.startswith("the SLO was judged")]
+    assert told == ([] if said is None else [said])
+
+
+def test_rates_of_several_replicas_are_told_in_total_and_of_one() -> None:
+    """A plan of two replicas at twice the rate has the plan of one, with all rates in words doubled."""
+    one, two = (
+        plan_lines(planned("h200:8", replicas=count, slo=Slo(tpot_s=1.0), rate_per_s=0.25 * count))
+        for count in (1, 2)
+    )
+    load, busy = (text for _, text in one[:2])
+    load_of_two, busy_of_two = (text for _, text in two[:2])
+    assert load.startswith("0.25 requests/s (")
+    assert load_of_two.startswith("0.5 requests/s in total (0.25 per replica) (")
+    highest = float(re.findall("up to ([0-9.]+) requests/s keeps", busy)[0])
+    in_all, each = map(
+        float, re.findall("up to ([0-9.]+) requests/s in total .([0-9.]+) per replica", busy_of_two)[0]
+    )
+    assert (in_all, each) == (pytest.approx(2 * highest, rel=0.01), highest)
+
+
+def test_requests_of_several_replicas_are_told_in_total_and_of_one() -> None:
+    one, two = (plan_lines(planned("h200:8", replicas=count, more_requests=True)) for count in (1, 2))
+    per_s = float(re.findall("([0-9.]+) requests/s", one[0][1])[0])
+    in_all, each = map(float, re.findall("([0-9.]+) requests/s in total .([0-9.]+) per replica", two[0][1])[0])
+    assert "on each of 2 replicas" in two[0][1]
+    assert (in_all, each) == (pytest.approx(2 * per_s, rel=0.01), per_s)
+    assert dict(two)["Serves"].startswith("each replica up to 256 requests at once (512 in total)")
+
+
+def test_the_rate_that_would_be_served_is_that_of_all_replicas() -> None:
+    """What one replica misses at a rate, two miss at twice the rate, by twice as much."""
+    limits = {"slo": Slo(tpot_s=1.0), "engine": "vllm"}
+    one, two = (planned("h200:8", replicas=count, rate_per_s=1000.0 * count, **limits) for count in (1, 2))
+    assert one.chosen is two.chosen is None
+    ((needed, told),) = {(r.needed, r.text) for r in two.why_not.relax if r.limit == "rate"}
+    (needed_of_one,) = {r.needed for r in one.why_not.relax if r.limit == "rate"}
+    assert needed == pytest.approx(2 * needed_of_one, rel=0.02)
+    assert told.startswith(f"rate=2000 -> {needed:g} requests/s would admit")
+    reasons = [c.reason for c in two.candidates if c.refused_for is RefusedFor.RATE]
+    assert reasons
+    assert all("rate=2000" in str(reason) for reason in reasons)
+
+
+def planned(gpus: str, *, replicas: int = 1, more_requests: bool = False, **wish: Any) -> PlanDocument:
+    """A plan of the bundled model on vLLM."""
+    gpu, count = parse_gpus(gpus)
+    engine = wish.pop("engine", "vllm")
+    options = PlanOptions(intent=Intent(**wish), replicas=replicas, more_requests=more_requests)
+    return plan_for_gpus(str(demo_model_path()), gpu, count, options, engine)
+
+
+def test_expected_deployments_are_judged_by_one_replicas_share_of_the_rate() -> None:
+    source, (gpu, count) = resolve(str(demo_model_path()), {}), parse_gpus("h200:2")
+    estimator = RooflineEstimator(source.spec, gpu)
+    intent = Intent(kind=IntentKind.MIN_LATENCY)
+    made = space(source.spec, gpu, count, estimator, capabilities_for("vllm"), PlanOptions(intent=intent))
+    most = ranked_anywhere(made, PlanOptions(intent=replace(intent, rate_per_s=0.001)), gpu).served
+    assert most is not None
+    rate = 1.5 * most.highest_rate_per_s
+
+    def feasible(replicas: int, rate_per_s: float) -> set[DeploymentConfig]:
+        options = PlanOptions(intent=replace(intent, rate_per_s=rate_per_s), replicas=replicas)
+        return {one.config for one in ranked_anywhere(made, options, gpu).candidates if one.feasible}
+
+    assert feasible(2, rate) == feasible(1, rate / 2) != feasible(1, rate)
+
+
+def test_a_replay_says_the_rate_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = planned("h200:8", replicas=2, rate_per_s=0.5)
+    asked = SimpleNamespace(get=lambda path, kind: document)
+    monkeypatch.setattr(live, "client", lambda *, start: asked)
+    (told,) = _deployed(("m",))
+    assert "0.5 requests/s" in told
+
+
+def test_delays_of_others_are_mentioned_only_where_they_count_in_what_is_compared() -> None:
+    document = from_json((GOLDEN / "plan.json").read_bytes(), PlanDocument)
+    first, second, *rest = (replace(one, ranked_by=one.objective) for one in document.candidates)
+    delayed = replace(rest[-1], ranked_by=(rest[-1].objective or 0.0) + 1.0)
+    plain = replace(document, candidates=(first, second, *rest[:-1], delayed), indistinguishable=(1,))
+    assert "delays of what runs there" not in alike_words(plain, 12)
+    weighed = replace(second, ranked_by=(second.objective or 0.0) + 1.0)
+    shown = alike_words(replace(plain, candidates=(first, weighed, *plain.candidates[2:])), 12)
+    assert "delays of what runs there now included" in shown
+
+
+def test_an_interval_of_thousands_has_no_exponent(capsys: pytest.CaptureFixture[str]) -> None:
+    document = from_json((GOLDEN / "plan.json").read_bytes(), PlanDocument)
+    first, *rest = document.candidates
+    wide = replace(first, objective=710.5, objective_low=497.2, objective_high=1358.4)
+    print_plan(replace(document, candidates=(wide, *rest)))
+    assert "710.5 [497-1358]" in capsys.readouterr().out
