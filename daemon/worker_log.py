@@ -38,7 +38,7 @@ def log_end(path: Path, lines: int) -> LogPart:
             read = file.read(_MAX_BYTES - len(data))
             position = position or f"{os.fstat(file.fileno()).st_ino}:{file.tell()}"
             data = read + data
-        if data.count(b"\n") >= lines or len(data) >= _MAX_BYTES:
+        if data.count(b"\n") > lines or len(data) >= _MAX_BYTES:  # one more: a file may begin amid a line
             break
     text = b"".join(data.splitlines(keepends=True)[-lines:]).decode("utf-8", errors="replace")
     return LogPart(text=text, position=position)

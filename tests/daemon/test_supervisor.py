@@ -505,7 +505,10 @@ def test_a_chatty_worker_keeps_its_log_bounded_and_its_last_lines(node, until):
     node.start(log_max_bytes=20_000, log_files=2)
     node.behave(print_lines=2000)  # 200 kB
     node.ready()
-    until(lambda: node.client.log("w1", 1).startswith("line 1999 "))
+    try:
+        until(lambda: node.client.log("w1", 1).startswith("line 1999 "))
+    except AssertionError as error:
+        raise AssertionError(f"it ends with {node.client.log('w1', 5)[-2000:]!r}") from error
     logs = sorted(path.name for path in (node.home / "workers" / "w1").glob("worker.log*"))
     assert logs == ["worker.log", "worker.log.1", "worker.log.2"]
     assert all((node.home / "workers" / "w1" / name).stat().st_size <= 20_000 for name in logs)

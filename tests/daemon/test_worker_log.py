@@ -42,6 +42,14 @@ def test_following_begins_behind_the_last_lines(tmp_path: Path) -> None:
     assert log_after(path, part.position).text == ""
 
 
+@pytest.mark.parametrize("cut", range(1, 22))
+def test_the_last_line_is_whole_wherever_a_rotation_cut_it(tmp_path: Path, cut: int) -> None:
+    path, text = tmp_path / "worker.log", b"first line\nsecond line\n"
+    path.with_name("worker.log.1").write_bytes(text[:-cut])
+    path.write_bytes(text[-cut:])
+    assert log_end(path, 1).text == "second line\n"
+
+
 def test_a_character_is_never_cut(tmp_path: Path) -> None:
     path = tmp_path / "worker.log"
     path.write_bytes("a€".encode()[:-1])
