@@ -29,8 +29,8 @@ def tied_depths(spec: ModelSpec, pp: int) -> tuple[int, ...]:
     Empty where the model has too few layers, or where its kinds follow each other in no pattern that it repeats,
     or in one that ``pp`` stages cannot share.
     """
-    pattern = _pattern(spec.windows)
-    if not spec.layer_windows:
+    pattern = _pattern(spec.kind_indexes)
+    if not spec.several_kinds:
         return tuple(k for k in (2, 1) if k * pp <= spec.num_layers)
     if 2 * pattern > spec.num_layers:
         return ()
@@ -44,13 +44,13 @@ def tied_depths(spec: ModelSpec, pp: int) -> tuple[int, ...]:
 def why_no_cuts(spec: ModelSpec, pp: int) -> str:
     """Where :func:`tied_depths` is empty."""
     several = f" of {len(spec.kinds)} kinds, in no pattern that repeats and that {pp} stages share"
-    return f"the model has {spec.num_layers} layers" + (several if spec.layer_windows else "")
+    return f"the model has {spec.num_layers} layers" + (several if spec.several_kinds else "")
 
 
 def kind_counts(spec: ModelSpec, num_layers: int) -> tuple[int, ...]:
     """Of the first so many layers, those of each of the model's kinds; empty where all are alike."""
-    counts = Counter(spec.windows[:num_layers])
-    return tuple(counts[kind.window] for kind in spec.kinds) if spec.layer_windows else ()
+    counts = Counter(spec.kind_indexes[:num_layers])
+    return tuple(counts[kind] for kind in range(len(spec.kinds))) if spec.several_kinds else ()
 
 
 def repeats_the_mix(spec: ModelSpec, pp: int) -> bool:
@@ -59,16 +59,16 @@ def repeats_the_mix(spec: ModelSpec, pp: int) -> bool:
     return all(_parallel(kind_counts(spec, k * pp), whole) for k in tied_depths(spec, pp))
 
 
-def _pattern(windows: tuple[int | None, ...]) -> int:
+def _pattern(kinds: tuple[int, ...]) -> int:
     """The fewest layers that, one after the other, are the whole model, the last time perhaps cut short."""
-    return next(p for p in range(1, len(windows) + 1) if windows[p:] == windows[:-p])
+    return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[:-p])
 
 
 def _tells_the_whole(spec: ModelSpec, shallow: int, deep: int, pp: int) -> bool:
     if deep * pp > spec.num_layers:
         return False
     for k in (shallow, deep):
-        stages = [Counter(spec.windows[stage * k : (stage + 1) * k]) for stage in range(pp)]
+        stages = [Counter(spec.kind_indexes[stage * k : (stage + 1) * k]) for stage in range(pp)]
         if any(stage != stages[0] for stage in stages):
             return False
     b, a = kind_counts(spec, shallow * pp), kind_counts(spec, deep * pp)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
-from fingerprint.model_spec import ModelSpec
+from fingerprint.model_spec import LayerKind, ModelSpec
 
 __all__ = [
     "DENSE_STORED",
@@ -24,6 +24,7 @@ __all__ = [
     "kept_fraction",
     "kv_heads_per_gpu",
     "kv_tokens_per_layer",
+    "layer_state_bytes_per_gpu",
     "layer_weight_bytes",
     "layer_weight_bytes_per_gpu",
     "layers_per_block",
@@ -55,6 +56,8 @@ class _Matrix(NamedTuple):
 
 def _matrices(spec: ModelSpec) -> tuple[_Matrix, ...]:
     """The linear matrices of one layer as checkpoints spell them (fused ones count as their parts)."""
+    if spec.layer_shapes or spec.kv_head_elements:  # not Llama's five: as if all read the hidden state
+        return (_Matrix(spec.hidden_size, max(1, spec.layer_linear_params // spec.hidden_size), 1),)
     attention = spec.num_heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
     experts = max(spec.num_experts, 1)
@@ -140,7 +143,9 @@ def steps_in_flight(config: DeploymentConfig) -> int:
 def kv_tokens_per_layer(
     spec: ModelSpec, config: DeploymentConfig, workload: Workload, step_tokens: int = 0
 ) -> float:
-    """Tokens whose K and V one layer holds at the end of ``workload``: a sliding layer no more than its window.
+    """Tokens that one layer holds at the end of ``workload``: a sliding layer no more than its window.
+
+    Each token of a layer that keeps less of it than ``spec.kv_elements`` counts as that share of one.
 
     Where the kinds of layers do not fall on all stages alike, it is the mean over the layers of the stage that
     holds most, of an even split.
@@ -153,18 +158,38 @@ def kv_tokens_per_layer(
         ConfigError: more stages than layers.
     """
 
-    def held(window: int | None) -> float:
+    def held(kind: LayerKind) -> float:
         whole = workload.kv_tokens(config.engine)
-        if window is None:
-            return whole
+        if kind.window is None:
+            return kind.kv_share * whole
         in_flight = step_tokens * steps_in_flight(config)
-        return min(whole, workload.batch * min(window, workload.context_tokens) + in_flight)
+        return kind.kv_share * min(whole, workload.batch * min(kind.window, workload.context_tokens) + in_flight)
 
-    if not spec.layer_windows:
-        return held(spec.sliding_window)
+    return _mean_of_the_fullest_stage(spec, config.pp, [held(kind) for kind in spec.kinds])
+
+
+def layer_state_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig, sequences: int) -> float:
+    """Bytes that one layer of one GPU keeps of ``sequences`` whatever their length.
+
+    It is a mean as that of :func:`kv_tokens_per_layer`. The heads of a state are divided among the TP ranks.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    if not spec.keeps_state:
+        return 0.0
+    each = [0.0 if kind.shape is None else sequences * kind.shape.state_bytes / config.tp for kind in spec.kinds]
+    return _mean_of_the_fullest_stage(spec, config.pp, each)
+
+
+def _mean_of_the_fullest_stage(spec: ModelSpec, pp: int, of_kinds: Sequence[float]) -> float:
+    """Mean over the layers of the stage, of an even split, where it is largest; ``of_kinds``: for each kind."""
+    stages = even_split(spec.num_layers, pp)
+    if len(of_kinds) == 1:
+        return of_kinds[0]
     means, first = [], 0
-    for layers in even_split(spec.num_layers, config.pp):
-        means.append(sum(map(held, spec.layer_windows[first : first + layers])) / layers)
+    for layers in stages:
+        means.append(sum(of_kinds[kind] for kind in spec.kind_indexes[first : first + layers]) / layers)
         first += layers
     return max(means)
 
@@ -189,15 +214,22 @@ def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> flo
     and routers are on every rank (a column-parallel bias is in truth divided: under 0.1% of a layer).
     """
     element_bytes = linear_element_bytes(spec, config.weights) * kept_fraction(config.pruning)
-    kv_params = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
+    dense_params = spec.layer_linear_params - spec.layer_expert_params
+    kv_params = min(spec.hidden_size * _mean_kv_elements(spec), dense_params)
     rest = (spec.layer_params - spec.layer_linear_params) * WEIGHT_16BIT_BYTES
     split = (spec.layer_linear_params - kv_params) / config.tp + kv_params / min(config.tp, spec.num_kv_heads)
     if spec.stored is None or config.weights is not WeightFormat.STORED or not spec.layer_expert_params:
         return split * element_bytes + rest
     experts = spec.stored.layer_expert_bytes
-    dense_params = spec.layer_linear_params - spec.layer_expert_params
     dense_bytes = (spec.stored.layer_linear_bytes - experts) / max(dense_params, 1)
     return (split - spec.layer_expert_params / config.tp) * dense_bytes + experts / config.tp + rest
+
+
+def _mean_kv_elements(spec: ModelSpec) -> float:
+    """Over the layers."""
+    if not spec.layer_shapes:
+        return spec.kv_elements
+    return sum(kind.count * kind.kv_share for kind in spec.kinds) * spec.kv_elements / spec.num_layers
 
 
 def embedding_bytes(spec: ModelSpec) -> float:

@@ -9,17 +9,31 @@ from dataclasses import dataclass
 from fingerprint.codec import to_builtins, to_json
 from fingerprint.config import KvFormat, WeightFormat
 
-__all__ = ["KV_ELEMENT_BYTES", "LayerKind", "ModelSpec"]
+__all__ = ["KV_ELEMENT_BYTES", "LayerKind", "LayerShape", "ModelSpec", "Stored"]
 
 KV_ELEMENT_BYTES = {KvFormat.BITS16: 2.0, KvFormat.INT8: 1.0, KvFormat.FP8: 1.0}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShape:
+    """What a layer is made of and keeps of a sequence, in a model whose layers differ in that."""
+
+    mixer: str  # how it mixes tokens, e.g. "attention", "latent attention", "mamba2"
+    params: int  # all experts
+    linear_params: int
+    expert_params: int = 0
+    kv_elements: int  # kept of a token, by all KV heads; 0: none of its own
+    state_bytes: int = 0  # kept of a sequence whatever its length, over all TP ranks
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that look equally far back."""
+    """Layers of one shape that look equally far back."""
 
     window: int | None  # tokens, the query's own included; None: to the beginning
     count: int
+    shape: LayerShape | None = None  # None: all layers of the model have one
+    kv_share: float = 1.0  # of ``ModelSpec.kv_elements``, what a token takes in one of them
 
     def attended(self, context: float) -> float:
         """Of ``context`` tokens, those that the last one looks at."""
@@ -46,10 +60,12 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Architecture facts of a decoder-only model with one stack of hidden layers, equal but for their windows.
+    """Architecture facts of a decoder-only model with one stack of hidden layers.
 
     Parameter counts are numbers of elements, not bytes. ``linear`` parameters are the matrices of the layer's
     linear modules (the ones that quantization and pruning change); norms, biases and MoE routers are the rest.
+    Where layers differ in more than their windows, ``layer_shapes`` tells each; the counts of "one layer" are then
+    of the mean layer, rounded, and heads are those of the layers that keep most of a token.
     """
 
     family: str  # the config's model_type, e.g. "llama"
@@ -75,20 +91,38 @@ class ModelSpec:
     head_params: int  # output head with its bias; 0 when tied (the input embedding is then read twice)
     final_norm_params: int
     stored: Stored | None = None  # None: in 16 bits
+    kv_head_elements: int = 0  # kept of a token in one KV head; 0: K and V, of head_dim each
+    layer_shapes: tuple[LayerShape, ...] = ()  # where layers differ in more than their windows, or keep a state
+    layer_shape_indexes: tuple[int, ...] = ()  # of each layer, among ``layer_shapes``
+
+    @property
+    def layers_params(self) -> int:
+        """Every parameter of the hidden layers."""
+        if not self.layer_shapes:
+            return self.num_layers * self.layer_params
+        return sum(self.layer_shapes[index].params for index in self.layer_shape_indexes)
 
     @property
     def num_params(self) -> int:
         """Every parameter of the model."""
-        return (
-            self.num_layers * self.layer_params + self.embedding_params + self.head_params + self.final_norm_params
-        )
+        return self.layers_params + self.embedding_params + self.head_params + self.final_norm_params
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements that a token takes in a layer that keeps most of it, over all KV heads."""
+        return self.num_kv_heads * (self.kv_head_elements or 2 * self.head_dim)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether some layer keeps something of a sequence that does not grow with its length."""
+        return any(shape.state_bytes for shape in self.layer_shapes)
 
     def kv_bytes_per_token_per_layer(self, kv: KvFormat) -> float:
-        """Bytes of K and V that one token occupies in one layer, over all TP ranks when none is replicated.
+        """Bytes that one token occupies in a layer that keeps most of it, over all TP ranks if none is replicated.
 
         Scales of quantized formats are not included (at most 4 / head_dim of an element).
         """
-        return 2 * self.num_kv_heads * self.head_dim * KV_ELEMENT_BYTES[kv]
+        return self.kv_elements * KV_ELEMENT_BYTES[kv]
 
     @property
     def as_given(self) -> WeightFormat:
@@ -103,7 +137,26 @@ class ModelSpec:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of layers, the first layer's kind first."""
-        return tuple(LayerKind(window, count) for window, count in Counter(self.windows).items())
+        if not self.layer_shapes:
+            return tuple(LayerKind(window, count) for window, count in Counter(self.windows).items())
+        counts = Counter(zip(self.windows, self.layer_shape_indexes, strict=True))
+        shapes = self.layer_shapes
+        return tuple(
+            LayerKind(window, count, shapes[index], shapes[index].kv_elements / self.kv_elements)
+            for (window, index), count in counts.items()
+        )
+
+    @property
+    def kind_indexes(self) -> tuple[int, ...]:
+        """The kind of each layer, among :attr:`kinds`."""
+        each = tuple(zip(self.windows, self.layer_shape_indexes or (0,) * self.num_layers, strict=True))
+        places = {identity: place for place, identity in enumerate(dict.fromkeys(each))}
+        return tuple(places[identity] for identity in each)
+
+    @property
+    def several_kinds(self) -> bool:
+        """Whether the layers are of more than one kind."""
+        return bool(self.layer_windows) or len(set(self.layer_shape_indexes)) > 1
 
     @property
     def shape_hash(self) -> str:
@@ -112,7 +165,7 @@ class ModelSpec:
         What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
         """
         facts = to_builtins(self)
-        for name in ("layer_windows", "stored"):
+        for name in ("layer_windows", "stored", "kv_head_elements", "layer_shapes", "layer_shape_indexes"):
             if not facts[name]:
                 del facts[name]
         return hashlib.sha256(to_json(facts)).hexdigest()[:16]

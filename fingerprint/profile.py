@@ -167,7 +167,7 @@ class _Driver:
             if not plan.whole and len(cuts) < 1 + len(self.spec.kinds):
                 self.notes.append(
                     f"tp={tp} pp={pp}: no fingerprint of {2 * pp} layers"
-                    + (" for each kind of layers" if self.spec.layer_windows else "")
+                    + (" for each kind of layers" if self.spec.several_kinds else "")
                     + f", the model has {num_layers}; the cost of a layer is not measured there"
                 )
             sessions[tp, pp] = [Visit(cut, w, kv) for w in plan.weights for kv in plan.kv for cut in cuts]

@@ -165,10 +165,11 @@ def fingerprint_cuts(spec: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
     With K kinds these K + 1 tell one layer of each kind, and what is beside the layers: which stage holds which of
     them does not matter, since a burst passes all stages one after the other.
     """
-    places = [
-        [layer for layer, window in enumerate(spec.windows) if window == kind.window]
-        for kind in sorted(spec.kinds, key=lambda kind: -kind.count)
-    ]
+    indexes = spec.kind_indexes
+    places = sorted(
+        ([layer for layer, index in enumerate(indexes) if index == kind] for kind in range(len(spec.kinds))),
+        key=lambda layers: -len(layers),
+    )
     if len(places[0]) < pp:
         return ()
     base = places[0][:pp]

@@ -25,10 +25,10 @@ class Visit:
 
     def kinds(self, spec: ModelSpec) -> tuple[int, ...]:
         """Layers of each kind; empty where all of the model are alike."""
-        if not spec.layer_windows:
+        if not spec.several_kinds:
             return ()
-        counts = Counter(spec.layer_windows[layer] for layer in self.layers)
-        return tuple(counts[kind.window] for kind in spec.kinds)
+        counts = Counter(spec.kind_indexes[layer] for layer in self.layers)
+        return tuple(counts[kind] for kind in range(len(spec.kinds)))
 
 
 @dataclass(frozen=True, slots=True)

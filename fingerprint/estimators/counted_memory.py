@@ -239,6 +239,8 @@ def allocated_layer_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
 
     Engines join Q, K and V, and the two halves of a gated MLP, each into one matrix; all experts' are one.
     """
+    if spec.layer_shapes or spec.kv_head_elements:  # which matrices there are is not told by these sizes
+        return layer_weight_bytes_per_gpu(spec, config)
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inner = spec.intermediate_size * max(1, spec.num_experts) / config.tp
     rows = (

@@ -22,7 +22,12 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.memory_points import BytesOf, Degree, Peak, Steps, along_tokens, in_format
-from fingerprint.formats import WEIGHT_16BIT_BYTES, kv_tokens_per_layer, layer_weight_bytes
+from fingerprint.formats import (
+    WEIGHT_16BIT_BYTES,
+    kv_tokens_per_layer,
+    layer_state_bytes_per_gpu,
+    layer_weight_bytes,
+)
 from fingerprint.measurements import MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
 
@@ -303,7 +308,8 @@ class M2:
         disagreeing = [check.ratio for check in self.kv_checks if check.kv == config.kv and check.disagrees]
         per_token = spec.kv_bytes_per_token_per_layer(config.kv) / min(config.tp, spec.num_kv_heads)
         tokens = kv_tokens_per_layer(spec, config, workload)
-        return per_token * max(disagreeing, default=1.0) * tokens
+        state_bytes = layer_state_bytes_per_gpu(spec, config, workload.batch)
+        return per_token * max(disagreeing, default=1.0) * tokens + state_bytes
 
 
 class _WeightsModel:
@@ -355,7 +361,7 @@ class _WeightsModel:
         spec = self._spec
         extra = 0.0
         if tp > spec.num_kv_heads >= self._split_at and spec.layer_linear_params:
-            share = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim / spec.layer_linear_params
+            share = spec.hidden_size * spec.kv_elements / spec.layer_linear_params
             extra = share * self._layer.split * (1 / spec.num_kv_heads - 1 / tp)
         return self._layer.at(tp) + extra
 

@@ -26,6 +26,7 @@ from fingerprint.formats import (
     kept_fraction,
     kv_heads_per_gpu,
     kv_tokens_per_layer,
+    layer_state_bytes_per_gpu,
     layer_weight_bytes_per_gpu,
 )
 from fingerprint.gpu_spec import GpuSpec
@@ -108,6 +109,7 @@ class _Shard(NamedTuple):
     expert_read_bytes: float  # likewise all experts', of which a step reads a part
     token_flops: float  # multiply-adds times two of the linear matrices, per token
     kv_token_bytes: float
+    sequence_state_bytes: float  # kept of a sequence whatever its length
     activation_token_bytes: float  # moved by norms, activation functions, rotations and sums
     flops_per_s: float  # peak of the format, less what quantized kernels lose
     head_read_bytes: float
@@ -210,7 +212,9 @@ class RooflineEstimator:
         spec, gpu, constants = self._spec, self._gpu, self._constants
         shard = self._shard(config)
         layer_bytes = shard.shared_read_bytes + shard.expert_read_bytes * self._experts_read_fraction(tokens)
-        read_bytes = spec.num_layers * (layer_bytes + shard.kv_token_bytes * kv_tokens) + shard.head_read_bytes
+        state_bytes = 2 * shard.sequence_state_bytes * sequences  # read and written
+        kept_bytes = shard.kv_token_bytes * kv_tokens + state_bytes
+        read_bytes = spec.num_layers * (layer_bytes + kept_bytes) + shard.head_read_bytes
         attention_flops = 4 * spec.num_heads * spec.head_dim * attended_pairs / config.tp
         linear_flops = spec.num_layers * shard.token_flops * tokens + shard.head_flops * sequences
         attention_s = spec.num_layers * attention_flops / gpu.flops_16bit_per_s
@@ -240,11 +244,11 @@ class RooflineEstimator:
         return 2 * tokens * self._spec.hidden_size * _ACTIVATION_BYTES
 
     def _mean(self, of_kind: Callable[[LayerKind], float]) -> float:
-        """Over the layers."""
+        """Over the layers, each as much as it keeps of a token."""
         kinds = self._kinds
         if len(kinds) == 1:
-            return of_kind(kinds[0])
-        return sum(kind.count * of_kind(kind) for kind in kinds) / self._spec.num_layers
+            return kinds[0].kv_share * of_kind(kinds[0])
+        return sum(kind.count * kind.kv_share * of_kind(kind) for kind in kinds) / self._spec.num_layers
 
     def _experts_read_fraction(self, tokens: float) -> float:
         """Expected share of distinct experts that ``tokens`` tokens choose, routed uniformly and independently."""
@@ -283,7 +287,7 @@ class RooflineEstimator:
         turned_back = 0.0
         if config.engine in self._eager and config.weights is WeightFormat.INT8:
             turned_back = 2 * WEIGHT_16BIT_BYTES * spec.layer_linear_params / tp  # written and read as 16 bits
-        kv_elements = 2 * kv_heads_per_gpu(spec, tp) * spec.head_dim
+        kv_elements = spec.kv_elements * kv_heads_per_gpu(spec, tp) / spec.num_kv_heads
         head = head_bytes(spec)
         return _Shard(
             layer_bytes=layer_bytes,
@@ -291,6 +295,7 @@ class RooflineEstimator:
             expert_read_bytes=expert_bytes / attained,
             token_flops=2 * active * kept_fraction(config.pruning) / tp,
             kv_token_bytes=kv_elements * KV_ELEMENT_BYTES[config.kv],
+            sequence_state_bytes=layer_state_bytes_per_gpu(spec, replace(config, pp=1), 1),
             activation_token_bytes=self._constants.activation_passes * self._layer_activation_bytes(tp),
             flops_per_s=peak * attained,
             head_read_bytes=head / tp,
@@ -314,6 +319,7 @@ class RooflineEstimator:
             layer_weight_bytes=math.ceil(shard.layer_bytes),
             layer_kv_bytes=math.ceil(
                 shard.kv_token_bytes * kv_tokens_per_layer(spec, config, workload, step_tokens)
+                + layer_state_bytes_per_gpu(spec, config, workload.batch)
             ),
             first_stage_bytes=math.ceil(embedding_bytes(spec) / tp),
             last_stage_bytes=math.ceil(last_bytes),

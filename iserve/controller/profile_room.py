@@ -93,7 +93,9 @@ def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequenc
 def _need_bytes(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec) -> dict[tuple[int, int], int]:
     """By point, what the largest fingerprint takes on one GPU: by the roofline, with 16-bit weights."""
     deepest = max((k for _, pp in plan.degrees for k in tied_depths(spec, pp)), default=1)  # layers of a stage
-    alike = replace(spec, num_layers=deepest, layer_windows=())  # a sliding layer's blocks are made for all tokens
+    shapes = spec.layer_shape_indexes[:deepest]
+    # Without windows: a sliding layer's blocks are made for all tokens.
+    alike = replace(spec, num_layers=deepest, layer_windows=(), layer_shape_indexes=shapes)
     cut = RooflineEstimator(alike, gpu, max_batched_tokens=STEP_TOKENS)
 
     def stage(workload: Workload) -> StageMemory:

@@ -108,9 +108,11 @@ def _refuse_without_pattern(source: ModelSource) -> None:
     Raises:
         UnsupportedModelError: it does not.
     """
-    if source.spec.layer_windows and not tied_depths(source.spec, 1):
+    if source.spec.several_kinds and not tied_depths(source.spec, 1):
         kinds = ", ".join(
-            f"{kind.count} look back " + (f"{kind.window:,} tokens" if kind.window else "to the beginning")
+            f"{kind.count} "
+            + (f"with {kind.shape.mixer} " if kind.shape else "")
+            + ("look back " + (f"{kind.window:,} tokens" if kind.window else "to the beginning"))
             for kind in source.spec.kinds
         )
         raise UnsupportedModelError(
