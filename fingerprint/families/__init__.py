@@ -2,7 +2,8 @@
 
 A family is described once, by the list of its tensors; the counts of :class:`ModelSpec` and the files of a dummy
 checkpoint both come from that list. No code that a model brings is imported or run (``auto_map`` is ignored);
-a family without a row is left to ``general``, which asks transformers' own class. It knows nothing of formats,
+a family without a row is described by what its checkpoint holds or by transformers' class
+(``fingerprint.description``). It knows nothing of formats,
 devices or engines. A new family is one row of a module's ``FAMILIES`` and, where no present reader fits, one
 function. The tests compare names, shapes and counts with what the transformers classes build.
 """
@@ -14,12 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, stored_tensors
 from fingerprint.config_json import Fields, read_config, show
+from fingerprint.description import describe, described_config
 from fingerprint.errors import UnsupportedModelError
 from fingerprint.families import falcon, gemma, gpt_neox, gpt_oss, gptj, llama_like, opt, phi3
 from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout
 from fingerprint.families.general import general_family
-from fingerprint.families.refusals import family_name, refuse_other_tasks, supported
+from fingerprint.families.refusals import (
+    family_name,
+    is_multimodal,
+    refuse_other_kinds,
+    refuse_other_tasks,
+    supported,
+)
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import read_stored
 
@@ -44,11 +53,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def load_spec(path: Path) -> ModelSpec:
     """:func:`read_spec` of the config.json at ``path`` (the file, or a directory that holds it).
 
+    A family without a row is described by the headers of the checkpoint's files where they are there.
+
     Raises:
         NotFoundError: no such file, or a directory without config.json.
         ConfigError, UnsupportedModelError: as :func:`read_spec`, or not a JSON object of at most 4 MiB.
+        CheckpointError: the checkpoint's files are unreadable, or not those of the model that config.json says.
     """
-    return read_spec(read_config(path))
+    config = read_config(path)
+    directory = path if path.is_dir() else path.parent
+    if is_tabled(config) or not any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        return read_spec(config)
+    refuse_other_kinds(config)
+    return describe(config, stored_tensors(directory))
 
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
@@ -58,14 +75,28 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
 
     Raises:
         ConfigError: a size is missing, of the wrong type, out of bounds, or contradicts another.
-        UnsupportedModelError: another family, an encoder-decoder, multimodal or non-generating model, or one that
-            is quantized in a way that ``fingerprint.quantized`` does not know.
+        UnsupportedModelError: an encoder-decoder or a model that generates no text, one that transformers has no
+            class of, or one that is quantized in a way that ``fingerprint.quantized`` does not know.
+        MissingExtraError: transformers or torch is not installed, and the family has no row.
     """
-    return read_blueprint(config).spec
+    if is_tabled(config):
+        return read_blueprint(config).spec
+    refuse_other_kinds(config)
+    return described_config(config)
+
+
+def is_tabled(config: Mapping[str, object]) -> bool:
+    """Whether the family has a row of the table, which multimodal models have not."""
+    name = config.get("model_type")
+    return isinstance(name, str) and name in FAMILIES and not is_multimodal(config)
 
 
 def read_blueprint(config: Mapping[str, object]) -> Blueprint:
-    """:func:`read_spec` with the tensors that the counts come from; same errors."""
+    """The tensors of a model with one stack of equal layers, which it is cut and run by.
+
+    Raises:
+        As :func:`read_spec`, and UnsupportedModelError: layers that differ, or a multimodal model.
+    """
     family = family_of(config)
     found = family.read(Fields(config, str(config["model_type"])))
     stored = read_stored(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from fingerprint.config_json import show
 from fingerprint.errors import ConfigError, UnsupportedModelError
 
-__all__ = ["family_name", "refuse_other_tasks", "supported"]
+__all__ = ["family_name", "is_multimodal", "refuse_other_kinds", "refuse_other_tasks", "supported"]
 
 # Families people ask for, so that the refusal can say what the model is; all others are refused as unknown.
 _ENCODER_DECODERS = {"t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper"}
-_ENCODERS = {"bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta-v2", "modernbert"}
+_ENCODERS = {"bert", "roberta", "camembert", "xlm-roberta", "distilbert", "electra", "deberta-v2", "modernbert"}
 _VISION = {
     "clip",
     "siglip",
@@ -24,12 +25,44 @@ _VISION = {
     "qwen3_vl",
     "blip-2",
 }
+_OTHER_TASKS = re.compile(r"For(Sequence|Token)Classification$|For(MaskedLM|QuestionAnswering|MultipleChoice)$")
 _PART_CONFIGS = ("vision_config", "audio_config", "text_config", "speech_config")
 
 
 def supported(families: Iterable[str]) -> str:
     """The end of every refusal: what is served."""
     return "supported are decoder-only " + ", ".join(families) + ", and others that transformers has"
+
+
+def is_multimodal(config: Mapping[str, object]) -> bool:
+    """Whether it has towers for images or sound beside its text model, or the text model in a part of its own."""
+    name = config.get("model_type")
+    return (isinstance(name, str) and name in _VISION) or any(config.get(key) for key in _PART_CONFIGS)
+
+
+def refuse_other_kinds(config: Mapping[str, object]) -> None:
+    """Refuse what generates no text from one stack of layers.
+
+    Raises:
+        ConfigError: no model_type.
+        UnsupportedModelError: an encoder-decoder model, or an encoder.
+    """
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        raise ConfigError(f"model_type must be a string that names the family, got {show(name)}")
+    if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:
+        raise UnsupportedModelError(
+            f"model_type {show(name)} is an encoder-decoder model; models with one stack of layers are supported"
+        )
+    if name in _ENCODERS:
+        raise UnsupportedModelError(
+            f"model_type {show(name)} is an encoder that generates no text; models that generate it are supported"
+        )
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(entry, str) for entry in architectures):
+        raise ConfigError(f"architectures must be a list of class names, got {show(architectures)}")
+    if architectures and _OTHER_TASKS.search(architectures[0]):
+        raise UnsupportedModelError(f"architecture {show(architectures[0])} does not generate text")
 
 
 def family_name(config: Mapping[str, object], families: Iterable[str]) -> str:
@@ -39,20 +72,11 @@ def family_name(config: Mapping[str, object], families: Iterable[str]) -> str:
         ConfigError: no model_type.
         UnsupportedModelError: another kind of model than ``families`` are.
     """
-    name = config.get("model_type")
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"model_type must be a string that names the family, got {show(name)}; {supported(families)}"
-        )
-    if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:
-        raise UnsupportedModelError(f"model_type {show(name)} is an encoder-decoder model; {supported(families)}")
-    if name in _VISION or any(config.get(key) for key in _PART_CONFIGS):
+    refuse_other_kinds(config)
+    name = str(config["model_type"])
+    if is_multimodal(config):
         raise UnsupportedModelError(
             f"model_type {show(name)} is a vision or multimodal model; {supported(families)}"
-        )
-    if name in _ENCODERS:
-        raise UnsupportedModelError(
-            f"model_type {show(name)} is an encoder that generates no text; {supported(families)}"
         )
     return name
 

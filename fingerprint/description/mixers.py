@@ -1,0 +1,227 @@
+"""What a layer keeps of a sequence, by the names and shapes of the matrices that it mixes tokens with.
+
+Elements a token: K and V of the KV heads, or the latent that stands for them. Elements a sequence: the state of
+linear attention and state-space layers and the last inputs of their convolutions, whatever the length.
+
+Sources: ``model_executor/layers/mamba/mamba_utils.py`` (states) and ``v1/kv_cache_interface.py`` of vLLM 0.33 for
+the sizes, the classes of transformers 5.23 for the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from fingerprint.description.facts import Facts
+from fingerprint.errors import UnsupportedModelError
+
+__all__ = ["Kept", "kept_of_layer"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_MIXER = re.compile(r"^(.*?(?:attn|attention|mamba\w*|mixer|temporal_block|mlstm_layer|short_?conv|\bconv|sconv)"
+                    r"(?:\.\d+)?)\.(.+)$")  # fmt: skip
+_OTHER = re.compile(r"(^|[._])(cross_attn|encoder_attn|mlp|experts?|shared_experts?|feed_forward)([._]|$)")
+_MLP = re.compile(r"(^|\.)(up_proj|down_proj|gate|gate_proj|\w*norm\w*)$")
+_K = re.compile(r"(^|\.)(k_proj|project_k|wk)(\.linear)?$")
+_V = re.compile(r"(^|\.)(v_proj\w*|project_v|wv)(\.linear)?$")
+_Q = re.compile(r"(^|\.)(q_proj|q_b_proj|project_q|wq)(\.linear)?$")
+_FUSED = re.compile(r"(^|\.)(query_key_value|qkv_proj|c_attn|Wqkv|W_pack|wqkv|qkv)$")
+_STATE_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What one layer keeps."""
+
+    mixer: str  # "attention", "latent attention", "gated delta", "mamba2" ...; joined by " and " where several
+    kv_elements: int = 0  # of a token
+    kv_heads: int = 0  # that the elements, or the state, are of
+    state_bytes: int = 0  # of a sequence
+
+
+def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
+    """What a layer with the matrices ``layer`` keeps (shapes as torch has them: outputs, inputs).
+
+    Raises:
+        UnsupportedModelError: it mixes tokens in a way that is not known.
+    """
+    owners: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, shape in layer.items():
+        found = _MIXER.match(name)
+        if found is not None and not _OTHER.search(found[1]):
+            owners[found[1]][re.sub(r"\.weight$", "", found[2])] = shape
+    kept = [each for leaves in owners.values() if (each := _kept(leaves, facts)) is not None]
+    unknown = [name for leaves in owners.values() for name, shape in leaves.items() if _may_mix(name, shape)]
+    if not kept and len(unknown) > 1:
+        names = ", ".join(sorted(unknown)[:6])
+        raise UnsupportedModelError(
+            f"what a layer of {facts.family} keeps of a sequence is not known: it mixes tokens by {names}"
+        )
+    mixers = [each.mixer for each in kept]
+    return Kept(
+        mixer=" and ".join(dict.fromkeys(mixers)) or "none",
+        kv_elements=sum(each.kv_elements for each in kept),
+        kv_heads=max(kept, key=lambda each: each.kv_elements).kv_heads if kept else 0,
+        state_bytes=sum(each.state_bytes for each in kept),
+    )
+
+
+def _may_mix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1 and not _OTHER.search(name) and _MLP.search(name) is None
+
+
+def _kept(leaves: Shapes, facts: Facts) -> Kept | None:
+    """Of one mixer; None: it keeps nothing (or is none)."""
+    lasts = {name.rpartition(".")[2] for name in leaves}
+    if "kv_a_proj_with_mqa" in lasts:
+        return _latent(leaves)
+    if (
+        any(name.endswith("A_log") for name in leaves)
+        and len(leaves) > 2
+        and not {"q_proj", "A"} <= lasts - {"A_log"}
+    ):
+        return _state_space(leaves, facts)
+    if "compressor.kv_proj" in leaves or ("kv_proj" in leaves and "o_a_proj" in leaves):
+        return _compressed(leaves, facts)
+    if {"qkv_proj", "output_gate"} <= lasts:
+        return _lightning(leaves, facts)
+    if any("rg_lru" in name for name in leaves):
+        width = _one(leaves, r"(^|\.)conv_?1d$")
+        return Kept(mixer="recurrent", state_bytes=(4 + _STATE_BYTES * (width[-1] - 1)) * width[0])
+    if any(map(_K.search, leaves)):
+        return _attention(leaves, facts)
+    if any(map(_FUSED.search, leaves)):
+        return _fused(leaves, facts)
+    if "kv_proj" in lasts:  # K and V in one
+        rows = _one(leaves, r"(^|\.)kv_proj$")[0]
+        heads = max(1, rows // (2 * (facts.head_dim or rows)))
+        return Kept(mixer="attention", kv_elements=rows, kv_heads=heads)
+    if any(map(_Q.search, leaves)):
+        return Kept(mixer="attention to another layer's KV")
+    convolution = [shape for name, shape in leaves.items() if _is_convolution(name, shape)]
+    if convolution:
+        return Kept(mixer="short convolution", state_bytes=sum(_tail_bytes(shape) for shape in convolution))
+    return None
+
+
+def _one(leaves: Shapes, pattern: str) -> tuple[int, ...]:
+    return next(shape for name, shape in leaves.items() if re.search(pattern, name))
+
+
+def _is_convolution(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[1] == 1 and "conv" in name
+
+
+def _tail_bytes(shape: tuple[int, ...]) -> int:
+    """The last inputs of a causal convolution of (channels, 1, width)."""
+    return _STATE_BYTES * shape[0] * (shape[-1] - 1)
+
+
+def _tails(leaves: Shapes) -> int:
+    return sum(_tail_bytes(shape) for name, shape in leaves.items() if _is_convolution(name, shape))
+
+
+def _latent(leaves: Shapes) -> Kept:
+    """Multi-head latent attention: the compressed K and V and the rotary part, one for all heads."""
+    elements = sum(shape[0] for name, shape in leaves.items() if name.endswith("kv_a_proj_with_mqa"))
+    return Kept(
+        mixer="latent attention", kv_elements=elements + _indexed(leaves), kv_heads=1, state_bytes=_tails(leaves)
+    )
+
+
+def _indexed(leaves: Shapes) -> int:
+    """Keys by which a sparse attention chooses tokens: bytes and a float32 scale, counted as 16-bit elements."""
+    keys = [shape[0] for name, shape in leaves.items() if re.search(r"indexer\.wk$", name)]
+    return sum((key + 4) // 2 for key in keys)
+
+
+def _attention(leaves: Shapes, facts: Facts) -> Kept:
+    keys = sum(shape[0] for name, shape in leaves.items() if _K.search(name) and "indexer" not in name)
+    values = sum(shape[0] for name, shape in leaves.items() if _V.search(name)) or keys  # V may be K itself
+    head_dim = facts.head_dim or keys
+    heads = keys // head_dim if keys % head_dim == 0 else facts.kv_heads or 1
+    return Kept(
+        mixer="attention", kv_elements=keys + values + _indexed(leaves), kv_heads=heads, state_bytes=_tails(leaves)
+    )
+
+
+def _fused(leaves: Shapes, facts: Facts) -> Kept:
+    """Q, K and V in one matrix, of which Q is heads * head_dim."""
+    shape = _one(leaves, _FUSED.pattern)
+    hidden, heads, head_dim = facts.hidden_size, facts.heads, facts.head_dim
+    if heads is None or head_dim is None:
+        raise UnsupportedModelError(
+            f"the heads of {facts.family} are not given, and its Q, K and V are one matrix"
+        )
+    rows = shape[1] if shape[0] == hidden and shape[1] != hidden else shape[0]  # GPT-2 keeps inputs first
+    elements = rows - heads * head_dim
+    if elements < 2 * head_dim or elements % (2 * head_dim):
+        raise UnsupportedModelError(
+            f"{rows} outputs of Q, K and V of {facts.family} hold no heads of K and V beside {heads} of {head_dim}"
+        )
+    return Kept(mixer="attention", kv_elements=elements, kv_heads=elements // (2 * head_dim))
+
+
+def _compressed(leaves: Shapes, facts: Facts) -> Kept:
+    """Compressed attention (DeepSeek V4): one entry for some tokens, and a window of the last ones as they are."""
+    width = _one(leaves, r"^kv_proj$")[0]
+    window = facts.first(("sliding_window",)) or 0
+    rates = facts.config.get("compress_rates")
+    has_index = any("indexer" in name for name in leaves)
+    key = "compressed_sparse_attention" if has_index else "heavily_compressed_attention"
+    rate = rates.get(key) if isinstance(rates, Mapping) else None
+    if not isinstance(rate, int) or rate < 1:
+        raise UnsupportedModelError(f"compress_rates of {facts.family} do not say {key}")
+    index = facts.count("index_head_dim") or 0 if has_index else 0
+    per_entry = width + (index + 4) // 2
+    return Kept(
+        mixer="compressed attention",
+        kv_elements=-(-per_entry // rate),
+        kv_heads=1,
+        state_bytes=_STATE_BYTES * window * width,
+    )
+
+
+def _lightning(leaves: Shapes, facts: Facts) -> Kept:
+    """Linear attention of MiniMax: a square of the head's width for each head, in float32."""
+    heads, head_dim = facts.heads or 1, facts.head_dim or 1
+    return Kept(mixer="lightning attention", state_bytes=4 * heads * head_dim * head_dim)
+
+
+def _state_space(leaves: Shapes, facts: Facts) -> Kept:
+    named: Callable[[str], list[tuple[int, ...]]] = lambda part: [s for n, s in leaves.items() if part in n]  # noqa: E731
+    log = _one(leaves, r"A_log$")
+    if named("x_proj"):  # Mamba: a state for each channel
+        state_bytes = facts.state_element_bytes * prod(log) + _tails(leaves)
+        return Kept(mixer="mamba", kv_heads=log[0], state_bytes=state_bytes)
+    if named("in_proj") and any(re.search(r"(^|\.)D$", name) for name in leaves):
+        return _mamba2(leaves, facts, prod(log))
+    return _gated_delta(leaves, facts, prod(log))
+
+
+def _mamba2(leaves: Shapes, facts: Facts, heads: int) -> Kept:
+    inner, channels = _one(leaves, r"out_proj$")[1], _one(leaves, r"conv1d$")[0]
+    groups = facts.first(("mamba_n_groups", "mamba_ngroups", "n_groups")) or 1
+    state = facts.state_size or (channels - inner) // (2 * groups)
+    if inner % heads:
+        raise UnsupportedModelError(f"{inner} channels of {facts.family} are not of {heads} heads")
+    state_bytes = facts.state_element_bytes * inner * state + _tails(leaves)
+    return Kept(mixer="mamba2", kv_heads=heads, state_bytes=state_bytes)
+
+
+def _gated_delta(leaves: Shapes, facts: Facts, heads: int) -> Kept:
+    """Delta-rule linear attention: a matrix of key width by value width for each head of V."""
+    inner = _one(leaves, r"(^|\.)o(ut)?_proj$")[1]
+    convolved = sum(shape[0] for name, shape in leaves.items() if _is_convolution(name, shape))
+    value_width = inner // heads
+    keys = (convolved - inner) // 2
+    key_width = facts.count("linear_key_head_dim") or facts.count("linear_head_dim")
+    if not key_width:
+        key_width = keys // (facts.count("linear_num_key_heads") or heads)
+    state = heads * key_width * value_width
+    state_bytes = facts.state_element_bytes * state + _tails(leaves)
+    return Kept(mixer="gated delta", kv_heads=heads, state_bytes=state_bytes)

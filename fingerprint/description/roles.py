@@ -1,0 +1,31 @@
+"""What a tensor of a hidden layer is for, by its name and shape."""
+
+from __future__ import annotations
+
+import re
+
+from fingerprint.tensor_shapes import Role
+
+__all__ = ["role_of"]
+
+_ROUTER = re.compile(r"(^|\.)(gate|router\w*|wg|gate_weight)(\.|$)")
+_NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+
+
+def role_of(name: str, shape: tuple[int, ...], num_experts: int) -> Role:
+    """The role of the tensor ``name`` (the rest behind the layer's index) of ``shape``."""
+    if _is_expert(name, shape, num_experts):
+        return Role.EXPERT
+    if len(shape) == 2 and num_experts and shape[0] == num_experts and _ROUTER.search(name) is not None:
+        return Role.ROUTER
+    if len(shape) == 2 and "A_log" not in name:
+        return Role.LINEAR
+    return Role.NORM if name.endswith("weight") else Role.BIAS
+
+
+def _is_expert(name: str, shape: tuple[int, ...], num_experts: int) -> bool:
+    """A matrix of one expert, or of all experts in one."""
+    if "shared_expert" in name or len(shape) < 2:
+        return False
+    joined = len(shape) == 3 and shape[0] == num_experts and shape[1] > 1
+    return joined or (len(shape) == 2 and _NUMBERED_EXPERT.search(name) is not None)

@@ -1,0 +1,210 @@
+"""From config.json and tensors to a ``ModelSpec``: what layers hold and keep, and the ends beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from fingerprint.checkpoint import StoredTensor
+from fingerprint.config_json import show
+from fingerprint.description.facts import Facts
+from fingerprint.description.mixers import Kept, kept_of_layer
+from fingerprint.description.packed import unpacked
+from fingerprint.description.roles import role_of
+from fingerprint.description.stack import Stack, find_stack
+from fingerprint.description.stored import quantization_of, stored_as
+from fingerprint.errors import ConfigError, UnsupportedModelError
+from fingerprint.model_spec import LayerShape, ModelSpec
+from fingerprint.tensor_shapes import Role
+
+__all__ = ["describe", "spec_and_stack"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer, as far as layers may differ."""
+
+    shape: LayerShape
+    kv_heads: int
+    experts: int
+
+
+def describe(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) -> ModelSpec:
+    """The model that ``config`` and the names, types and shapes of its tensors are of.
+
+    Args:
+        config: parsed config.json; of a multimodal model the part on text counts, its towers as parameters.
+        tensors: of the whole checkpoint, as they are stored.
+
+    Raises:
+        ConfigError: a size is out of bounds, or contradicts the tensors.
+        CheckpointError: the tensors are not those of as many layers, or packed in an unknown way.
+        UnsupportedModelError: several stacks of layers, or a way of mixing tokens that is not known.
+    """
+    quantization = quantization_of(config)
+    plain = unpacked(tensors, quantization)
+    is_packed = any(each.is_packed for each in plain.values())
+    if bool(quantization) != is_packed:
+        said = f"quantized by {show(quantization.get('quant_method'))}" if quantization else "not quantized"
+        has = "are in fewer bits than 16" if is_packed else "are all in 16 bits or more"
+        raise ConfigError(f"config.json says that the model is {said}, its tensors {has}; one of them is wrong")
+    named = config.get("architectures")
+    if not (isinstance(named, list) and named and isinstance(named[0], str)):
+        raise ConfigError(f"architectures of config.json must name the model's class, got {show(named)}")
+    spec, stack = spec_and_stack(config, {name: each.tensor for name, each in plain.items()}, named[0])
+    return replace(spec, stored=stored_as(quantization, stack, spec, plain)) if is_packed else spec
+
+
+def spec_and_stack(
+    config: Mapping[str, object], tensors: Mapping[str, StoredTensor], architecture: str
+) -> tuple[ModelSpec, Stack]:
+    """:func:`describe` for tensors in 16 bits; errors likewise."""
+    if config.get("is_encoder_decoder") is True:
+        raise UnsupportedModelError(
+            f"{show(config.get('model_type'))} is an encoder-decoder model; one stack is served"
+        )
+    facts = Facts(config)
+    num_layers = facts.num_layers
+    stack = find_stack(tensors, num_layers)
+    layers = _layers(stack, facts)
+    _check_ends(stack, facts)
+    windows = facts.windows(num_layers)
+    tied = stack.head is None
+    shapes = tuple(dict.fromkeys(layer.shape for layer in layers))
+    most = max(layers, key=lambda layer: layer.shape.kv_elements)
+    heads = facts.heads or most.kv_heads or 1
+    kv_heads, head_elements = _heads(most, facts, heads)
+    head_dim = facts.head_dim or max(1, (facts.hidden_size or heads) // heads)
+    several, varied = len(set(windows)) > 1, len(shapes) > 1 or shapes[0].state_bytes > 0
+    varied = varied or shapes[0].kv_elements != kv_heads * head_elements
+    vocab, hidden = stack.embedding.shape
+    norms = min(stack.norm_params, stack.beside_params)
+    spec = ModelSpec(
+        family=facts.family,
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=(facts.expert_inner if most.experts else None) or facts.inner or 4 * hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        max_context_tokens=facts.max_context_tokens,
+        tied_embeddings=tied,
+        num_experts=max(layer.experts for layer in layers),
+        experts_per_token=_per_token(layers, facts),
+        sliding_window=None if several else windows[0],
+        layer_windows=windows if several else (),
+        gated_mlp=any("gate" in name or "up_proj" in name for name in stack.layers[-1]),
+        layer_params=_mean(layer.shape.params for layer in layers),
+        layer_linear_params=_mean(layer.shape.linear_params for layer in layers),
+        layer_expert_params=_mean(layer.shape.expert_params for layer in layers),
+        embedding_params=stack.beside_params - norms,
+        head_params=0 if stack.head is None else prod(stack.head.shape),
+        final_norm_params=norms,
+        kv_head_elements=0 if head_elements == 2 * head_dim else head_elements,
+        layer_shapes=shapes if varied else (),
+        layer_shape_indexes=tuple(shapes.index(layer.shape) for layer in layers) if varied else (),
+    )
+    return spec, stack
+
+
+def _mean(values: Iterable[int]) -> int:
+    each = list(values)
+    return round(sum(each) / len(each))
+
+
+def _heads(most: _Layer, facts: Facts, heads: int) -> tuple[int, int]:
+    """KV heads and the elements that a token takes in each, of the layers that keep most."""
+    elements = most.shape.kv_elements
+    if not elements:
+        return facts.kv_heads or heads, 2 * (facts.head_dim or 1)
+    kv_heads = most.kv_heads or 1
+    return (kv_heads, elements // kv_heads) if elements % kv_heads == 0 else (1, elements)
+
+
+def _per_token(layers: Sequence[_Layer], facts: Facts) -> int:
+    experts = max(layer.experts for layer in layers)
+    if not experts:
+        return 0
+    if facts.experts_per_token == 0:  # not said: the most there can be
+        return experts
+    if not 1 <= facts.experts_per_token <= experts:
+        raise ConfigError(
+            f"the layers have {experts} experts; config.json says that {facts.experts_per_token} work on a token"
+        )
+    return facts.experts_per_token
+
+
+def _layers(stack: Stack, facts: Facts) -> list[_Layer]:
+    """Layers with equal tensors are looked at once."""
+    seen: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[_Layer, Kept]] = {}
+    found: list[_Layer] = []
+    of_types = facts.layer_list("layers_block_type", facts.num_layers) or []
+    first_shared = facts.num_layers - facts.shared_kv_layers
+    for index, tensors in enumerate(stack.layers):
+        key = tuple(sorted((name, tensor.shape) for name, tensor in tensors.items()))
+        if key not in seen:
+            shapes = dict(key)
+            kept = kept_of_layer(shapes, facts)
+            seen[key] = (_layer(shapes, kept, facts), kept)
+        layer, kept = seen[key]
+        if index >= first_shared and kept.kv_elements:
+            shape = replace(layer.shape, mixer=f"{kept.mixer} to another layer's KV", kv_elements=0)
+            layer = _Layer(shape, 0, layer.experts)
+        found.append(layer)
+    if "hybrid" in of_types:
+        return _with_shared_attention(found, [kind == "hybrid" for kind in of_types])
+    return found
+
+
+def _with_shared_attention(layers: list[_Layer], attends: list[bool]) -> list[_Layer]:
+    """One block is stored with the first layer that uses it (Zamba), and each that does has KV of its own."""
+    whole = max(layers, key=lambda layer: layer.shape.kv_elements)
+    return [
+        replace(
+            layer,
+            shape=replace(layer.shape, mixer=whole.shape.mixer, kv_elements=whole.shape.kv_elements),
+            kv_heads=whole.kv_heads,
+        )
+        if uses
+        else layer
+        for layer, uses in zip(layers, attends, strict=True)
+    ]
+
+
+def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> _Layer:
+    roles = {name: role_of(name, shape, facts.num_experts) for name, shape in tensors.items()}
+    experts = {name: shape for name, shape in tensors.items() if roles[name] is Role.EXPERT}
+    linear = [shape for name, shape in tensors.items() if roles[name] is Role.LINEAR]
+    shape = LayerShape(
+        mixer=kept.mixer + (", experts" if experts else ""),
+        params=sum(map(prod, tensors.values())),
+        linear_params=sum(map(prod, [*experts.values(), *linear])),
+        expert_params=sum(map(prod, experts.values())),
+        kv_elements=kept.kv_elements,
+        state_bytes=kept.state_bytes,
+    )
+    return _Layer(shape, kept.kv_heads, _num_experts(experts))
+
+
+def _num_experts(experts: Mapping[str, tuple[int, ...]]) -> int:
+    numbered = {found[0] for name in experts if (found := re.search(r"experts\.\d+", name))}
+    return len(numbered) or max((shape[0] for shape in experts.values()), default=0)
+
+
+def _check_ends(stack: Stack, facts: Facts) -> None:
+    """What both sources say must agree; vocabularies may be padded in the tensors."""
+    vocab, hidden = stack.embedding.shape
+    if facts.hidden_size is not None and hidden != facts.hidden_size:
+        raise ConfigError(
+            f"config.json says a hidden state of {facts.hidden_size}, the embedding's tensor has {hidden}; one of "
+            "them is of another model"
+        )
+    if facts.vocab_size is not None and vocab < facts.vocab_size:
+        raise ConfigError(
+            f"config.json says {facts.vocab_size} tokens, the embedding's tensor has {vocab}; one of them is of "
+            "another model"
+        )

@@ -1,0 +1,113 @@
+"""The stack of hidden layers found in the names of a model's tensors, and what lies beside it.
+
+A layer's tensors are named ``<stack>.<index>.<rest>``. Experts, pairs of attentions and the like have further
+indexes behind it, towers for images and sound have stacks of their own, and draft heads for speculation (MTP) come
+as layers behind the last or under a name of their own; none of these is served as a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from fingerprint.checkpoint import StoredTensor
+from fingerprint.config_json import MAX_LAYERS
+from fingerprint.errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["Stack", "find_stack"]
+
+_INDEXED = re.compile(r"(.*?)\.(\d{1,6})\.(.+)")
+_TOWERS = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech|sound|video|talker|encoder_layers)")
+_DRAFTS = re.compile(r"(^|\.)(mtp|nextn|eagle|draft)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """A model's tensors by where they belong."""
+
+    name: str  # of the layers' list
+    layers: tuple[Mapping[str, StoredTensor], ...]  # by the rest of the name
+    embedding: StoredTensor
+    head: StoredTensor | None  # None: the embedding is the head
+    beside_params: int  # input embedding and all else that belongs to no layer: norms, positions, towers
+    norm_params: int  # of these, vectors beside the towers
+    draft_params: int  # not counted elsewhere
+
+
+def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:
+    """The stack of ``num_layers`` among ``tensors``.
+
+    Raises:
+        CheckpointError: none has as many layers, or there is no embedding.
+        UnsupportedModelError: several have.
+    """
+    by_stack: dict[str, dict[int, dict[str, StoredTensor]]] = defaultdict(lambda: defaultdict(dict))
+    beside: dict[str, StoredTensor] = {}
+    drafts: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        found = _INDEXED.fullmatch(name)
+        if _DRAFTS.search(name):
+            drafts[name] = tensor
+        elif found is None or _TOWERS.search(found[1]):
+            beside[name] = tensor
+        else:
+            by_stack[found[1]][int(found[2])][found[3]] = tensor
+    name = _only_stack(by_stack, num_layers)
+    layers = by_stack.pop(name)
+    for other, indexed in by_stack.items():
+        beside |= {f"{other}.{index}.{rest}": t for index, each in indexed.items() for rest, t in each.items()}
+    behind = [tensor for index, each in layers.items() if index >= num_layers for tensor in each.values()]
+    embedding, head = _ends(beside)
+    of_beside = sum(_elements(t) for key, t in beside.items() if key != head)
+    return Stack(
+        name=name,
+        layers=tuple(layers[index] for index in range(num_layers)),
+        embedding=beside[embedding],
+        head=beside.get(head),
+        beside_params=of_beside,
+        norm_params=sum(_elements(t) for t in beside.values() if len(t.shape) == 1),
+        draft_params=sum(map(_elements, [*behind, *drafts.values()])),
+    )
+
+
+def _elements(tensor: StoredTensor) -> int:
+    return prod(tensor.shape)
+
+
+def _only_stack(by_stack: Mapping[str, Mapping[int, object]], num_layers: int) -> str:
+    wanted = set(range(num_layers))
+    whole = [name for name, layers in by_stack.items() if wanted <= layers.keys()]
+    most = {name: max(layers) + 1 for name, layers in by_stack.items() if max(layers) < MAX_LAYERS}
+    if not whole:
+        longest = max(most, key=lambda name: most[name], default="")
+        has = f"{longest} has {len(by_stack[longest])}" if longest else "no tensor is named by a layer's index"
+        raise CheckpointError(f"config.json says {num_layers} layers, of the tensors {has}; one of them is wrong")
+    fitting = [name for name in whole if most.get(name, 0) <= num_layers + 8]  # draft layers lie behind the last
+    if len(fitting or whole) > 1:
+        names = ", ".join(sorted(fitting or whole)[:4])
+        raise UnsupportedModelError(
+            f"the model has {len(fitting or whole)} stacks of {num_layers} layers ({names}); one stack is served"
+        )
+    return (fitting or whole)[0]
+
+
+_EMBEDDING = re.compile(
+    r"(^|[._])(embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|embeddings?)\.weight$"
+)
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output|head)(\.linear)?\.weight$")
+
+
+def _ends(beside: Mapping[str, StoredTensor]) -> tuple[str, str]:
+    """Names of the input embedding and of the head, ``""`` where it has none of its own."""
+    tables = {name: t for name, t in beside.items() if len(t.shape) == 2 and not _TOWERS.search(name)}
+    embeddings = [name for name in tables if _EMBEDDING.search(name)]
+    if not embeddings:
+        raise CheckpointError("no tensor beside the layers is an input embedding")
+    embedding = max(embeddings, key=lambda name: tables[name].shape[0])
+    heads = [
+        name for name, t in tables.items() if _HEAD.search(name) and t.shape[-1] == tables[embedding].shape[-1]
+    ]
+    return embedding, heads[0] if heads else ""

@@ -1,0 +1,122 @@
+"""Names and shapes of a model's tensors from its config alone, by transformers' class on torch's meta device.
+
+The class is built without memory behind its tensors. Only classes that come with transformers are used: code that
+a checkpoint brings is never run, nothing is downloaded. torch is imported when the first is built.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from fingerprint.checkpoint import StoredTensor
+from fingerprint.config_json import show
+from fingerprint.description.spec import spec_and_stack
+from fingerprint.description.stored import quantization_of, stored_by_rule
+from fingerprint.errors import ConfigError, UnsupportedModelError
+from fingerprint.extras import need_extra
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["described_config"]
+
+MAX_BUILT_LAYERS = 512  # each is a module of its own, built in milliseconds
+_NOT_TAKEN = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
+
+
+def described_config(config: Mapping[str, object]) -> ModelSpec:
+    """The model that transformers' class makes of ``config``.
+
+    Raises:
+        ConfigError: the class refuses the sizes, or they are out of bounds.
+        UnsupportedModelError: transformers has no class that generates text for it, or as ``describe``.
+        MissingExtraError: transformers or torch is not installed.
+    """
+    return _described(json.dumps(config, sort_keys=True))
+
+
+@lru_cache(maxsize=64)
+def _described(text: str) -> ModelSpec:
+    config = json.loads(text)
+    name = config.get("model_type")
+    need_extra("torch", f"model_type {show(name)}, of which there is a config alone,")
+    _bound(config)
+    quantization = quantization_of(config)
+    built, architecture = _built(_without(config), str(name))
+    tensors = {key: StoredTensor("BF16", tuple(value.shape)) for key, value in built.named_parameters()}
+    filled = built.config.to_dict() | {"model_type": name}
+    spec, stack = spec_and_stack(_without(filled), tensors, architecture)
+    return replace(spec, stored=stored_by_rule(quantization, stack, spec)) if quantization else spec
+
+
+def _without(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` without what would have transformers load code or kernels, or swap layers for quantized ones."""
+    kept = {key: value for key, value in config.items() if key not in _NOT_TAKEN and not str(key).startswith("_")}
+    return {key: _without(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
+    """The model on the meta device, and its architecture's name."""
+    import torch
+    import transformers
+    from transformers import AutoConfig
+
+    classes = _classes(name)
+    named = [entry for entry in config.get("architectures") or [] if isinstance(entry, str)]
+    chosen = next((entry for entry in named or classes if entry in classes), None)
+    if chosen is None:
+        of_these = f"{named[0]} is none of its" if named and classes else "it has no"
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} describes no {show(name)} by config.json alone: {of_these} "
+            "classes that generate text; give a folder with the checkpoint's safetensors files, which need none"
+        )
+    try:
+        filled = AutoConfig.for_model(**config)
+        with torch.device("meta"), _quiet():
+            model = getattr(transformers, chosen)._from_config(filled, dtype=torch.bfloat16)
+    except Exception as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{chosen} of transformers makes no model of this config.json: {line[:200]}") from error
+    return model, chosen
+
+
+def _classes(name: str) -> list[str]:
+    """Classes of transformers that generate text for ``name``, those of text alone first."""
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    found = [mapping[name] for mapping in mappings if name in mapping]
+    return [entry for each in found for entry in ((each,) if isinstance(each, str) else each)]
+
+
+def _bound(values: Mapping[str, object]) -> None:
+    """Whatever a class calls its layers, each is a module that is built: no more than can be.
+
+    Raises:
+        ConfigError: more.
+    """
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _bound(value)
+        elif isinstance(value, int) and value > MAX_BUILT_LAYERS and _counts_modules(name):
+            raise ConfigError(f"{name} may be {MAX_BUILT_LAYERS} at most for a config alone, got {show(value)}")
+
+
+def _counts_modules(name: str) -> bool:
+    return ("layer" in name or "expert" in name) and "size" not in name
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' advice on token ids and faster kernels."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
