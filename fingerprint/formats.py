@@ -8,7 +8,7 @@ Not included: allocator rounding, and what a kernel re-packs at load time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
@@ -194,16 +194,16 @@ def _mean_of_the_fullest_stage(spec: ModelSpec, pp: int, of_kinds: Sequence[floa
     return max(means)
 
 
-def layers_per_block(windows: Sequence[int | None]) -> int:
+def layers_per_block(kept: Sequence[Hashable]) -> int:
     """Layers of each group that shares one table of KV blocks, where an engine keeps such groups.
 
     As vLLM's get_kv_cache_groups: layers of several kinds share the blocks, in groups as large as the rarest kind
     (the commonest, where they are about as many), the last one filled up. Of layers all alike it is all of them.
 
     Args:
-        windows: of the layers of one stage.
+        kept: what tells the kinds apart, of the layers of one stage.
     """
-    counts = Counter(windows).values()
+    counts = Counter(kept).values()
     return max(counts) if max(counts) < _ALIKE * min(counts) else min(counts)
 
 

@@ -154,6 +154,15 @@ class ModelSpec:
         return tuple(places[identity] for identity in each)
 
     @property
+    def kept_by_layer(self) -> tuple[tuple[int | None, float, int], ...]:
+        """What tells layers apart by what they keep: how far back they look, of a token, and of a sequence."""
+        of_kinds = [
+            (kind.window, kind.kv_share, 0 if kind.shape is None else kind.shape.state_bytes)
+            for kind in self.kinds
+        ]
+        return tuple(of_kinds[index] for index in self.kind_indexes)
+
+    @property
     def several_kinds(self) -> bool:
         """Whether the layers are of more than one kind."""
         return bool(self.layer_windows) or len(set(self.layer_shape_indexes)) > 1

@@ -142,7 +142,7 @@ class CountedMemory:
         fewest, first = [], 0
         for stage, layers in enumerate(even_split(self._spec.num_layers, config.pp)):
             held = estimate.stage(stage, layers).weights_bytes + estimate.activation_bytes + context
-            shared = layers_per_block(self._spec.windows[first : first + layers])
+            shared = layers_per_block(self._spec.kept_by_layer[first : first + layers])
             fewest.append(max(0, math.floor((budget_bytes - held) / block) // shared))
             first += layers
         return min(fewest)

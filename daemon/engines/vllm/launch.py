@@ -1,51 +1,44 @@
 """From a worker's spec to vLLM's command line, every limit enforced. Arithmetic and text; starts nothing.
 
-Sources: ``engine/arg_utils.py``, ``v1/core/kv_cache_utils.py``, ``v1/kv_cache_interface.py`` and
-``v1/core/block_pool.py`` of vLLM 0.24.0 to 0.33.0.
+Source: ``engine/arg_utils.py`` of vLLM 0.24.0 to 0.33.0.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import WorkerLimits, WorkerSpec
+from daemon.engines.base import WorkerSpec
 from daemon.engines.options import check_options, option_words
+from daemon.engines.vllm.cache import BLOCK_TOKENS, kv_cache_bytes, step_tokens
 from daemon.engines.vllm.own_options import OWN_OPTIONS, TAKEN_OPTIONS, parser_words
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.config_json import read_config, show
 from fingerprint.errors import CheckpointError, ConfigError
-from fingerprint.families import read_spec
-from fingerprint.formats import layers_per_block, steps_in_flight
+from fingerprint.families import is_tabled, load_spec, read_spec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import METHODS
 
 __all__ = [
-    "BLOCK_TOKENS",
     "DRAIN_S",
     "GRAPH_TOKENS",
     "Model",
     "arguments",
     "environment",
-    "kv_cache_bytes",
     "read_model",
 ]
 
-BLOCK_TOKENS = 16  # the size that every attention backend of these models on NVIDIA GPUs takes
 # Of the largest CUDA graph. vLLM's own default is twice the sequences, 512 at most: with few of them a prompt of a
 # hundred tokens is beyond it, and each of its kernels waits for the host (decision 17).
 GRAPH_TOKENS = 512
 DRAIN_S = 30  # between SIGTERM and the end of what is being answered; the daemon kills after 35
 
 _KV_DTYPE = {KvFormat.BITS16: "auto", KvFormat.INT8: "int8_per_token_head", KvFormat.FP8: "fp8"}
-_KV_ELEMENT_BYTES = {KvFormat.BITS16: 2, KvFormat.INT8: 1, KvFormat.FP8: 1}
-_SCALE_BYTES = {KvFormat.INT8: 4}  # one float32 per token and head, for K and for V
 _QUANTIZED_BY = {
     WeightFormat.GPTQ4: frozenset({"gptq", "gptq_marlin"}),
     WeightFormat.INT4: frozenset({"awq", "awq_marlin", "compressed-tensors"}),
@@ -83,10 +76,17 @@ def read_model(spec: WorkerSpec) -> Model:
             f"{folder} has no safetensors files; fetch the weights, or ask for dummy weights to measure its shape"
         )
     return Model(
-        spec=read_spec({name: value for name, value in config.items() if name != "quantization_config"}),
+        spec=_spec_of(folder, config),
         quantized_by=quantized_by,
         has_tokenizer=any((folder / name).is_file() for name in _TOKENIZER_FILES),
     )
+
+
+def _spec_of(folder: Path, config: Mapping[str, object]) -> ModelSpec:
+    """Of a family with a row whatever its weights are stored in, which a launch's sizes do not depend on."""
+    if not is_tabled(config):
+        return load_spec(folder)
+    return read_spec({name: value for name, value in config.items() if name != "quantization_config"})
 
 
 def _check_stored_as(spec: WorkerSpec, quantized_by: str) -> None:
@@ -99,48 +99,6 @@ def _check_stored_as(spec: WorkerSpec, quantized_by: str) -> None:
             f"{spec.checkpoint} is {f'quantized by {quantized_by}' if quantized_by else 'not quantized'}; "
             "quantize it first, or choose another weight format"
         )
-
-
-def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
-    """``--kv-cache-memory-bytes``: what a GPU of the longest stage needs for ``limits.kv_tokens`` tokens.
-
-    vLLM makes ``bytes // page // layers`` blocks of it, of all stages the fewest, and keeps one for itself. A
-    sequence's last block is partly empty, so each of ``max_batch`` sequences costs one more than its tokens do;
-    one more still where a sliding window may begin inside a block. Layers of several kinds share the blocks, in
-    groups as large as the rarest kind (the commonest, where they are about as many), the last one filled up; each
-    group has tables of its own.
-    """
-    kv = spec.config.kv
-    heads = max(1, model.num_kv_heads // spec.config.tp)
-    token_bytes = 2 * heads * (model.head_dim * _KV_ELEMENT_BYTES[kv] + _SCALE_BYTES.get(kv, 0))
-    largest, first = 0, 0
-    for stage in spec.stages:
-        counts = Counter(model.windows[first : first + stage.num_layers])
-        group = layers_per_block(model.windows[first : first + stage.num_layers])
-        blocks = 1 + sum(math.ceil(counts[window] / group) * _blocks_held(spec, window) for window in counts)
-        largest = max(largest, blocks * group)
-        first += stage.num_layers
-    return largest * BLOCK_TOKENS * token_bytes
-
-
-def _blocks_held(spec: WorkerSpec, window: int | None) -> int:
-    """Return the blocks of one group of layers: a window's tokens and all that the steps in flight compute."""
-    limits = spec.limits
-    if window is None:
-        return math.ceil(limits.kv_tokens / BLOCK_TOKENS) + limits.max_batch
-    in_flight = _step_tokens(limits) * steps_in_flight(spec.config)
-    tokens = min(limits.kv_tokens, limits.max_batch * window + in_flight)
-    return math.ceil(tokens / BLOCK_TOKENS) + 2 * limits.max_batch
-
-
-def _step_tokens(limits: WorkerLimits) -> int:
-    """Return the tokens of the largest step: no more than all sequences together hold.
-
-    vLLM warns of more ("may lead to unexpected behavior", ``config/scheduler.py``), and the newer model runner of
-    0.33 divides a warm-up step among the sequences and writes beyond their block tables (illegal memory access,
-    seen on an H200).
-    """
-    return min(limits.max_batched_tokens, limits.max_batch * limits.max_context_tokens)
 
 
 def _memory_fraction(spec: WorkerSpec, devices: Mapping[str, Device]) -> str:
@@ -197,7 +155,7 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
         "--pipeline-parallel-size": config.pp,
         "--max-model-len": limits.max_context_tokens,
         "--max-num-seqs": limits.max_batch,
-        "--max-num-batched-tokens": _step_tokens(limits),
+        "--max-num-batched-tokens": step_tokens(limits),
         "--block-size": BLOCK_TOKENS,
         "--kv-cache-memory-bytes": kv_cache_bytes(spec, model.spec),
         "--gpu-memory-utilization": _memory_fraction(spec, devices),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.engines.base import WorkerLimits, WorkerSpec
-from daemon.engines.vllm import launch
+from daemon.engines.vllm import cache, launch
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError
 from tests.daemon.engines.vllm_worker_spec import DEVICES, GIB, LLAMA_8B, worker
@@ -134,7 +134,7 @@ def test_every_sequence_fits_whatever_its_length(batch, context, kv, first):
     )
     spec = worker(Path("/"), layers=(first, 32 - first), limits=limits, kv=kv)
     model = launch.read_spec(LLAMA_8B)
-    cache_bytes = launch.kv_cache_bytes(spec, model)
+    cache_bytes = cache.kv_cache_bytes(spec, model)
     page = 2 * 8 * 16 * {KvFormat.BITS16: 256, KvFormat.FP8: 128, KvFormat.INT8: 132}[kv]
     blocks = min(cache_bytes // page // layers for layers in (first, 32 - first)) - 1
     assert blocks >= batch * -(-context // 16)
