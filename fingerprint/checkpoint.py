@@ -18,7 +18,16 @@ from typing import Any
 from fingerprint.errors import CheckpointError, NotFoundError
 from fingerprint.json_members import JsonMembers
 
-__all__ = ["CHUNK_BYTES", "DTYPE_BITS", "Checkpoint", "TensorEntry", "indexed_files", "read_header"]
+__all__ = [
+    "CHUNK_BYTES",
+    "DTYPE_BITS",
+    "Checkpoint",
+    "StoredTensor",
+    "TensorEntry",
+    "indexed_files",
+    "read_header",
+    "stored_tensors",
+]
 
 CHUNK_BYTES = 4 * 2**20
 # The safetensors library reads headers of 100 MB; with 110 bytes to
@@ -38,6 +47,14 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     | dict.fromkeys(("I32", "U32", "F32"), 32)
     | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Type and shape of a tensor, as its file's header declares them."""
+
+    dtype: str  # safetensors' name, e.g. "BF16"
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +151,16 @@ class Checkpoint:
         if name not in self.tensors:
             raise CheckpointError(f"the checkpoint in {self.directory} has no tensor {name!r}")
         return self.tensors[name]
+
+
+def stored_tensors(directory: Path) -> Mapping[str, StoredTensor]:
+    """Return type and shape of every tensor of the checkpoint in ``directory``; only headers are read.
+
+    Raises:
+        NotFoundError, CheckpointError: as :meth:`Checkpoint.open`.
+    """
+    entries = Checkpoint.open(directory).tensors
+    return MappingProxyType({name: StoredTensor(entry.dtype, entry.shape) for name, entry in entries.items()})
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorEntry], int]:

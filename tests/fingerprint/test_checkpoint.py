@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from fingerprint import checkpoint as checkpoint_module
-from fingerprint.checkpoint import Checkpoint, read_header
+from fingerprint.checkpoint import Checkpoint, StoredTensor, read_header, stored_tensors
 from fingerprint.errors import CheckpointError, ConflictError, NotFoundError
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 
@@ -71,6 +71,10 @@ def test_shards_are_one_checkpoint(sharded: Path) -> None:
     }
     assert checkpoint.read("b") == ARRAYS["b"].tobytes()
     assert checkpoint.source_bytes == sum(file.stat().st_size for file in sharded.glob("*.safetensors"))
+
+
+def test_types_and_shapes_are_read_from_all_files(sharded: Path) -> None:
+    assert stored_tensors(sharded) == {"a": StoredTensor("F32", (7,)), "b": StoredTensor("I16", (3, 4))}
 
 
 def test_a_tensor_arrives_in_pieces_and_only_its_bytes_are_read(
