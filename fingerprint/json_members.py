@@ -1,7 +1,8 @@
-"""Large JSON objects, member by member.
+"""Large JSON objects, read member by member, or in pieces where they are written as an encoder writes them.
 
-``json.loads`` holds every other thread of the process until it has read the last byte: seconds for 32 MiB, which
-the header of a checkpoint may have. Here no step reads more than one member.
+``json.loads`` holds every other thread of the process until it has read the last byte: seconds for 100 MB, which
+the header of a checkpoint may have. Here no step reads more than one member or one piece, and no key may be there
+twice.
 """
 
 from __future__ import annotations
@@ -10,13 +11,55 @@ import re
 from collections.abc import Iterator
 from json import JSONDecoder
 from json.decoder import scanstring  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from fingerprint.errors import CheckpointError
 
-__all__ = ["JsonMembers"]
+__all__ = ["JsonMembers", "decode_canonical"]
+
+T = TypeVar("T")
+_PIECE_BYTES = 2**16
 
 _SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def decode_canonical(text: bytes, start: int, member: type[T], separator: bytes, most: int) -> dict[str, T] | None:
+    """Return the members of a JSON object that is written without white space and escapes, else None.
+
+    What was decoded is encoded again and compared: equal bytes had no key twice and were not read differently from
+    how another reader reads them. None says nothing about the text: :class:`JsonMembers` reads it or explains it.
+
+    Args:
+        start: where the first member to be read begins.
+        member: type of the members' values.
+        separator: last character of a value, a comma and the next key's quote. No string can hold it: a quote in
+            a string has a backslash before it.
+        most: number of members above which the answer is None.
+    """
+    decoder, encoder = msgspec.json.Decoder(dict[str, member]), msgspec.json.Encoder()  # type: ignore[valid-type]
+    members: dict[str, T] = {}
+    num_read, last = 0, len(text) - 1
+    if text[:1] != b"{" or text[last:] != b"}":
+        return None
+    while start < last:
+        end = last
+        if last - start > 2 * _PIECE_BYTES:
+            end = text.find(separator, start + _PIECE_BYTES, start + 2 * _PIECE_BYTES) + 1
+        piece = b"{" + text[start:end] + b"}"
+        try:
+            found = decoder.decode(piece)
+            if encoder.encode(found) != piece:
+                return None
+        except (msgspec.MsgspecError, ValueError):
+            return None
+        members |= found
+        num_read += len(found)
+        if not found or num_read > most:
+            return None
+        start = end + 1
+    return members if num_read == len(members) else None
 
 
 class JsonMembers:
@@ -64,6 +107,22 @@ class JsonMembers:
         except ValueError as error:
             raise self._invalid(str(error)) from error
         return str(text)
+
+    def canonical_strings(self, most: int) -> dict[str, str] | None:
+        """Read an object of strings as :func:`decode_canonical` does, with or without white space.
+
+        On None nothing was read.
+        """
+        self._skip_space()
+        end = self._text.find("}", self._at) + 1
+        try:
+            text = msgspec.json.format(self._text[self._at : end].encode(), indent=-1)
+        except (msgspec.MsgspecError, ValueError):
+            return None
+        members = decode_canonical(text, 1, str, b'","', most)
+        if members:
+            self._at = end
+        return members
 
     def value(self, max_chars: int) -> Any:
         """Read a string of any length, or another value of at most ``max_chars`` characters."""

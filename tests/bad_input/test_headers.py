@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from fingerprint.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, Checkpoint
+from fingerprint.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, Checkpoint, stored_tensors
 from fingerprint.errors import CheckpointError
+from fingerprint.safetensors_header import MAX_TENSORS
 
 HUGE = (2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 10**30, -1, -(2**63))
 ODD: tuple[Any, ...] = (None, True, 1.5, 1e308, "", "8", [], [[]], {}, {"": 0}, "\ud800", "\x1b[31m", "a" * 5000)
@@ -170,7 +171,7 @@ def test_the_embedded_engine_reads_no_other_files_than_the_plan_did(folder: Path
     "unit", [b"[],", b"{},", b"0,", b'"ab",', b"1e9,", b'{"":0},', b"[[[[]]]],"], ids=lambda unit: unit.decode()
 )
 def test_memory_is_bounded_by_the_header_whatever_is_in_it(tmp_path: Path, unit: bytes) -> None:
-    """32 MiB are the largest header that is read; at 25 times its size that is 800 MiB."""
+    """100 MB are the largest header that is read; at four times its size that is 400 MB."""
     raw = b"[" + unit * (2**18 // len(unit)) + b"0]"
     (tmp_path / SINGLE_FILE).write_bytes(len(raw).to_bytes(8, "little") + raw)
     tracemalloc.start()
@@ -180,8 +181,23 @@ def test_memory_is_bounded_by_the_header_whatever_is_in_it(tmp_path: Path, unit:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 25 * len(raw) + 2**20
-    assert 25 * MAX_HEADER_BYTES <= 800 * 2**20
+    assert peak < 4 * len(raw) + 2**20
+    assert 4 * MAX_HEADER_BYTES <= 400_000_000
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["compact", "spaced"])
+def test_memory_is_bounded_by_the_number_of_tensors(tmp_path: Path, separators: tuple[str, str]) -> None:
+    """Tensors of the shortest entries that there are: their header and a gigabyte at most."""
+    header = {f"{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(20_000)}
+    raw = json.dumps(header, separators=separators).encode()
+    (tmp_path / SINGLE_FILE).write_bytes(len(raw).to_bytes(8, "little") + raw)
+    tracemalloc.start()
+    try:
+        assert len(stored_tensors(tmp_path)) == len(header)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (peak - 4 * len(raw)) / len(header) * MAX_TENSORS < 1e9
 
 
 @pytest.mark.parametrize(
@@ -196,7 +212,7 @@ def test_memory_is_bounded_by_the_header_whatever_is_in_it(tmp_path: Path, unit:
 def test_a_header_is_read_no_further_than_to_what_is_wrong_in_it(
     tmp_path: Path, before: bytes, unit: bytes
 ) -> None:
-    """32 MiB of numbers read in one call hold all other threads of the process for seconds."""
+    """100 MB of numbers read in one call hold all other threads of the process for seconds."""
     raw = before + unit * (2**20 // len(unit))
     (tmp_path / SINGLE_FILE).write_bytes(len(raw).to_bytes(8, "little") + raw)
     tracemalloc.start()
@@ -223,7 +239,7 @@ def test_a_length_that_lies_allocates_nothing(tmp_path: Path, length: int) -> No
     os.truncate(file, 2**41)  # sparse: the length is within the file
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match="at most 33554432 are allowed"):
+        with pytest.raises(CheckpointError, match="at most 100000000 are allowed"):
             Checkpoint.open(tmp_path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -234,5 +250,5 @@ def test_a_length_that_lies_allocates_nothing(tmp_path: Path, length: int) -> No
 def test_an_index_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).touch()
     os.truncate(tmp_path / INDEX_FILE, 2**40)
-    with pytest.raises(CheckpointError, match="an index has at most 33554432"):
+    with pytest.raises(CheckpointError, match="an index has at most 100000000"):
         Checkpoint.open(tmp_path)

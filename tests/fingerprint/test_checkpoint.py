@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from fingerprint import checkpoint as checkpoint_module
+from fingerprint import safetensors_header as header_module
 from fingerprint.checkpoint import Checkpoint, StoredTensor, read_header, stored_tensors
 from fingerprint.errors import CheckpointError, ConflictError, NotFoundError
+from fingerprint.safetensors_header import parse_header, parse_index
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 
 ARRAYS = {
@@ -75,6 +77,69 @@ def test_shards_are_one_checkpoint(sharded: Path) -> None:
 
 def test_types_and_shapes_are_read_from_all_files(sharded: Path) -> None:
     assert stored_tensors(sharded) == {"a": StoredTensor("F32", (7,)), "b": StoredTensor("I16", (3, 4))}
+
+
+def header_of(num_tensors: int) -> dict[str, Any]:
+    """A header as one of a mixture of experts is, of two bytes per tensor."""
+    return {
+        f"model.layers.{n // 99}.mlp.experts.{n % 99}.down_proj.weight": tensor("BF16", [1], [2 * n, 2 * n + 2])
+        for n in range(num_tensors)
+    }
+
+
+def compact(header: dict[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def test_a_header_of_many_pieces_is_read_as_one_with_white_space_in_it() -> None:
+    header = header_of(5_000)
+    raw, spaced = compact({"__metadata__": {"format": "pt"}} | header), json.dumps(header, indent=1).encode()
+    found = parse_header(raw + b"    ", "f", 8 + len(raw) + 4 + 10_000)
+    assert found == parse_header(spaced, "f", 8 + len(spaced) + 10_000)
+    assert {name: found[name].data_offsets for name in found} == {
+        name: tuple(entry["data_offsets"]) for name, entry in header.items()
+    }
+
+
+def test_a_header_of_more_than_32_mib_is_read(tmp_path: Path) -> None:
+    raw = compact(header_of(320_000))
+    assert len(raw) > 2**25
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(raw_file(raw))
+        file.truncate(8 + len(raw) + 640_000)
+    assert len(stored_tensors(tmp_path)) == 320_000
+
+
+def test_more_tensors_than_any_model_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header_module, "MAX_TENSORS", 99)
+    for raw in (compact(header_of(100)), json.dumps(header_of(100)).encode()):
+        with pytest.raises(CheckpointError, match="more than 99 tensors"):
+            parse_header(raw, "f", 8 + len(raw) + 200)
+    index = json.dumps({"weight_map": dict.fromkeys(header_of(100), "f.safetensors")})
+    with pytest.raises(CheckpointError, match="more than 99 tensors"):
+        parse_index(index.encode(), "index")
+
+
+@pytest.mark.parametrize("num_tensors", [2, 5_000])
+@pytest.mark.parametrize("again", ['"NAME":ENTRY', '"\\u006dNAME":ENTRY'], ids=["plain", "escaped"])
+def test_a_tensor_that_is_there_twice_is_refused(num_tensors: int, again: str) -> None:
+    """However it is written, next to the first or a piece later, and though both say the same."""
+    header = header_of(num_tensors)
+    name, entry = next(iter(header.items()))
+    escaped = name.removeprefix("m") if "u006d" in again else name
+    member = again.replace("NAME", escaped).replace("ENTRY", compact(entry).decode()).encode()
+    raw = compact(header)[:-1] + b"," + member + b"}"
+    with pytest.raises(CheckpointError, match="has a key twice"):
+        parse_header(raw, "f", 8 + len(raw) + 2 * num_tensors)
+
+
+def test_a_field_that_is_there_twice_is_refused() -> None:
+    raw = b'{"a":{"dtype":"U8","shape":[2,3],"shape":[3,2],"data_offsets":[0,6]}}'
+    with pytest.raises(CheckpointError, match="has a key twice"):
+        parse_header(raw, "f", 8 + len(raw) + 6)
+    raw = b'{"weight_map":{"a":"one.safetensors","a":"two.safetensors"}}'
+    with pytest.raises(CheckpointError, match="has a key twice"):
+        parse_index(raw, "index")
 
 
 def test_a_tensor_arrives_in_pieces_and_only_its_bytes_are_read(
@@ -193,7 +258,7 @@ def test_an_unknown_tensor_is_named(single: Path) -> None:
         pytest.param(b"", "has 0 bytes", id="nothing"),
         pytest.param(b"1234567", "has 7 bytes", id="seven"),
         pytest.param(b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer", id="lfs"),
-        pytest.param((2**63).to_bytes(8, "little"), "at most 33554432 are allowed", id="huge-header"),
+        pytest.param((2**63).to_bytes(8, "little"), "at most 100000000 are allowed", id="huge-header"),
         pytest.param((50).to_bytes(8, "little") + b"{}", "is truncated: expected a header of 50", id="cut-header"),
         pytest.param(raw_file(b"nonsense"), "not valid JSON", id="not-json"),
         pytest.param(raw_file(b"[]"), "not an object", id="list"),
@@ -274,8 +339,16 @@ entries = st.fixed_dictionaries(
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(header=st.dictionaries(st.text(max_size=3), entries | json_values, max_size=3), size=st.integers(0, 40))
 def test_any_json_header_is_read_or_refused(tmp_path: Path, header: dict[str, Any], size: int) -> None:
-    """What is accepted lies inside the file, one tensor after the other."""
-    content = raw_file(header, b"x" * size)
+    """What is accepted lies inside the file, one tensor after the other; white space makes no difference."""
+    raw = compact(header)
+    verdicts = []
+    for text in (raw, json.dumps(header).encode()):
+        try:
+            verdicts.append(parse_header(text, "f", 8 + len(text) + size))
+        except CheckpointError:
+            verdicts.append({})
+    assert verdicts[0] == verdicts[1]
+    content = raw_file(raw, b"x" * size)
     (tmp_path / "f.safetensors").write_bytes(content)
     try:
         tensors, header_bytes = read_header(tmp_path / "f.safetensors")
