@@ -58,6 +58,7 @@ class _Sight:
     last_ok_s: float | None = None
     misses: int = 0  # since the last healthy answer
     stats: WorkerStats | None = None
+    stranger: str | None = None  # why healthy answers are not believed: another process listens on the port
 
 
 def _signal_name(number: int) -> str:
@@ -236,6 +237,8 @@ class SupervisedWorker:
         sight = self._sight
         health, stats = await asyncio.gather(prober.health(self.url), self._stats(prober))
         sight.stats = stats
+        if health is Health.OK and not self.is_ready and not await self._has_its_port():
+            return  # until the next tick: the look is too costly for more
         if health is Health.OK:
             if sight.last_ok_s is None:
                 log.info("worker %s is ready at %s", self.worker_id, self.url)
@@ -247,8 +250,30 @@ class SupervisedWorker:
             sight.misses = max(
                 sight.misses + 1, self._settings.probe_misses
             )  # it says itself that it does not serve
+        if health is not Health.OK and sight.stranger is not None:  # it has left the port
+            sight.stranger = self.error = None
         if sight.last_ok_s is None:
             self._wake_soon()  # a start is worth a closer look than once a second
+
+    async def _has_its_port(self) -> bool:
+        """Return whether the worker itself gave the healthy answer, before it is believed and sent the token.
+
+        An engine that loads does not have its port yet, and another program may have taken it. Where the owner
+        cannot be seen (a sandbox, a process whose descriptors are hidden), the answer is believed: a healthy
+        worker is not given up for what iServe may not look at.
+        """
+        sight, port = self._sight, self.spec.port
+        listens = await asyncio.to_thread(self.process.listens_on, port)
+        if listens is None:
+            log.warning("worker %s: who listens on port %d cannot be seen; taken to be it", self.worker_id, port)
+        if listens is not False:
+            sight.stranger = None
+            return True
+        if sight.stranger is None:
+            sight.stranger = f"port {port} is not the worker's: another process listens there and answers /health"
+            self.error = f"{sight.stranger}; end that process (`ss -ltnp` lists it)"
+            log.warning("worker %s: %s", self.worker_id, self.error)
+        return False
 
     async def _stats(self, prober: Prober) -> WorkerStats | None:
         if self._sight.last_ok_s is None:
@@ -266,6 +291,8 @@ class SupervisedWorker:
             why = f"no healthy answer for {settings.unresponsive_s:.0f} s; ended"
         else:
             return
+        if self._sight.stranger is not None:
+            why = f"{why}: {self._sight.stranger}"
         self._ended_because = why
         log.warning("worker %s: %s", self.worker_id, why)
         await asyncio.to_thread(self.process.end, grace_s=settings.stop_grace_s)

@@ -35,6 +35,7 @@ from daemon.lease import (
     try_lock,
     write_file,
 )
+from daemon.port_owner import is_listening
 from daemon.process import spawn_detached
 from daemon.procfs import ProcessStat, is_running, pids_with, processes, sees, started_as
 from daemon.settings import DaemonSettings
@@ -259,6 +260,16 @@ class WorkerProcess:
         session = self._session()
         is_ours = bool(session & marked) or self._engine_runs() or self._keeper_runs()
         return frozenset(marked) | (session if is_ours else frozenset())
+
+    def listens_on(self, port: int) -> bool | None:
+        """Return whether one of the worker's processes listens on a port; None where that cannot be seen.
+
+        A process that left the worker's session is looked for only where none in it listens.
+        """
+        try:
+            return is_listening(self.pids(), port) or is_listening(self.left(), port)
+        except OSError:
+            return None
 
     def kill_engine(self) -> None:
         """Kill every process of the worker but the keeper, which then writes how it ended.

@@ -199,8 +199,10 @@ def _answer(command: list[str], folder: Path) -> str:
         cwd=folder,
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
+        check=False,
     )
+    if done.returncode not in (0, 1):  # 1: an answer too, that nothing is feasible
+        done.check_returncode()
     return "\n".join(line.rstrip() for line in done.stdout.splitlines())
 
 

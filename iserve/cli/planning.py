@@ -42,6 +42,7 @@ def plan(
     With --gpus it starts nothing. Without, it plans for the devices that are free here, from the profile that
     `iserve profile` took, and as `iserve up` it starts this home, with its deployments, if it is down.
     With --as it prints the command or file that starts what a deploy would: the same engine, limits and devices.
+    Exit code 1 if no configuration is feasible.
     """
     from fingerprint.codec import to_json
     from fingerprint.errors import UnavailableError
@@ -82,6 +83,8 @@ def plan(
             from iserve.cli.pareto_text import print_pareto  # with the reports' axes: few plans are drawn
 
             print_pareto(document)
+    if document.chosen is None:
+        raise typer.Exit(1)
 
 
 def estimate(

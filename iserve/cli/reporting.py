@@ -107,8 +107,8 @@ def _hypothetical(
     from fingerprint.gpus import parse_gpus
     from iserve.cli.live import registered_models
     from iserve.model_source import resolve
-    from iserve.planning.engine_choice import engine_for_gpus
     from iserve.planning.here import deployable, gpus_here
+    from iserve.planning.hypothetical import engine_for_gpus
     from iserve.planning.making import datasheet_estimator, hypothetical_hardware
     from iserve.reporting.gathering import build_report
     from iserve.settings import load_settings
@@ -118,7 +118,7 @@ def _hypothetical(
     source = resolve(model, registered_models(model, load_settings()), need_weights=False)
     hardware = hypothetical_hardware(gpu, count)
     tables = capabilities_for(engine)
-    choice = engine_for_gpus(engine, source.spec, gpu, tables, options.quality)
+    choice = engine_for_gpus(source.spec, gpu, count, options.wish(), engine)
     engines = [table.unprepared() for table in tables if table.engine == choice.engine]
     estimator = datasheet_estimator(source.spec, gpu, engines)
     found = gpus_here()
@@ -135,6 +135,7 @@ def _hypothetical(
         options,
         accuracy=accuracy,
         deployable_of=deployable_of,
+        notes=choice.passed_over,
     )
 
 
@@ -145,7 +146,7 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     from fingerprint.measurements import Profile
     from iserve.api_types import ModelDocument
     from iserve.cli.live import client
-    from iserve.controller.deployer import deployable_engine
+    from iserve.controller.engine_selection import deployable_engine
     from iserve.controller.profile_validity import differences
     from iserve.controller.profiling import estimator_for
     from iserve.model_source import resolve

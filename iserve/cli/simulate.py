@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -105,7 +106,9 @@ def simulate(
         requests = load.requests(trace, tuple(named), options)
         if report is not None:
             check_target(report)
-    models, times = _models(named, gpu, options, wish.engine, [_read_profile(path) for path in profile or []])
+    per_node = max(Counter(one.node_id for one in snapshot.gpus).values())
+    profiles = [_read_profile(path) for path in profile or []]
+    models, times = _models(named, gpu, per_node, options, wish.engine, profiles)
     world = World(gpu, models, scenario)
     with StepDisplay(quiet=as_json) as display:
         display.show(f"{baseline} decides", None)
@@ -197,13 +200,12 @@ def _read_profile(path: Path) -> Profile:
 
 
 def _models(
-    named: dict[str, str], gpu: GpuSpec, options: PlanOptions, engine: str, profiles: list[Profile]
+    named: dict[str, str], gpu: GpuSpec, count: int, options: PlanOptions, engine: str, profiles: list[Profile]
 ) -> tuple[dict[str, SimulatedModel], tuple[str, ...]]:
-    """Return every model as a deploy plans it, and a sentence on where its times are from."""
-    from daemon.engines.registry import capabilities_for
+    """Return every model as a deploy on a node of ``count`` GPUs plans it, and where its times are from."""
     from iserve.cli.live import registered_models
     from iserve.model_source import resolve
-    from iserve.planning.engine_choice import engine_for_gpus
+    from iserve.planning.hypothetical import engine_for_gpus
     from iserve.planning.making import check_context
     from iserve.settings import load_settings
     from iserve.simulation.running import measured_model, roofline_model
@@ -218,7 +220,7 @@ def _models(
             raise ConfigError(f"{name}: {error}") from error
         profile = next((p for p in profiles if p.spec.shape_hash == source.spec.shape_hash), None)
         if profile is None:
-            choice = engine_for_gpus(engine, source.spec, gpu, capabilities_for(engine), options.intent.quality)
+            choice = engine_for_gpus(source.spec, gpu, count, options, engine)
             model = roofline_model(name, source.spec, gpu, options, choice.engine)
             times.append(f"{name}: roofline")
         else:

@@ -31,7 +31,8 @@ from fingerprint.errors import (
 )
 from fingerprint.measurements import Profile
 from iserve.api_types import DeployBody, VerifyBody
-from iserve.controller.deployer import Deployer, deployable_engine, engine_for
+from iserve.controller.deployer import Deployer
+from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.profile_validity import described
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_workers
@@ -210,8 +211,13 @@ class Targets:
             tell("resolving", 0, 0, 0.0)
             source = self._resolve(body.model)
             Checkpoint.open(source.directory)
-            engine, _ = engine_for(body.engine, source.spec, self._node(), options.intent.quality)
-            profile = self._profile(source, engine, options, tell)
+            engine, profile, _ = self._deployer.select(
+                source,
+                body.engine,
+                None,
+                options,
+                lambda engine, _: self._profile(source, engine, options, tell),
+            )
             tell("planning", 0, 0, 0.0)
             worker_id = f"verify-{uuid.uuid4().hex[:12]}"
             with self._profiler.paused(lambda: None), self._profiler.owning(worker_id):

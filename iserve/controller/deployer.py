@@ -17,7 +17,7 @@ from typing import NamedTuple
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerSpec
 from daemon.engines.options import EngineOptions
-from daemon.engines.registry import ENGINES, get_engine
+from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
@@ -28,18 +28,16 @@ from fingerprint.errors import (
     StateUnavailableError,
     UnavailableError,
 )
-from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
-from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import ARGUMENTS_NOTE, DeployBody
 from iserve.controller.ending import end_workers
+from iserve.controller.engine_selection import SelectedEngine, select_engine
 from iserve.controller.node import devices_of, hardware_of, without
 from iserve.controller.profile_validity import release_to_start
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
-from iserve.planning.engine_choice import choose_engine
 from iserve.planning.here import deployable_now
 from iserve.planning.launching import PlannedDeployment, worker_slug
 from iserve.planning.making import PlanOptions
@@ -47,79 +45,16 @@ from iserve.planning.planned import planned_deployment
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from placement.types import DeploymentState
-from planner.intent import Quality
 
 __all__ = [
     "Deployer",
     "Measured",
     "NoLongerWantedError",
-    "deployable_engine",
-    "engine_for",
 ]
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # at a worker whose time is up when the others of its deployment have been waited for
-
-
-def deployable_engine(name: str, version: str | None = None) -> Engine:
-    """Return the engine of that name, or for ``auto`` the first that can start workers.
-
-    Args:
-        version: of the engine, wherever it is installed; None: the first installation.
-
-    Raises:
-        ConfigError: no such engine.
-        InfeasibleError: it is not installed here, or not in that version.
-    """
-    engines = _engines_in(name, version)
-    able = [engine for engine in engines if engine.capabilities().deployable]
-    if not able:
-        tables = [engine.capabilities() for engine in engines]
-        if name == "auto":
-            reasons = "; ".join(f"{table.engine}: {table.unavailable}" for table in tables)
-            raise InfeasibleError(f"no engine that could serve a deployment is installed here; {reasons}")
-        other = "; or deploy with --engine torch" if get_engine("torch").capabilities().deployable else ""
-        raise InfeasibleError(f"{name} can be planned for, not deployed here: {tables[0].unavailable}{other}")
-    return able[0]
-
-
-def _engines_in(name: str, version: str | None) -> tuple[Engine, ...]:
-    """Return the engines of that name as installed in ``version``. Raises as :func:`deployable_engine`."""
-    if name != "auto":
-        return (get_engine(name).pinned(version),)
-    found, reasons = [], []
-    for engine in ENGINES.values():
-        try:
-            found.append(engine.pinned(version))
-        except InfeasibleError as error:
-            reasons.append(str(error))
-    if not found:
-        raise InfeasibleError(f"no engine is installed here in version {version}: {'; '.join(reasons)}")
-    return tuple(found)
-
-
-def engine_for(
-    name: str, spec: ModelSpec, node: NodeStatus, quality: Quality, version: str | None = None
-) -> tuple[Engine, tuple[str, ...]]:
-    """The engine of that name, or for ``auto`` the preferred one that serves ``spec`` on ``node``; and for each
-    that is preferred to it, why it is passed over.
-
-    Args:
-        version: of the engine, wherever it is installed; None: the first installation.
-
-    Raises:
-        ConfigError, InfeasibleError: as :func:`deployable_engine`.
-        UnsupportedModelError: no engine serves the model there.
-    """
-    if name != "auto":
-        return deployable_engine(name, version), ()
-    first = next(iter(node.devices), None)
-    on_gpus = first is not None and first.kind == "cuda"
-    gpu = match_device(first.name) if first is not None and on_gpus else None
-    tables = {engine.name: engine.capabilities() for engine in _engines_in(name, version)}
-    choice = choose_engine(spec, gpu, tuple(tables.values()), quality, on_gpus=on_gpus)
-    return get_engine(choice.engine).pinned(version), choice.passed_over
 
 
 class Measured(NamedTuple):
@@ -216,19 +151,36 @@ class Deployer:
         source = self._resolve(body.model)
         Checkpoint.open(source.directory)  # before minutes are spent on measuring what cannot be served
         options = self.options(body)
-        node = ask_daemon(self._daemon, DaemonClient.node)
-        quality, version = options.intent.quality, body.engine_version
-        engine, notes = engine_for(body.engine, source.spec, node, quality, version)
-        engine_options = body.engine_options
-        engine.check_options(engine_options)
-        if engine_options.arguments:
-            notes += (ARGUMENTS_NOTE,)
-        profile = self._profiler.enough(source, engine, node, options)
-        if profile is None:
-            notes += self._profiler.unused(source, engine, node, batch=options.workload.batch)
+
+        def profile_of(engine: Engine, _: tuple[str, ...]) -> Profile:
+            engine.check_options(body.engine_options)
+            node = ask_daemon(self._daemon, DaemonClient.node)
+            if (found := self._profiler.enough(source, engine, node, options)) is not None:
+                return found
+            unused.extend(self._profiler.unused(source, engine, node, batch=options.workload.batch))
             move("profiling")
-            profile = self._profile(row, source, engine, options)
-        return Measured(source, engine, profile, options, notes, engine_options)
+            return self._profile(row, source, engine, options)
+
+        unused: list[str] = []
+        engine, profile, notes = self.select(source, body.engine, body.engine_version, options, profile_of)
+        if body.engine_options.arguments:
+            notes += (ARGUMENTS_NOTE,)
+        return Measured(source, engine, profile, options, (*notes, *unused), body.engine_options)
+
+    def select(
+        self,
+        source: ModelSource,
+        name: str,
+        version: str | None,
+        options: PlanOptions,
+        profile_of: Callable[[Engine, tuple[str, ...]], Profile],
+    ) -> SelectedEngine:
+        """Select the engine for ``source`` on the node as it is now, with its profile: as ``select_engine``."""
+        node = ask_daemon(self._daemon, DaemonClient.node)
+        estimator_of = self._profiler.estimator
+        return select_engine(
+            name, version, source.spec, node, options, profile_of=profile_of, estimator_of=estimator_of
+        )
 
     def _profile(self, row: DeploymentRow, source: ModelSource, engine: Engine, options: PlanOptions) -> Profile:
         def find() -> Profile | None:

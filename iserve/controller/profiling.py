@@ -61,6 +61,7 @@ __all__ = [
     "last_words",
     "launched",
     "machine_key",
+    "start_profiling_worker",
     "step_tokens_of",
     "wait_until_ready",
     "within_what_is_free",
@@ -140,7 +141,7 @@ def wait_until_ready(
         EngineError: the worker gave up, was stopped, or is not ready in time.
     """
     deadline = time.monotonic() + timeout_s
-    last = "unknown"
+    last = "unknown, not ready,"
     while time.monotonic() < deadline:
         go_on()
         try:
@@ -152,9 +153,9 @@ def wait_until_ready(
             return status
         if status.state in _ENDED:
             raise EngineError(status.error or f"the worker {worker_id} is {status.state}")
-        last = status.state
+        last = f"{status.state}, not ready," if status.error is None else f"{status.state} ({status.error})"
         time.sleep(0.1)
-    raise EngineError(f"the worker {worker_id} is {last}, not ready, after {timeout_s:.0f} s")
+    raise EngineError(f"the worker {worker_id} is {last} after {timeout_s:.0f} s")
 
 
 class _DaemonWorker:
@@ -170,11 +171,39 @@ class _DaemonWorker:
             return status.error or f"the profiling worker is {status.state}"
         return None
 
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until the daemon has seen it serve; before, another program may answer on its port.
+
+        Raises:
+            EngineError: it has ended, or is not ready in time.
+        """
+        status = wait_until_ready(self._daemon, self._worker_id, timeout_s, go_on=self._check_alive)
+        self.url, self.token = status.url, status.token
+
+    def _check_alive(self) -> None:
+        if (failure := self.failure()) is not None:
+            raise EngineError(failure)
+
     def stop(self) -> None:
         try:
             ask_daemon(self._daemon, lambda there: there.stop(self._worker_id))
         except NotFoundError:
             return
+
+
+def start_profiling_worker(daemon: Callable[[], DaemonClient], spec: WorkerSpec, timeout_s: float) -> WorkerHandle:
+    """Return a worker that serves; nothing is left of one that does not within ``timeout_s``.
+
+    Raises:
+        EngineError: it has ended, or is not ready in time.
+    """
+    worker = _DaemonWorker(daemon, ask_daemon(daemon, lambda there: launched(there, spec)))
+    try:
+        worker.wait_until_ready(timeout_s)
+    except BaseException:
+        worker.stop()
+        raise
+    return worker
 
 
 class Profiler:
@@ -382,7 +411,7 @@ class Profiler:
         def launch(spec: WorkerSpec) -> WorkerHandle:
             self._workers |= {spec.worker_id}
             fitted = within_what_is_free(spec, ask_daemon(daemon, DaemonClient.node))
-            return _DaemonWorker(daemon, ask_daemon(daemon, lambda there: launched(there, fitted)))
+            return start_profiling_worker(daemon, fitted, self._start_timeout_s)
 
         def explain(spec: WorkerSpec, error: IserveError) -> IserveError:
             if not engine.capabilities().own_environment or not isinstance(error, EngineError):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
+from daemon.engines.base import Engine
 from daemon.engines.registry import ENGINES, get_engine
 from daemon.json_http import JsonHttp
 from daemon.status import NodeStatus, WorkerState
@@ -50,8 +51,9 @@ from iserve.api_types import (
 )
 from iserve.controller import worker_log
 from iserve.controller.check_targets import Targets
-from iserve.controller.deployer import Deployer, deployable_engine, engine_for
+from iserve.controller.deployer import Deployer
 from iserve.controller.ending import end_workers
+from iserve.controller.engine_selection import deployable_engine, engine_for
 from iserve.controller.jobs import Jobs
 from iserve.controller.node import serving_on
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
@@ -243,8 +245,27 @@ class Controller:
         """
         source = self.resolve(body.model, need_weights=False)
         node, batch = self.daemon().node(), options.workload.batch
+
+        def stored(engine: Engine, notes: tuple[str, ...]) -> Profile:
+            return self._stored(source, engine, notes, node, batch)
+
         with _or_elsewhere():
-            engine, notes = engine_for(body.engine, source.spec, node, options.intent.quality)
+            engine, profile, notes = self._deployer.select(source, body.engine, None, options, stored)
+        notes += tuple(
+            f"{config} was not measured, for the profile was taken for another wish, and may change this plan: a "
+            "deploy measures it first"
+            for config in self.profiler.lacking(profile, engine, node, options)
+        )
+        return self._deployer.plan(source, engine, profile, options, notes), source, profile
+
+    def _stored(
+        self, source: ModelSource, engine: Engine, notes: tuple[str, ...], node: NodeStatus, batch: int
+    ) -> Profile:
+        """Return the profile that holds on ``node``; ``notes`` are told with the refusal where there is none.
+
+        Raises:
+            NotMeasuredError: there is none.
+        """
         profile = self.profiler.stored(source, engine, node, batch=batch)
         if profile is None:
             notes += self.profiler.unused(source, engine, node, batch=batch)
@@ -256,12 +277,7 @@ class Controller:
                 f"{asked}` first, or plan for datasheet GPUs with --gpus NAME:COUNT"
                 + "".join(f"; {note}" for note in notes)
             )
-        notes += tuple(
-            f"{config} was not measured, for the profile was taken for another wish, and may change this plan: a "
-            "deploy measures it first"
-            for config in self.profiler.lacking(profile, engine, node, options)
-        )
-        return self._deployer.plan(source, engine, profile, options, notes), source, profile
+        return profile
 
     def profiles(self) -> tuple[Profile, ...]:
         return self.store.profiles()

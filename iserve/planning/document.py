@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fingerprint.config import DeploymentConfig, KvFormat, Workload, even_split
-from fingerprint.estimates import Correction, Estimate, Quantity
+from fingerprint.estimates import Correction, Estimate, Quantity, Source
 from fingerprint.measurements import Profile, Unreached
 from iserve.planning.verdict import VerdictDocument
 from planner.costs import total_bytes
@@ -310,6 +310,7 @@ def plan_document(
         notes=(
             *notes,
             *_cut_short(profile),
+            *_at_one_length(plan, profile),
             *_less_sure(plan),
             *_replicated(plan.intent, replicas),
             *_beside(plan),
@@ -364,6 +365,28 @@ def _cut_short(profile: Profile | None) -> tuple[str, ...]:
     return (
         f"the profile was cut short, its budget of {profile.budget_s:g} s ended first: {', and '.join(parts)}; "
         "`iserve profile` with more --max-seconds measures the rest",
+    )
+
+
+def _at_one_length(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
+    """Return why configurations that were run have scaled times: at one prompt length only, as a profile runs
+    split models, they do not tell what a longer context costs."""
+    lengths: dict[tuple[object, ...], set[int]] = {}
+    for point in () if profile is None else profile.timing:
+        lengths.setdefault((point.tp, point.pp, point.weights, point.kv), set()).add(point.input_tokens)
+    named: dict[str, int] = {}
+    for estimate in (ranked.estimate for ranked in plan.candidates):
+        if estimate is None or Source.SCALED not in (estimate.ttft_s.source, estimate.tpot_s.source):
+            continue
+        config = estimate.config
+        run_at = lengths.get((config.tp, config.pp, config.weights, config.kv), set())
+        if estimate.rests_on == config and len(run_at) == 1:
+            named[_named(config)] = min(run_at)
+    at = {tokens: [name for name in named if named[name] == tokens] for tokens in sorted(set(named.values()))}
+    return tuple(
+        f"{', '.join(names)}: run at one prompt length only ({tokens} tokens), so that times at other context "
+        "lengths are scaled from there (s)"
+        for tokens, names in at.items()
     )
 
 

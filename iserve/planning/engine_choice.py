@@ -1,13 +1,14 @@
 """Choice of the engine where none is named, alike for a deploy here and for GPUs that are not here.
 
-The first in the order of preference that can be measured and run is taken.
+The first in the order of preference that can be measured and run is taken; where no configuration is feasible on
+it, the next one on which one is.
 
 Pure: tables and a model in, a name out, with the reason why each engine that would have been preferred was not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -18,7 +19,14 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from planner.intent import Quality, allows
 
-__all__ = ["EngineChoice", "by_preference", "choose_engine", "engine_for_gpus", "takes_unasked"]
+__all__ = [
+    "EngineChoice",
+    "by_preference",
+    "engine_choices",
+    "engine_choices_for_gpus",
+    "first_feasible",
+    "nothing_feasible_on",
+]
 
 _ON_GPUS = ("vllm", "tensorrt-llm", "torch")
 _ON_CPUS = ("torch",)
@@ -26,7 +34,7 @@ _ON_CPUS = ("torch",)
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """An engine, and a sentence for each that is preferred to it and cannot be had."""
+    """An engine, and a sentence for each that is preferred to it and was not taken."""
 
     engine: str
     passed_over: tuple[str, ...] = ()
@@ -47,15 +55,17 @@ def by_preference(tables: Sequence[EngineCapabilities], gpu: GpuSpec) -> tuple[E
     return tuple(sorted(tables, key=rank))
 
 
-def choose_engine(
+def engine_choices(
     spec: ModelSpec,
     gpu: GpuSpec | None,
     tables: Sequence[EngineCapabilities],
     quality: Quality,
     *,
     on_gpus: bool,
-) -> EngineChoice:
-    """The engine for 16-bit checkpoints of ``spec``: on GPUs vllm before tensorrt-llm before torch, else torch.
+) -> tuple[EngineChoice, ...]:
+    """Return the engines for 16-bit checkpoints of ``spec``, the preferred one first.
+
+    The order is vllm, tensorrt-llm, torch on GPUs, and torch alone on a CPU.
 
     Args:
         gpu: the node's; None where no datasheet has it, or for a CPU.
@@ -66,42 +76,51 @@ def choose_engine(
         UnsupportedModelError: none of them; the message has each one's reason.
     """
     by_name = {table.engine: table for table in tables}
-    passed_over: list[str] = []
+    choices, passed_over = [], tuple[str, ...]()
     for table in (by_name[name] for name in (_ON_GPUS if on_gpus else _ON_CPUS) if name in by_name):
         reason = _why_not(spec, gpu, table, quality, on_gpus=on_gpus)
         if reason is None:
-            return EngineChoice(table.engine, tuple(passed_over))
-        passed_over.append(f"engine {table.engine} is passed over: {reason}")
-    raise UnsupportedModelError(f"no engine serves this model here: {'; '.join(passed_over)}")
+            choices.append(EngineChoice(table.engine, passed_over))
+        else:
+            passed_over += (f"engine {table.engine} is passed over: {reason}",)
+    if not choices:
+        raise UnsupportedModelError(f"no engine serves this model here: {'; '.join(passed_over)}")
+    return tuple(choices)
 
 
-def engine_for_gpus(
+def engine_choices_for_gpus(
     name: str, spec: ModelSpec, gpu: GpuSpec, tables: Sequence[EngineCapabilities], quality: Quality
-) -> EngineChoice:
-    """Return the engine called ``name``, or for ``auto`` the one that a deploy on ``gpu`` takes.
+) -> tuple[EngineChoice, ...]:
+    """Return the engine called ``name``, or for ``auto`` those that a deploy on ``gpu`` may take.
 
     Every engine counts as installed there.
 
     Raises:
-        UnsupportedModelError: as :func:`choose_engine`.
+        UnsupportedModelError: as :func:`engine_choices`.
     """
     if name != "auto":
-        return EngineChoice(name)
-    return choose_engine(spec, gpu, _installed(tables), quality, on_gpus=gpu.compute_capability is not None)
+        return (EngineChoice(name),)
+    installed = [replace(table, unavailable=None) for table in tables]
+    return engine_choices(spec, gpu, installed, quality, on_gpus=gpu.compute_capability is not None)
 
 
-def takes_unasked(
-    name: str, spec: ModelSpec, gpu: GpuSpec, tables: Sequence[EngineCapabilities], quality: Quality
-) -> bool:
-    """Return whether a deploy on ``gpu`` takes the engine called ``name`` where no preferred one is installed."""
-    on_gpus = gpu.compute_capability is not None
-    (table,) = (table for table in _installed(tables) if table.engine == name)
-    named = name in (_ON_GPUS if on_gpus else _ON_CPUS)
-    return named and _why_not(spec, gpu, table, quality, on_gpus=on_gpus) is None
+def first_feasible(choices: Sequence[EngineChoice], is_feasible: Callable[[str], bool]) -> EngineChoice:
+    """Return the first engine on which a configuration is feasible; the preferred one where there is none.
+
+    Args:
+        is_feasible: plans on an engine. Not asked where there is one choice only.
+    """
+    passed_over = tuple[str, ...]()
+    for choice in choices if len(choices) > 1 else ():
+        if is_feasible(choice.engine):
+            return replace(choice, passed_over=(*passed_over, *choice.passed_over))
+        passed_over += (nothing_feasible_on(choice.engine),)
+    return choices[0]
 
 
-def _installed(tables: Sequence[EngineCapabilities]) -> list[EngineCapabilities]:
-    return [replace(table, unavailable=None) for table in tables]
+def nothing_feasible_on(engine: str) -> str:
+    """Return the sentence on a preferred engine that runs the model, but in no configuration here."""
+    return f"engine {engine} is passed over: no configuration of it is feasible here; --engine {engine} says why"
 
 
 def _why_not(

@@ -19,7 +19,7 @@ from fingerprint.model_spec import ModelSpec
 from iserve.api_types import check_name
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import EstimateDocument, PlanDocument, estimate_document
-from iserve.planning.engine_choice import by_preference, engine_for_gpus, takes_unasked
+from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices_for_gpus, first_feasible
 from iserve.planning.here import DeployableDocument, deployable, gpus_here
 from iserve.planning.launching import LaunchDocument, PlannedDeployment
 from iserve.planning.making import (
@@ -40,7 +40,7 @@ from planner.intent import CostModel
 from planner.plan import NoRoom
 from planner.space import shape_refusal
 
-__all__ = ["OneEstimateDocument", "estimate_for_gpu", "launch_for_gpus", "plan_for_gpus"]
+__all__ = ["OneEstimateDocument", "engine_for_gpus", "estimate_for_gpu", "launch_for_gpus", "plan_for_gpus"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,20 +105,29 @@ def launch_for_gpus(
     return planned.launch(check_name(name or source.name), source, options.workload, None, engine_options)
 
 
+def engine_for_gpus(spec: ModelSpec, gpu: GpuSpec, count: int, options: PlanOptions, engine: str) -> EngineChoice:
+    """Return the engine that :func:`plan_for_gpus` plans on. Raises as that."""
+    tables = capabilities_for(engine)
+    hardware, by_name = hypothetical_hardware(gpu, count), {table.engine: table for table in tables}
+
+    def is_feasible(name: str) -> bool:
+        table = by_name[name]
+        estimator = datasheet_estimator(spec, gpu, [table])
+        return make_plan(spec, hardware, estimator, [table.unprepared()], options).best is not None
+
+    choices = engine_choices_for_gpus(engine, spec, gpu, tables, options.intent.quality)
+    return first_feasible(choices, is_feasible)
+
+
 def _planned(
     source: ModelSource, gpu: GpuSpec, count: int, options: PlanOptions, engine: str
 ) -> PlannedDeployment:
     """Choose as a deploy there would if every engine were installed. Raises as :func:`plan_for_gpus`."""
-    tables = capabilities_for(engine)
-    choice = engine_for_gpus(engine, source.spec, gpu, tables, options.intent.quality)
+    choice = engine_for_gpus(source.spec, gpu, count, options, engine)
     planned = _planned_on(choice.engine, source, gpu, count, options, choice.passed_over)
     if planned.best is not None:
         return planned
-    others = (table.engine for table in by_preference(tables, gpu) if table.engine != choice.engine)
-    able = (name for name in others if takes_unasked(name, source.spec, gpu, tables, options.intent.quality))
-    found = (_planned_on(name, source, gpu, count, options).best for name in able)
-    notes = [f"--engine {best.config.engine} would run {best.config} there" for best in found if best is not None]
-    notes += _if_prepared(source.spec, gpu, count, options, tables)
+    notes = _if_prepared(source.spec, gpu, count, options, capabilities_for(engine))
     return replace(planned, document=replace(planned.document, notes=(*planned.document.notes, *notes)))
 
 

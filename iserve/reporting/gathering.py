@@ -75,6 +75,17 @@ class ReportOptions:
     more_requests: bool = False  # as of :class:`iserve.planning.making.PlanOptions`, likewise the next
     longer_requests: bool = False
 
+    def wish(self, intent: Intent | None = None) -> PlanOptions:
+        """Return the options of one plan; the default intent is what a plan optimises unless it is told."""
+        return PlanOptions(
+            intent=intent or Intent(cost_model=self.cost_model, quality=self.quality),
+            workload=self.workload,
+            policy=self.policy,
+            load_threshold=self.load_threshold,
+            more_requests=self.more_requests,
+            longer_requests=self.longer_requests,
+        )
+
 
 def find_profile(
     profiles: Sequence[Profile], model: str, shape_hash: str | None, *, argument: str | None = None
@@ -124,16 +135,18 @@ def build_report(
     *,
     accuracy: AccuracyRecord | None = None,
     deployable_of: Callable[[DeploymentConfig], DeployableDocument] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Report:
     """All intents planned on ``hardware``, with what the estimator's profile (if it has one) measured.
 
     Args:
         deployable_of: whether a configuration can be deployed here; None: nothing is said of it.
+        notes: told with every plan.
 
     Raises:
         ConfigError: the workload is longer than the model's context, or there is no engine or device.
     """
-    planner = _Planner(spec, hardware, estimator, engines, options)
+    planner = _Planner(spec, hardware, estimator, engines, options, notes)
     plans: dict[IntentKind, Plan] = {
         kind: planner.plan(Intent(kind=kind, cost_model=options.cost_model, quality=options.quality))
         for kind in _PLAIN
@@ -212,12 +225,13 @@ class _Planner:
         estimator: Estimator,
         engines: Sequence[EngineCapabilities],
         options: ReportOptions,
+        notes: tuple[str, ...],
     ) -> None:
         self._spec, self._hardware, self._estimator = spec, hardware, estimator
-        self._engines, self._options = engines, options
+        self._engines, self._options, self._notes = engines, options, notes
 
     def plan(self, intent: Intent) -> Plan:
-        return make_plan(self._spec, self._hardware, self._estimator, self._engines, self._wish(intent))
+        return make_plan(self._spec, self._hardware, self._estimator, self._engines, self._options.wish(intent))
 
     def verdict(
         self,
@@ -228,15 +242,16 @@ class _Planner:
     ) -> Verdict:
         """The words of a plan that was made here."""
         there = None if deployable_of is None or plan.best is None else deployable_of(plan.best.config)
+        wish = self._options.wish(plan.intent)
         found = verdict(
             plan,
             model=model,
             hardware=self._hardware,
             estimator=self._estimator,
-            options=self._wish(plan.intent),
+            options=wish,
             deployable=there,
         )
-        capacity = serving_capacity(plan, self._spec, self._hardware, self._estimator, self._wish(plan.intent))
+        capacity = serving_capacity(plan, self._spec, self._hardware, self._estimator, wish)
         free_bytes = {gpu.device_id: gpu.free_bytes for gpu in self._hardware.snapshot.gpus}
         document = plan_document(
             plan,
@@ -244,6 +259,7 @@ class _Planner:
             hardware=self._hardware.label,
             workload=self._options.workload,
             conditions_of=EngineChooser(self._spec, self._hardware.gpu, self._engines).conditions,
+            notes=self._notes,
             profile=profile,
             verdict=found,
             capacity=None if capacity is None else capacity.document(free_bytes),
@@ -253,16 +269,6 @@ class _Planner:
         notes = [("" if number else "Notes", note) for number, note in enumerate([*alike, *note_lines(document)])]
         return Verdict(
             sentence=found.sentence, lines=(*plan_lines(document), *notes), refused=refused_words(found)
-        )
-
-    def _wish(self, intent: Intent) -> PlanOptions:
-        return PlanOptions(
-            intent=intent,
-            workload=self._options.workload,
-            policy=self._options.policy,
-            load_threshold=self._options.load_threshold,
-            more_requests=self._options.more_requests,
-            longer_requests=self._options.longer_requests,
         )
 
     def limited(self, plans: dict[IntentKind, Plan]) -> list[tuple[Plan, str]]:

@@ -3,9 +3,9 @@
 ``python fake_worker.py spec.json``; how it behaves is read from ``behaviour.json`` in the spec's checkpoint folder
 at each start (``once``: at the next only): ``slow_start_s``, ``exit_code``, ``last_words``, ``ignore_sigterm``,
 ``grandchildren`` (one in the group, one in a session of its own), ``print_lines``, ``busy_fraction``,
-``fail_health_file`` (unhealthy while it exists), ``running_file`` (has a request while it exists), ``exit_if``
-(exits with 1 if its id has this part), ``record_starts`` (a file that each start adds its worker's id and its
-process id to).
+``bind_file`` (listens only once it exists), ``fail_health_file`` (unhealthy while it exists),
+``running_file`` (has a request while it exists), ``exit_if`` (exits with 1 if its id has this part),
+``record_starts`` (a file that each start adds its worker's id and its process id to).
 """
 
 import json
@@ -117,6 +117,8 @@ def serve(spec: dict, behaviour: dict) -> None:
         def handle_error(self, *_arguments: object) -> None:
             """Print nothing of a probe that gave up: tests count the log's lines."""
 
+    while behaviour.get("bind_file") and not Path(behaviour["bind_file"]).exists():
+        time.sleep(0.02)
     try:
         server = Server(("127.0.0.1", spec["port"]), Handler)
     except OSError:

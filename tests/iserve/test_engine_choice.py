@@ -15,7 +15,7 @@ from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.errors import UnsupportedModelError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
-from iserve.planning.engine_choice import EngineChoice, by_preference, choose_engine
+from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices, first_feasible
 from iserve.planning.hypothetical import estimate_for_gpu, plan_for_gpus
 from iserve.planning.making import EngineChooser, PlanOptions
 from planner.intent import CostModel, Quality
@@ -43,7 +43,7 @@ A6000 = gpu_spec("a6000")
 
 
 def choose(*tables, spec=None, gpu=A6000, quality=Quality.NEAR, on_gpus=True) -> EngineChoice:
-    return choose_engine(spec or llama(), gpu, tables or TABLES, quality, on_gpus=on_gpus)
+    return engine_choices(spec or llama(), gpu, tables or TABLES, quality, on_gpus=on_gpus)[0]
 
 
 def test_on_gpus_vllm_is_taken_where_it_is() -> None:
@@ -105,6 +105,27 @@ def test_a_model_that_no_engine_runs_is_refused_with_each_reason(gpu) -> None:
         assert words in str(refused.value)
     if gpu is not None:
         assert choose(VLLM, TENSORRT_LLM, TORCH, spec=FALCON, gpu=gpu) == EngineChoice("vllm")
+
+
+def test_the_next_engine_is_taken_where_nothing_is_feasible_on_the_preferred_one() -> None:
+    choices = engine_choices(llama(), A6000, (TORCH, RUN, VLLM), Quality.NEAR, on_gpus=True)
+    assert [choice.engine for choice in choices] == ["vllm", "tensorrt-llm", "torch"]
+    chosen = first_feasible(choices, lambda engine: engine == "torch")
+    assert chosen.engine == "torch"
+    assert [note.split(":")[0] for note in chosen.passed_over] == [
+        "engine vllm is passed over",
+        "engine tensorrt-llm is passed over",
+    ]
+    assert first_feasible(choices, lambda _: True) == EngineChoice("vllm")
+    assert first_feasible(choices, lambda _: False) == EngineChoice("vllm")
+
+
+def test_an_engine_that_is_the_only_choice_is_not_planned_on() -> None:
+    def never(_: str) -> bool:
+        raise AssertionError("asked")
+
+    (only,) = engine_choices(llama(), None, TABLES, Quality.NEAR, on_gpus=False)
+    assert first_feasible([only], never) is only
 
 
 # --- plans for GPUs that are not here ---------------------------------------------------------------------------

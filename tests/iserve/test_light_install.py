@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from fingerprint import extras
 from fingerprint.errors import InfeasibleError
 from fingerprint.extras import _PACKAGES
-from iserve.controller.deployer import deployable_engine
+from iserve.controller.engine_selection import deployable_engine
 from tests.iserve.command_line import MODELS
 
 ROOT = Path(__file__).parents[2]

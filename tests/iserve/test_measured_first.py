@@ -112,3 +112,31 @@ def test_a_plan_by_a_profile_carries_the_notes_of_its_engine(tmp_path: Path) -> 
     told = note_lines(planned.document)
     assert told[0] == said
     assert not any("verified" in line for line in told)
+
+
+@pytest.mark.parametrize("lengths", [(512,), (128, 512)])
+def test_what_was_run_at_one_prompt_length_says_why_its_times_are_scaled(lengths: tuple[int, ...]) -> None:
+    """A default profile runs split models at the workload's own length, which does not tell a longer context's
+    price; at two lengths they are extrapolated, and nothing is to be said."""
+    machine = SyntheticMachine()
+    profile = take_profile(machine, replace(default_plan(machine.spec, WORK), split_input_tokens=lengths))
+    hardware = hypothetical_hardware(CPU, 2)
+    made = make_plan(
+        profile.spec,
+        hardware,
+        estimator_for(profile),
+        capabilities_for("torch"),
+        PlanOptions(intent=Intent(), workload=WORK),
+    )
+    document = plan_document(made, model="m", hardware=hardware.label, workload=WORK, profile=profile)
+    sources = {c.config: c.estimate.tpot_s.source for c in document.candidates if c.estimate is not None}
+    assert sources[TWO] == ("scaled" if len(lengths) == 1 else "extrapolated")
+    said = [note for note in note_lines(document) if "at one prompt length" in note]
+    assert said == (
+        [
+            "tp=2 pp=1 16bit, tp=1 pp=2 16bit: run at one prompt length only (512 tokens), so that times at other "
+            "context lengths are scaled from there (s)"
+        ]
+        if len(lengths) == 1
+        else []
+    )

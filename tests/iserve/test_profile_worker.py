@@ -7,6 +7,7 @@ import http.server
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -23,9 +24,10 @@ from daemon.profile_client import LOAD_MARK, WorkerProfileSession
 from daemon.status import NodeStatus, WorkerState
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError, InfeasibleError
-from iserve.controller.profiling import last_words, within_what_is_free
+from iserve.controller.profiling import last_words, start_profiling_worker, within_what_is_free
 from tests.daemon import fake_nvml
-from tests.daemon.conftest import Node
+from tests.daemon.conftest import Node, wait_for
+from tests.daemon.stranger import Stranger
 
 GIB = 2**30
 TOTAL = 48 * GIB
@@ -223,3 +225,34 @@ def test_a_worker_whose_answer_does_not_end_is_given_up() -> None:
         with pytest.raises(EngineError, match=r"/profile/memory .* gave no answer: TimeoutError"):
             WorkerProfileSession(handle, call_timeout_s=0.3).memory()
         server.shutdown()
+
+
+def test_a_profile_sends_nothing_to_a_stranger_on_its_worker_s_port(tmp_path: Path) -> None:
+    node = Node(tmp_path / "home")
+    node.behave(bind_file=str(tmp_path / "loaded"))
+    stranger = Stranger()
+    try:
+        node.start()
+        with ThreadPoolExecutor(1) as pool:
+            started = pool.submit(start_profiling_worker, lambda: node.client, node.spec(), 60.0)
+            wait_for(node.client.workers)
+            with stranger.listening(node.client.worker("w1").spec.port):
+                wait_for(lambda: node.client.worker("w1").error)
+                assert not started.done()
+            (tmp_path / "loaded").touch()
+            assert started.result().url == node.client.worker("w1").url
+        assert set(stranger.asked) == {("/health", None)}
+    finally:
+        node.clear()
+
+
+def test_a_profiling_worker_that_does_not_serve_in_time_says_why_and_is_ended(tmp_path: Path) -> None:
+    node = Node(tmp_path / "home")
+    node.behave(slow_start_s=600)
+    try:
+        node.start()
+        with pytest.raises(EngineError, match=r"w1 is starting, not ready, after 0 s"):
+            start_profiling_worker(lambda: node.client, node.spec(), 0.3)
+        assert node.client.worker("w1").state is WorkerState.STOPPED
+    finally:
+        node.clear()

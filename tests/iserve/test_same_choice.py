@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from fingerprint.gpus import parse_gpus
 from fingerprint.measurements import Profile
 from iserve.cli.app import make_app
 from iserve.controller import deployer as deployer_module
-from iserve.controller.deployer import Deployer, engine_for
+from iserve.controller import engine_selection
+from iserve.controller.deployer import Deployer
 from iserve.export.worker import exported_worker
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
@@ -95,7 +97,13 @@ def exported(source: ModelSource, gpus: str, options: PlanOptions, engine: str) 
 
 
 def launched(
-    source: ModelSource, gpus: str, options: PlanOptions, profile: Profile, patch: pytest.MonkeyPatch, home: Path
+    source: ModelSource,
+    gpus: str,
+    options: PlanOptions,
+    profile: Profile,
+    patch: pytest.MonkeyPatch,
+    home: Path,
+    name: str = "auto",
 ) -> DeploymentConfig | None:
     """Configuration that a deploy starts on a node with these idle GPUs, every engine installed, where the profile
     says what datasheets do; None: it is refused."""
@@ -115,16 +123,18 @@ def launched(
     node = NodeStatus(node_id="n", observed_at=0.0, devices=tuple(devices), workers=())
     installed = [_Installed(table.engine, replace(table, unavailable=None)) for table in capabilities_for("auto")]
     patch.setattr(deployer_module, "ask_daemon", lambda *_: node)
-    patch.setattr(deployer_module, "_engines_in", lambda *_: installed)
-    patch.setattr(deployer_module, "match_device", lambda _: gpu)
+    patch.setattr(engine_selection, "_engines_in", lambda *_: installed)
+    patch.setattr(engine_selection, "match_device", lambda _: gpu)
     nothing: Any = None
     by_datasheet: Any = SimpleNamespace(
         estimator=lambda _, engine, __: datasheet_estimator(source.spec, gpu, [engine.capabilities()])
     )
     deployer = Deployer(Settings(home=home), nothing, by_datasheet, nothing, nothing, nothing)
-    engine, _ = engine_for("auto", source.spec, node, options.intent.quality)
-    of_gpu = replace(profile, engine=engine.name, machine=replace(profile.machine, device=gpu))
-    planned = deployer.plan(source, engine, of_gpu, options)
+    on_gpu = replace(profile, machine=replace(profile.machine, device=gpu))
+    engine, of_gpu, notes = deployer.select(
+        source, name, None, options, lambda engine, _: replace(on_gpu, engine=engine.name)
+    )
+    planned = deployer.plan(source, engine, of_gpu, options, notes)
     try:
         workers = planned.workers("chat", source, "chat-1", options.workload, of_gpu)
     except InfeasibleError:
@@ -218,13 +228,47 @@ def notes_of(config: dict[str, Any], folder: Path, gpus: str, options: PlanOptio
     return "; ".join(plan.notes)
 
 
-def test_where_nothing_works_the_engine_and_the_checkpoint_that_would_are_named(tmp_path: Path) -> None:
-    """Twice as many layers in 16 bits are 24.7 GiB: too much for a GPU of 24 GiB on vLLM without fp8."""
-    larger = LLAMA_2_7B | {"num_hidden_layers": 64}
-    said = notes_of(larger, tmp_path, "a10g:1", PlanOptions(), "auto")
-    assert "--engine torch would run tp=1,pp=1,weights=int8,kv=16bit,pruning=none there" in said
+# In 16 bits 24.7 GiB: too much for a GPU of 24 GiB on vLLM without fp8. The embedded engine has int8.
+TWICE_AS_DEEP = LLAMA_2_7B | {"num_hidden_layers": 64}
+
+
+def test_where_nothing_is_feasible_on_vllm_all_take_the_embedded_engine_and_say_so(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISERVE_HOME", str(tmp_path / "home"))
+    source, (gpu, count), options = _source(tmp_path, TWICE_AS_DEEP), parse_gpus("a10g:1"), PlanOptions()
+    folder = str(source.directory)
+    plan = plan_for_gpus(folder, gpu, count, options, "auto")
+    first = first_of(plan)
+    assert first is not None
+    assert (first.engine, first.weights) == ("torch", WeightFormat.INT8)
+    there = (
+        exported(source, "a10g:1", options, "auto"),
+        launched(source, "a10g:1", options, profile, monkeypatch, tmp_path),
+    )
+    assert there == (first, first)
+    said = "engine vllm is passed over: no configuration of it is feasible here; --engine vllm says why"
+    assert said in plan.notes
+    report = CliRunner().invoke(make_app(), ["report", folder, "--gpus", "a10g:1", "--markdown"])
+    assert said in report.stdout
+    assert "int8 weights, on the embedded engine" in report.stdout
+
+
+def test_an_engine_that_is_named_is_refused_where_another_would_do(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, (gpu, count) = _source(tmp_path, TWICE_AS_DEEP), parse_gpus("a10g:1")
+    assert first_of(plan_for_gpus(str(source.directory), gpu, count, PlanOptions(), "vllm")) is None
+    assert exported(source, "a10g:1", PlanOptions(), "vllm") is None
+    # On a node where vllm is the only engine, as a deploy that names it finds it.
+    tables = [table for table in capabilities_for("auto") if table.engine == "vllm"]
+    monkeypatch.setattr(sys.modules[__name__], "capabilities_for", lambda _: tables)
+    assert launched(source, "a10g:1", PlanOptions(), profile, monkeypatch, tmp_path, "vllm") is None
+
+
+def test_where_nothing_works_the_checkpoint_that_would_is_named(tmp_path: Path) -> None:
     options = PlanOptions(intent=Intent(quality=Quality.ANY))
-    said = notes_of(larger, tmp_path, "a10g:1", options, "vllm")
+    said = notes_of(TWICE_AS_DEEP, tmp_path, "a10g:1", options, "vllm")
     assert "weights=int4" in said
     assert "on vllm would do: needs a checkpoint quantized beforehand" in said
     assert "--engine" not in said
