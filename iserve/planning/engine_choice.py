@@ -38,7 +38,7 @@ def by_preference(tables: Sequence[EngineCapabilities], gpu: GpuSpec) -> tuple[E
     The order is that of a deploy; last are those that no deploy takes unasked: nothing can be measured on them, or
     nothing of them was ever run. What is installed here does not count.
     """
-    names = _ON_CPUS if gpu.compute_capability is None else _ON_GPUS
+    names = _ON_CPUS if gpu.is_cpu else _ON_GPUS
 
     def rank(table: EngineCapabilities) -> tuple[bool, int]:
         last = table.unprofiled is not None or not table.verified
@@ -87,14 +87,14 @@ def engine_for_gpus(
     """
     if name != "auto":
         return EngineChoice(name)
-    return choose_engine(spec, gpu, _installed(tables), quality, on_gpus=gpu.compute_capability is not None)
+    return choose_engine(spec, gpu, _installed(tables), quality, on_gpus=not gpu.is_cpu)
 
 
 def takes_unasked(
     name: str, spec: ModelSpec, gpu: GpuSpec, tables: Sequence[EngineCapabilities], quality: Quality
 ) -> bool:
     """Return whether a deploy on ``gpu`` takes the engine called ``name`` where no preferred one is installed."""
-    on_gpus = gpu.compute_capability is not None
+    on_gpus = not gpu.is_cpu
     (table,) = (table for table in _installed(tables) if table.engine == name)
     named = name in (_ON_GPUS if on_gpus else _ON_CPUS)
     return named and _why_not(spec, gpu, table, quality, on_gpus=on_gpus) is None
