@@ -135,7 +135,8 @@ def gpu_spec(name: str) -> GpuSpec:
 def _unknown(asked: str, meant: str | None) -> NotFoundError:
     hint = "" if meant is None else f"did you mean {meant}? "
     return NotFoundError(
-        f"no datasheet figures for the GPU {asked[:80]!r}; {hint}known are {', '.join(known_gpus())}"
+        f"no datasheet figures for the GPU {asked[:80]!r}; {hint}known are {', '.join(known_gpus())}; "
+        "--gpu-file describes another"
     )
 
 
@@ -153,19 +154,21 @@ def _meant(text: str) -> str | None:
     return None if name is None else f"{name}:{found['count']}"
 
 
-def parse_gpus(text: str) -> tuple[GpuSpec, int]:
+def parse_gpus(text: str, described: GpuSpec | None = None) -> tuple[GpuSpec, int]:
     """Read ``NAME:COUNT`` as in ``a6000:8``; without a count, one GPU.
 
+    Args:
+        described: the GPU that is meant, by a name that the table does not have.
+
     Raises:
-        ConfigError: several kinds, or the count is not a whole number from 1 to ``MAX_GPUS``.
-        NotFoundError: no such GPU.
+        ConfigError: several kinds, or the count is not a whole number from 1 to ``MAX_GPUS``; ``described`` has a
+            name of the table.
+        NotFoundError: no such GPU, or not ``described``.
     """
     if "," in text:
         raise ConfigError(f"{text[:80]!r}: GPUs of one kind are taken, as in {text.partition(',')[0][:80]}")
     name, separator, count_text = text.partition(":")
-    if _key(name) not in _by_name():
-        raise _unknown(text if _COUNT_FIRST.fullmatch(text) else name, _meant(text))
-    spec = gpu_spec(name)
+    spec = _listed(name, text) if described is None else _same(name, described)
     if not separator:
         return spec, 1
     # isascii: int() would also read other scripts' digits
@@ -173,6 +176,21 @@ def parse_gpus(text: str) -> tuple[GpuSpec, int]:
     if not 1 <= count <= MAX_GPUS:
         raise ConfigError(f"{text!r}: the count of GPUs must be a whole number from 1 to {MAX_GPUS}")
     return spec, count
+
+
+def _listed(name: str, text: str) -> GpuSpec:
+    if _key(name) not in _by_name():
+        raise _unknown(text if _COUNT_FIRST.fullmatch(text) else name, _meant(text))
+    return gpu_spec(name)
+
+
+def _same(name: str, described: GpuSpec) -> GpuSpec:
+    """Return ``described``, which ``name`` must name."""
+    if _key(described.name) in _by_name():
+        raise ConfigError(f"{described.name!r} is in the datasheet table; give the GPU of the file another name")
+    if _key(name) != _key(described.name):
+        raise NotFoundError(f"the file describes the GPU {described.name!r}, not {name[:80]!r}")
+    return described
 
 
 def match_device(nvml_name: str) -> GpuSpec | None:
