@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
-from fingerprint.gpu_spec import GpuSpec
+from fingerprint.gpu_spec import GpuSpec, Vendor
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["EngineCapabilities", "Exclusion", "Note", "Selection", "Verified"]
+__all__ = ["PLANNED_ONLY", "EngineCapabilities", "Exclusion", "Note", "Selection", "Verified"]
 
+PLANNED_ONLY = {Vendor.AMD: "planned, not deployed by iServe: AMD"}  # vendors that no worker is started on
 _NOT_LISTED = ""
 
 
@@ -23,6 +24,7 @@ class Selection:
     kv: frozenset[KvFormat] | None = None
     pruning: frozenset[Pruning] | None = None
     below_compute_capability: tuple[int, int] | None = None  # holds for NVIDIA GPUs older than that only
+    vendors: frozenset[Vendor] | None = None
     cut_group_size: int | None = (
         None  # holds where some rank's matrix does not have whole groups of that many inputs
     )
@@ -37,6 +39,8 @@ class Selection:
         if self.below_compute_capability is not None and (
             gpu.compute_capability is None or gpu.compute_capability >= self.below_compute_capability
         ):
+            return False
+        if self.vendors is not None and gpu.vendor not in self.vendors:
             return False
         if self.cut_group_size is not None and not _cuts_groups(spec, config.tp, self.cut_group_size):
             return False
@@ -139,6 +143,8 @@ class EngineCapabilities:
         one_stage_reasons: families that it runs as one pipeline stage only, each with the reason.
         stored: reason per way of quantizing that checkpoints come in (``fingerprint.quantized.METHODS``); one that
             is not listed is a no.
+        cpu: whether it runs on a CPU.
+        amd: whether it can be planned for AMD GPUs.
         unavailable: why no worker of it can be started here, and what to change; None where one can.
         unprofiled: why iServe cannot measure models on it; None where it can.
         verified: the part of the table that was run; the rest was read in sources and documentation.
@@ -157,6 +163,7 @@ class EngineCapabilities:
     max_tp: int
     max_pp: int
     cpu: bool = False
+    amd: bool = False
     unavailable: str | None = None
     unprofiled: str | None = None
     verified: tuple[Verified, ...] = ()
@@ -184,8 +191,8 @@ class EngineCapabilities:
         name = self.engine
         if (reason := self.family_refusal(spec)) is not None:
             return reason
-        if gpu.compute_capability is None and not self.cpu:
-            return f"{name} needs an NVIDIA GPU"
+        if (reason := self._vendor_refusal(gpu.vendor)) is not None:
+            return reason
         if (reason := self._stored_refusal(spec, config)) is not None:
             return reason
         for axis, value, reason in (
@@ -199,6 +206,11 @@ class EngineCapabilities:
             return reason
         applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))
         return next((f"{name}: {exclusion.reason}" for exclusion in applying), None)
+
+    def _vendor_refusal(self, vendor: Vendor) -> str | None:
+        if vendor is Vendor.AMD and not self.amd:
+            return f"{self.engine} is not planned for AMD GPUs: it needs an NVIDIA GPU{' or a CPU' * self.cpu}"
+        return f"{self.engine} needs an NVIDIA GPU" if vendor is Vendor.CPU and not self.cpu else None
 
     def _stored_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
         """Quantized checkpoints are served as they are, all others in another format than that."""
@@ -243,6 +255,8 @@ class EngineCapabilities:
     def conditions(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> tuple[str, ...]:
         """What running ``config``, which :meth:`refusal` does not refuse, takes beside the GPUs."""
         there = () if self.deployable else (f"{self.engine} can be planned for, not deployed: {self.unavailable}",)
+        if gpu.vendor in PLANNED_ONLY:
+            there = (*there, PLANNED_ONLY[gpu.vendor])
         noted = (
             note.text for note in self.notes if note.applies(spec, config, gpu) and not note.is_met_by(config)
         )

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-__all__ = ["GpuSpec"]
+__all__ = ["GpuSpec", "Vendor"]
+
+
+class Vendor(StrEnum):
+    """Kind of a device: an NVIDIA GPU, an AMD GPU, or a CPU (share)."""
+
+    NVIDIA = "nvidia"
+    AMD = "amd"
+    CPU = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,13 +35,33 @@ class GpuSpec:
     pcie_bytes_per_s: float  # one direction, beyond the link group
     tdp_w: float | None = None
     price_usd_per_gpu_hour: float | None = None
+    gfx: str | None = None  # an AMD GPU's instruction set ("gfx942"); None: not an AMD GPU
+    link_mesh: bool = False  # each pair of the link group has a link of its own; else a switch or bridge joins all
+
+    @property
+    def vendor(self) -> Vendor:
+        if self.compute_capability is not None:
+            return Vendor.NVIDIA
+        return Vendor.CPU if self.gfx is None else Vendor.AMD
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.vendor is Vendor.CPU
 
     @property
     def has_fp8(self) -> bool:
         return self.flops_fp8_per_s is not None
 
     def slowest_link_bytes_per_s(self, group: int) -> float:
-        """One-direction bandwidth of the slowest link among ``group`` adjacent GPUs."""
+        """One-direction bandwidth of the slowest link between two of ``group`` adjacent GPUs."""
         if group <= 1:
             return float("inf")
         return self.link_bytes_per_s if group <= self.link_group_size else self.pcie_bytes_per_s
+
+    def collective_bytes_per_s(self, group: int) -> float:
+        """One-direction bandwidth of each of ``group`` adjacent GPUs that exchange data with all others at once.
+
+        In a mesh a GPU drives its links to all of them; behind a switch, a bridge or PCIe it has one.
+        """
+        slowest = self.slowest_link_bytes_per_s(group)
+        return slowest * (group - 1) if self.link_mesh and 1 < group <= self.link_group_size else slowest

@@ -19,9 +19,9 @@ from fingerprint.gpu_spec import GpuSpec
 
 __all__ = ["gpu_spec", "known_gpus", "match_device", "parse_gpus"]
 
-# ``NAME:COUNT`` in other orders and with other signs, as in 8xH100, 8 h100, h100*8.
+# ``NAME:COUNT`` in other orders and with other signs, as in 8xH100, 8 h100, h100*8. The x of a name is no sign.
 _COUNT_FIRST = re.compile(r"\s*(?P<count>[0-9]{1,6})\s*[x×*:\s]\s*(?P<name>\S.*)")
-_NAME_FIRST = re.compile(r"(?P<name>.*\S)\s*[x×*:\s]\s*(?P<count>[0-9]{1,6})\s*")
+_NAME_FIRST = re.compile(r"(?P<name>.*\S)(?:\s*[×*:\s]|(?:(?<=[0-9])|\s+)x)\s*(?P<count>[0-9]{1,6})\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class _Row:
     product: str
     aliases: tuple[str, ...]
     nvml_names: tuple[str, ...]
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None
+    gfx: str | None
     memory_visible_mib: int
     memory_bytes_per_s: float
     flops_16bit_per_s: float
@@ -48,11 +49,14 @@ class _Row:
     flops_fp8_per_s: float | None
     link_bytes_per_s: float
     link_group_size: int
+    link_mesh: bool
     link_note: str
     pcie_bytes_per_s: float
     tdp_w: float
     price_usd_per_gpu_hour: float | None
     price_sources: tuple[_PriceSource, ...]
+    source: str
+    source_date: str
     confidence: str
     cross_checked_against: tuple[str, ...]
     notes: str
@@ -103,18 +107,21 @@ def _spec(name: str) -> GpuSpec:
         pcie_bytes_per_s=row.pcie_bytes_per_s,
         tdp_w=row.tdp_w,
         price_usd_per_gpu_hour=row.price_usd_per_gpu_hour,
+        gfx=row.gfx,
+        link_mesh=row.link_mesh,
     )
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Names of the table's GPUs, smallest generation first as the file lists them."""
+    """Names of the table's GPUs as the file lists them: NVIDIA's from small to large, then AMD's."""
     return tuple(_table().gpus)
 
 
 def gpu_spec(name: str) -> GpuSpec:
     """The datasheet row called ``name``: a listed name, an alias (``h200``, ``a100-40gb``) or the product name.
 
-    Upper and lower case are the same. ``price_usd_per_gpu_hour`` is the median of the listed on-demand prices.
+    Upper and lower case are the same. ``price_usd_per_gpu_hour`` is the median of the listed on-demand prices;
+    None where none was found.
 
     Raises:
         NotFoundError: no such row.
@@ -128,7 +135,8 @@ def gpu_spec(name: str) -> GpuSpec:
 def _unknown(asked: str, meant: str | None) -> NotFoundError:
     hint = "" if meant is None else f"did you mean {meant}? "
     return NotFoundError(
-        f"no datasheet figures for the GPU {asked[:80]!r}; {hint}known are {', '.join(known_gpus())}"
+        f"no datasheet figures for the GPU {asked[:80]!r}; {hint}known are {', '.join(known_gpus())}; "
+        "--gpu-file describes another"
     )
 
 
@@ -140,25 +148,27 @@ def _nearest(name: str) -> str | None:
 def _meant(text: str) -> str | None:
     """Return ``NAME:COUNT`` for a text that says both in another way or misspells the name."""
     found = _COUNT_FIRST.fullmatch(text) or _NAME_FIRST.fullmatch(text)
-    if found is None:
+    if found is None or int(found["count"]) > MAX_GPUS:  # RTX 5000 is a name
         return _nearest(text)
     name = _nearest(found["name"])
     return None if name is None else f"{name}:{found['count']}"
 
 
-def parse_gpus(text: str) -> tuple[GpuSpec, int]:
+def parse_gpus(text: str, described: GpuSpec | None = None) -> tuple[GpuSpec, int]:
     """Read ``NAME:COUNT`` as in ``a6000:8``; without a count, one GPU.
 
+    Args:
+        described: the GPU that is meant, by a name that the table does not have.
+
     Raises:
-        ConfigError: several kinds, or the count is not a whole number from 1 to ``MAX_GPUS``.
-        NotFoundError: no such GPU.
+        ConfigError: several kinds, or the count is not a whole number from 1 to ``MAX_GPUS``; ``described`` has a
+            name of the table.
+        NotFoundError: no such GPU, or not ``described``.
     """
     if "," in text:
         raise ConfigError(f"{text[:80]!r}: GPUs of one kind are taken, as in {text.partition(',')[0][:80]}")
     name, separator, count_text = text.partition(":")
-    if _key(name) not in _by_name():
-        raise _unknown(text if _COUNT_FIRST.fullmatch(text) else name, _meant(text))
-    spec = gpu_spec(name)
+    spec = _listed(name, text) if described is None else _same(name, described)
     if not separator:
         return spec, 1
     # isascii: int() would also read other scripts' digits
@@ -166,6 +176,21 @@ def parse_gpus(text: str) -> tuple[GpuSpec, int]:
     if not 1 <= count <= MAX_GPUS:
         raise ConfigError(f"{text!r}: the count of GPUs must be a whole number from 1 to {MAX_GPUS}")
     return spec, count
+
+
+def _listed(name: str, text: str) -> GpuSpec:
+    if _key(name) not in _by_name():
+        raise _unknown(text if _COUNT_FIRST.fullmatch(text) else name, _meant(text))
+    return gpu_spec(name)
+
+
+def _same(name: str, described: GpuSpec) -> GpuSpec:
+    """Return ``described``, which ``name`` must name."""
+    if _key(described.name) in _by_name():
+        raise ConfigError(f"{described.name!r} is in the datasheet table; give the GPU of the file another name")
+    if _key(name) != _key(described.name):
+        raise NotFoundError(f"the file describes the GPU {described.name!r}, not {name[:80]!r}")
+    return described
 
 
 def match_device(nvml_name: str) -> GpuSpec | None:

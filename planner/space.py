@@ -33,7 +33,7 @@ def formats(spec: ModelSpec, gpu: GpuSpec) -> tuple[tuple[WeightFormat, KvFormat
     An already quantized checkpoint stays as it is: its KV cache alone may be of several formats.
     fp8 is there where the GPU multiplies it; ``llm-pruner-25`` where every query head has its own KV head.
     """
-    fp8 = gpu.has_fp8 and gpu.compute_capability is not None
+    fp8 = gpu.has_fp8 and not gpu.is_cpu
     if spec.stored is not None:
         return tuple((WeightFormat.STORED, k, Pruning.NONE) for k in ((*_KV, KvFormat.FP8) if fp8 else _KV))
     weights = (*_WEIGHTS, WeightFormat.FP8) if fp8 else _WEIGHTS

@@ -29,7 +29,7 @@ from fingerprint.formats import (
     layer_state_bytes_per_gpu,
     layer_weight_bytes_per_gpu,
 )
-from fingerprint.gpu_spec import GpuSpec
+from fingerprint.gpu_spec import GpuSpec, Vendor
 from fingerprint.model_spec import KV_ELEMENT_BYTES, LayerKind, ModelSpec
 
 __all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator", "all_reduce_s"]
@@ -69,7 +69,8 @@ class RooflineConstants:
     quantized_log_error: float = 0.1  # weights or KV not 16-bit, on both sides
     emulated_fp8_log_error: float = 1.4  # fp8 on a GPU without it, slower side only
     pipeline_log_error: float = 0.2  # pp > 1, on both sides
-    unlisted_log_error: float = math.log(3)  # no NVIDIA GPU, on both sides: assumption
+    cpu_log_error: float = math.log(3)  # a CPU, on both sides: assumption
+    amd_log_error: float = math.log(2)  # an AMD GPU, on both sides: checked on one public table, not fitted
     power_low_fraction: float = 0.21  # of TDP: lower end of the average draw of whole runs
     # Not calibrated: no public table itemises memory. A CUDA context is 0.3 to 0.6 GiB on these parts, captured
     # graphs and library workspaces take about as much again; NCCL buffers come with the second GPU.
@@ -92,11 +93,13 @@ def all_reduce_s(
 ) -> float:
     """Seconds of one all-reduce of ``tokens`` hidden states of 16 bits over ``tp`` GPUs.
 
-    A ring moves 2 (tp - 1) / tp of the message over each link, the slowest of which decides.
+    A ring moves 2 (tp - 1) / tp of the message over each link, the slowest of which decides; in a mesh each GPU
+    exchanges 2 / tp of it with every other, over a link of their own, which takes as long as a ring over one link
+    of the sum.
     """
     if tp == 1:
         return 0.0
-    link = gpu.slowest_link_bytes_per_s(tp) * constants.link_efficiency
+    link = gpu.collective_bytes_per_s(tp) * constants.link_efficiency
     latency_s = constants.all_reduce_latency_s + (tp - 2) * constants.all_reduce_hop_s
     return latency_s + 2 * (tp - 1) / tp * tokens * hidden_size * _ACTIVATION_BYTES / link
 
@@ -147,7 +150,7 @@ class RooflineEstimator:
         self._gpu = gpu
         self._constants = constants
         self._max_batched_tokens = max_batched_tokens
-        self._eager = frozenset() if gpu.compute_capability is None else eager
+        self._eager = frozenset() if gpu.is_cpu else eager
         self._kinds = spec.kinds
         self._shards: dict[DeploymentConfig, _Shard] = {}
 
@@ -308,7 +311,7 @@ class RooflineEstimator:
         step_tokens = min(workload.most_prompt_tokens, self._max_batched_tokens)
         shared_head = spec.tied_embeddings and config.pp == 1
         last_bytes = spec.final_norm_params * WEIGHT_16BIT_BYTES + (0.0 if shared_head else head_bytes(spec) / tp)
-        if self._gpu.compute_capability is None:
+        if self._gpu.is_cpu:
             runtime_bytes = constants.host_process_bytes
         else:
             runtime_bytes = constants.context_bytes + (constants.collective_bytes if config.num_gpus > 1 else 0)
@@ -360,8 +363,10 @@ class RooflineEstimator:
             both_sides += constants.quantized_log_error
         if config.pp > 1:
             both_sides += constants.pipeline_log_error
-        if gpu.compute_capability is None:
-            both_sides += constants.unlisted_log_error
+        if gpu.is_cpu:
+            both_sides += constants.cpu_log_error
+        if gpu.vendor is Vendor.AMD:
+            both_sides += constants.amd_log_error
         if config.engine in self._eager:
             both_sides += EAGER.log_error
         slower = 0.0

@@ -62,7 +62,7 @@ def _summary(record: AccuracyRecord) -> str:
         if rows:
             told.append(f"{len(rows)} {name}: {_judged(rows)}")
     machine = record.machine
-    where = machine.cpu_model if machine.device.compute_capability is None else machine.device.name
+    where = machine.cpu_model if machine.device.is_cpu else machine.device.name
     before, after = record.load_average_before, record.load_average_after
     load = "" if before is None or after is None else f" (load average {before:.2f} before, {after:.2f} after)"
     return (

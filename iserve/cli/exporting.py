@@ -21,6 +21,7 @@ from fingerprint.output_file import output_file
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
+    from fingerprint.gpu_spec import GpuSpec
     from iserve.export.worker import ExportedWorker
     from iserve.planning.launching import LaunchDocument
 
@@ -97,7 +98,7 @@ class Export:
 
     kind: ExportKind
     output: Path | None
-    gpus: str | None
+    there: tuple[GpuSpec, int] | None  # kind and number of GPUs elsewhere; None: this node's
     image: str | None
     volume: str | None
 
@@ -130,11 +131,11 @@ def export(
     if asked.kind is ExportKind.COMPOSE:
         _check_alone("a Compose file", replicas)
     settings = load_settings()
-    launch = _launch(asked.gpus, model, name, wish, replicas, engine_options)
+    launch = _launch(asked.there, model, name, wish, replicas, engine_options)
     worker = exported_worker(
         launch,
         get_engine(launch.worker.config.engine),
-        elsewhere=asked.gpus is not None,
+        elsewhere=asked.there is not None,
         start_timeout_s=settings.start_timeout_s,
         image=asked.image,
     )
@@ -144,7 +145,7 @@ def export(
     typer.echo(f"  {start.format(output)}")
 
 
-def print_as(kind: AsKind, gpus: str | None, model: str, wish: o.Wish, replicas: int) -> None:
+def print_as(kind: AsKind, there: tuple[GpuSpec, int] | None, model: str, wish: o.Wish, replicas: int) -> None:
     """Plan as a deploy does; the command or file goes to standard output, what it is to standard error.
 
     Raises:
@@ -163,11 +164,11 @@ def print_as(kind: AsKind, gpus: str | None, model: str, wish: o.Wish, replicas:
         if wish.engine not in ("auto", "vllm"):
             raise typer.BadParameter(f"vllm's command starts no {wish.engine}; leave --engine out, or take docker")
         wish = replace(wish, engine="vllm")
-    launch = _launch(gpus, model, None, wish, replicas, {})
+    launch = _launch(there, model, None, wish, replicas, {})
     worker = exported_worker(
         launch,
         get_engine(launch.worker.config.engine),
-        elsewhere=gpus is not None,
+        elsewhere=there is not None,
         start_timeout_s=load_settings().start_timeout_s,
         bare=kind is AsKind.VLLM,
     )
@@ -189,7 +190,7 @@ def _check_alone(what: str, replicas: int) -> None:
 
 
 def _launch(
-    gpus: str | None,
+    there: tuple[GpuSpec, int] | None,
     model: str | None,
     name: str | None,
     wish: o.Wish,
@@ -198,7 +199,6 @@ def _launch(
 ) -> LaunchDocument:
     """By the stored profile on what is free here, or by datasheets on GPUs that are not here."""
     from daemon.engines.options import EngineOptions
-    from fingerprint.gpus import parse_gpus
     from iserve.cli.live import client, model_argument, registered_models
     from iserve.demo import DEMO_MODEL_NAME
     from iserve.planning.hypothetical import launch_for_gpus
@@ -207,18 +207,15 @@ def _launch(
 
     settings = load_settings()
     options = o.replicated(wish.checked(settings), replicas)
-    if gpus is None:
+    if there is None:
         given = None if model is None else model_argument(model, settings)
         body = wish.body() | {"model": given, "name": name, "replicas": replicas, **engine_options}
         return client(settings).post("/api/v1/plans/launch", body, LaunchDocument)
-    with o.usage_errors("--gpus"):
-        gpu, count = parse_gpus(gpus)
     model = model or DEMO_MODEL_NAME
     registered = registered_models(model, settings)
     return launch_for_gpus(
         model,
-        gpu,
-        count,
+        *there,
         options,
         wish.engine,
         name=name,

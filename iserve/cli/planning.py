@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from iserve.cli import exporting as e
+from iserve.cli import gpu_options as g
 from iserve.cli import options as o
 
 __all__ = ["register"]
@@ -28,6 +29,7 @@ def plan(
     gpus: Annotated[
         str | None, typer.Option("--gpus", help="Plan for these instead, such as a6000:8. Needs no GPU.")
     ] = None,
+    gpu_file: g.GpuFile = None,
     wish: o.Wish,
     replicas: o.Replicas = 1,
     picture: Annotated[
@@ -39,14 +41,13 @@ def plan(
 ) -> None:
     """Rank every configuration of MODEL for an intent, and explain the choice. Starts no deployment of MODEL.
 
-    With --gpus it starts nothing. Without, it plans for the devices that are free here, from the profile that
-    `iserve profile` took, and as `iserve up` it starts this home, with its deployments, if it is down.
+    With --gpus or --gpu-file it starts nothing. Without, it plans for the devices that are free here, from the
+    profile that `iserve profile` took, and starts this home, with its deployments, as `iserve up` if it is down.
     With --as it prints the command or file that starts what a deploy would: the same engine, limits and devices.
     Exit code 1 if no configuration is feasible.
     """
     from fingerprint.codec import to_json
     from fingerprint.errors import UnavailableError
-    from fingerprint.gpus import parse_gpus
     from iserve.cli.live import client, model_argument, registered_models
     from iserve.cli.render import print_plan
     from iserve.planning.document import PlanDocument
@@ -60,10 +61,11 @@ def plan(
         if others := [name for name, value in given.items() if value]:
             raise typer.BadParameter(f"--as prints nothing else; leave {', '.join(others)} out")
         o.replicated(wish.checked(settings), replicas)  # here already: a bad value must not start a controller
-        e.print_as(as_kind, gpus, model, wish, replicas)
+        e.print_as(as_kind, g.named_gpus(gpus, gpu_file), model, wish, replicas)
         return
     options = o.replicated(wish.checked(settings), replicas)
-    if gpus is None:
+    there = g.named_gpus(gpus, gpu_file)
+    if there is None:
         body = wish.body() | {"model": model_argument(model, settings), "replicas": replicas}
         try:
             controller = client(settings)
@@ -71,10 +73,8 @@ def plan(
             raise UnavailableError(f"{error}; {ELSEWHERE}") from error
         document = controller.post("/api/v1/plans", body, PlanDocument)
     else:
-        with o.usage_errors("--gpus"):
-            gpu, count = parse_gpus(gpus)
         registered = registered_models(model, settings)
-        document = plan_for_gpus(model, gpu, count, options, wish.engine, registered=registered)
+        document = plan_for_gpus(model, *there, options, wish.engine, registered=registered)
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:
@@ -89,7 +89,8 @@ def plan(
 
 def estimate(
     model: o.ModelArgument,
-    gpu: Annotated[str, typer.Option("--gpu", help="The GPU, such as h200.")],
+    gpu: Annotated[str | None, typer.Option("--gpu", help="The GPU, such as h200.")] = None,
+    gpu_file: g.GpuFile = None,
     config: Annotated[
         str,
         typer.Option(
@@ -111,14 +112,12 @@ def estimate(
     """
     from fingerprint.codec import to_json
     from fingerprint.config import parse_config
-    from fingerprint.gpus import gpu_spec
     from iserve.cli.live import registered_models
     from iserve.cli.render import print_estimate
     from iserve.planning.hypothetical import estimate_for_gpu
     from iserve.settings import load_settings
 
-    with o.usage_errors("--gpu"):
-        device = gpu_spec(gpu)
+    device = g.one_gpu(gpu, gpu_file)
     with o.usage_errors("--config"):
         wanted = parse_config(config, engine=engine)
     workload = o.workload_of(batch, input_tokens, output_tokens)

@@ -12,6 +12,7 @@ import typer
 from fingerprint.errors import NotFoundError, UnavailableError
 from fingerprint.full_disk import why_not_written
 from fingerprint.output_file import output_file
+from iserve.cli import gpu_options as g
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def report(
     gpus: Annotated[
         str | None, typer.Option("--gpus", help="Report on these instead, such as a6000:8. Needs no profile.")
     ] = None,
+    gpu_file: g.GpuFile = None,
     truth: Annotated[
         Path | None,
         typer.Option("--truth", help="Measured whole models instead of those that `make accuracy` left here."),
@@ -85,10 +87,11 @@ def report(
         with o.usage_errors("--output"):
             check_target(output)
     accuracy = None if truth is None else read_accuracy(truth)
-    if gpus is None:
+    there = g.named_gpus(gpus, gpu_file)
+    if there is None:
         found = _live(model, engine, options, accuracy)
     else:
-        found = _hypothetical(model, gpus, engine, options, accuracy)
+        found = _hypothetical(model, *there, engine, options, accuracy)
     if as_json:
         typer.echo(to_json(found, indent=2).decode())
         return
@@ -101,10 +104,9 @@ def report(
 
 
 def _hypothetical(
-    model: str, gpus: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None
+    model: str, gpu: GpuSpec, count: int, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None
 ) -> Report:
     from daemon.engines.registry import capabilities_for
-    from fingerprint.gpus import parse_gpus
     from iserve.cli.live import registered_models
     from iserve.model_source import resolve
     from iserve.planning.here import deployable, gpus_here
@@ -113,8 +115,6 @@ def _hypothetical(
     from iserve.reporting.gathering import build_report
     from iserve.settings import load_settings
 
-    with o.usage_errors("--gpus"):
-        gpu, count = parse_gpus(gpus)
     source = resolve(model, registered_models(model, load_settings()), need_weights=False)
     hardware = hypothetical_hardware(gpu, count)
     tables = capabilities_for(engine)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from iserve.cli import exporting as e
+from iserve.cli import gpu_options as g
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def deploy(
     export: e.ExportOption = None,
     output: e.ExportOutput = None,
     gpus: e.ExportGpus = None,
+    gpu_file: g.GpuFile = None,
     image: e.ExportImage = None,
     volume: e.ExportVolume = None,
     idempotency_key: Annotated[
@@ -108,10 +110,12 @@ def deploy(
             raise typer.BadParameter("nobody watches what is exported; leave --scale-to-zero out")
         if refuse_late:
             raise typer.BadParameter("there is no gateway before what is exported; leave --refuse-late out")
-        where = e.Export(kind=export, output=output, gpus=gpus, image=image, volume=volume)
+        where = e.Export(
+            kind=export, output=output, there=g.named_gpus(gpus, gpu_file), image=image, volume=volume
+        )
         e.export(where, model, name, wish, replicas, engine_options)
         return
-    given = {"--output": output, "--gpus": gpus, "--image": image, "--volume": volume}
+    given = {"--output": output, "--gpus": gpus, "--gpu-file": gpu_file, "--image": image, "--volume": volume}
     if alone := [option for option, value in given.items() if value is not None]:
         raise typer.BadParameter(f"{', '.join(alone)} goes with --export")
     model = None if model is None else model_argument(model, settings)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.errors import ConfigError
+from iserve.cli.gpu_options import GpuFile, named_gpus
 from placement.routing import DEFAULT_ROUTER
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ _GIB = 2**30
 class ClusterOptions:
     """What is there, what is deployed on it, and what happens to it."""
 
-    gpus: Annotated[str, typer.Option("--gpus", help="The cluster, such as a6000:8. Needs no GPU.")]
     models: Annotated[
         str, typer.Option("--models", help="[NAME=]MODEL,...: what is deployed, under which names requests call.")
     ]
+    gpus: Annotated[str | None, typer.Option("--gpus", help="The cluster, such as a6000:8. Needs no GPU.")] = None
+    gpu_file: GpuFile = None
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="GPUs of one node.")] = 8
     deploy_every: Annotated[
         float, typer.Option("--deploy-every", help="Seconds from one model's deployment to the next.")
@@ -54,15 +56,17 @@ class ClusterOptions:
 
     def hardware(self) -> tuple[GpuSpec, ClusterSnapshot]:
         """Raises ConfigError: GPUs of several kinds, none, or none in a node."""
-        from fingerprint.gpus import parse_gpus
         from iserve.simulation.running import idle_cluster
 
-        if "," in self.gpus:
+        if self.gpus is not None and "," in self.gpus:
             raise ConfigError(
                 f"{self.gpus!r} has GPUs of several kinds; a plan is for one kind: simulate each kind by itself, "
                 "with the models that go there"
             )
-        gpu, count = parse_gpus(self.gpus)
+        there = named_gpus(self.gpus, self.gpu_file)
+        if there is None:
+            raise ConfigError("give a cluster, such as a6000:8, or one GPU with --gpu-file")
+        gpu, count = there
         return gpu, idle_cluster(gpu, count, per_node=self.gpus_per_node)
 
     def named_models(self) -> dict[str, str]:

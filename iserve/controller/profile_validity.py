@@ -109,7 +109,7 @@ def differences(profile: Profile, node: NodeStatus | NodeDocument, versions: Ver
     if then.driver != node.driver:
         found.append(f"driver {then.driver or 'unknown'} (now {node.driver or 'none'})")
     names = sorted({_name(device.kind, device.name) for device in node.devices})
-    was = then.cpu_model if then.device.compute_capability is None else then.device.name
+    was = then.cpu_model if then.device.is_cpu else then.device.name
     if names != [was]:
         found.append(f"{was} (now {' and '.join(names) or 'no device'})")
     if then.num_devices != len(node.devices):

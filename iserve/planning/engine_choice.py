@@ -46,7 +46,7 @@ def by_preference(tables: Sequence[EngineCapabilities], gpu: GpuSpec) -> tuple[E
     The order is that of a deploy; last are those that no deploy takes unasked: nothing can be measured on them, or
     nothing of them was ever run. What is installed here does not count.
     """
-    names = _ON_CPUS if gpu.compute_capability is None else _ON_GPUS
+    names = _ON_CPUS if gpu.is_cpu else _ON_GPUS
 
     def rank(table: EngineCapabilities) -> tuple[bool, int]:
         last = table.unprofiled is not None or not table.verified
@@ -101,7 +101,7 @@ def engine_choices_for_gpus(
     if name != "auto":
         return (EngineChoice(name),)
     installed = [replace(table, unavailable=None) for table in tables]
-    return engine_choices(spec, gpu, installed, quality, on_gpus=gpu.compute_capability is not None)
+    return engine_choices(spec, gpu, installed, quality, on_gpus=not gpu.is_cpu)
 
 
 def first_feasible(choices: Sequence[EngineChoice], is_feasible: Callable[[str], bool]) -> EngineChoice:

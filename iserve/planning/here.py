@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from daemon.nvml import gpu_names
-from fingerprint.capability import EngineCapabilities
+from fingerprint.capability import PLANNED_ONLY, EngineCapabilities
 from fingerprint.config import DeploymentConfig
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import match_device
@@ -58,6 +58,8 @@ def deployable(
     """
     table = next(table for table in tables if table.engine == config.engine)
     needed = config.num_gpus * replicas
+    if gpu.vendor in PLANNED_ONLY:
+        return DeployableDocument(here=False, missing=(PLANNED_ONLY[gpu.vendor],))
     missing = []
     if found.get(gpu.name, 0) < needed:
         there = ", ".join(f"{count} {devices(name, count)}" for name, count in found.items())

@@ -10,9 +10,10 @@ from pathlib import Path
 from daemon.devices import Device
 from daemon.engines.options import NO_OPTIONS, EngineOptions
 from daemon.engines.registry import capabilities_for, get_engine
-from fingerprint.capability import EngineCapabilities
+from fingerprint.capability import PLANNED_ONLY, EngineCapabilities
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import InfeasibleError
 from fingerprint.estimates import MemoryEstimate
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
@@ -92,10 +93,14 @@ def launch_for_gpus(
     """Return what a deploy of the plan of :func:`plan_for_gpus` would start.
 
     Raises:
-        InfeasibleError: it would be refused.
+        InfeasibleError: it would be refused, or no worker is ever started on such GPUs.
         UnsupportedModelError: no engine serves the model there.
         CheckpointError: weights that are here are damaged; where there are none they are not asked for.
     """
+    if gpu.vendor in PLANNED_ONLY:
+        raise InfeasibleError(
+            f"{PLANNED_ONLY[gpu.vendor]}; `iserve plan --gpus {gpu.name}:{count}` compares it with other GPUs"
+        )
     source = resolve(model, registered or {}, need_weights=False)
     if source.has_weights:
         Checkpoint.open(source.directory)
@@ -153,7 +158,7 @@ def _planned_on(
         Device(
             device_id=state.device_id,
             index=state.gpu_index,
-            kind="cpu" if gpu.compute_capability is None else "cuda",
+            kind="cpu" if gpu.is_cpu else "cuda",
             name=gpu.name,
             total_bytes=state.total_bytes,
         )

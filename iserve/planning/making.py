@@ -141,7 +141,7 @@ def make_plan(
     if not engines:
         raise ConfigError("there is no engine to plan for")
     plan = _plan_on(hardware, spec, estimator, engines, options)
-    if plan.best is not None or hardware.gpu.compute_capability is None:  # nobody adds a share to a CPU
+    if plan.best is not None or hardware.gpu.is_cpu:  # nobody adds a share to a CPU
         return plan
     num_gpus = len(hardware.snapshot.gpus)
     for more in sorted({1, num_gpus}):

@@ -208,7 +208,7 @@ def _room_by_device(hardware: Hardware, options: PlanOptions, config: Deployment
 
     Where further deployments are expected, a device is divided among as many as it will hold.
     """
-    on_cpu, gpus = hardware.gpu.compute_capability is None, hardware.snapshot.gpus
+    on_cpu, gpus = hardware.gpu.is_cpu, hardware.snapshot.gpus
     sharing = max(1, math.ceil(options.expect * options.replicas * config.num_gpus / len(gpus)))
     part = _CPU_TAKEN if on_cpu else 1 - _GPU_KEPT_FREE
 

@@ -147,7 +147,7 @@ IDEAL = RooflineConstants(
 )
 
 models = st.sampled_from(MODELS)
-gpus = st.sampled_from([A6000, H200, gpu_spec("a100"), gpu_spec("l40s"), CPU])
+gpus = st.sampled_from([A6000, H200, gpu_spec("a100"), gpu_spec("l40s"), gpu_spec("mi300x"), CPU])
 configs = st.builds(
     DeploymentConfig,
     tp=st.sampled_from([1, 2, 4, 8]),

@@ -50,7 +50,7 @@ def transfer_s(spec: ModelSpec, gpu: GpuSpec, sharding: Sharding) -> float:
     """Seconds to have one layer whole on every GPU, its part of embedding and head with it."""
     n = sharding.num_gpus
     layer_bytes = _weight_bytes(spec) / spec.num_layers
-    link = gpu.slowest_link_bytes_per_s(n)
+    link = gpu.collective_bytes_per_s(n)
     gather_s = layer_bytes * (n - 1) / n / link
     fetch_s = layer_bytes / n * (sharding.layers_on_host / spec.num_layers) / gpu.pcie_bytes_per_s
     shared = n > gpu.link_group_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.formats import DENSE_STORED, GROUP_SIZE
+from fingerprint.gpu_spec import Vendor
 
 __all__ = ["TABLE"]
 
@@ -22,6 +23,8 @@ _WITH_LORA = frozenset(
 _WITHOUT_LORA = frozenset({"falcon", "gpt_neox", "gptj"} | {"gpt2", "stablelm", "starcoder2"})
 _FAMILIES = _WITH_LORA | _WITHOUT_LORA
 _ADA = (8, 9)
+_AMD = frozenset({Vendor.AMD})
+_AMD_FORMATS = "of quantized formats its documentation lists fp8 alone for AMD GPUs"
 
 TABLE = EngineCapabilities(
     engine="vllm",
@@ -79,7 +82,15 @@ TABLE = EngineCapabilities(
     ),
     step_timed=True,
     own_environment=True,
+    amd=True,
     exclusions=(
+        Exclusion(vendors=_AMD, weights=_FOUR_BITS, reason=_AMD_FORMATS),
+        Exclusion(vendors=_AMD, stored_as=frozenset({"gptq", "awq"}), reason=_AMD_FORMATS),
+        Exclusion(
+            vendors=_AMD,
+            kv=frozenset({KvFormat.INT8}),
+            reason="that its int8 KV cache works on AMD GPUs was not read",
+        ),
         Exclusion(
             below_compute_capability=(7, 5),
             reason="its wheels are built with CUDA 13, whose GPUs begin with Turing (compute capability 7.5)",
@@ -114,6 +125,11 @@ TABLE = EngineCapabilities(
         ),
     ),
     notes=(
+        Note(
+            vendors=_AMD,
+            stored_as=frozenset({"compressed-tensors"}),
+            text="of compressed-tensors only the fp8 forms are documented for AMD GPUs",
+        ),
         Note(
             weights=_FOUR_BITS,
             text="needs a checkpoint quantized beforehand; there is no online 4-bit quantization",

@@ -1,0 +1,119 @@
+"""Plans for GPUs that need not be here, on the command line: AMD's, and those that a file describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from iserve.demo import demo_model_path
+from tests.iserve.command_line import Done, iserve
+
+__all__ = ["iserve"]  # a fixture
+
+Iserve = Callable[..., Done]
+MINE = {
+    "name": "rtx-6000-ada",
+    "memory_mib": 49140,
+    "memory_gb_per_s": 960,
+    "tflops_16bit": 364.2,
+    "tflops_fp8": 728.5,
+    "compute_capability": "8.9",
+    "usd_per_gpu_hour": 0.83,
+}
+AMD_LINE = "planned, not deployed by iServe: AMD"
+MODEL = str(demo_model_path())
+
+
+@pytest.fixture
+def gpu_file(tmp_path: Path) -> str:
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(MINE))
+    return str(path)
+
+
+def words(done: Done) -> str:
+    """Its output with a space between words, wherever lines were broken."""
+    return " ".join((done.out + done.err).split())
+
+
+def test_a_plan_for_amd_says_that_it_is_not_deployed(iserve: Iserve) -> None:
+    plan = iserve("plan", MODEL, "--gpus", "mi300x:2", "--json").document
+    assert plan["candidates"]
+    assert {one["config"]["engine"] for one in plan["candidates"]} == {"vllm"}
+    assert plan["verdict"]["deployable"] == {"here": False, "missing": [AMD_LINE]}
+    assert f"no: {AMD_LINE}" in words(iserve("plan", MODEL, "--gpus", "mi300x:2"))
+    assert f"no: {AMD_LINE}" in words(iserve("estimate", MODEL, "--gpu", "mi355x"))
+
+
+@pytest.mark.parametrize("engine", ["torch", "tensorrt-llm"])
+def test_an_engine_that_amd_gpus_do_not_run_is_refused(iserve: Iserve, engine: str) -> None:
+    refused = words(iserve("plan", MODEL, "--gpus", "mi300x", "--engine", engine, "--refused"))
+    assert f"{engine} is not planned for AMD GPUs" in refused
+
+
+def test_nothing_is_exported_for_amd(iserve: Iserve, tmp_path: Path) -> None:
+    output = tmp_path / "compose.yaml"
+    export = ("deploy", MODEL, "--export", "compose", "--gpus", "mi300x:2", "-o", str(output))
+    assert AMD_LINE in iserve(*export).line
+    assert not output.exists()
+    assert AMD_LINE in iserve("plan", MODEL, "--gpus", "mi300x:2", "--as", "vllm").line
+
+
+def test_a_described_gpu_is_planned_for(iserve: Iserve, gpu_file: str) -> None:
+    plan = iserve("plan", MODEL, "--gpus", "rtx-6000-ada:2", "--gpu-file", gpu_file, "--json").document
+    assert plan["hardware"] == "2 x rtx-6000-ada"
+    assert iserve("plan", MODEL, "--gpu-file", gpu_file, "--json").document["hardware"] == "1 x rtx-6000-ada"
+    assert iserve("estimate", MODEL, "--gpu-file", gpu_file, "--json").document["gpu"] == "rtx-6000-ada"
+    assert "services:" in iserve("plan", MODEL, "--gpu-file", gpu_file, "--as", "compose").out
+
+
+def test_a_described_gpu_is_simulated_and_reported(iserve: Iserve, gpu_file: str, tmp_path: Path) -> None:
+    load = ("synthetic:azure-conv", "--models", f"a={MODEL}", "--limit", "3", "--json")
+    there = ("--gpus", "rtx-6000-ada:2", "--gpu-file", gpu_file)
+    assert iserve("simulate", *load, *there).document["hardware"] == "2 x rtx-6000-ada"
+    page = tmp_path / "page.md"
+    assert "1 x rtx-6000-ada" in words(iserve("report", MODEL, "--gpu-file", gpu_file, "-o", str(page)))
+    assert "rtx-6000-ada" in page.read_text()
+
+
+def refused(done: Done, what: str) -> None:
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert what in words(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("plan", MODEL, "--gpus", "h200:2"), "describes the GPU 'rtx-6000-ada', not 'h200'"),
+        (("estimate", MODEL, "--gpu", "h200"), "describes the GPU 'rtx-6000-ada', not 'h200'"),
+        (("plan", MODEL, "--gpus", "rtx-6000-ada:0"), "1 to 1024"),
+        (("deploy", MODEL), "--gpu-file goes with --export"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_other_options(
+    iserve: Iserve, arguments: tuple[str, ...], what: str, gpu_file: str
+) -> None:
+    refused(iserve(*arguments, "--gpu-file", gpu_file), what)
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate", "report"])
+def test_a_file_with_a_wrong_field_is_a_usage_error(iserve: Iserve, command: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(MINE | {"memory_gbps": 960}))
+    refused(iserve(command, MODEL, "--gpu-file", path), "did you mean memory_gb_per_s?")
+    refused(iserve(command, MODEL, "--gpu-file", tmp_path / "none.json"), "No such file")
+
+
+def test_an_estimate_and_a_simulation_need_a_gpu(iserve: Iserve) -> None:
+    refused(iserve("estimate", MODEL), "--gpu-file")
+    refused(iserve("simulate", "synthetic:azure-conv", "--models", MODEL), "--gpu-file")
+
+
+def test_an_unknown_gpu_is_told_of_the_file(iserve: Iserve) -> None:
+    told = iserve("plan", MODEL, "--gpus", "mi300:8")
+    refused(told, "did you mean mi300x:8?")
+    refused(told, "--gpu-file describes another")
