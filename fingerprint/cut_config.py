@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from fingerprint.config_json import show
+from fingerprint.description.facts import TEXT_PARTS
 from fingerprint.errors import ConfigError
 
 __all__ = ["cut_config"]
@@ -22,6 +23,10 @@ _INDEX_LISTS = (
     "moe_layers",
 )  # values are layer indexes
 _THRESHOLDS = ("max_window_layers", "first_k_dense_replace")  # "layers from here on", or "the first so many"
+_FROM_THE_END = ("num_kv_shared_layers",)  # "the last so many"
+_PATTERNS = ("hybrid_override_pattern",)  # a character per layer
+_BY_INDEX = "per_layer_config"  # what some layers have otherwise, by their index
+_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # layers behind the last
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h)\.([0-9]{1,5})(?=\.|$)")
 # Lists as long as there are layers only by accident; every other top-level list of that length is per layer.
 _NOT_PER_LAYER = ("architectures",)
@@ -42,8 +47,14 @@ def cut_config(
         ConfigError: a list of layer indexes or a pattern holds something else.
     """
     cut = copy.deepcopy(dict(config))
+    for part, value in config.items():
+        if part in TEXT_PARTS and isinstance(value, dict):
+            cut[part] = cut_config(value, layers, layers_keys)
+            cut.pop("auto_map", None)
+            return cut
     present = [key for key in layers_keys if isinstance(cut.get(key), int)]
-    num_layers = cut[present[0]]
+    given = cut[present[0]] if present else None
+    num_layers = given if isinstance(given, int) else _listed(cut)
     for key in present:
         cut[key] = len(layers)
     for key, value in cut.items():
@@ -54,12 +65,28 @@ def cut_config(
             cut[key] = [value[old] for old in layers]
         elif key in _THRESHOLDS and isinstance(value, int):
             cut[key] = sum(old < value for old in layers)
+        elif key in _FROM_THE_END and isinstance(value, int):
+            cut[key] = sum(old >= num_layers - value for old in layers)
+        elif key in _PATTERNS and isinstance(value, str) and len(value) == num_layers:
+            cut[key] = "".join(value[old] for old in layers)
+        elif key == _BY_INDEX and isinstance(value, dict):
+            kept_layers = {str(old): new for new, old in enumerate(layers)}
+            each = {str(int(index)): own for index, own in value.items() if str(index).isdigit()}
+            cut[key] = {str(kept_layers[index]): own for index, own in each.items() if index in kept_layers}
+        elif key in _DRAFTS and isinstance(value, int):
+            cut[key] = 0
     _cut_sparse_step(cut, config, layers)
     if isinstance(quantization := cut.get("quantization_config"), dict):
         _cut_module_names(quantization, layers)
     # Code that a checkpoint brings is never run; without this key no engine can be led to try.
     cut.pop("auto_map", None)
     return cut
+
+
+def _listed(config: Mapping[str, object]) -> int:
+    """Return how many layers a config names that does not say their number."""
+    lists = (config.get(name) for name in ("layers_block_type", "layer_types", *_PATTERNS))
+    return next((len(each) for each in lists if isinstance(each, list | str)), 0)
 
 
 def _cut_module_names(quantization: dict[str, object], layers: Sequence[int]) -> None:

@@ -11,6 +11,10 @@ sliding and a full layer; Gemma 3: five and one), and the shallower one is
 * else what is left of the depth beside whole patterns (Gemma 3 of 62 layers: 2 and 8; of 34: 4 and 10). Then no
   kind is modelled and no remainder assumed, the whole is on the line through both.
 
+Where the first few layers are of their own (three dense ones before 58 mixtures of experts in DeepSeek V3), both
+cuts have them all, and the deeper one four patterns more: with one more, an error of a cut's time would come out
+of the line over the depth four times as large.
+
 All stages of a cut have one mix, since one stage's reading stands for all.
 """
 
@@ -20,7 +24,10 @@ from collections import Counter
 
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["kind_counts", "repeats_the_mix", "tied_depths", "why_no_cuts"]
+__all__ = ["MOST_FIRST_LAYERS", "kind_counts", "repeats_the_mix", "tied_depths", "why_no_cuts"]
+
+MOST_FIRST_LAYERS = 8  # that are of their own, before a pattern
+_PATTERNS_MORE = 4  # in the deeper of two cuts behind such layers
 
 
 def tied_depths(spec: ModelSpec, pp: int) -> tuple[int, ...]:
@@ -33,11 +40,26 @@ def tied_depths(spec: ModelSpec, pp: int) -> tuple[int, ...]:
     if not spec.several_kinds:
         return tuple(k for k in (2, 1) if k * pp <= spec.num_layers)
     if 2 * pattern > spec.num_layers:
-        return ()
+        return _behind_first_layers(spec, pp)
     left = spec.num_layers % (pattern * pp)
     for shallow in ([left // pp] if left and left % pp == 0 else []) + [pattern]:
         if _tells_the_whole(spec, shallow, shallow + pattern, pp):
             return (shallow + pattern, shallow)
+    return ()
+
+
+def _behind_first_layers(spec: ModelSpec, pp: int) -> tuple[int, ...]:
+    """As :func:`tied_depths` for a pattern that begins behind the first few layers; one stage alone has those."""
+    kinds, num_layers = spec.kind_indexes, spec.num_layers
+    for first in range(1, min(MOST_FIRST_LAYERS, num_layers - 1) + 1 if pp == 1 else 0):
+        pattern = _pattern(kinds[first:])
+        times, left = divmod(num_layers - first, pattern)
+        if times < 2:
+            continue
+        shallow = first + left + (0 if left else pattern)
+        deep = shallow + min(_PATTERNS_MORE, (num_layers - shallow) // pattern) * pattern
+        if deep > shallow and _tells_the_whole(spec, shallow, deep, pp):
+            return (deep, shallow)
     return ()
 
 

@@ -22,8 +22,9 @@ import numpy as np
 from fingerprint.checkpoint import CHUNK_BYTES, DTYPE_BITS, SINGLE_FILE, Checkpoint
 from fingerprint.config_json import show
 from fingerprint.cut_config import cut_config
+from fingerprint.description.facts import LAYERS_KEYS
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError, UnsupportedModelError
-from fingerprint.families import Blueprint, family_of, read_blueprint, read_config
+from fingerprint.families import Blueprint, family_of, is_tabled, load_spec, read_blueprint, read_config
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 from fingerprint.shard_config import shard_config
 from fingerprint.tensor_shapes import Role, TensorShape, elements
@@ -169,15 +170,33 @@ def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], 
         ConflictError, CheckpointError, NotFoundError, ConfigError, UnsupportedModelError: as :func:`generate`.
     """
     config = read_config(config_dir)
-    blueprint = read_blueprint(config)
-    chosen = _chosen(layers, blueprint.spec.num_layers)
-    new_config = _cut_config(config, blueprint, chosen)
+    if is_tabled(config):
+        blueprint = read_blueprint(config)
+        chosen = _chosen(layers, blueprint.spec.num_layers)
+        new_config = _cut_config(config, blueprint, chosen)
+    else:
+        spec = load_spec(config_dir)
+        new_config = cut_config(config, _first_layers(layers, spec.num_layers), LAYERS_KEYS)
     if tp > 1:
         new_config = shard_config(new_config, tp)
     with new_directory(target, needed_bytes=0) as part:
         (part / "config.json").write_text(json.dumps(new_config, indent=2) + "\n", encoding="utf-8")
         if tp == 1:
             _copy_beside(config_dir if config_dir.is_dir() else config_dir.parent, part)
+
+
+def _first_layers(layers: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """As :func:`_chosen`, the model's first: what a class makes of a layer by its index is what it was.
+
+    Raises:
+        UnsupportedModelError: others.
+    """
+    chosen = _chosen(layers, num_layers)
+    if chosen != tuple(range(len(chosen))):
+        raise UnsupportedModelError(
+            f"layers {show(list(chosen))} were asked for; of a family without a table the first are cut"
+        )
+    return chosen
 
 
 def _chosen(layers: int | Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields, show
 from fingerprint.errors import ConfigError
 
-__all__ = ["Facts", "text_config"]
+__all__ = ["LAYERS_KEYS", "TEXT_PARTS", "Facts", "text_config"]
 
-_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "num_attention_groups")
@@ -40,7 +40,7 @@ _CHUNKED = "chunked_attention"
 
 def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """The part of a multimodal model's config that describes its text model; of others the config itself."""
-    for name in _TEXT_PARTS:
+    for name in TEXT_PARTS:
         part = config.get(name)
         if isinstance(part, Mapping):
             whole = {key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}
@@ -69,13 +69,13 @@ class Facts:
     @property
     def num_layers(self) -> int:
         """As given, or as many as a list or a pattern with an entry per layer has."""
-        found = self.first(_LAYERS, MAX_LAYERS)
+        found = self.first(LAYERS_KEYS, MAX_LAYERS)
         if found is not None:
             return found
         each = next((self.config[name] for name in _PER_LAYER if self.config.get(name)), None)
         if isinstance(each, list | str) and len(each) <= MAX_LAYERS:
             return len(each)
-        return self._fields.count(_LAYERS[0])  # which says that it is missing
+        return self._fields.count(LAYERS_KEYS[0])  # which says that it is missing
 
     @property
     def heads(self) -> int | None:

@@ -20,6 +20,7 @@ from fingerprint.errors import CheckpointError, UnsupportedModelError
 __all__ = ["Stack", "find_stack"]
 
 _INDEXED = re.compile(r"(.*?)\.(\d{1,6})\.(.+)")
+_SMALL = 0.1  # of the parameters of the stack that is served: some modules beside it, as many as layers
 _TOWERS = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech|sound|video|talker|encoder_layers)")
 _DRAFTS = re.compile(r"(^|\.)(mtp|nextn|eagle|draft)")
 
@@ -55,7 +56,11 @@ def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:
             beside[name] = tensor
         else:
             by_stack[found[1]][int(found[2])][found[3]] = tensor
-    name = _only_stack(by_stack, num_layers)
+    sizes = {
+        name: sum(_elements(t) for each in layers.values() for t in each.values())
+        for name, layers in by_stack.items()
+    }
+    name = _only_stack(by_stack, sizes, num_layers)
     layers = by_stack.pop(name)
     for other, indexed in by_stack.items():
         beside |= {f"{other}.{index}.{rest}": t for index, each in indexed.items() for rest, t in each.items()}
@@ -77,7 +82,7 @@ def _elements(tensor: StoredTensor) -> int:
     return prod(tensor.shape)
 
 
-def _only_stack(by_stack: Mapping[str, Mapping[int, object]], num_layers: int) -> str:
+def _only_stack(by_stack: Mapping[str, Mapping[int, object]], sizes: Mapping[str, int], num_layers: int) -> str:
     wanted = set(range(num_layers))
     whole = [name for name, layers in by_stack.items() if wanted <= layers.keys()]
     most = {name: max(layers) + 1 for name, layers in by_stack.items() if max(layers) < MAX_LAYERS}
@@ -86,12 +91,12 @@ def _only_stack(by_stack: Mapping[str, Mapping[int, object]], num_layers: int) -
         has = f"{longest} has {len(by_stack[longest])}" if longest else "no tensor is named by a layer's index"
         raise CheckpointError(f"config.json says {num_layers} layers, of the tensors {has}; one of them is wrong")
     fitting = [name for name in whole if most.get(name, 0) <= num_layers + 8]  # draft layers lie behind the last
-    if len(fitting or whole) > 1:
-        names = ", ".join(sorted(fitting or whole)[:4])
+    fitting = sorted(fitting or whole, key=lambda name: -sizes[name])
+    if len(fitting) > 1 and sizes[fitting[1]] > _SMALL * sizes[fitting[0]]:
         raise UnsupportedModelError(
-            f"the model has {len(fitting or whole)} stacks of {num_layers} layers ({names}); one stack is served"
+            f"the model has {len(fitting)} stacks of {num_layers} layers ({', '.join(fitting[:4])}); one is served"
         )
-    return (fitting or whole)[0]
+    return fitting[0]
 
 
 _EMBEDDING = re.compile(

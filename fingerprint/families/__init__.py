@@ -38,6 +38,7 @@ __all__ = [
     "Family",
     "ModuleLayout",
     "family_of",
+    "is_tabled",
     "load_spec",
     "read_blueprint",
     "read_config",

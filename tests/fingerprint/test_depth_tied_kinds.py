@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.depth_tied_cuts import kind_counts, repeats_the_mix, tied_depths
+from fingerprint.depth_tied_cuts import MOST_FIRST_LAYERS, kind_counts, repeats_the_mix, tied_depths
 from fingerprint.depth_tied_plan import depth_tied_plan
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimators.counted_memory import CountedMemory
@@ -44,8 +44,13 @@ def of(num_layers: int, pattern: tuple[int | None, ...]) -> ModelSpec:
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
-    pattern = draw(st.lists(st.sampled_from([None, 100, 300]), min_size=1, max_size=6).map(tuple))
-    return of(draw(st.integers(2, 70)), pattern)
+    """Patterns, some behind layers of their own."""
+    kinds = st.sampled_from([None, 100, 300])
+    pattern = draw(st.lists(kinds, min_size=1, max_size=6).map(tuple))
+    first = draw(st.lists(kinds, max_size=4).map(tuple))
+    num_layers = draw(st.integers(2, 70))
+    windows = (first + pattern * num_layers)[:num_layers]
+    return replace(llama_7b(num_layers), layer_windows=windows if len(set(windows)) > 1 else ())
 
 
 class TestCuts:
@@ -74,12 +79,22 @@ class TestCuts:
 
     @given(models())
     def test_a_pattern_that_is_seen_twice_is_cut(self, spec: ModelSpec) -> None:
-        windows = spec.windows
-        twice = any(windows[p:] == windows[:-p] for p in range(1, len(windows) // 2 + 1))
+        """Be it behind the first few layers."""
+        behind = [spec.windows[first:] for first in range(MOST_FIRST_LAYERS + 1)]
+        twice = any(rest[p:] == rest[:-p] for rest in behind for p in range(1, len(rest) // 2 + 1))
         assert bool(tied_depths(spec, 1)) == (twice or not spec.layer_windows)
 
     def test_no_pattern_no_cut(self) -> None:
-        assert tied_depths(replace(llama_7b(12), layer_windows=(None,) * 3 + (64,) * 9), 1) == ()
+        blocks = (None,) * 9 + (64,) * 9
+        assert tied_depths(replace(llama_7b(18), layer_windows=blocks), 1) == ()
+
+    @pytest.mark.parametrize(("first", "num_layers", "depths"), [(3, 61, (8, 4)), (1, 46, (6, 2)), (1, 5, (5, 2))])
+    def test_first_layers_of_their_own_are_in_both(self, first: int, num_layers: int, depths: object) -> None:
+        """DeepSeek V3, GLM-4.5 Air, and one that is too short for four layers more."""
+        windows = (None,) * first + (64,) * (num_layers - first)
+        spec = replace(llama_7b(num_layers), layer_windows=windows)
+        assert tied_depths(spec, 1) == depths
+        assert tied_depths(spec, 2) == ()
 
 
 class TestTimes:

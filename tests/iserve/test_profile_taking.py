@@ -432,8 +432,8 @@ def test_the_room_a_profile_needs_is_that_of_its_deepest_cut() -> None:
 def test_layers_in_no_order_that_repeats_are_refused_before_anything_is_launched() -> None:
     machine = StepTimedMachine()
     with pytest.raises(UnsupportedModelError) as refused:
-        profiled(machine, source=of_kinds(*(None,) * 8, *(512,) * 24))
-    assert "are of 2 kinds (8 look back to the beginning, 24 look back 512 tokens) in no order" in str(
+        profiled(machine, source=of_kinds(*(None,) * 9, *(512,) * 23))
+    assert "are of 2 kinds (9 look back to the beginning, 23 look back 512 tokens) in no order" in str(
         refused.value
     )
     assert machine.log == []

@@ -1,0 +1,303 @@
+"""Models described by their config and their tensors' names, types and shapes, written out here by hand."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+
+from fingerprint.checkpoint import StoredTensor
+from fingerprint.config import DeploymentConfig, WeightFormat
+from fingerprint.cut_config import cut_config
+from fingerprint.description import describe
+from fingerprint.description.facts import LAYERS_KEYS
+from fingerprint.errors import BadInputError, CheckpointError, ConfigError, UnsupportedModelError
+from fingerprint.formats import layer_weight_bytes
+from fingerprint.model_spec import LayerKind, ModelSpec
+
+HIDDEN, VOCAB, INNER, EXPERTS = 64, 100, 48, 4
+Tensors = dict[str, StoredTensor]
+ENDS = {
+    "model.embed_tokens.weight": (VOCAB, HIDDEN),
+    "model.norm.weight": (HIDDEN,),
+    "lm_head.weight": (VOCAB, HIDDEN),
+}
+NORMS = {"input_layernorm.weight": (HIDDEN,), "post_attention_layernorm.weight": (HIDDEN,)}
+GROUPED = {
+    "self_attn.q_proj.weight": (64, HIDDEN),
+    "self_attn.k_proj.weight": (32, HIDDEN),
+    "self_attn.v_proj.weight": (32, HIDDEN),
+    "self_attn.o_proj.weight": (HIDDEN, 64),
+}
+LATENT = {
+    "self_attn.q_proj.weight": (96, HIDDEN),
+    "self_attn.kv_a_proj_with_mqa.weight": (32 + 8, HIDDEN),
+    "self_attn.kv_a_layernorm.weight": (32,),
+    "self_attn.kv_b_proj.weight": (128, 32),
+    "self_attn.o_proj.weight": (HIDDEN, 64),
+}
+DELTA = {  # 4 heads of values of 16, 2 of keys of 8
+    "linear_attn.in_proj_qkvz.weight": (160, HIDDEN),
+    "linear_attn.in_proj_ba.weight": (8, HIDDEN),
+    "linear_attn.conv1d.weight": (2 * 16 + 64, 1, 4),
+    "linear_attn.A_log": (4,),
+    "linear_attn.dt_bias": (4,),
+    "linear_attn.out_proj.weight": (HIDDEN, 64),
+}
+MLP = {
+    "mlp.gate_proj.weight": (INNER, HIDDEN),
+    "mlp.up_proj.weight": (INNER, HIDDEN),
+    "mlp.down_proj.weight": (HIDDEN, INNER),
+}
+MIXTURE = {"mlp.gate.weight": (EXPERTS, HIDDEN)} | {
+    f"mlp.experts.{expert}.{name.removeprefix('mlp.')}": shape
+    for expert in range(EXPERTS)
+    for name, shape in MLP.items()
+}
+CONFIG = {
+    "model_type": "any",
+    "architectures": ["AnyForCausalLM"],
+    "hidden_size": HIDDEN,
+    "vocab_size": VOCAB,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": INNER,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": EXPERTS,
+    "max_position_embeddings": 4096,
+}
+
+
+def model(*layers: dict[str, tuple[int, ...]], dtype: str = "BF16", **more: tuple[int, ...]) -> Tensors:
+    shapes = ENDS | more
+    for index, layer in enumerate(layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return {name: StoredTensor(dtype, shape) for name, shape in shapes.items()}
+
+
+def spec_of(*layers: dict[str, tuple[int, ...]], **changes: Any) -> ModelSpec:
+    return describe(CONFIG | {"num_hidden_layers": len(layers)} | changes, model(*layers))
+
+
+def elements(*parts: dict[str, tuple[int, ...]]) -> int:
+    return sum(prod(shape) for part in parts for shape in part.values())
+
+
+def kinds(spec: ModelSpec) -> list[tuple[int, str, int, int]]:
+    def told(kind: LayerKind) -> tuple[int, str, int, int]:
+        assert kind.shape is not None
+        return kind.count, kind.shape.mixer, kind.shape.kv_elements, kind.shape.state_bytes
+
+    return [told(kind) for kind in spec.kinds]
+
+
+def test_layers_all_alike_have_no_shapes_of_their_own() -> None:
+    spec = spec_of(*[GROUPED | NORMS | MLP] * 3, n_routed_experts=0)
+    assert (spec.layer_shapes, spec.num_layers, spec.num_kv_heads, spec.head_dim) == ((), 3, 2, 16)
+    assert (spec.kv_elements, spec.gated_mlp, spec.tied_embeddings) == (64, True, False)
+    assert spec.num_params == 3 * elements(GROUPED, NORMS, MLP) + elements(ENDS)
+    assert spec.layer_linear_params == elements(GROUPED, MLP)
+
+
+def test_dense_layers_before_a_mixture() -> None:
+    spec = spec_of(LATENT | NORMS | MLP, *[LATENT | NORMS | MIXTURE] * 3)
+    assert kinds(spec) == [(1, "latent attention", 40, 0), (3, "latent attention, experts", 40, 0)]
+    assert (spec.num_experts, spec.experts_per_token, spec.num_kv_heads, spec.kv_head_elements) == (4, 2, 1, 40)
+    assert spec.num_params == elements(LATENT, NORMS, MLP, ENDS) + 3 * elements(LATENT, NORMS, MIXTURE)
+    dense, mixture = spec.layer_shapes
+    assert mixture.expert_params == EXPERTS * elements(MLP)
+    assert mixture.linear_params == elements(MIXTURE, LATENT) - EXPERTS * HIDDEN - 32  # router and norm
+    assert dense.expert_params == 0
+
+
+def test_linear_attention_keeps_a_state() -> None:
+    sizes = {"linear_key_head_dim": 8, "linear_num_key_heads": 2}
+    spec = spec_of(*[DELTA | NORMS | MLP] * 3, GROUPED | NORMS | MLP, n_routed_experts=0, **sizes)
+    state, convolution = 4 * 8 * 16, 96 * 3
+    assert kinds(spec) == [(3, "gated delta", 0, 2 * (state + convolution)), (1, "attention", 64, 0)]
+    in_float32 = spec_of(*[DELTA | NORMS | MLP] * 2, n_routed_experts=0, mamba_ssm_dtype="float32", **sizes)
+    assert kinds(in_float32) == [(2, "gated delta", 0, 4 * state + 2 * convolution)]
+
+
+def test_layers_that_look_into_the_kv_of_others_keep_none() -> None:
+    spec = spec_of(*[GROUPED | NORMS | MLP] * 5, n_routed_experts=0, num_kv_shared_layers=2)
+    assert kinds(spec) == [(3, "attention", 64, 0), (2, "attention to another layer's KV", 0, 0)]
+
+
+def test_windows_follow_layer_types() -> None:
+    types = ["sliding_attention", "full_attention", "sliding_attention", "chunked_attention"]
+    spec = spec_of(*[GROUPED | MLP] * 4, layer_types=types, sliding_window=8, attention_chunk_size=32)
+    assert spec.windows == (8, None, 8, 32)
+
+
+def test_draft_layers_and_heads_are_not_served() -> None:
+    layer = GROUPED | NORMS | MLP
+    tensors = model(*[layer] * 3) | {"mtp.fc.weight": StoredTensor("BF16", (HIDDEN, 2 * HIDDEN))}
+    config = CONFIG | {"n_routed_experts": 0}
+    assert describe(config | {"num_hidden_layers": 2}, tensors).num_params == 2 * elements(layer) + elements(ENDS)
+
+
+def test_towers_count_as_parameters_beside_the_layers() -> None:
+    tower = {f"vision_tower.layers.{i}.attn.k_proj.weight": (32, 32) for i in range(2)}
+    text = {key: value for key, value in CONFIG.items() if key != "architectures"} | {"num_hidden_layers": 2}
+    config = {"model_type": "seeing", "architectures": ["SeeingForConditionalGeneration"], "text_config": text}
+    spec = describe(config, model(*[GROUPED | NORMS | MIXTURE] * 2, **tower))
+    assert (spec.family, spec.num_layers, spec.num_experts) == ("seeing", 2, 4)
+    assert spec.num_params == 2 * elements(GROUPED, NORMS, MIXTURE) + elements(ENDS) + 2 * 32 * 32
+
+
+class TestStoredInFewerBits:
+    LAYER = GROUPED | MLP
+    CONFIG = CONFIG | {"num_hidden_layers": 2, "n_routed_experts": 0}
+    STORED = DeploymentConfig(weights=WeightFormat.STORED)
+
+    def packed(self, **parts: tuple[str, Any]) -> Tensors:
+        """Each matrix as the tensors ``parts``: (dtype, shape of its outputs and inputs)."""
+        tensors = model(NORMS, NORMS)
+        for index in range(2):
+            for name, (outputs, inputs) in self.LAYER.items():
+                stem = f"model.layers.{index}.{name.removesuffix('weight')}"
+                tensors |= {
+                    stem + part: StoredTensor(dtype, of(outputs, inputs)) for part, (dtype, of) in parts.items()
+                }
+        return tensors
+
+    def check(self, quantization: dict[str, Any], tensors: Tensors, element_bits: float) -> None:
+        spec = describe(self.CONFIG | {"quantization_config": quantization}, tensors)
+        assert spec.stored is not None
+        assert spec.num_params == 2 * elements(self.LAYER, NORMS) + elements(ENDS)
+        assert spec.stored.layer_linear_bytes == pytest.approx(elements(self.LAYER) * element_bits / 8)
+        assert layer_weight_bytes(spec, self.STORED) == spec.stored.layer_linear_bytes + 2 * elements(NORMS)
+
+    def test_fp8_in_blocks(self) -> None:
+        tensors = self.packed(
+            weight=("F8_E4M3", lambda o, i: (o, i)), weight_scale_inv=("F32", lambda o, i: (-(-o // 16), i // 16))
+        )
+        self.check({"quant_method": "fp8", "weight_block_size": [16, 16]}, tensors, 8 + 32 / 256)
+
+    def test_gptq(self) -> None:
+        tensors = self.packed(
+            qweight=("I32", lambda o, i: (i // 8, o)),
+            qzeros=("I32", lambda o, i: (i // 16, o // 8)),
+            scales=("F16", lambda o, i: (i // 16, o)),
+        )
+        self.check({"quant_method": "gptq", "bits": 4, "group_size": 16}, tensors, 4 + 4 / 16 + 1)
+
+    def test_awq(self) -> None:
+        tensors = self.packed(qweight=("I32", lambda o, i: (i, o // 8)), scales=("F16", lambda o, i: (i // 16, o)))
+        self.check({"quant_method": "awq", "bits": 4, "group_size": 16}, tensors, 4 + 1)
+
+    def test_compressed_words(self) -> None:
+        tensors = self.packed(
+            weight_packed=("I32", lambda o, i: (o, i // 8)), weight_scale=("BF16", lambda o, i: (o, i // 16))
+        )
+        groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}
+        self.check({"quant_method": "compressed-tensors", "config_groups": groups}, tensors, 4 + 1)
+
+    def test_nvfp4_is_known_by_its_tensors_alone(self) -> None:
+        tensors = self.packed(
+            weight=("U8", lambda o, i: (o, i // 2)),
+            weight_scale=("F8_E4M3", lambda o, i: (o, i // 16)),
+        )
+        self.check({"quant_method": "modelopt"}, tensors, 4 + 8 / 16)
+
+    @pytest.mark.parametrize("quantization", [{"quant_method": "gptq"}, {"quant_method": "gptq", "bits": "4"}])
+    def test_words_of_unknown_size_are_one_line(self, quantization: dict[str, Any]) -> None:
+        tensors = self.packed(qweight=("I32", lambda o, i: (i // 8, o)))
+        with pytest.raises(CheckpointError, match="needs the number of bits"):
+            describe(self.CONFIG | {"quantization_config": quantization}, tensors)
+
+
+LAYER = GROUPED | NORMS | MLP
+UNKNOWN = {"mixer.twist.weight": (HIDDEN, HIDDEN), "mixer.turn.weight": (HIDDEN, HIDDEN)}
+TWO = model(LAYER, LAYER)
+OK = CONFIG | {"num_hidden_layers": 2, "n_routed_experts": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "kind", "message"),
+    [
+        (
+            OK | {"num_hidden_layers": 3},
+            model(LAYER, LAYER),
+            CheckpointError,
+            "says 3 layers, of the tensors model.layers",
+        ),
+        (OK | {"hidden_size": 128}, model(LAYER, LAYER), ConfigError, "says a hidden state of 128"),
+        (OK | {"vocab_size": 101}, model(LAYER, LAYER), ConfigError, "says 101 tokens"),
+        (
+            OK | {"num_hidden_layers": 10**30},
+            model(LAYER, LAYER),
+            ConfigError,
+            "num_hidden_layers must be an integer",
+        ),
+        (OK | {"architectures": None}, model(LAYER, LAYER), ConfigError, "architectures of config.json must name"),
+        (
+            OK | {"is_encoder_decoder": True},
+            model(LAYER, LAYER),
+            UnsupportedModelError,
+            "an encoder-decoder model",
+        ),
+        (OK, {"a": StoredTensor("BF16", (2, 2))}, CheckpointError, "no tensor is named by a layer's index"),
+        (OK, {}, CheckpointError, "no tensor is named by a layer's index"),
+        (OK, model(UNKNOWN, UNKNOWN), UnsupportedModelError, "it mixes tokens by turn"),
+        (
+            OK | {"quantization_config": {"quant_method": "fp8"}},
+            model(LAYER, LAYER),
+            ConfigError,
+            "quantized by 'fp8', its tensors are all in 16 bits",
+        ),
+        (OK, model(LAYER, LAYER, dtype="F8_E4M3"), ConfigError, "not quantized, its tensors are in fewer bits"),
+        (OK | {"quantization_config": [1]}, model(LAYER, LAYER), ConfigError, "must be an object"),
+        (
+            CONFIG | {"num_hidden_layers": 1, "num_experts_per_tok": 9},
+            model(GROUPED | MIXTURE),
+            ConfigError,
+            "4 experts; config.json says that 9",
+        ),
+        (
+            OK,
+            model(LAYER, LAYER)
+            | {f"decoder.layers.{i}.{name}": t for i in range(2) for name, t in model(LAYER).items()},
+            UnsupportedModelError,
+            "2 stacks of 2 layers",
+        ),
+    ],
+)
+def test_what_lies_or_is_not_known_is_one_line(
+    config: dict[str, Any], tensors: Tensors, kind: type[BadInputError], message: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        describe(config, tensors)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class TestCuts:
+    """The first layers, whatever a config says of layers by."""
+
+    def cut(self, count: int, **config: Any) -> dict[str, object]:
+        return cut_config({"num_hidden_layers": 6} | config, range(count), LAYERS_KEYS)
+
+    def test_a_character_a_layer(self) -> None:
+        assert self.cut(4, hybrid_override_pattern="M-M*ME")["hybrid_override_pattern"] == "M-M*"
+
+    def test_the_last_so_many(self) -> None:
+        assert [self.cut(n, num_kv_shared_layers=2)["num_kv_shared_layers"] for n in (3, 5, 6)] == [0, 1, 2]
+
+    def test_by_index(self) -> None:
+        assert self.cut(3, per_layer_config={"02": {"a": 1}, "5": {"a": 2}})["per_layer_config"] == {"2": {"a": 1}}
+
+    def test_draft_layers_are_left_out(self) -> None:
+        assert self.cut(2, num_nextn_predict_layers=1)["num_nextn_predict_layers"] == 0
+
+    def test_the_text_part_of_a_multimodal_model(self) -> None:
+        config = {"model_type": "seeing", "text_config": {"num_hidden_layers": 6, "layer_types": list("abcdef")}}
+        cut = cut_config(config, range(2), LAYERS_KEYS)
+        assert cut["text_config"] == {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
+
+    def test_a_number_of_layers_that_only_a_list_tells(self) -> None:
+        cut = cut_config({"layers_block_type": ["mamba", "moe", "attention"]}, range(2), LAYERS_KEYS)
+        assert cut == {"layers_block_type": ["mamba", "moe"]}
