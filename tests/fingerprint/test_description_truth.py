@@ -1,0 +1,89 @@
+"""Descriptions of each text architecture that vLLM lists, against what transformers' classes hold and keep."""
+
+from __future__ import annotations
+
+import pytest
+
+from fingerprint.model_spec import LayerShape, ModelSpec
+from tests.fingerprint import family_truths
+from tests.fingerprint.family_truths import Held
+
+description = pytest.importorskip("fingerprint.description")
+StoredTensor = pytest.importorskip("fingerprint.checkpoint").StoredTensor
+
+ARCHITECTURES = family_truths.recorded()
+ONE_STACK = [a for a in ARCHITECTURES if a != "HrmTextForCausalLM"]  # HRM: two, each run through eight times
+REGULAR = [a for a in ONE_STACK if all(layer.regular for layer in family_truths.small(a).kept)]
+# vLLM's methods do not tell the state of Inkling's four short convolutions.
+STATE_UNKNOWN = {"InklingForCausalLM", "InklingForConditionalGeneration"}
+
+
+def described(architecture: str) -> tuple[ModelSpec, Held]:
+    held = family_truths.small(architecture)
+    tensors = {name: StoredTensor(dtype, shape) for name, (dtype, shape) in held.tensors.items()}
+    return description.describe(held.config, tensors), held
+
+
+def layers(spec: ModelSpec) -> list[LayerShape]:
+    """Return each layer's shape, where all are alike too."""
+    if spec.layer_shapes:
+        return [spec.layer_shapes[index] for index in spec.layer_shape_indexes]
+    alike = LayerShape(
+        mixer="attention",
+        params=spec.layer_params,
+        linear_params=spec.layer_linear_params,
+        expert_params=spec.layer_expert_params,
+        kv_elements=spec.kv_elements,
+    )
+    return [alike] * spec.num_layers
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameters_of_a_checkpoint_are_the_class_s(architecture: str) -> None:
+    spec, held = described(architecture)
+    assert spec.num_params == held.parameters
+
+
+@pytest.mark.parametrize("architecture", ONE_STACK)
+def test_parameters_of_each_layer_are_the_class_s(architecture: str) -> None:
+    spec, held = described(architecture)
+    assert [layer.params for layer in layers(spec)] == list(held.layer_parameters)
+
+
+@pytest.mark.parametrize("architecture", REGULAR)
+def test_kv_elements_of_each_layer_are_those_that_grow_in_a_forward(architecture: str) -> None:
+    spec, held = described(architecture)
+    caches = len(held.kept) // len(held.layer_parameters)  # LongCat: two attentions in a layer
+    each = [layer.kv_elements for layer in held.kept]
+    kept = [sum(each[i : i + caches]) for i in range(0, len(each), caches)]
+    assert [layer.kv_elements for layer in layers(spec)] == kept
+
+
+@pytest.mark.parametrize("architecture", REGULAR)
+def test_windows_are_those_that_a_forward_keeps(architecture: str) -> None:
+    spec, held = described(architecture)
+    kept = held.kept[:: len(held.kept) // len(held.layer_parameters)]
+    own = [index for index, layer in enumerate(kept) if layer.kv_elements]
+    assert [spec.windows[index] for index in own] == [kept[index].window for index in own]
+
+
+@pytest.mark.parametrize("architecture", [a for a in REGULAR if a not in STATE_UNKNOWN])
+def test_state_bytes_of_each_layer_are_vllm_s(architecture: str) -> None:
+    """Hold against vLLM's figure: transformers keeps one input more of a convolution, and other types."""
+    spec, held = described(architecture)
+    assert [layer.state_bytes for layer in layers(spec)] == [
+        held.vllm_state_bytes if layer.state_bytes else 0 for layer in held.kept[: spec.num_layers]
+    ]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameters_of_a_config_alone_are_the_class_s(architecture: str) -> None:
+    held = family_truths.default(architecture)
+    assert description.described_config(held.config).num_params == held.parameters
+
+
+@pytest.mark.parametrize("architecture", REGULAR)
+def test_a_config_alone_and_its_checkpoint_are_described_alike(architecture: str) -> None:
+    spec, held = described(architecture)
+    alone = description.described_config(held.config)
+    assert (layers(alone), alone.windows) == (layers(spec), spec.windows)
