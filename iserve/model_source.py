@@ -20,7 +20,6 @@ from fingerprint.families import load_spec
 from fingerprint.generate import COMPANION_FILES
 from fingerprint.model_spec import ModelSpec
 from fingerprint.plain_text import is_plain
-from iserve.hub_tensors import hub_tensors
 
 __all__ = ["ModelSource", "existing_path", "is_hub_id", "plain_path", "resolve"]
 
@@ -54,7 +53,11 @@ class ModelSource:
         """
         if self.has_weights:
             return stored_tensors(self.directory)
-        return hub_tensors(self.hub_id, self.directory) if self.hub_id is not None else None
+        if self.hub_id is None:
+            return None
+        from iserve.hub_tensors import hub_tensors  # asyncio, for those who ask a hub only
+
+        return hub_tensors(self.hub_id, self.directory)
 
     @property
     def argument(self) -> str:
