@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fingerprint.checkpoint import stored_tensors
 from fingerprint.errors import CheckpointError, ConfigError, NotFoundError, UnavailableError
 from fingerprint.generate import generate_dummy
 from iserve.model_source import is_hub_id, resolve
@@ -226,7 +227,10 @@ def hub() -> Iterator[Hub]:
                 if path.startswith(f"/api/models/{name}"):
                     return self.api(path, name, folder)
                 if path.startswith(f"/{name}/resolve/"):
-                    body = (folder / path.rpartition("/")[2]).read_bytes()
+                    file = folder / path.rpartition("/")[2]
+                    if not file.is_file():
+                        return self.answer(404, X_Error_Code="EntryNotFound")
+                    body = file.read_bytes()
                     tag = f'"{hashlib.sha1(body).hexdigest()}"'
                     return self.answer(200, body, ETag=tag, X_Repo_Commit=COMMIT)
             return self.answer(404, b"{}", X_Error_Code="RepoNotFound")
@@ -261,10 +265,11 @@ def in_new_process(tmp_path: Path, hub: Hub) -> Any:
         "import sys, json; from iserve.model_source import resolve; from fingerprint.errors import IserveError\n"
         "try: s = resolve(sys.argv[1], need_weights=sys.argv[2] == '1')\n"
         "except IserveError as e: print(json.dumps([type(e).__name__, str(e)]))\n"
-        "else: print(json.dumps([s.name, str(s.directory), s.has_weights, s.spec.num_layers]))"
+        "else: print(json.dumps([s.name, str(s.directory), s.has_weights, s.spec.num_layers]\n"
+        "    + [sorted(s.tensors() or ()) for _ in sys.argv[3:]]))"
     )
 
-    def run(model: str, *, need_weights: bool = True, **env: str) -> list[Any]:
+    def run(model: str, *, need_weights: bool = True, tensors: bool = False, **env: str) -> list[Any]:
         environment = {
             **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
             "HF_HOME": str(tmp_path / "hf"),
@@ -273,7 +278,7 @@ def in_new_process(tmp_path: Path, hub: Hub) -> Any:
             **env,
         }
         done = subprocess.run(
-            [sys.executable, "-c", code, model, str(int(need_weights))],
+            [sys.executable, "-c", code, model, str(int(need_weights)), *(["tensors"] if tensors else [])],
             capture_output=True,
             text=True,
             timeout=60,
@@ -307,6 +312,44 @@ def test_a_plan_fetches_no_weights_and_a_deployment_fetches_them_later(
     assert hub.files_got() == ["config.json"]
     assert in_new_process("owner/tiny")[2] is True
     assert "model.safetensors" in hub.files_got()
+
+
+def test_a_plan_knows_the_tensors_without_the_weights(
+    hub: Hub, checkpoint: Path, in_new_process: Any, tmp_path: Path
+) -> None:
+    """The header is read and no more, and that once."""
+    hub.models["owner/tiny"] = checkpoint
+    found = in_new_process("owner/tiny", need_weights=False, tensors=True)
+    assert found[2] is False
+    assert found[4] == sorted(stored_tensors(checkpoint))
+    assert hub.files_got() == ["config.json", "model.safetensors", "model.safetensors.index.json"]
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    hub.asked.clear()
+    assert in_new_process("owner/tiny", need_weights=False, tensors=True) == found
+    assert hub.asked == []
+    whole = in_new_process("owner/tiny", tensors=True)  # of the files, when they are here
+    assert (whole[2], whole[4]) == (True, found[4])
+
+
+def test_the_cache_of_the_hubs_client_stays_one(
+    hub: Hub, checkpoint: Path, in_new_process: Any, tmp_path: Path
+) -> None:
+    """It lists the model, and removes it with what is kept of its tensors."""
+    from huggingface_hub import scan_cache_dir
+
+    hub.models["owner/tiny"] = checkpoint
+    in_new_process("owner/tiny", need_weights=False, tensors=True)
+    (kept,) = (tmp_path / "hf").rglob("iserve-tensors/*")
+    cache = scan_cache_dir(tmp_path / "hf" / "hub")
+    assert not cache.warnings
+    assert [repo.repo_id for repo in cache.repos] == ["owner/tiny"]
+    cache.delete_revisions(COMMIT).execute()
+    assert not kept.exists()
+
+
+def test_a_local_config_alone_has_no_tensors(config_only: Path, checkpoint: Path) -> None:
+    assert resolve(str(config_only)).tensors() is None
+    assert resolve(str(checkpoint)).tensors() == stored_tensors(checkpoint)
 
 
 def test_an_unsupported_model_is_refused_before_its_weights(
