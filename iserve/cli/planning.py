@@ -45,13 +45,11 @@ def plan(
     Exit code 1 if no configuration is feasible.
     """
     from fingerprint.codec import to_json
-    from fingerprint.errors import UnavailableError
     from fingerprint.gpus import parse_gpus
-    from iserve.cli.live import client, model_argument, registered_models
+    from iserve.cli.live import client_for_plan, model_argument, registered_models
     from iserve.cli.render import print_plan
     from iserve.planning.document import PlanDocument
     from iserve.planning.hypothetical import plan_for_gpus
-    from iserve.planning.words import ELSEWHERE
     from iserve.settings import load_settings
 
     settings = load_settings()
@@ -65,11 +63,7 @@ def plan(
     options = o.replicated(wish.checked(settings), replicas)
     if gpus is None:
         body = wish.body() | {"model": model_argument(model, settings), "replicas": replicas}
-        try:
-            controller = client(settings)
-        except UnavailableError as error:
-            raise UnavailableError(f"{error}; {ELSEWHERE}") from error
-        document = controller.post("/api/v1/plans", body, PlanDocument)
+        document = client_for_plan(settings).post("/api/v1/plans", body, PlanDocument)
     else:
         with o.usage_errors("--gpus"):
             gpu, count = parse_gpus(gpus)

@@ -80,7 +80,8 @@ def deploy(
 
     Starts the embedded controller if none runs. The first deployment of a model on a machine measures it.
     With --export it writes a Compose file or Kubernetes objects instead, which start the same worker with the same
-    limits elsewhere; it then uses the profile that `iserve profile` took, or --gpus.
+    limits elsewhere. With --gpus that starts nothing; without, it plans by the profile that `iserve profile` took
+    for the devices here, and as `iserve up` it starts this home, with its deployments, if it is down.
     """
     import secrets
 
