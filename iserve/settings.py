@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, NamedTuple, get_args, get_type_hints
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from daemon.home_folder import default_home
 from fingerprint.errors import ConfigError
@@ -29,6 +30,8 @@ _WHAT = {
 }
 # Read by other parts of the project, not settings: the test suite's data, a worker's cores.
 _NOT_SETTINGS = frozenset({"ISERVE_REFERENCE_DATA", "ISERVE_DEVICE_CORES", "ISERVE_WORKER_FOLDER"})
+
+_TELLING_OPTIONS = frozenset({"host", "port", "dbname", "user", "service"})  # of PostgreSQL's URL, none a secret
 
 
 class PathList(tuple[Path, ...]):
@@ -130,10 +133,24 @@ class Settings:
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def recorded(self) -> dict[str, str | None]:
-        """Return the settings, None for unset, by variable, without the home and the state's URL (a secret)."""
+        """Return the settings, None for unset, by variable: not the home, and the state's URL without a secret."""
         known = self.environment()
-        names = (f"ISERVE_{f.name.upper()}" for f in fields(self) if f.name not in {"home", "database_url"})
+        if self.database_url is not None:
+            known["ISERVE_DATABASE_URL"] = _without_secrets(self.database_url)
+        names = (f"ISERVE_{f.name.upper()}" for f in fields(self) if f.name != "home")
         return {name: known.get(name) for name in names}
+
+
+def _without_secrets(url: str) -> str:
+    """Return what tells a database from another: user, host and name, without the password and other options."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # not one that connects
+        return "a URL that cannot be read"
+    login, at, host = parts.netloc.rpartition("@")
+    netloc = f"{login.partition(':')[0]}{at}{host}"
+    query = urlencode([(name, value) for name, value in parse_qsl(parts.query) if name in _TELLING_OPTIONS])
+    return urlunsplit(parts._replace(netloc=netloc, query=query, fragment=""))
 
 
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:

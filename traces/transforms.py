@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
 
@@ -78,23 +78,29 @@ def cap_lengths(
     *,
     max_input_tokens: int | None = None,
     max_output_tokens: int | None = None,
-    context_tokens: int | None = None,
+    context_tokens: int | Mapping[str, int] | None = None,
 ) -> Iterator[Request]:
     """Cut lengths to what a deployment takes.
 
     Each side to its own limit first; then, where both together pass ``context_tokens``, the prompt gives way, down
     to one token, and after it the answer. Prefix blocks are cut in the proportion of the prompt.
 
+    Args:
+        context_tokens: of all requests, or by model; those of other models keep their lengths.
+
     Raises:
         ConfigError: a limit is below 1, or the context below 2.
     """
-    limits = ((max_input_tokens, 1), (max_output_tokens, 1), (context_tokens, 2))
+    contexts = context_tokens if isinstance(context_tokens, Mapping) else {"": context_tokens}
+    limits = ((max_input_tokens, 1), (max_output_tokens, 1), *((context, 2) for context in contexts.values()))
     if any(limit is not None and limit < least for limit, least in limits):
         raise ConfigError(
             f"limits must be at least 1 token, a context at least 2, got max_input_tokens={max_input_tokens}, "
             f"max_output_tokens={max_output_tokens}, context_tokens={context_tokens}"
         )
-    return (_capped(request, max_input_tokens, max_output_tokens, context_tokens) for request in requests)
+    if isinstance(context_tokens, Mapping):
+        return (_capped(one, max_input_tokens, max_output_tokens, contexts.get(one.model)) for one in requests)
+    return (_capped(one, max_input_tokens, max_output_tokens, context_tokens) for one in requests)
 
 
 def _capped(

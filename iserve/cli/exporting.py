@@ -199,7 +199,7 @@ def _launch(
 ) -> LaunchDocument:
     """By the stored profile on what is free here, or by datasheets on GPUs that are not here."""
     from daemon.engines.options import EngineOptions
-    from iserve.cli.live import client, model_argument, registered_models
+    from iserve.cli.live import client_for_plan, model_argument, registered_models
     from iserve.demo import DEMO_MODEL_NAME
     from iserve.planning.hypothetical import launch_for_gpus
     from iserve.planning.launching import LaunchDocument
@@ -210,7 +210,7 @@ def _launch(
     if there is None:
         given = None if model is None else model_argument(model, settings)
         body = wish.body() | {"model": given, "name": name, "replicas": replicas, **engine_options}
-        return client(settings).post("/api/v1/plans/launch", body, LaunchDocument)
+        return client_for_plan(settings).post("/api/v1/plans/launch", body, LaunchDocument)
     model = model or DEMO_MODEL_NAME
     registered = registered_models(model, settings)
     return launch_for_gpus(

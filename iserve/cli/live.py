@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from daemon.process import is_alive, read_record
 from fingerprint.errors import UnavailableError
 from iserve.settings import Settings, load_settings
@@ -12,7 +14,7 @@ from iserve.settings import Settings, load_settings
 if TYPE_CHECKING:
     from iserve.client import ControllerClient
 
-__all__ = ["client", "folder_argument", "gateway_url", "model_argument", "registered_models"]
+__all__ = ["client", "client_for_plan", "folder_argument", "gateway_url", "model_argument", "registered_models"]
 
 
 def client(settings: Settings | None = None, *, start: bool = True) -> ControllerClient:
@@ -20,6 +22,26 @@ def client(settings: Settings | None = None, *, start: bool = True) -> Controlle
     from iserve.client import connect
 
     return connect(settings or load_settings(), start=start)
+
+
+def client_for_plan(settings: Settings) -> ControllerClient:
+    """This home's controller, for a plan of the devices here. Says so where it brings the home up.
+
+    Raises:
+        UnavailableError: it does not come up; the message names the way to plan without it.
+    """
+    from iserve.client import controller_record
+    from iserve.planning.words import ELSEWHERE
+
+    was_down = controller_record(settings) is None
+    try:
+        found = client(settings)
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}; {ELSEWHERE}") from error
+    if was_down:
+        said = "this home was down and is up now; `iserve down` ends it, --gpus plans without it"
+        typer.echo(f"iserve: {said}", err=True)
+    return found
 
 
 def folder_argument(folder: str) -> str:

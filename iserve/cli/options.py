@@ -170,6 +170,15 @@ EngineArgs = Annotated[
         "iServe sets itself is refused.",
     ),
 ]
+NEWEST = "newest"  # of the releases of an engine: none in particular
+EngineVersion = Annotated[
+    str | None,
+    typer.Option(
+        "--engine-version",
+        metavar="VERSION",
+        help=f"Installed release of the engine, such as 0.33.0; {NEWEST}: none in particular.",
+    ),
+]
 ToolCallParser = Annotated[
     str | None,
     typer.Option(

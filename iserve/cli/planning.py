@@ -47,12 +47,10 @@ def plan(
     Exit code 1 if no configuration is feasible.
     """
     from fingerprint.codec import to_json
-    from fingerprint.errors import UnavailableError
-    from iserve.cli.live import client, model_argument, registered_models
+    from iserve.cli.live import client_for_plan, model_argument, registered_models
     from iserve.cli.render import print_plan
     from iserve.planning.document import PlanDocument
     from iserve.planning.hypothetical import plan_for_gpus
-    from iserve.planning.words import ELSEWHERE
     from iserve.settings import load_settings
 
     settings = load_settings()
@@ -67,11 +65,7 @@ def plan(
     there = g.named_gpus(gpus, gpu_file)
     if there is None:
         body = wish.body() | {"model": model_argument(model, settings), "replicas": replicas}
-        try:
-            controller = client(settings)
-        except UnavailableError as error:
-            raise UnavailableError(f"{error}; {ELSEWHERE}") from error
-        document = controller.post("/api/v1/plans", body, PlanDocument)
+        document = client_for_plan(settings).post("/api/v1/plans", body, PlanDocument)
     else:
         registered = registered_models(model, settings)
         document = plan_for_gpus(model, *there, options, wish.engine, registered=registered)

@@ -56,6 +56,7 @@ def deploy(
             help="Answer 503 at once to a request that would miss --slo, in place of a late answer.",
         ),
     ] = False,
+    engine_version: o.EngineVersion = None,
     engine_arg: o.EngineArgs = None,
     tool_call_parser: o.ToolCallParser = None,
     reasoning_parser: o.ReasoningParser = None,
@@ -81,7 +82,8 @@ def deploy(
 
     Starts the embedded controller if none runs. The first deployment of a model on a machine measures it.
     With --export it writes a Compose file or Kubernetes objects instead, which start the same worker with the same
-    limits elsewhere; it then uses the profile that `iserve profile` took, or --gpus.
+    limits elsewhere. With --gpus that starts nothing; without, it plans by the profile that `iserve profile` took
+    for the devices here, and as `iserve up` it starts this home, with its deployments, if it is down.
     """
     import secrets
 
@@ -110,6 +112,8 @@ def deploy(
             raise typer.BadParameter("nobody watches what is exported; leave --scale-to-zero out")
         if refuse_late:
             raise typer.BadParameter("there is no gateway before what is exported; leave --refuse-late out")
+        if engine_version is not None:
+            raise typer.BadParameter("what is exported runs the release of its image; leave --engine-version out")
         where = e.Export(
             kind=export, output=output, there=g.named_gpus(gpus, gpu_file), image=image, volume=volume
         )
@@ -120,7 +124,8 @@ def deploy(
         raise typer.BadParameter(f"{', '.join(alone)} goes with --export")
     model = None if model is None else model_argument(model, settings)
     body = wish.body() | {"model": model, "name": name, "scale_to_zero_s": scale_to_zero, "replicas": replicas}
-    body |= {"refuse_late": refuse_late} | engine_options
+    body |= {"refuse_late": refuse_late, "engine_version": None if engine_version == o.NEWEST else engine_version}
+    body |= engine_options
     controller, accepted = _accepted(
         body, secrets.token_hex(16) if idempotency_key is None else idempotency_key, quiet=as_json
     )

@@ -79,9 +79,10 @@ def simulate(
     from iserve.cli.progress import StepDisplay
     from iserve.cli.reporting import check_target
     from iserve.settings import load_settings
-    from iserve.simulation.baselines import World, check_steerable, parse_planner, prepare
+    from iserve.simulation.baselines import World, check_steerable, parse_planner, prepare, served_contexts
     from iserve.simulation.document import simulation_document
     from placement.routing import make_router
+    from traces.transforms import cap_lengths
 
     options = wish.checked(load_settings(), sees_load=True)
     options = replace(options, more_requests=options.more_requests and not serving.refuse_late)
@@ -103,13 +104,16 @@ def simulate(
         baseline, answers = parse_planner(planner)
         if steers is not None:
             check_steerable(baseline)
-        requests = load.requests(trace, tuple(named), options)
+        requests = load.requests(trace, tuple(named))
         if report is not None:
             check_target(report)
     per_node = max(Counter(one.node_id for one in snapshot.gpus).values())
     profiles = [_read_profile(path) for path in profile or []]
     models, times = _models(named, gpu, per_node, options, wish.engine, profiles)
     world = World(gpu, models, scenario)
+    if load.cap_lengths:
+        contexts = served_contexts(baseline, world, least)
+        requests = cap_lengths(requests, context_tokens=contexts)
     with StepDisplay(quiet=as_json) as display:
         display.show(f"{baseline} decides", None)
         decided, prepared = prepare(

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fingerprint.gpu_spec import GpuSpec
-    from iserve.planning.making import PlanOptions
     from placement.elastic import Elastic
     from placement.types import ClusterSnapshot
     from planner.intent import Slo
@@ -217,30 +216,28 @@ class LoadOptions:
             "--popularity", help="Assign requests to models: uniform, zipf[:ALPHA], ... (traces/popularity)."
         ),
     ] = None
-    cap_lengths: Annotated[
-        bool, typer.Option("--cap-lengths", help="Cut requests to what deployments are planned for.")
-    ] = False
+    cap_lengths: Annotated[bool, typer.Option("--cap-lengths", help="Cut requests to what deployments serve.")] = (
+        False
+    )
     limit: Annotated[int | None, typer.Option("--limit", help="Stop after so many requests.", min=1)] = None
     trace_format: Annotated[str | None, typer.Option("--format", help="Of the trace; else it is recognised.")] = (
         None
     )
     seed: Annotated[int, typer.Option("--seed", help="Of synthetic traces and --popularity.", min=0)] = 0
 
-    def requests(self, trace: str, names: tuple[str, ...], planned: PlanOptions) -> Iterator[Request]:
+    def requests(self, trace: str, names: tuple[str, ...]) -> Iterator[Request]:
         """The trace, with models assigned where it is asked for or where there is one model only."""
         from itertools import islice
 
         from traces.popularity import popularity_named
         from traces.sources import requests_of
-        from traces.transforms import assign_models, cap_lengths
+        from traces.transforms import assign_models
 
         requests: Iterator[Request] = requests_of(trace, format=self.trace_format, seed=self.seed)
         if self.popularity is not None:
             requests = assign_models(requests, names, popularity_named(self.popularity), seed=self.seed)
         else:
             requests = _told_models(requests, names)
-        if self.cap_lengths:
-            requests = cap_lengths(requests, context_tokens=planned.workload.context_tokens)
         return requests if self.limit is None else islice(requests, self.limit)
 
 

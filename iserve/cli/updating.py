@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _POLL_S = 0.3
-_UNPINNED = "newest"  # the release that deployments start with
 _STEPS = frozenset({"draining", "replacing", "restoring"})  # shown as they are
 
 
@@ -59,12 +58,7 @@ def update(
     model: Annotated[
         str | None, typer.Option("--model", help="A checkpoint folder, a hub id or a registered name.")
     ] = None,
-    engine_version: Annotated[
-        str | None,
-        typer.Option(
-            "--engine-version", help="Release of the engine, such as 0.33.0; newest: none in particular."
-        ),
-    ] = None,
+    engine_version: o.EngineVersion = None,
     engine_arg: o.EngineArgs = None,
     tool_call_parser: o.ToolCallParser = None,
     reasoning_parser: o.ReasoningParser = None,
@@ -102,7 +96,7 @@ def update(
     changes = {field: value for field, value in changes.items() if value is not None}
     if slo is not None:
         changes["slo"] = _limits(slo)
-    if engine_version == _UNPINNED:
+    if engine_version == o.NEWEST:
         changes["engine_version"] = None
     for option, field, value in (("--batch", "batch", batch), ("--context", "context_tokens", context)):
         if value is not None:

@@ -29,7 +29,7 @@ from traces.baselines.knowledge import Knowledge, Places, StepTimes
 from traces.baselines.recorded import Recording, read_recording
 from traces.baselines.rule import FAST_KINDS, rule_of_thumb
 from traces.request import Request
-from traces.simulator.scenario import Deploy, Deployer, Scenario
+from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Scenario
 from traces.simulator.simulation import simulate
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "knowledge_of",
     "parse_planner",
     "prepare",
+    "served_contexts",
     "static_deployer",
 ]
 
@@ -128,6 +129,26 @@ def check_steerable(baseline: Baseline) -> None:
             f"{baseline} places every replica beforehand, knowing the trace; --replicas MIN:MAX, --scale-to-zero, "
             "--consolidate and --migrate go with another --planner"
         )
+
+
+def served_contexts(baseline: Baseline, world: World, replicas: int) -> dict[str, int]:
+    """Return the longest request, prompt and answer together, that each model's first replica serves.
+
+    A baseline serves the planned ones. iServe serves what memory holds: on the idle cluster, where others that are
+    deployed before may leave less.
+
+    Args:
+        replicas: of a model, planned together.
+    """
+    contexts = {name: model.options.workload.context_tokens for name, model in world.models.items()}
+    deployer, cluster = PlannedDeployer(world.gpu, world.models.values()), world.scenario.cluster
+    for name in world.models if baseline is Baseline.ISERVE else ():
+        found = deployer(name, cluster) if replicas == 1 else deployer.several(name, cluster, replicas)
+        if isinstance(found, NotDeployed):  # as the simulation will tell
+            continue
+        limits = (found if isinstance(found, Deployed) else found[0]).steps.limits
+        contexts[name] = min(limits.max_context_tokens, limits.kv_tokens or limits.max_context_tokens)
+    return contexts
 
 
 def prepare(

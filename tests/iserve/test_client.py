@@ -203,6 +203,16 @@ def test_a_plan_for_this_machine_where_no_controller_starts_names_the_way_withou
         ({}, {"host": "0.0.0.0"}, "ISERVE_HOST is 127.0.0.1, not 0.0.0.0"),
         ({}, {"port": 9000}, "ISERVE_PORT is 8080, not 9000"),
         ({}, {"api_port": 9001}, "ISERVE_API_PORT is 8081, not 9001"),
+        (
+            {},
+            {"database_url": "postgresql://u:secret@h/d"},
+            "ISERVE_DATABASE_URL is unset, not postgresql://u@h/d",
+        ),
+        (
+            {"database_url": "postgresql://u:secret@h/d?password=secret&host=/run/pg"},
+            {"database_url": "postgresql://u:secret@h/e?password=secret"},
+            "ISERVE_DATABASE_URL is postgresql://u@h/d?host=%2Frun%2Fpg, not postgresql://u@h/e",
+        ),
     ],
 )
 def test_settings_that_a_running_home_does_not_have_are_refused(
@@ -239,5 +249,18 @@ def test_records_of_an_older_release_say_nothing_of_settings_and_no_record_holds
     for name in ("controller", "gateway"):
         write_record(tmp_path / "run" / f"{name}.json", own_record(url="http://127.0.0.1:1", token=""))
     check_running_settings(Settings(home=tmp_path, require_keys=True, port=9000))
-    secret = Settings(home=tmp_path, database_url="postgresql://u:secret@h/d")
-    assert "secret" not in str(secret.recorded())
+    for url in (
+        "postgresql://u:secret@h/d",
+        "postgresql://[h/d?password=secret",
+        "postgresql:///d?password=secret",
+    ):
+        assert "secret" not in str(Settings(home=tmp_path, database_url=url).recorded())
+
+
+def test_a_new_password_of_the_same_database_is_no_other_setting(tmp_path: Path) -> None:
+    before, now = (
+        Settings(home=tmp_path, database_url=f"postgresql://u:{word}@h/d?sslpassword={word}") for word in "ab"
+    )
+    record = own_record(url="http://127.0.0.1:1", token="", settings=before.recorded())
+    write_record(tmp_path / "run" / "controller.json", record)
+    check_running_settings(now)

@@ -139,6 +139,30 @@ def test_by_default_a_replica_serves_what_a_deploy_serves(
     assert served("--replicas", 2, "--intent", "min-gpu-hours")[1][0] > 100
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_lengths_are_cut_to_what_is_served(
+    simulate: Callable[..., Done], model: Path, tmp_path: Path, replicas: int
+) -> None:
+    """The model's context by default, of each model its own; with --context that."""
+    small = tmp_path / "small"
+    small.mkdir()
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1000}
+    (small / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "long.csv"
+    write_trace(path, [Request(9.0 * i, tokens, 20) for i, tokens in enumerate((100, 900, 3000, 9000))])
+
+    def input_tokens(folder: Path, *more: object) -> int:
+        given = ("--gpus", "a6000:2", "--models", f"chat={folder}", "--intent", "min-gpu-hours", "--json")
+        document = simulate(path, *given, "--replicas", replicas, "--cap-lengths", *more).document
+        assert (document["summary"]["completed"], document["warnings"]) == (4, [])
+        return document["summary"]["lengths"]["input_tokens"]
+
+    assert input_tokens(model) == 100 + 900 + 3000 + 4076
+    assert input_tokens(small) == 100 + 900 + 980 + 980
+    assert input_tokens(model, "--context", 640) == 100 + 620 + 620 + 620
+    assert input_tokens(model, "--planner", "rule") == 100 + 620 + 620 + 620
+
+
 def test_it_is_deterministic_by_seed(simulate: Callable[..., Done], model: Path) -> None:
     def run(seed: int) -> Any:
         named = f"a={model},b={model}"

@@ -89,6 +89,8 @@ def test_the_prompt_gives_way_before_the_answer_and_takes_its_blocks_along() -> 
     four_blocks = Request(0.0, 2048, 500, "", (1, 2, 3, 4))
     assert list(cap_lengths([four_blocks], context_tokens=1524)) == [Request(0.0, 1024, 500, "", (1, 2))]
     assert list(cap_lengths([four_blocks], context_tokens=400)) == [Request(0.0, 1, 399, "", (1,))]
+    assert list(cap_lengths([four_blocks], context_tokens={"": 400})) == [Request(0.0, 1, 399, "", (1,))]
+    assert list(cap_lengths([four_blocks], context_tokens={"another": 400})) == [four_blocks]
     assert list(cap_lengths([four_blocks], max_input_tokens=1100)) == [Request(0.0, 1100, 500, "", (1, 2, 3))]
 
 
@@ -123,6 +125,7 @@ def test_a_longer_stream_begins_with_the_same_models() -> None:
         pytest.param(lambda: cap_lengths([], max_input_tokens=0), id="no-input"),
         pytest.param(lambda: cap_lengths([], max_output_tokens=-1), id="negative-output"),
         pytest.param(lambda: cap_lengths([], context_tokens=1), id="context-of-one"),
+        pytest.param(lambda: cap_lengths([], context_tokens={"a": 9, "b": 1}), id="context-of-one-model"),
     ],
 )
 def test_what_is_refused_at_once(act: object) -> None:
