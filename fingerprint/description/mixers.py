@@ -26,8 +26,8 @@ _MIXER = re.compile(r"^(.*?(?:attn|attention|mamba\w*|mixer|temporal_block|mlstm
                     r"(?:\.\d+)?)\.(.+)$")  # fmt: skip
 _OTHER = re.compile(r"(^|[._])(cross_attn|encoder_attn|mlp|experts?|shared_experts?|feed_forward)([._]|$)")
 _MLP = re.compile(r"(^|\.)(up_proj|down_proj|gate|gate_proj|\w*norm\w*)$")
-_K = re.compile(r"(^|\.)(k_proj|project_k|wk)(\.linear)?$")
-_V = re.compile(r"(^|\.)(v_proj\w*|project_v|wv)(\.linear)?$")
+_K = re.compile(r"(^|\.)(k_proj|project_k|wk(_dv)?)(\.linear)?$")
+_V = re.compile(r"(^|\.)(v_proj\w*|project_v|wv(_dv)?)(\.linear)?$")
 _Q = re.compile(r"(^|\.)(q_proj|q_b_proj|project_q|wq)(\.linear)?$")
 _FUSED = re.compile(r"(^|\.)(query_key_value|qkv_proj|c_attn|Wqkv|W_pack|wqkv|qkv)$")
 _STATE_BYTES = 2
@@ -52,8 +52,9 @@ def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
     owners: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, shape in layer.items():
         found = _MIXER.match(name)
-        if found is not None and not _OTHER.search(found[1]):
-            owners[found[1]][re.sub(r"\.weight$", "", found[2])] = shape
+        if found is not None and (found[1].endswith("sconv") or not _OTHER.search(found[1])):
+            leaf = found[1].rpartition(".")[2] if found[2] == "weight" else found[2].removesuffix(".weight")
+            owners[found[1]][leaf] = shape
     kept = [each for leaves in owners.values() if (each := _kept(leaves, facts)) is not None]
     unknown = [name for leaves in owners.values() for name, shape in leaves.items() if _may_mix(name, shape)]
     if not kept and len(unknown) > 1:
@@ -85,7 +86,7 @@ def _kept(leaves: Shapes, facts: Facts) -> Kept | None:
         and not {"q_proj", "A"} <= lasts - {"A_log"}
     ):
         return _state_space(leaves, facts)
-    if "compressor.kv_proj" in leaves or ("kv_proj" in leaves and "o_a_proj" in leaves):
+    if any(name.startswith("compressor.") for name in leaves) or {"kv_proj", "o_a_proj"} <= lasts:
         return _compressed(leaves, facts)
     if {"qkv_proj", "output_gate"} <= lasts:
         return _lightning(leaves, facts)
@@ -168,7 +169,7 @@ def _fused(leaves: Shapes, facts: Facts) -> Kept:
 
 def _compressed(leaves: Shapes, facts: Facts) -> Kept:
     """Compressed attention (DeepSeek V4): one entry for some tokens, and a window of the last ones as they are."""
-    width = _one(leaves, r"^kv_proj$")[0]
+    width = _one(leaves, r"^(kv_proj|wkv)$")[0]
     window = facts.first(("sliding_window",)) or 0
     rates = facts.config.get("compress_rates")
     has_index = any("indexer" in name for name in leaves)
@@ -223,5 +224,7 @@ def _gated_delta(leaves: Shapes, facts: Facts, heads: int) -> Kept:
     if not key_width:
         key_width = keys // (facts.count("linear_num_key_heads") or heads)
     state = heads * key_width * value_width
-    state_bytes = facts.state_element_bytes * state + _tails(leaves)
+    has_gates = any(re.search(r"(^|\.)(forget_gate|f_a_proj|f_proj)(\.|$)", name) for name in leaves)
+    element_bytes = 4 if has_gates else facts.state_element_bytes  # Kimi's is float32 whatever the config says
+    state_bytes = element_bytes * state + _tails(leaves)
     return Kept(mixer="gated delta", kv_heads=heads, state_bytes=state_bytes)

@@ -23,7 +23,7 @@ _BESIDE = re.compile(
     r"weight_g_idx|scales|qzeros|g_idx|[kv]_scale|activation_scale)$"
 )
 _WORD_BITS = 32
-_BITS16 = frozenset({"F16", "BF16", "F32", "F64"})
+_WHOLE = frozenset({"F16", "BF16", "F32", "F64", "I32", "I64", "BOOL"})  # by themselves; words have a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ def unpacked(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, obj
             continue
         plain, shape = _plain(name, tensor, quantization)
         added = beside.get(plain.removesuffix(".weight"), 0.0)
-        found[plain] = Unpacked(StoredTensor("BF16", shape), _bytes(tensor) + added, tensor.dtype not in _BITS16)
+        is_packed = plain != name or tensor.dtype not in _WHOLE
+        found[plain] = Unpacked(StoredTensor("BF16", shape), _bytes(tensor) + added, is_packed)
     return found
 
 

@@ -100,9 +100,9 @@ def _only_stack(by_stack: Mapping[str, Mapping[int, object]], sizes: Mapping[str
 
 
 _EMBEDDING = re.compile(
-    r"(^|[._])(embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|embeddings?)\.weight$"
+    r"(^|[._])(embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|embed|embeddings?)\.weight$"
 )
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output|head)(\.linear)?\.weight$")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|unembed|output|head)(\.linear)?\.weight$")
 
 
 def _ends(beside: Mapping[str, StoredTensor]) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from fingerprint.model_spec import ModelSpec
 __all__ = ["described_config"]
 
 MAX_BUILT_LAYERS = 512  # each is a module of its own, built in milliseconds
+_GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _NOT_TAKEN = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
 
 
@@ -46,16 +47,30 @@ def _described(text: str) -> ModelSpec:
     _bound(config)
     quantization = quantization_of(config)
     built, architecture = _built(_without(config), str(name))
-    tensors = {key: StoredTensor("BF16", tuple(value.shape)) for key, value in built.named_parameters()}
+    tensors = {key: StoredTensor("BF16", tuple(value.shape)) for key, value in _saved(built).items()}
     filled = built.config.to_dict() | {"model_type": name}
     spec, stack = spec_and_stack(_without(filled), tensors, architecture)
     return replace(spec, stored=stored_by_rule(quantization, stack, spec)) if quantization else spec
 
 
+def _saved(model: Any) -> dict[str, Any]:
+    """Parameters, tied ones once, and the buffers that a checkpoint has, such as a router's correction."""
+    kept = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
+
+
 def _without(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` without what would have transformers load code or kernels, or swap layers for quantized ones."""
     kept = {key: value for key, value in config.items() if key not in _NOT_TAKEN and not str(key).startswith("_")}
-    return {key: _without(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {key: _plain(value) for key, value in kept.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Infinite numbers, which JSON has not, as transformers saves them: ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        named = value.get("__float__")
+        return float(named) if named in ("Infinity", "-Infinity", "NaN") else _without(value)
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
@@ -67,6 +82,8 @@ def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
     classes = _classes(name)
     named = [entry for entry in config.get("architectures") or [] if isinstance(entry, str)]
     chosen = next((entry for entry in named or classes if entry in classes), None)
+    if chosen is None and named and named[0].endswith(_GENERATING):  # a name of the checkpoint's own
+        chosen = next(iter(classes), None)
     if chosen is None:
         of_these = f"{named[0]} is none of its" if named and classes else "it has no"
         raise UnsupportedModelError(
@@ -80,7 +97,7 @@ def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
     except Exception as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{chosen} of transformers makes no model of this config.json: {line[:200]}") from error
-    return model, chosen
+    return model, named[0] if named else chosen
 
 
 def _classes(name: str) -> list[str]:
