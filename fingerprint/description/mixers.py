@@ -64,7 +64,7 @@ def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
         )
     mixers = [each.mixer for each in kept]
     return Kept(
-        mixer=" and ".join(dict.fromkeys(mixers)) or "none",
+        mixer=" and ".join(sorted(set(mixers))) or "none",
         kv_elements=sum(each.kv_elements for each in kept),
         kv_heads=max(kept, key=lambda each: each.kv_elements).kv_heads if kept else 0,
         state_bytes=sum(each.state_bytes for each in kept),
