@@ -6,11 +6,13 @@ Every cell is an answer of ``EngineCapabilities``, asked as a plan asks; a reaso
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from daemon.engines.registry import ENGINES
+from daemon.engines import torch
+from daemon.engines.tensorrt_llm import table as tensorrt_llm
+from daemon.engines.vllm import table as vllm
 from fingerprint.capability import EngineCapabilities, Exclusion, Selection, Verified
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
-from fingerprint.families import FAMILIES
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
@@ -26,6 +28,7 @@ _GENERATIONS = (
     ("Hopper 9.0", (9, 0)),
     ("Blackwell 10.0", (10, 0)),
 )
+_TABLES = (torch.TABLE, vllm.TABLE, tensorrt_llm.TABLE)  # whatever is installed here
 _HEAD = """\
 # What each engine runs
 
@@ -33,12 +36,16 @@ Made by `docs/generate.py` from the tables that plans are made with (`daemon/eng
 every degree divides; what a model's own shape rules out (heads that `tp` does not divide, more stages than layers)
 is not an engine's matter and comes on top. A table that is not verified was read in the engine's sources and
 documentation, and nothing of it was run.
+
+Architectures are the class names that `config.json` has. Those here are of the newest vLLM that iServe knows and
+of the newest transformers that it takes; what is installed tells its own
+([decision 26](decisions/0026-architectures.md)). What is listed and was not run is planned with a note.
 """
 
 
 def engine_tables() -> str:
     """The page."""
-    return "\n".join([_HEAD, *(_section(engine.capabilities()) for engine in ENGINES.values())])
+    return "\n".join([_HEAD, *map(_section, _TABLES)])
 
 
 class _Reasons:
@@ -66,33 +73,60 @@ def _section(table: EngineCapabilities) -> str:
         return [
             [
                 f"`{value}`",
-                *(reasons.cell(table.refusal(_model("llama"), config(value), _gpu(c))) for _, c in _GENERATIONS),
+                *(reasons.cell(table.refusal(_model(), config(value), _gpu(c))) for _, c in _GENERATIONS),
             ]
             for value in values
         ]
 
     by_generation = ["", *(generation for generation, _ in _GENERATIONS)]
-    families = [
-        [
-            f"`{family}`",
-            reasons.cell(table.refusal(_model(family), DeploymentConfig(engine=name), best)),
-            reasons.cell(table.refusal(_model(family), DeploymentConfig(tp=2, engine=name), best)),
-            reasons.cell(table.refusal(_model(family), DeploymentConfig(pp=2, engine=name), best)),
-            reasons.cell(_uneven(table, family, best)),
-            reasons.cell(table.lora_refusal(_model(family), DeploymentConfig(engine=name), best)),
-        ]
-        for family in (*FAMILIES, *sorted((table.families | table.family_reasons.keys()) - FAMILIES.keys()))
-    ]
     parts = [
         f"## {name}\n",
-        f"tp up to {table.max_tp}, pp up to {table.max_pp}. {_verified(table)}.\n",
-        _table(["family", "runs", "tp", "pp", "uneven pp", "LoRA"], families),
+        f"tp up to {table.max_tp}, pp up to {table.max_pp}. {_verified(table)}. Architectures of "
+        f"{table.architectures.source}: {len(table.architectures.listed)}.\n",
+        _table(["tp", "pp", "uneven pp", "LoRA", "architectures"], _architectures(table, reasons, best)),
+        _refused(table, reasons),
         _table(["weights", *by_generation[1:]], formats(WeightFormat, lambda w: _config(name, weights=w))),
         _table(["KV", *by_generation[1:]], formats(KvFormat, lambda k: _config(name, kv=k))),
         _table(["pruning", *by_generation[1:]], formats(Pruning, lambda p: _config(name, pruning=p))),
         *_rest(table),
     ]
     return "\n".join([*parts, *(("Reasons:\n", *reasons.lines(), "") if reasons.lines() else ())])
+
+
+def _architectures(table: EngineCapabilities, reasons: _Reasons, gpu: GpuSpec) -> list[list[str]]:
+    """Return a row for each combination of what the engine can do, with all architectures of which it can."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, listed in table.architectures.listed.items():
+        spec = replace(_model(), architecture=name)
+        cells = (
+            reasons.cell(table.refusal(spec, _config(table.engine, tp=2), gpu)),
+            reasons.cell(table.refusal(spec, _config(table.engine, pp=2), gpu)),
+            reasons.cell(table.refusal(spec, _config(table.engine, pp=2), gpu) or table.uneven_pp_reason),
+            reasons.cell(table.lora_refusal(spec, _config(table.engine), gpu)),
+            "" if listed.note is None else listed.note,
+        )
+        alike.setdefault(cells, []).append(name)
+    ordered = sorted(alike.items(), key=lambda item: (item[0][-1], -len(item[1])))
+    return [
+        [*cells, f"{len(names)}{': ' if not note else f' ({note}): '}{_names(names)}"]
+        for (*cells, note), names in ordered
+    ]
+
+
+def _refused(table: EngineCapabilities, reasons: _Reasons) -> str:
+    """Return what it does not run, by reason."""
+    alike: dict[str, list[str]] = {}
+    for name, reason in table.architectures.reasons.items():
+        alike.setdefault(reason, []).append(name)
+    lines = [
+        f"*   {reason}: {_names(names)}" for reason, names in sorted(alike.items(), key=lambda row: -len(row[1]))
+    ]
+    any_other = f"*   any other: {table.architectures.otherwise}"
+    return "Not run:\n\n" + "\n".join([*lines, any_other]) + "\n"
+
+
+def _names(architectures: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(architectures))
 
 
 def _verified(table: EngineCapabilities) -> str:
@@ -121,7 +155,6 @@ def _rest(table: EngineCapabilities) -> list[str]:
             for name in ("families", "cut_group_size", "stored_as", "stored_other_than", "cut_stored_groups")
         )
     ]
-    parts.append(f"Other families: no, {table.other_family_reason}\n")
     if particular:
         lines = (f"*   {_where(e)}: {e.reason}" for e in particular)
         parts.append("Not run in some combinations:\n\n" + "\n".join(lines) + "\n")
@@ -156,12 +189,6 @@ def _where(selection: Selection) -> str:
     return "; ".join(parts) or "always"
 
 
-def _uneven(table: EngineCapabilities, family: str, gpu: GpuSpec) -> str | None:
-    return (
-        table.refusal(_model(family), DeploymentConfig(pp=2, engine=table.engine), gpu) or table.uneven_pp_reason
-    )
-
-
 def _config(engine: str, **formats: object) -> DeploymentConfig:
     return DeploymentConfig(engine=engine, **formats)  # type: ignore[arg-type]
 
@@ -187,11 +214,11 @@ def _gpu(capability: tuple[int, int] | None) -> GpuSpec:
     )
 
 
-def _model(family: str) -> ModelSpec:
+def _model() -> ModelSpec:
     """Of sizes that every degree and group divides."""
     return ModelSpec(
-        family=family,
-        architecture="",
+        family="llama",
+        architecture="LlamaForCausalLM",
         num_layers=32,
         hidden_size=4096,
         intermediate_size=16384,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from fingerprint.architectures import Architectures, Listed
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.gpu_spec import GpuSpec, Vendor
 from fingerprint.model_spec import ModelSpec
@@ -127,20 +128,13 @@ class EngineCapabilities:
     """One engine's table. A ``None`` reason means yes; a text is the reason for the no.
 
     Attributes:
-        families: model families it loads.
-        tp_families: of these, the ones it can split by tensor parallelism.
+        architectures: model architectures it has, each with what it cannot do with it.
         weights, kv, pruning: reason per format; a format that is not listed is a no.
         max_tp, max_pp: largest degrees it runs.
         degree_reason: why no larger ones.
         uneven_pp_reason: why stages must hold the numbers of layers that the engine itself chooses; None: any do.
-        lora_families: of ``families``, the ones whose adapters it serves.
-        lora_reason: why not those of the others.
         exclusions: what it does not run of the combinations that the axes above allow.
         notes: what running some of them takes; :meth:`conditions` tells them per configuration.
-        family_reasons: why a family that others run is not among ``families``.
-        other_family_reason: why not one that is in neither.
-        tp_reasons: why a family of ``families`` is not among ``tp_families``.
-        one_stage_reasons: families that it runs as one pipeline stage only, each with the reason.
         stored: reason per way of quantizing that checkpoints come in (``fingerprint.quantized.METHODS``); one that
             is not listed is a no.
         cpu: whether it runs on a CPU.
@@ -155,8 +149,7 @@ class EngineCapabilities:
     """
 
     engine: str
-    families: frozenset[str]
-    tp_families: frozenset[str]
+    architectures: Architectures
     weights: Mapping[WeightFormat, str | None]
     kv: Mapping[KvFormat, str | None]
     pruning: Mapping[Pruning, str | None]
@@ -173,13 +166,7 @@ class EngineCapabilities:
     notes: tuple[Note, ...] = ()
     degree_reason: str = ""
     uneven_pp_reason: str | None = None
-    lora_families: frozenset[str] = frozenset()
-    lora_reason: str = ""
     exclusions: tuple[Exclusion, ...] = ()
-    family_reasons: Mapping[str, str] = field(default_factory=dict)
-    other_family_reason: str = ""
-    tp_reasons: Mapping[str, str] = field(default_factory=dict)
-    one_stage_reasons: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
@@ -189,7 +176,7 @@ class EngineCapabilities:
     def refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
         """Why this engine cannot run ``config`` of ``spec`` on ``gpu``; None when it can."""
         name = self.engine
-        if (reason := self.family_refusal(spec)) is not None:
+        if (reason := self.architecture_refusal(spec)) is not None:
             return reason
         if (reason := self._vendor_refusal(gpu.vendor)) is not None:
             return reason
@@ -224,32 +211,31 @@ class EngineCapabilities:
         reason = self.stored.get(spec.stored.method, "not one of those it reads")
         return None if reason is None else f"{self.engine} does not run checkpoints in {held}: {reason}"
 
-    def family_refusal(self, spec: ModelSpec) -> str | None:
-        """Why this engine runs no model of ``spec``'s family, on whatever device; None when it does."""
-        if spec.family in self.families:
-            return None
-        reason = self.family_reasons.get(spec.family, self.other_family_reason)
-        return f"{self.engine} does not run the {spec.family} family" + (f": {reason}" if reason else "")
+    def architecture_refusal(self, spec: ModelSpec) -> str | None:
+        """Return why this engine runs no model of ``spec``'s architecture, on any device; None when it does."""
+        reason = self.architectures.refusal(spec.architecture)
+        return None if reason is None else f"{self.engine} does not run {spec.architecture}: {reason}"
 
     def _split_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
-        if config.tp > 1 and spec.family not in self.tp_families:
-            reason = self.tp_reasons.get(spec.family)
-            said = f"{self.engine} does not split the {spec.family} family by tensor parallelism"
-            return said + (f": {reason}" if reason else "")
-        if config.pp > 1 and (reason := self.one_stage_reasons.get(spec.family)):
-            return f"{self.engine} runs the {spec.family} family as one pipeline stage only: {reason}"
+        found = self._listed(spec)
+        if config.tp > 1 and found.no_tp is not None:
+            return f"{self.engine} does not split {spec.architecture} by tensor parallelism: {found.no_tp}"
+        if config.pp > 1 and found.no_pp is not None:
+            return f"{self.engine} runs {spec.architecture} as one pipeline stage only: {found.no_pp}"
         if config.tp > self.max_tp:
             return self._degree_refusal("tp", self.max_tp)
         if config.pp > self.max_pp:
             return self._degree_refusal("pp", self.max_pp)
         return None
 
+    def _listed(self, spec: ModelSpec) -> Listed:
+        return self.architectures.listed.get(spec.architecture, Listed())
+
     def lora_refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
         """Why this engine cannot serve adapters of ``spec`` under ``config``; None when it can."""
         refused = self.refusal(spec, config, gpu)
-        if refused is None and spec.family not in self.lora_families:
-            reason = f": {self.lora_reason}" if self.lora_reason else ""
-            return f"{self.engine} serves no adapters of the {spec.family} family{reason}"
+        if refused is None and (reason := self._listed(spec).no_lora) is not None:
+            return f"{self.engine} serves no adapters of {spec.architecture}: {reason}"
         return refused
 
     def conditions(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> tuple[str, ...]:
@@ -257,10 +243,11 @@ class EngineCapabilities:
         there = () if self.deployable else (f"{self.engine} can be planned for, not deployed: {self.unavailable}",)
         if gpu.vendor in PLANNED_ONLY:
             there = (*there, PLANNED_ONLY[gpu.vendor])
+        listed = self._listed(spec).note
         noted = (
             note.text for note in self.notes if note.applies(spec, config, gpu) and not note.is_met_by(config)
         )
-        return tuple(dict.fromkeys((*there, *noted)))
+        return tuple(dict.fromkeys((*there, *(() if listed is None else (listed,)), *noted)))
 
     def unseen(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
         """That nobody ran ``config`` of ``spec`` on ``gpu`` with this engine; None where somebody did."""
@@ -268,6 +255,8 @@ class EngineCapabilities:
             return None
         if not self.verified:
             return f"{self.engine}: capability table not verified by running it"
+        if not any(run.families is None or spec.family in run.families for run in self.verified):
+            return f"{self.engine}: {self.architectures.source} has {spec.architecture}; not run by us"
         return f"{self.engine}: not run yet with this family, these formats and degrees on this GPU"
 
     def unprepared(self) -> EngineCapabilities:

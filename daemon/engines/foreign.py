@@ -11,10 +11,10 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -43,7 +43,7 @@ class Installation:
 
     python: str
     versions: tuple[tuple[str, str], ...]  # of the distributions asked for that are there
-    package: Path | None = None  # the folder that the first distribution's package is imported from
+    packages: Mapping[str, Path] = field(default_factory=dict)  # the folder of each that is imported from one
     is_editable: bool = (
         False  # installed by ``pip install -e``: whatever its version says, its sources may be others
     )
@@ -53,13 +53,25 @@ class Installation:
         """Empty for one that is not there."""
         return dict(self.versions).get(distribution, "")
 
+    def package(self, distribution: str) -> Path:
+        """Return the folder that its package is imported from.
+
+        Raises:
+            EngineError: there is none.
+        """
+        try:
+            return self.packages[distribution]
+        except KeyError:
+            there = f"the metadata of {distribution}" if self.version(distribution) else f"no {distribution}"
+            raise EngineError(f"{self.python} has {there} and no package of it; install it there anew") from None
+
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """Answer of an interpreter to ``lookup``."""
 
     versions: dict[str, str | None]
-    package: Path | None
+    packages: dict[str, Path]
     is_editable: bool
     path: tuple[str, ...]  # where the interpreter looks for modules
 
@@ -166,7 +178,7 @@ class Interpreter:
                 raise EngineError(f"{self.distribution} is not installed: {place.remedy}")
             raise EngineError(f"{self.distribution} is not installed for {name}: {place.remedy}")
         versions = tuple((name, version) for name, version in answer.versions.items() if version)
-        return Installation(python, versions, answer.package, answer.is_editable, place.source)
+        return Installation(python, versions, answer.packages, answer.is_editable, place.source)
 
     def _answer(self, place: _Place) -> _Answer:
         python = place.python
@@ -209,10 +221,10 @@ def _read_answer(answer: dict[str, Any], names: tuple[str, ...]) -> _Answer:
     Raises:
         ValueError, KeyError, TypeError: ``answer`` is none.
     """
-    package = answer["package"]
+    packages = answer["packages"]
     return _Answer(
         versions={name: answer["versions"][name] for name in names},
-        package=None if package is None else Path(package),
+        packages={name: Path(packages[name]) for name in names if packages[name] is not None},
         is_editable=bool(answer["is_editable"]),
         path=tuple(str(entry) for entry in answer["path"]),
     )

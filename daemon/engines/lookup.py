@@ -1,4 +1,4 @@
-"""Lookup of a distribution in an interpreter: versions, the package's folder, whether it is editable.
+"""Lookup of distributions in an interpreter: versions, package folders, whether the first is editable.
 
 The module's text is run in the engine's own interpreter, so this file needs the standard library alone. Nothing is
 imported of the engine: the folder is the import system's answer, since some editable installations are found by an
@@ -17,7 +17,7 @@ __all__ = ["look"]
 
 
 def look(names: list[str]) -> dict[str, Any]:
-    """Return the versions of the distributions ``names``, and package and kind of the first of them."""
+    """Return versions and package folders of the distributions ``names``, and the kind of the first of them."""
     versions: dict[str, str | None] = dict.fromkeys(names)
     is_editable = False
     for name in names:
@@ -29,7 +29,8 @@ def look(names: list[str]) -> dict[str, Any]:
         if name == names[0]:
             origin = json.loads(found.read_text("direct_url.json") or "{}")  # PEP 610
             is_editable = bool(origin.get("dir_info", {}).get("editable"))
-    return {"versions": versions, "package": _folder_of(names[0].replace("-", "_")), "is_editable": is_editable}
+    packages = {name: _folder_of(name.replace("-", "_")) for name in names}
+    return {"versions": versions, "packages": packages, "is_editable": is_editable}
 
 
 def _folder_of(module: str) -> str | None:

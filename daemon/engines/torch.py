@@ -13,9 +13,11 @@ from daemon.devices import Device
 from daemon.engines.base import Command, Container, Inside, WorkerSpec
 from daemon.engines.environments import is_version
 from daemon.engines.options import EngineOptions, refuse_options
+from daemon.engines.vllm.architectures import recorded
 from daemon.torch_engine import exit_codes, support
+from daemon.torch_engine.architectures import architectures_of, installed_transformers
 from daemon.worker_stats import WorkerStats, read_own_stats
-from fingerprint.capability import EngineCapabilities, Exclusion, Verified
+from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.codec import to_json
 from fingerprint.config import WeightFormat
 from fingerprint.errors import (
@@ -28,12 +30,11 @@ from fingerprint.errors import (
 )
 from fingerprint.extras import missing_extra, need_extra
 
-__all__ = ["TorchEngine"]
+__all__ = ["TABLE", "TorchEngine"]
 
-_CAPABILITIES = EngineCapabilities(
+TABLE = EngineCapabilities(
     engine="torch",
-    families=support.FAMILIES,
-    tp_families=support.TP_FAMILIES,
+    architectures=architectures_of(recorded().transformers),  # where none is installed
     weights=support.WEIGHTS,
     kv=support.KV,
     pruning=support.PRUNING,
@@ -41,14 +42,9 @@ _CAPABILITIES = EngineCapabilities(
     max_tp=support.MAX_TP,
     max_pp=support.MAX_PP,
     degree_reason="more ranks were not run there yet",
-    lora_reason="adapters are not served yet",
     cpu=True,
     eager=True,
     verified=(Verified(max_tp=support.MAX_TP, max_pp=support.MAX_PP),),
-    family_reasons=support.REFUSED,
-    other_family_reason=support.UNTESTED,
-    tp_reasons=support.NO_TP,
-    one_stage_reasons=support.ONE_STAGE,
     exclusions=(
         Exclusion(
             families=frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"}),
@@ -95,7 +91,15 @@ class TorchEngine:
         )
 
     def capabilities(self) -> EngineCapabilities:
-        return replace(_CAPABILITIES, unavailable=missing_extra("torch", "the embedded engine"))
+        missing = missing_extra("torch", "the embedded engine")
+        if missing is not None:
+            return replace(TABLE, unavailable=missing)
+        try:
+            return replace(TABLE, architectures=architectures_of(installed_transformers()))
+        except EngineError as error:
+            there = TABLE.architectures.source
+            said = f"{error}; the classes of {there} are taken to be there"
+            return replace(TABLE, notes=(Note(text=said),))
 
     def versions(self) -> tuple[tuple[str, str], ...]:
         """Of the installed distributions, read without importing them."""

@@ -17,11 +17,13 @@ import transformers
 from torch import nn
 
 from daemon.torch_engine import attention, support
+from daemon.torch_engine.architectures import architectures_of, installed_transformers
 from daemon.torch_engine.batch import FlatBatch
 from daemon.torch_engine.formats import FORMATS
 from daemon.torch_engine.kv_cache import KvCache
 from daemon.torch_engine.tensor_parallel import TensorParallel
 from daemon.torch_engine.weights import WeightReader
+from fingerprint.architectures import Listed
 from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 from fingerprint.families import ModuleLayout, family_of, read_config, read_spec
@@ -39,6 +41,7 @@ class ModelSource:
     config: Any  # transformers' config object of the whole model
     layout: ModuleLayout
     dtype: torch.dtype
+    limits: Listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,9 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
     """
     raw = read_config(checkpoint)
     spec = read_spec(raw)
-    if spec.family not in support.FAMILIES:
-        why_not = support.REFUSED.get(spec.family, support.UNTESTED)
-        raise UnsupportedModelError(f"the embedded engine does not run {spec.family}: {why_not}")
+    known = architectures_of(installed_transformers())
+    if (why_not := known.refusal(spec.architecture)) is not None:
+        raise UnsupportedModelError(f"the embedded engine does not run {spec.architecture}: {why_not}")
     if spec.stored is not None:
         held, reason = f"{spec.stored.method} ({spec.stored.form})", support.STORED[spec.stored.method]
         raise UnsupportedModelError(f"{checkpoint} is quantized by {held}: {reason}")
@@ -81,7 +84,8 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     slow = stored is torch.float16 and device.type == "cpu"
     native = stored if stored in (torch.float16, torch.bfloat16) and not slow else torch.bfloat16
-    return ModelSource(checkpoint, spec, config, family_of(raw).layout, dtype or native)
+    limits = known.listed[spec.architecture]
+    return ModelSource(checkpoint, spec, config, family_of(raw).layout, dtype or native, limits)
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -115,9 +119,9 @@ class StageModel:
     def _check(self, tp: int) -> None:
         spec = self.source.spec
         family, whole = spec.family, self.shape.is_first and self.shape.is_last
-        if not whole and (reason := support.ONE_STAGE.get(family)):
+        if not whole and (reason := self.source.limits.no_pp):
             raise EngineError(f"the embedded engine runs {family} with pp=1 only: {reason}")
-        if tp > 1 and (reason := support.NO_TP.get(family)):
+        if tp > 1 and (reason := self.source.limits.no_tp):
             raise EngineError(f"the embedded engine runs {family} with tp=1 only: {reason}")
         if tp > 1 and (spec.num_kv_heads % tp or spec.num_heads % tp):
             raise EngineError(

@@ -18,12 +18,12 @@ __all__ = [
     "REFUSED",
     "STATIC_ROPE_TYPES",
     "STORED",
-    "TP_FAMILIES",
     "UNTESTED",
     "WEIGHTS",
 ]
 
-# Families that are tested here over several ranks too: their own rows say which modules lie in which stage.
+# Families that are tested here over several ranks too. But for the last two, which are the class of Llama, they
+# have rows of their own, which say which modules lie in which stage.
 _STAGED = frozenset(
     {
         "llama",
@@ -38,14 +38,16 @@ _STAGED = frozenset(
         "gemma2",
         "gemma3_text",
         "gpt_oss",
+        "internlm3",
+        "iquestcoder",
     }
 )
 # Families that are tested on one rank. But for OPT they have no row of their own: ``fingerprint.families.general``
 # finds their one stack of layers.
 _ONE_RANK = (
     *("arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt2"),
-    *("granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3"),
-    *("iquestcoder", "jais2", "ministral", "ministral3", "nanochat", "olmo", "olmo2", "olmo3", "opt"),
+    *("granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax"),
+    *("jais2", "ministral", "ministral3", "nanochat", "olmo", "olmo2", "olmo3", "opt"),
     *("persimmon", "phi", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
 )
 FAMILIES = _STAGED | frozenset(_ONE_RANK)
@@ -54,26 +56,20 @@ FAMILIES = _STAGED | frozenset(_ONE_RANK)
 _NOT_RUN_YET = "more than one rank was not run with this family yet"
 _POSITIONS = "its transformers class adds position embeddings to whatever a later pipeline stage is handed"
 ONE_STAGE: dict[str, str] = dict.fromkeys(_ONE_RANK, _NOT_RUN_YET) | dict.fromkeys(("gpt2", "opt"), _POSITIONS)
-_NO_PLAN = "transformers has no tensor-parallel plan for it"
 NO_TP: dict[str, str] = {
     **dict.fromkeys(_ONE_RANK, _NOT_RUN_YET),
-    **dict.fromkeys(("bitnet", "gpt_oss", "gpt2", "hunyuan_v1_dense", "opt", "persimmon"), _NO_PLAN),
     "phi3": "transformers' plan gathers its joined matrices again before they are used: nothing would be halved",
 }
-TP_FAMILIES = FAMILIES - NO_TP.keys()
 
 # Why a family that iServe reads is not run. Where the reason is not that a class says so itself, a test lets the
 # family in and sees it fail.
-_NO_INTERFACE = "its transformers class has no attention interface, which the embedded engine's cache goes through"
 _KEEPS_BACK = "its transformers class does not hand on to the attention interface what the cache needs"
 _BUFFERS = (
     "its transformers class has buffers that cannot be made from the config alone, as this engine makes them"
 )
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("bloom", "codegen", "falcon", "gptj", "mpt"), _NO_INTERFACE),
     **dict.fromkeys(("nemotron", "stablelm"), _KEEPS_BACK),
     **dict.fromkeys(("apertus", "ctrl", "gpt_bigcode", "xglm"), _BUFFERS),
-    "biogpt": "its transformers class does not say that it takes an attention function of others",
     "diffllama": "its layers attend twice with other values, and this engine's cache keeps one V per layer",
     "doge": "its layers bring masks of their own, and the embedded engine makes its own",
 }

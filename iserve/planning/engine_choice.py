@@ -135,7 +135,9 @@ def _why_not(
     if gpu is None:
         if on_gpus and table.own_environment:
             return "fingerprint/data/gpus.json has no datasheet of this GPU, which estimates on it need"
-        return table.family_refusal(spec)  # what else the table says is judged when the device has been measured
+        return table.architecture_refusal(
+            spec
+        )  # what else the table says is judged when the device has been measured
     configs = (
         DeploymentConfig(weights=weights, kv=kv, engine=table.engine)
         for weights, kv in product(WeightFormat, KvFormat)

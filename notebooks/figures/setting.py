@@ -9,6 +9,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+from fingerprint.architectures import Architectures, Listed
 from fingerprint.capability import EngineCapabilities, Exclusion
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
@@ -45,9 +46,7 @@ DEGREES = tuple(
     if tp * pp <= NUM_GPUS
 )
 ENGINE = "tensorrt-llm-2024"
-_LLAMA = frozenset({"llama"})
 _OTHERS = frozenset({"falcon", "gptj"})
-_FAMILIES = _LLAMA | _OTHERS
 _NOT_IN_TABLE = "not in the paper's table 1"
 
 # What the paper's TensorRT-LLM ran, by its table 1. That flow is gone from today's engines, and so from iServe's
@@ -55,8 +54,11 @@ _NOT_IN_TABLE = "not in the paper's table 1"
 # int8 and int4; the Llamas gptq4, int8 KV and pruning beside. Falcon-7B's 71 heads rule out TP by themselves.
 PAPER_ENGINE = EngineCapabilities(
     engine=ENGINE,
-    families=_FAMILIES,
-    tp_families=_FAMILIES,
+    architectures=Architectures(
+        source="the paper's TensorRT-LLM",
+        listed=dict.fromkeys(("LlamaForCausalLM", "FalconForCausalLM", "GPTJForCausalLM"), Listed()),
+        otherwise=_NOT_IN_TABLE,
+    ),
     weights=dict.fromkeys((WeightFormat.BITS16, WeightFormat.INT8, WeightFormat.INT4, WeightFormat.GPTQ4)),
     kv=dict.fromkeys((KvFormat.BITS16, KvFormat.INT8)),
     pruning=dict.fromkeys((Pruning.NONE, Pruning.SPARSEGPT, Pruning.WANDA, Pruning.WANDA_2_4, Pruning.WANDA_4_8)),

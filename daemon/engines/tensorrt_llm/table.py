@@ -7,6 +7,7 @@ drive it.
 
 from __future__ import annotations
 
+from fingerprint.architectures import Architectures, Listed
 from fingerprint.capability import EngineCapabilities, Exclusion, Note
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.formats import DENSE_STORED, GROUP_SIZE
@@ -14,7 +15,10 @@ from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 __all__ = ["TABLE"]
 
 _EXPERTS = frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"})
-_FAMILIES = _EXPERTS | {"gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"}
+_SOURCE = "TensorRT-LLM 1.3.0rc3"
+_NO_LORA = "which of its model classes take adapters was not read"
+# Of its PyTorch backend's classes those that were read beside what iServe counts of the model.
+_READ = ("Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
 _OLDER_FLOW = (
     "only its older engine flow (trtllm-build, or --backend tensorrt) has it, which later 1.3 drops and iServe "
     "does not drive"
@@ -30,10 +34,12 @@ _STORED = frozenset(
 
 TABLE = EngineCapabilities(
     engine="tensorrt-llm",
-    families=_FAMILIES,
-    tp_families=_FAMILIES,
-    family_reasons=dict.fromkeys(("falcon", "gemma2", "gptj", "gpt_neox", "opt"), _OLDER_FLOW),
-    other_family_reason="it may have a class of it, which was not read beside what iServe counts of the model",
+    architectures=Architectures(
+        source=_SOURCE,
+        listed={f"{name}ForCausalLM": Listed(no_lora=_NO_LORA) for name in _READ},
+        reasons={f"{name}ForCausalLM": _OLDER_FLOW for name in ("Falcon", "Gemma2", "GPTJ", "GPTNeoX", "OPT")},
+        otherwise=f"{_SOURCE} may have a class of it, which was not read",
+    ),
     weights={
         WeightFormat.BITS16: None,
         WeightFormat.INT8: None,
@@ -65,7 +71,6 @@ TABLE = EngineCapabilities(
     max_tp=8,
     max_pp=8,
     degree_reason="larger ones are several nodes, which iServe does not span",
-    lora_reason="which of its model classes take adapters was not read",
     step_timed=True,
     own_environment=True,
     exclusions=(

@@ -15,7 +15,10 @@ from daemon.engines.failures import explain
 from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
 from daemon.engines.machine import gpu_machine
 from daemon.engines.options import EngineOptions, check_options
+from daemon.engines.source_cache import kept_reading, sources_stamp
+from daemon.engines.transformers_classes import MAPPINGS_FILE, Transformers, read_transformers
 from daemon.engines.vllm import launch, metrics, signs
+from daemon.engines.vllm.architectures import architectures_of, recorded
 from daemon.engines.vllm.contract import (
     FUSED_ALL_REDUCE,
     STEPS_IN_FLIGHT,
@@ -24,10 +27,12 @@ from daemon.engines.vllm.contract import (
     breaches,
     read_release,
 )
+from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registry, read_registry, registry_digest
 from daemon.engines.vllm.own_options import OWN_OPTIONS, TAKEN_OPTIONS
 from daemon.engines.vllm.release import KNOWN, NEWEST, NEWEST_RUN, Standing, image_release, standing_of
 from daemon.engines.vllm.table import TABLE
 from daemon.worker_stats import WorkerStats
+from fingerprint.architectures import Architectures
 from fingerprint.capability import EngineCapabilities, Note
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError
@@ -62,6 +67,8 @@ class VllmEngine(ForeignEngine):
             return table
         found = self.installed()
         version = found.version("vllm")
+        architectures, unread = _architectures(found)
+        table = replace(table, architectures=architectures, notes=(*table.notes, *map(_note, unread)))
         standing = _standing(found)
         if standing is Standing.RUN:
             return table
@@ -172,6 +179,45 @@ def _used_by(
     return frozenset(used)
 
 
+def _note(text: str) -> Note:
+    return Note(text=text)
+
+
+def _architectures(found: Installation) -> tuple[Architectures, tuple[str, ...]]:
+    """Return what an installation runs, with a line for each of its packages that cannot be read.
+
+    What is recorded of the newest release stands in for these.
+    """
+    known, unread = recorded(), list[str]()
+    registry, transformers = known.registry, known.transformers
+    try:
+        registry = _registry(found)
+    except EngineError as error:
+        unread.append(f"{error}; what vLLM {registry.version} lists is taken to be what it runs")
+    if found.version("transformers"):
+        try:
+            transformers = kept_reading(
+                read_transformers,
+                Transformers,
+                found.package("transformers"),
+                found.version("transformers"),
+                file=MAPPINGS_FILE,
+            )
+        except EngineError as error:
+            unread.append(f"{error}; the classes of transformers {transformers.version} are taken to be there")
+    return architectures_of(registry, transformers), tuple(unread)
+
+
+def _registry(found: Installation) -> Registry:
+    """Raises EngineError: it cannot be read."""
+    package, version, known = found.package("vllm"), found.version("vllm"), recorded().registry
+    if not found.is_editable and known.version == version and registry_digest(package) == known.digest:
+        return known
+    return kept_reading(
+        read_registry, Registry, package, version, file=REGISTRY_FILE, is_editable=found.is_editable
+    )
+
+
 def _missing(found: Installation, part: Part) -> list[str]:
     return [breach.what for breach in _breaches(found) if breach.part is part]
 
@@ -189,20 +235,10 @@ def _breaches(found: Installation) -> tuple[Breach, ...]:
     Raises:
         EngineError: its package cannot be read.
     """
-    folder = found.package
-    if folder is None:
-        raise EngineError(f"{found.python} has the metadata of vllm and no package of it; install it there anew")
-    return _breaches_of(folder, found.version("vllm"), _edited(folder) if found.is_editable else 0)
+    folder = found.package("vllm")
+    return _breaches_of(folder, found.version("vllm"), sources_stamp(folder) if found.is_editable else "")
 
 
 @lru_cache(maxsize=4)
-def _breaches_of(folder: Path, version: str, edited: int) -> tuple[Breach, ...]:  # keys of the cache
+def _breaches_of(folder: Path, version: str, edited: str) -> tuple[Breach, ...]:  # keys of the cache
     return breaches(read_release(folder))
-
-
-def _edited(folder: Path) -> int:
-    """Return a number that changes with the sources in ``folder``."""
-    try:
-        return hash(tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*.py"))))
-    except OSError:  # another checkout is being made
-        return -1

@@ -1,10 +1,12 @@
-"""What vLLM runs, as a value.
+"""vLLM's capabilities as a value, where none is installed: one that is tells its own architectures.
 
-Read in the sources of the published wheels 0.24.0 to 0.33.0 (quantization, attention backends, model registry).
+Formats and degrees were read in the sources of the published wheels 0.24.0 to 0.33.0 (quantization, attention
+backends). Architectures are those of the newest of them; what is excluded of these has its reason beside it.
 """
 
 from __future__ import annotations
 
+from daemon.engines.vllm.architectures import architectures_of, recorded
 from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.formats import DENSE_STORED, GROUP_SIZE
@@ -13,26 +15,13 @@ from fingerprint.gpu_spec import Vendor
 __all__ = ["TABLE"]
 
 _FOUR_BITS = frozenset({WeightFormat.INT4, WeightFormat.GPTQ4})
-# The last two lines are families that iServe has no table of its own for: ``fingerprint.families.general``.
-_WITH_LORA = frozenset(
-    {"gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "opt", "phi3"}
-    | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
-    | {"arcee", "apertus", "cohere", "ernie4_5", "gemma", "glm", "glm4", "gpt_bigcode", "granite", "olmo", "olmo2"}
-    | {"phi", "seed_oss"}
-)
-_WITHOUT_LORA = frozenset({"falcon", "gpt_neox", "gptj"} | {"gpt2", "stablelm", "starcoder2"})
-_FAMILIES = _WITH_LORA | _WITHOUT_LORA
 _ADA = (8, 9)
 _AMD = frozenset({Vendor.AMD})
 _AMD_FORMATS = "of quantized formats its documentation lists fp8 alone for AMD GPUs"
 
 TABLE = EngineCapabilities(
     engine="vllm",
-    families=_FAMILIES,
-    tp_families=_FAMILIES - {"gpt_bigcode"},
-    tp_reasons={"gpt_bigcode": "Transformers' class, which it takes for it from 0.25 on, has no plan to split it"},
-    family_reasons={"mpt": "its class was removed in 0.29"},
-    other_family_reason="it may have a class of it, which was not read beside what iServe counts of the model",
+    architectures=architectures_of(recorded().registry, recorded().transformers),
     weights={
         WeightFormat.BITS16: None,
         WeightFormat.INT8: "it quantizes to weight-only int8 the experts of MoE models only; a dense model "
@@ -55,8 +44,6 @@ TABLE = EngineCapabilities(
     max_tp=8,
     max_pp=8,
     degree_reason="larger ones are several nodes, which iServe does not span",
-    lora_families=_WITH_LORA,
-    lora_reason="its model class takes no adapters",
     verified=(  # vLLM 0.24.0, 2026-11-21 and 22: docs/accuracy.md
         Verified(
             gpu="h200-sxm",

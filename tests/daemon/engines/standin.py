@@ -7,6 +7,9 @@ import sys
 import venv
 from pathlib import Path
 
+from tests.daemon.engines.vllm_releases import recorded_registries
+from tests.daemon.engines.vllm_sources import write_registry
+
 HERE = Path(__file__).parent
 
 
@@ -81,4 +84,8 @@ def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
         "vllm.v1.worker.gpu_worker": stand_in / "gpu_worker.py",
         "torch": stand_in / "torch_on_paper.py",
     }
-    return make_environment(folder, modules, distribution="vllm", version=version)
+    python = make_environment(folder, modules, distribution="vllm", version=version)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    registries = recorded_registries()
+    write_registry(registries.get(version, registries["0.33.0"]), packages / "vllm")
+    return python

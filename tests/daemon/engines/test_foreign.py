@@ -10,6 +10,7 @@ import pytest
 
 from daemon.engines import foreign
 from daemon.engines.foreign import ForeignEngine, Installation, Interpreter
+from fingerprint.architectures import Architectures, Listed
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.errors import EngineError
@@ -121,8 +122,9 @@ class Abacus(ForeignEngine):
     def __init__(self) -> None:
         table = EngineCapabilities(
             engine="abacus-engine",
-            families=frozenset({"llama"}),
-            tp_families=frozenset({"llama"}),
+            architectures=Architectures(
+                source="abacus 1", listed={"LlamaForCausalLM": Listed()}, otherwise="it has no other"
+            ),
             weights=dict.fromkeys(WeightFormat),
             kv=dict.fromkeys(KvFormat),
             pruning={Pruning.NONE: None},
@@ -155,7 +157,7 @@ def test_an_engine_that_is_not_there_keeps_its_table_and_says_what_to_install(mo
         monkeypatch.setenv(VARIABLE, str(python))
     engine = Abacus()
     table = engine.capabilities()
-    assert table.families == {"llama"}
+    assert set(table.architectures.listed) == {"LlamaForCausalLM"}
     assert "install" in (table.unavailable or "")
     assert engine.versions() == ()
     with pytest.raises(EngineError, match="install"):

@@ -22,7 +22,7 @@ from daemon.engines.vllm import launch
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError, IserveError, UnsupportedModelError
-from fingerprint.families import FAMILIES, read_spec
+from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 
 GIB = 2**30
@@ -163,17 +163,14 @@ def test_some_of_what_is_stored_is_allowed(engine: str, quantization: dict[str, 
 
 
 def test_every_no_of_a_table_has_its_reason() -> None:
-    """Whatever the family, format, degree or GPU: a bare "does not run" leaves nothing to go by."""
+    """Whatever the architecture, format, degree or GPU: a bare "does not run" leaves nothing to go by."""
     llama = read_spec(LLAMA)
     bare = set()
-    names = [
-        *FAMILIES,
-        *sorted(set().union(*(e.capabilities().families for e in ENGINES.values()))),
-        "of-tomorrow",
-    ]
+    tables = [engine.capabilities().architectures for engine in ENGINES.values()]
+    names = sorted({"OfTomorrow"}.union(*(table.listed | table.reasons for table in tables)))
     for name, engine in ENGINES.items():
         table = engine.capabilities()
-        for spec, gpu in product((replace(llama, family=n) for n in names), ("a6000", "h200")):
+        for spec, gpu in product((replace(llama, architecture=n) for n in names), ("a6000", "h200")):
             of_formats = [DeploymentConfig(weights=w, engine=name) for w in WeightFormat]
             of_formats += [DeploymentConfig(kv=k, engine=name) for k in KvFormat]
             of_formats += [DeploymentConfig(pruning=p, engine=name) for p in Pruning]

@@ -16,7 +16,7 @@ from daemon.engines.tensorrt_llm.iterations import _Batch, _Iteration, _Kv
 from daemon.engines.tensorrt_llm.options import llm_options
 from daemon.engines.tensorrt_llm.refusals import openai_error
 from daemon.engines.tensorrt_llm.table import TABLE
-from fingerprint.families import FAMILIES, read_spec
+from fingerprint.families import read_spec
 from tests.daemon.engines.tensorrt_environment import CONFIG, make_checkpoint, make_spec
 from tests.daemon.engines.tensorrt_stand_in import flags, options, server
 from tests.daemon.engines.tensorrt_stand_in.engine import Behaviour, Engine
@@ -118,13 +118,12 @@ def test_statistics_are_read_and_written_by_their_documented_names(
         assert set(told) | inner <= documented
 
 
-def test_families_are_on_the_side_of_the_flow_that_has_them(sections: dict[int, str]) -> None:
+def test_architectures_are_on_the_side_of_the_flow_that_has_them(sections: dict[int, str]) -> None:
     pytorch, older = sections[4].split("Engine flow only")
-    for family in TABLE.families:
-        stem = FAMILIES[family].architectures[0].removesuffix("ForCausalLM")
-        assert stem in pytorch
-    for family in TABLE.family_reasons:
-        assert FAMILIES[family].architectures[0].removesuffix("ForCausalLM") in older.replace("-", "")
+    for name in TABLE.architectures.listed:
+        assert name.removesuffix("ForCausalLM") in pytorch
+    for name in TABLE.architectures.reasons:
+        assert name.removesuffix("ForCausalLM") in older.replace("-", "")
 
 
 def test_routes_are_documented(sections: dict[int, str]) -> None:

@@ -354,7 +354,7 @@ def test_sources_that_can_be_edited_are_of_no_release_and_read_by_the_contract(v
     assert (engine.capabilities().step_timed, engine.standing(engine.installed())) == (True, "run")
     folder = make_editable(python, "vllm", tmp_path / "sources")
     table = engine.capabilities()
-    assert engine.installed().package == folder
+    assert engine.installed().package("vllm") == folder
     assert engine.standing(engine.installed()) == "unknown"
     assert (table.unavailable, table.step_timed, table.unprofiled) == (None, False, None)
     assert [note for note in table.notes if "vllm 0.33.0 is installed here from sources" in note.text]

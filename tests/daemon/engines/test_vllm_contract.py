@@ -26,17 +26,15 @@ from daemon.engines.vllm.contract import (
     VARIABLES,
     ClassFacts,
     Part,
-    ReleaseFacts,
     breaches,
     read_release,
 )
 from daemon.engines.vllm.release import Standing, standing_of
 from daemon.engines.vllm.signs import DULL, OTHERS_TEXTS, SIGNS
-from daemon.engines.vllm.table import TABLE
 from fingerprint.config import WeightFormat
 from fingerprint.errors import EngineError
 from tests.daemon.engines.standin import make_vllm
-from tests.daemon.engines.vllm_releases import published, recorded
+from tests.daemon.engines.vllm_releases import published, recorded, recorded_registries
 from tests.daemon.engines.vllm_sources import write_release
 from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
 
@@ -174,15 +172,6 @@ class TestCompleteness:
         assert not TEXTS.keys() & OTHERS_TEXTS.keys()
         assert {piece for piece in pieces if not any(piece in text.lower() for text in known)} == set()
         assert {text for text in known if not any(piece in text.lower() for piece in pieces)} == set()
-
-    def test_families_have_a_class_in_the_newest_release(self):
-        own = {"llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "falcon": "Falcon", "gptj": "GPTJ"}
-        own |= {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "opt": "OPT"}
-        own |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3", "gpt_oss": "GptOss", "phi3": "Phi3"}
-        assert set(own) <= TABLE.families
-        for version, facts in RELEASES.items():
-            missing = {f"{name}ForCausalLM" for name in own.values()} - set(facts.architectures)
-            assert not missing, version
 
 
 def test_reasoning_is_answered_in_the_field_that_is_documented():
@@ -327,7 +316,7 @@ class TestReading:
 @pytest.mark.parametrize("version", RELEASES)
 def test_the_published_wheel_is_as_recorded(version):
     try:
-        found: ReleaseFacts = published(version)
+        found = published(version)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"the wheel of {version} cannot be downloaded: {error.stderr.decode()[-200:]}")
-    assert found == RELEASES[version]
+    assert found == (RELEASES[version], recorded_registries()[version])

@@ -1,4 +1,4 @@
-"""Facts of a vLLM release written back as Python files: a package that ``read_release`` reads as those facts."""
+"""Facts of a vLLM release written back as Python files: a package that is read as those facts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from daemon.engines.vllm.contract import TEXTS, ClassFacts, ReleaseFacts
+from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registered, Registry
+
+_MODELS = Path(REGISTRY_FILE).parent
+_BACKEND = "TransformersForCausalLM"
 
 
 def write_release(facts: ReleaseFacts, package: Path) -> None:
@@ -33,6 +37,56 @@ def write_release(facts: ReleaseFacts, package: Path) -> None:
         there = path.read_text() if path.exists() else ""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join([there, *files[file], *([] if there else classes[file])]) + "\n")
+
+
+def write_registry(registry: Registry, package: Path) -> None:
+    """Write the registry to ``package`` with a class for each architecture that generates text.
+
+    Its digest is another one than that of the release's own file.
+    """
+    classes = dict(registry.text) | ({_BACKEND: registry.backend} if registry.backend else {})
+    rows = {name: _module_of(one) for name, one in classes.items()}
+    text = {name for name, one in registry.text.items() if not one.multimodal and not one.by_transformers}
+    multimodal = {name for name, one in registry.text.items() if one.multimodal and not one.by_transformers}
+    backed = registry.text.keys() - text - multimodal
+    tables = {
+        "_TEXT_GENERATION_MODELS": {name: (rows[name], name) for name in sorted(text)},
+        "_MULTIMODAL_MODELS": {name: (rows[name], name) for name in sorted(multimodal)},
+        "_EMBEDDING_MODELS": {name: ("others", name) for name in registry.others if name != _BACKEND},
+        "_TRANSFORMERS_SUPPORTED_MODELS": {
+            name: (rows[name], f"{'MultiModal' if registry.text[name].multimodal else ''}{name}")
+            for name in sorted(backed)
+        },
+        "_TRANSFORMERS_BACKEND_MODELS": {_BACKEND: ("transformers", _BACKEND)} if registry.backend else {},
+    }
+    joined = "".join(f"    **{name},\n" for name in tables)
+    lines = [f"{name} = {table!r}\n" for name, table in tables.items()]
+    lines += [f"_VLLM_MODELS = {{\n{joined}}}\n"]
+    lines += [
+        f"_PREVIOUSLY_SUPPORTED_MODELS = {registry.removed!r}\n_OOT_SUPPORTED_MODELS = {registry.plugins!r}\n"
+    ]
+    folder = package / _MODELS
+    folder.mkdir(parents=True, exist_ok=True)
+    (package / REGISTRY_FILE).write_text("".join(lines))
+    (folder / "interfaces.py").write_text("class SupportsLoRA: ...\nclass SupportsPP: ...\n")
+    for module in ("own", "transformers"):
+        there = {name: one for name, one in classes.items() if rows[name] == module}
+        (folder / f"{module}.py").write_text(
+            "from .interfaces import SupportsLoRA, SupportsPP\n"
+            + "".join(
+                _model(name, one, multimodal=one.multimodal and module != "own") for name, one in there.items()
+            )
+        )
+
+
+def _module_of(one: Registered) -> str:
+    return "transformers" if one.by_transformers else "own"
+
+
+def _model(name: str, one: Registered, *, multimodal: bool) -> str:
+    bases = [base for base, has in (("SupportsLoRA", one.lora), ("SupportsPP", one.pp)) if has]
+    bases += ["Untold"] if None in (one.lora, one.pp) else []
+    return f"class {'MultiModal' if multimodal else ''}{name}({', '.join(bases)}): ...\n"
 
 
 def _class(name: str, facts: ClassFacts, release: ReleaseFacts) -> list[str]:

@@ -1,0 +1,99 @@
+"""Architectures that vLLM runs: those that it lists, and classes of transformers that its backend for it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from daemon.engines.transformers_classes import ModelClass, Transformers
+from daemon.engines.vllm.model_registry import Registered, Registry
+from fingerprint.architectures import Architectures, Listed
+from fingerprint.codec import from_json
+
+__all__ = ["Recorded", "architectures_of", "recorded"]
+
+_DATA = "architectures.json"
+_NO_PLAN = (
+    "it takes transformers' class of it, which has no plan to split its tensors: vLLM refuses that (0.24) or "
+    "keeps whole copies on each GPU, which a plan does not count"
+)
+_NO_LORA, _NO_PP = "its model class takes no adapters", "its model class is not made for several stages"
+_NOT_TAKEN = "the Transformers implementation of it is not compatible with vLLM"
+_STATEFUL = (
+    "layers of its Transformers implementation do not dispatch through the attention interface, and vLLM has no "
+    "other way to handle them"
+)
+_OTHER_TASK = "lists it to embed, to classify or as a part of another model, not to generate text"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """Both sources of one release, recorded from the published packages."""
+
+    read_on: str  # date
+    registry: Registry
+    transformers: Transformers  # the newest release that this vLLM takes
+
+
+@cache
+def recorded() -> Recorded:
+    """Return what is recorded of the newest release that iServe knows, for machines where none is installed."""
+    data = resources.files("daemon.engines.vllm").joinpath(_DATA).read_bytes()
+    return from_json(data, Recorded, what=_DATA)
+
+
+def architectures_of(registry: Registry, transformers: Transformers) -> Architectures:
+    """Return what a vLLM with these two runs.
+
+    The rule is that of its ``ModelRegistry``: a name that it lists is run by the class that it lists. Any other is
+    looked up in transformers, whose class is run by the Transformers backend where its attention can be replaced.
+    """
+    source, backend = f"vLLM {registry.version}", registry.backend
+    listed = {name: _listed(one, transformers.classes.get(name)) for name, one in registry.text.items()}
+    if backend is not None:
+        note = (
+            f"{source} does not list it: its Transformers backend takes the class of transformers "
+            f"{transformers.version}, which is tried"
+        )
+        listed |= {
+            name: _listed(backend, found, note)
+            for name, found in transformers.classes.items()
+            if name not in listed and name not in registry.others and _is_taken(found)
+        }
+    reasons = {
+        name: f"{source} does not list it, and {_STATEFUL if found.stateful else _NOT_TAKEN}"
+        for name, found in transformers.classes.items()
+    }
+    reasons |= dict.fromkeys(registry.others, f"{source} {_OTHER_TASK}")
+    reasons |= {
+        name: f"vLLM had it until {release}, and {source} has it no more"
+        for name, release in registry.removed.items()
+    }
+    reasons |= {
+        name: f"{source} has it in a plug-in alone ({where}), which iServe does not install"
+        for name, where in registry.plugins.items()
+    }
+    return Architectures(
+        source=source,
+        listed=listed,
+        reasons={name: reason for name, reason in reasons.items() if name not in listed},
+        otherwise=f"{source} does not list it, and transformers {transformers.version} has no class of that "
+        "name that its Transformers backend could take",
+    )
+
+
+def _is_taken(found: ModelClass) -> bool:
+    """Return whether the backend runs a class; one with a state it takes and fails at its first such layer."""
+    return (found.takes_attention or found.sets_attention) and not found.stateful
+
+
+def _listed(one: Registered, of_transformers: ModelClass | None, note: str | None = None) -> Listed:
+    """Return the limits that the sources tell; what they do not tell is tried."""
+    has_no_plan = of_transformers is not None and not of_transformers.tp_plan
+    return Listed(
+        no_tp=_NO_PLAN if one.by_transformers and has_no_plan else None,
+        no_pp=_NO_PP if one.pp is False else None,
+        no_lora=_NO_LORA if one.lora is False else None,
+        note=note,
+    )

@@ -1,0 +1,82 @@
+"""Recorder of ``daemon/engines/vllm/architectures.json``: the newest release's, from the published wheels.
+
+Recorded again, of the release that ``daemon.engines.vllm.release`` calls the newest, by::
+
+    python -m tests.daemon.engines.vllm_architectures
+
+which downloads its wheel (some 330 MB) and that of the newest transformers that it takes with pip;
+``--unpacked FOLDER`` reads the packages ``vllm`` and ``transformers`` that lie there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from daemon.engines.transformers_classes import read_transformers
+from daemon.engines.vllm import architectures
+from daemon.engines.vllm.architectures import Recorded
+from daemon.engines.vllm.model_registry import read_registry
+from daemon.engines.vllm.release import NEWEST
+from fingerprint.codec import to_builtins
+from tests.daemon.engines.vllm_releases import download, requirement_of, version_of
+
+DATA = Path(architectures.__file__).with_name("architectures.json")
+
+
+def published(folder: Path) -> Recorded:
+    """Return what the wheels say that the package index has; they are unpacked in ``folder``."""
+    download(f"vllm=={NEWEST}", folder)
+    download(requirement_of(folder, "vllm", "transformers"), folder)
+    return unpacked(folder)
+
+
+def unpacked(folder: Path) -> Recorded:
+    """Return what the packages in ``folder`` say."""
+    return Recorded(
+        read_on=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        registry=read_registry(folder / "vllm", version_of(folder, "vllm")),
+        transformers=read_transformers(folder / "transformers", version_of(folder, "transformers")),
+    )
+
+
+def written(recorded: Recorded) -> str:
+    """Return the file's text, a line for each architecture."""
+    return _text(to_builtins(recorded), "") + "\n"
+
+
+def _text(value: Any, indent: str) -> str:
+    if not isinstance(value, dict) or not any(isinstance(one, (dict, list)) for one in value.values()):
+        if isinstance(value, dict) and indent == "  " * 2 and value:
+            rows = [f"{indent}  {json.dumps(name)}: {json.dumps(one)}" for name, one in value.items()]
+            return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+        return json.dumps(value)
+    rows = [f"{indent}  {json.dumps(name)}: {_text(one, indent + '  ')}" for name, one in value.items()]
+    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--unpacked", type=Path, help="the folder that holds both packages, with their metadata")
+    options = parser.parse_args()
+    if options.unpacked:
+        found = unpacked(options.unpacked)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = published(Path(folder))
+    DATA.write_text(written(found))
+    text = found.registry.text.values()
+    print(
+        f"vLLM {found.registry.version}: {len(text)} architectures generate text, "
+        f"{sum(one.multimodal for one in text)} of them multimodal, {sum(one.by_transformers for one in text)} of "
+        f"them by the Transformers backend; transformers {found.transformers.version}: "
+        f"{len(found.transformers.classes)} classes"
+    )
+
+
+if __name__ == "__main__":
+    main()
