@@ -19,6 +19,7 @@ from daemon.engines.base import Engine, WorkerSpec
 from daemon.engines.options import EngineOptions
 from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.unlisted_gpus import device_spec
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
 from fingerprint.errors import (
@@ -28,7 +29,6 @@ from fingerprint.errors import (
     StateUnavailableError,
     UnavailableError,
 )
-from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
@@ -116,7 +116,7 @@ def engine_for(
         return deployable_engine(name, version), ()
     first = next(iter(node.devices), None)
     on_gpus = first is not None and first.kind == "cuda"
-    gpu = match_device(first.name) if first is not None and on_gpus else None
+    gpu = device_spec(first.name) if first is not None and on_gpus else None
     tables = {engine.name: engine.capabilities() for engine in _engines_in(name, version)}
     choice = choose_engine(spec, gpu, tuple(tables.values()), quality, on_gpus=on_gpus)
     return get_engine(choice.engine).pinned(version), choice.passed_over

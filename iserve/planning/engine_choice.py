@@ -58,7 +58,7 @@ def choose_engine(
     """The engine for 16-bit checkpoints of ``spec``: on GPUs vllm before tensorrt-llm before torch, else torch.
 
     Args:
-        gpu: the node's; None where no datasheet has it, or for a CPU.
+        gpu: the node's; None where nothing says what it can do, or for a CPU.
         tables: of every engine, installed or not.
         quality: an engine that runs the model only in formats beyond it is passed over.
 
@@ -115,7 +115,7 @@ def _why_not(
         return f"nothing of iServe's adapter for it was ever run; --engine {table.engine} takes it all the same"
     if gpu is None:
         if on_gpus and table.own_environment:
-            return "fingerprint/data/gpus.json has no datasheet of this GPU, which estimates on it need"
+            return "no datasheet table has this GPU, and its driver does not say what estimates on it need"
         return table.family_refusal(spec)  # what else the table says is judged when the device has been measured
     configs = (
         DeploymentConfig(weights=weights, kv=kv, engine=table.engine)
