@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from daemon.devices import Device, DeviceReading
+from fingerprint.driver_peaks import DriverFacts
 from fingerprint.errors import ConfigError
 
-__all__ = ["NvmlDevices", "driver_version", "gpu_names", "visible_gpus"]
+__all__ = ["NvmlDevices", "driver_facts", "driver_version", "gpu_names", "visible_gpus"]
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,33 @@ class NvmlDevices:
     def devices(self) -> tuple[Device, ...]:
         return self._devices
 
+    def facts(self, product: str) -> DriverFacts | None:
+        """Return what the driver says of the first GPU called ``product``.
+
+        None where there is none, or it does not even say its compute capability.
+        """
+        nvml = self._nvml
+        found = next((device for device in self._devices if device.name == product), None)
+        if found is None:
+            return None
+        handle = self._handles[found.device_id]
+        capability = self._ask(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
+        if capability is None:
+            return None
+        limit_mw = self._ask(lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle))
+        return DriverFacts(
+            product=product,
+            memory_bytes=found.total_bytes,
+            compute_capability=(int(capability[0]), int(capability[1])),
+            cuda_cores=self._ask(lambda: nvml.nvmlDeviceGetNumGpuCores(handle)),
+            sm_mhz=self._ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            memory_mhz=self._ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+            memory_bus_bits=self._ask(lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle)),
+            pcie_generation=self._ask(lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
+            pcie_lanes=self._ask(lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
+            power_limit_w=None if limit_mw is None else limit_mw / 1000,
+        )
+
     def read(self) -> Mapping[str, DeviceReading]:
         return {device_id: self._read_one(handle) for device_id, handle in self._handles.items()}
 
@@ -158,16 +186,32 @@ def driver_version() -> str | None:
 
 def gpu_names() -> tuple[str, ...]:
     """Product names of the GPUs that can be offered here; none where there is no driver or no library."""
-    try:
-        import pynvml  # of the extra "gpu"
-    except ImportError:
-        return ()
-    try:
-        found = NvmlDevices.open(pynvml)
-    except ConfigError as error:  # CUDA_VISIBLE_DEVICES names what is not there
-        log.info("no GPU is offered: %s", error)
-        return ()
+    found = _opened()
     if found is None:
         return ()
     found.close()
     return tuple(device.name for device in found.devices)
+
+
+def driver_facts(product: str) -> DriverFacts | None:
+    """Return what the driver says of the first GPU here called ``product``; None where it says nothing of one."""
+    found = _opened()
+    if found is None:
+        return None
+    try:
+        return found.facts(product)
+    finally:
+        found.close()
+
+
+def _opened() -> NvmlDevices | None:
+    """The GPUs that can be offered here; None where there is no driver, no library or none of them."""
+    try:
+        import pynvml  # of the extra "gpu"
+    except ImportError:
+        return None
+    try:
+        return NvmlDevices.open(pynvml)
+    except ConfigError as error:  # CUDA_VISIBLE_DEVICES names what is not there
+        log.info("no GPU is offered: %s", error)
+        return None

@@ -27,6 +27,7 @@ _GENERATIONS = (
     ("Ada 8.9", (8, 9)),
     ("Hopper 9.0", (9, 0)),
     ("Blackwell 10.0", (10, 0)),
+    ("AMD MI300 and later", "gfx942"),
 )
 _TABLES = (torch.TABLE, vllm.TABLE, tensorrt_llm.TABLE)  # whatever is installed here
 _HEAD = """\
@@ -198,8 +199,11 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _gpu(capability: tuple[int, int] | None) -> GpuSpec:
-    fp8 = capability is not None and capability >= (8, 9)
+def _gpu(generation: tuple[int, int] | str | None) -> GpuSpec:
+    """Return a GPU of a compute capability, an AMD one, or a CPU."""
+    gfx = generation if isinstance(generation, str) else None
+    capability = generation if isinstance(generation, tuple) else None
+    fp8 = gfx is not None or (capability is not None and capability >= (8, 9))
     return GpuSpec(
         name="table",
         memory_bytes=2**36,
@@ -208,6 +212,7 @@ def _gpu(capability: tuple[int, int] | None) -> GpuSpec:
         flops_8bit_per_s=None,
         flops_fp8_per_s=2e14 if fp8 else None,
         compute_capability=capability,
+        gfx=gfx,
         link_bytes_per_s=1e10,
         link_group_size=8,
         pcie_bytes_per_s=1e10,

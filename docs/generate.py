@@ -1,4 +1,4 @@
-"""Writes docs/cli.md, rest.md, configuration.md, engine-tables.md and the answers in README.md from the code.
+"""Writes cli.md, rest.md, configuration.md, engine-tables.md, gpus.md and README.md's answers from the code.
 
 ``python docs/generate.py``; with ``--check`` it only compares.
 """
@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine_tables import engine_tables
+from gpu_page import gpu_page
 from typer.main import get_command
 
 DOCS = Path(__file__).parent
@@ -211,6 +212,7 @@ PAGES = {
     DOCS / "rest.md": rest_reference,
     DOCS / "configuration.md": configuration,
     DOCS / "engine-tables.md": engine_tables,
+    DOCS / "gpus.md": gpu_page,
     README: readme,
 }
 

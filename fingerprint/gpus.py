@@ -17,7 +17,7 @@ from fingerprint.config import MAX_GPUS
 from fingerprint.errors import ConfigError, NotFoundError
 from fingerprint.gpu_spec import GpuSpec
 
-__all__ = ["gpu_spec", "known_gpus", "match_device", "parse_gpus"]
+__all__ = ["Provenance", "gpu_spec", "known_gpus", "match_device", "parse_gpus", "provenance"]
 
 # ``NAME:COUNT`` in other orders and with other signs, as in 8xH100, 8 h100, h100*8. The x of a name is no sign.
 _COUNT_FIRST = re.compile(r"\s*(?P<count>[0-9]{1,6})\s*[x×*:\s]\s*(?P<name>\S.*)")
@@ -110,6 +110,22 @@ def _spec(name: str) -> GpuSpec:
         gfx=row.gfx,
         link_mesh=row.link_mesh,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where a row of the table is from, for readers."""
+
+    aliases: tuple[str, ...]
+    source: str
+    source_date: str
+    notes: str
+
+
+def provenance(name: str) -> Provenance:
+    """Return where the figures of the GPU called ``name``, as :func:`known_gpus` lists it, are from."""
+    row = _table().gpus[name]
+    return Provenance(aliases=row.aliases, source=row.source, source_date=row.source_date, notes=row.notes)
 
 
 def known_gpus() -> tuple[str, ...]:

@@ -6,20 +6,16 @@ figures are what torch reaches, so they are lower than the hardware's peaks, and
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
 
+from daemon.gpu_bench import bytes_per_s, flops_per_s
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import match_device
 
 __all__ = ["measure_device"]
 
-_MIN_SECONDS = 0.1  # per figure
-_COPY_BYTES = 256 * 2**20  # well beyond a CPU's caches
+_SECONDS = 0.1  # per figure
 _ALL = 2**20
-_MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 
 
 def measure_device(*, memory_bytes: int) -> GpuSpec:
@@ -41,12 +37,12 @@ def measure_device(*, memory_bytes: int) -> GpuSpec:
 
 
 def _measured(kind: str, name: str, memory_bytes: int) -> GpuSpec:
-    bandwidth = _bytes_per_s(kind)
+    bandwidth = bytes_per_s(kind, _SECONDS)
     return GpuSpec(
         name=name,
         memory_bytes=memory_bytes,
         memory_bytes_per_s=bandwidth,
-        flops_16bit_per_s=_flops_per_s(kind),
+        flops_16bit_per_s=flops_per_s(kind, _SECONDS),
         flops_8bit_per_s=None,
         flops_fp8_per_s=None,
         compute_capability=torch.cuda.get_device_capability() if kind == "cuda" else None,
@@ -54,34 +50,3 @@ def _measured(kind: str, name: str, memory_bytes: int) -> GpuSpec:
         link_group_size=_ALL if kind == "cpu" else 1,  # all shares of a CPU reach each other through memory
         pcie_bytes_per_s=bandwidth / 2,
     )
-
-
-def _bytes_per_s(kind: str) -> float:
-    """Bandwidth of reading, as a step reads its weights: a matrix of 16-bit weights times one vector."""
-    rows = _COPY_BYTES // 2 // 4096
-    weights = torch.ones(rows, 4096, dtype=torch.bfloat16, device=kind)
-    vector = torch.ones(1, 4096, dtype=torch.bfloat16, device=kind)
-    return _COPY_BYTES / _best_s(kind, lambda: torch.nn.functional.linear(vector, weights))
-
-
-def _flops_per_s(kind: str) -> float:
-    size = _MATMUL_SIZE[kind]
-    matrix = torch.ones(size, size, dtype=torch.bfloat16, device=kind)
-    return 2 * size**3 / _best_s(kind, lambda: matrix @ matrix)
-
-
-def _best_s(kind: str, work: Callable[[], object]) -> float:
-    """Shortest of the runs that fit into ``_MIN_SECONDS`` (at least three) after one that warms up."""
-    times: list[float] = []
-    with torch.inference_mode():
-        work()
-        begun = time.perf_counter()
-        while len(times) < 3 or time.perf_counter() - begun < _MIN_SECONDS:
-            if kind == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            work()
-            if kind == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-    return min(times)

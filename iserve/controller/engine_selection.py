@@ -8,9 +8,9 @@ from typing import NamedTuple
 from daemon.engines.base import Engine
 from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus
+from daemon.unlisted_gpus import device_spec
 from fingerprint.errors import InfeasibleError
 from fingerprint.estimates import Estimator
-from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.controller.node import hardware_of, without
@@ -91,7 +91,7 @@ def _choices(
         return (EngineChoice(deployable_engine(name, version).name),)
     first = next(iter(node.devices), None)
     on_gpus = first is not None and first.kind == "cuda"
-    gpu = match_device(first.name) if first is not None and on_gpus else None
+    gpu = device_spec(first.name) if first is not None and on_gpus else None
     tables = tuple(engine.capabilities() for engine in _engines_in(name, version))
     return engine_choices(spec, gpu, tables, quality, on_gpus=on_gpus)
 

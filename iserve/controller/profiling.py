@@ -18,8 +18,10 @@ from typing import TypeVar
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
+from daemon.engines.foreign import ForeignEngine
 from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.unlisted_gpus import measure_if_unlisted
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import (
     ConflictError,
@@ -71,6 +73,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+_BENCHMARK_BYTES = 4 << 30  # of a GPU, free
 _LOG_LINES = 2000  # of a profiling worker's log, to look for its engine's last words in
 _ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
 
@@ -345,6 +348,7 @@ class Profiler:
             node = ask_daemon(daemon, self._without_leftovers)
             check_one_kind(node)
             key, versions = machine_key(node, engine), engine.versions()
+            _measure_unlisted(engine, node, go_on)
             order = Order(
                 source=source,
                 table=engine.capabilities().unprepared(),
@@ -438,6 +442,19 @@ class Profiler:
             engine_version=release_to_start(engine),
             start_timeout_s=self._start_timeout_s,
         )
+
+
+def _measure_unlisted(engine: Engine, node: NodeStatus, go_on: Callable[[], None]) -> None:
+    """Have a GPU measured for a few seconds, once, that no table has and that ``engine`` does not measure itself.
+
+    Raises:
+        EngineError: the engine is not installed any more.
+    """
+    if not isinstance(engine, ForeignEngine) or not node.devices:
+        return
+    device = quietest(node.devices)[0]
+    if device.kind == "cuda" and device.free_bytes >= _BENCHMARK_BYTES:
+        measure_if_unlisted(device.name, device.device_id, engine.installed().python, go_on=go_on)
 
 
 def last_words(engine: Engine, spec: WorkerSpec, error: EngineError, log: str) -> IserveError:

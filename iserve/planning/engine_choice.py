@@ -68,7 +68,7 @@ def engine_choices(
     The order is vllm, tensorrt-llm, torch on GPUs, and torch alone on a CPU.
 
     Args:
-        gpu: the node's; None where no datasheet has it, or for a CPU.
+        gpu: the node's; None where nothing says what it can do, or for a CPU.
         tables: of every engine, installed or not.
         quality: an engine that runs the model only in formats beyond it is passed over.
 
@@ -134,10 +134,8 @@ def _why_not(
         return f"nothing of iServe's adapter for it was ever run; --engine {table.engine} takes it all the same"
     if gpu is None:
         if on_gpus and table.own_environment:
-            return "fingerprint/data/gpus.json has no datasheet of this GPU, which estimates on it need"
-        return table.architecture_refusal(
-            spec
-        )  # what else the table says is judged when the device has been measured
+            return "no datasheet table has this GPU, and its driver does not say what estimates on it need"
+        return table.architecture_refusal(spec)  # the rest is judged when the device has been measured
     configs = (
         DeploymentConfig(weights=weights, kv=kv, engine=table.engine)
         for weights, kv in product(WeightFormat, KvFormat)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 NVML_CLOCK_SM = 1
+NVML_CLOCK_MEM = 2
 NVML_ERROR_UNINITIALIZED = 1
 NVML_ERROR_INVALID_ARGUMENT = 2
 NVML_ERROR_NOT_SUPPORTED = 3
@@ -40,6 +41,14 @@ class Gpu:
     power_mw: int = 25_000
     sm_mhz: int = 210
     processes: dict[int, int | None] = field(default_factory=dict)
+    name: str = "NVIDIA RTX A6000"
+    compute_capability: tuple[int, int] = (8, 6)
+    cores: int = 10752
+    max_sm_mhz: int = 1800
+    max_memory_mhz: int = 8001
+    bus_bits: int = 384
+    pcie: tuple[int, int] = (4, 16)  # generation, lanes
+    power_limit_mw: int = 300_000
 
 
 class _Handle:
@@ -107,8 +116,38 @@ def nvmlDeviceGetUUID(handle):
 
 
 def nvmlDeviceGetName(handle):
-    _gpu("nvmlDeviceGetName", handle)
-    return "NVIDIA RTX A6000"
+    return _gpu("nvmlDeviceGetName", handle).name
+
+
+def nvmlDeviceGetCudaComputeCapability(handle):
+    return _gpu("nvmlDeviceGetCudaComputeCapability", handle).compute_capability
+
+
+def nvmlDeviceGetNumGpuCores(device):
+    return _gpu("nvmlDeviceGetNumGpuCores", device).cores
+
+
+def nvmlDeviceGetMaxClockInfo(handle, type):  # noqa: A002
+    gpu = _gpu("nvmlDeviceGetMaxClockInfo", handle)
+    if type not in (NVML_CLOCK_SM, NVML_CLOCK_MEM):
+        raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
+    return gpu.max_sm_mhz if type == NVML_CLOCK_SM else gpu.max_memory_mhz
+
+
+def nvmlDeviceGetMemoryBusWidth(device):
+    return _gpu("nvmlDeviceGetMemoryBusWidth", device).bus_bits
+
+
+def nvmlDeviceGetMaxPcieLinkGeneration(handle):
+    return _gpu("nvmlDeviceGetMaxPcieLinkGeneration", handle).pcie[0]
+
+
+def nvmlDeviceGetMaxPcieLinkWidth(handle):
+    return _gpu("nvmlDeviceGetMaxPcieLinkWidth", handle).pcie[1]
+
+
+def nvmlDeviceGetPowerManagementDefaultLimit(handle):
+    return _gpu("nvmlDeviceGetPowerManagementDefaultLimit", handle).power_limit_mw
 
 
 def nvmlDeviceGetMemoryInfo(handle, version=None):

@@ -80,6 +80,22 @@ def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: A
     assert held <= measured["memory_bytes_per_gpu"] <= 1.1 * held
 
 
+def test_a_gpu_that_no_table_has_is_planned_by_what_its_driver_says(home: Any, tmp_path: Path) -> None:
+    """The stand-in vLLM has no torch, so that the benchmark fails: the driver's figures stand alone."""
+    with (tmp_path / "nvml" / "pynvml.py").open("a") as file:
+        file.write('\nGPUS[0].name = "NVIDIA Abacus"\n')
+    deployed = home.json("deploy", DEMO, "--name", "chat", *WORK)
+    assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "vllm")
+    ((_, device),) = [(row["engine"], row["machine"]["device"]) for row in home.get("/api/v1/profiles")]
+    assert device["name"] == "NVIDIA Abacus"
+    assert device["memory_bytes_per_s"] == pytest.approx(768e9, rel=0.01)  # the stand-in has an A6000's clocks
+    logs = "".join(path.read_text() for path in (home.home / "logs").glob("*.log"))
+    assert "the benchmark of the GPU says no figures" in logs
+    assert not (home.home / "gpus").exists()
+    again = home.json("plan", DEMO, *WORK)  # its profile holds
+    assert again["hardware"].startswith("1 x NVIDIA Abacus")
+
+
 def test_a_pinned_release_serves_whichever_comes_first_until_it_is_unpinned(
     home: Any, environment: Path, until: Callable[..., Any], kill: Callable[[int], None]
 ) -> None:

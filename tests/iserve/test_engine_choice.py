@@ -91,10 +91,10 @@ def test_formats_that_need_a_prepared_checkpoint_do_not_count() -> None:
     assert choose(replace(VLLM, weights=refused), TORCH, quality=Quality.ANY).engine == "torch"
 
 
-def test_a_gpu_without_a_datasheet_is_the_embedded_engines() -> None:
+def test_a_gpu_of_which_nothing_is_known_is_the_embedded_engines() -> None:
     choice = choose(gpu=None)
     assert choice.engine == "torch"
-    assert "no datasheet of this GPU" in choice.passed_over[0]
+    assert "no datasheet table has this GPU" in choice.passed_over[0]
 
 
 @pytest.mark.parametrize("gpu", [A6000, None])

@@ -124,7 +124,7 @@ def launched(
     installed = [_Installed(table.engine, replace(table, unavailable=None)) for table in capabilities_for("auto")]
     patch.setattr(deployer_module, "ask_daemon", lambda *_: node)
     patch.setattr(engine_selection, "_engines_in", lambda *_: installed)
-    patch.setattr(engine_selection, "match_device", lambda _: gpu)
+    patch.setattr(engine_selection, "device_spec", lambda _: gpu)
     nothing: Any = None
     by_datasheet: Any = SimpleNamespace(
         estimator=lambda _, engine, __: datasheet_estimator(source.spec, gpu, [engine.capabilities()])

@@ -329,10 +329,18 @@ def test_the_drivers_version_is_recorded_and_its_absence_too(fake_nvml, monkeypa
     assert gpu_machine(DEVICES.values(), ()).driver is None
 
 
-def test_a_gpu_without_a_datasheet_is_not_profiled():
+def test_a_gpu_without_a_datasheet_is_what_its_driver_says(fake_nvml, monkeypatch, tmp_path):
+    monkeypatch.setenv("ISERVE_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml)
     unknown = [replace(device, name="NVIDIA Abacus") for device in DEVICES.values()]
-    with pytest.raises(ConfigError, match="no datasheet of 'NVIDIA Abacus'"):
+    with pytest.raises(
+        ConfigError, match=r"'NVIDIA Abacus' is in no datasheet table, .*/gpus/nvidia-abacus\.json"
+    ):
         gpu_machine(unknown, ())
+    fake_nvml.GPUS[0].name = "NVIDIA Abacus"
+    device = gpu_machine(unknown, ()).device
+    assert device.name == "NVIDIA Abacus"
+    assert device.memory_bytes_per_s == pytest.approx(768e9, rel=0.01)  # the stand-in has the clocks of an A6000
     with pytest.raises(ConfigError, match="one kind of GPU"):
         gpu_machine([unknown[0], *DEVICES.values()], ())
 

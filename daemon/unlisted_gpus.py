@@ -1,0 +1,166 @@
+"""GPUs of this machine that the datasheet table does not have: described by their driver and a short benchmark.
+
+The benchmark runs once for each product, before its first profile on an engine with a Python of its own, in a
+process that can be killed at any moment. What it reached is kept in the home as a GPU file (``gpus/*.json``) that
+people may edit; without it the driver's figures stand alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+from daemon.atomic_file import write_file_atomically
+from daemon.home import make_home
+from daemon.home_folder import home_folder
+from daemon.nvml import driver_facts, driver_version
+from fingerprint.codec import to_json
+from fingerprint.driver_peaks import Benchmark, described_gpu
+from fingerprint.errors import IserveError
+from fingerprint.gpu_file import read_gpu_file, spec_of
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.gpus import match_device
+
+__all__ = ["device_spec", "kept_file", "measure_if_unlisted"]
+
+log = logging.getLogger(__name__)
+
+_SCRIPT = Path(__file__).with_name("gpu_bench.py")
+_SECONDS = 5.0  # of the benchmark itself
+_LIMIT_S = 120.0  # with the interpreter's start, torch's import and the GPU's start
+_MAX_OUTPUT_BYTES = 64 * 2**10
+
+
+def kept_file(product: str) -> Path:
+    """Return where the description of ``product`` is kept, whether or not there is one."""
+    name = re.sub(r"[^a-z0-9]+", "-", product.casefold()).strip("-")[:80] or "gpu"
+    return home_folder() / "gpus" / f"{name}.json"
+
+
+def device_spec(product: str) -> GpuSpec | None:
+    """Return what the GPU of this machine that the driver calls ``product`` can do.
+
+    That is its row of the datasheet table, else the file that the home keeps, else what its driver says. None: it
+    says too little, or there is no such GPU.
+    """
+    listed = match_device(product)
+    if listed is not None:
+        return listed
+    try:
+        path = kept_file(product)
+        if path.exists():
+            return replace(read_gpu_file(path), name=product)
+    except IserveError as error:
+        log.warning("%s; what the driver of %s says is taken", error, product)
+    facts = driver_facts(product)
+    if facts is None:
+        return None
+    try:
+        return replace(spec_of(described_gpu(facts)), name=product)
+    except IserveError as error:
+        log.warning("%s", error)
+        return None
+
+
+def measure_if_unlisted(
+    product: str,
+    device_id: str,
+    python: str,
+    *,
+    go_on: Callable[[], None] = lambda: None,
+    limit_s: float = _LIMIT_S,
+) -> None:
+    """Measure a GPU that no table has and no file in the home describes, and keep what it reached.
+
+    A benchmark that fails is told in the log and changes nothing else.
+
+    Args:
+        device_id: its UUID.
+        python: an interpreter that has torch.
+        go_on: called while it runs; what it raises ends it.
+    """
+    path = kept_file(product)
+    if match_device(product) is not None or path.exists():
+        return
+    facts = driver_facts(product)
+    if facts is None:
+        return
+    log.info("%s is in no datasheet table: a benchmark of %g s says what it reaches", product, _SECONDS)
+    reached = _reached(python, device_id, go_on, limit_s)
+    if reached is None:
+        return
+    source = (
+        f"driver {driver_version()} and a benchmark of {_SECONDS:g} s on {datetime.now(UTC):%Y-%m-%d}: "
+        f"{reached.memory_bytes_per_s / 1e9:.0f} GB/s, {reached.flops_16bit_per_s / 1e12:.1f} TFLOP/s"
+    )
+    try:
+        described = described_gpu(facts, reached, source=source)
+        make_home(home_folder(), path.parent.name)
+        write_file_atomically(path, to_json(described, indent=1) + b"\n")
+    except (IserveError, OSError) as error:
+        log.warning("%s is not described: %s", product, error)
+
+
+def _reached(python: str, device_id: str, go_on: Callable[[], None], limit_s: float) -> Benchmark | None:
+    """Run the benchmark to its end, and end it with all its processes where that is not to be."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": device_id}
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                [python, "-I", str(_SCRIPT), str(_SECONDS)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            log.warning("the benchmark does not start with %s: %s", python, error)
+            return None
+        try:
+            deadline = time.monotonic() + limit_s
+            while process.poll() is None and time.monotonic() < deadline:
+                go_on()
+                time.sleep(0.05)
+        finally:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return _benchmark(_text(output), f"exit code {process.returncode}: {_text(errors)[-300:]}")
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(_MAX_OUTPUT_BYTES).decode(errors="replace").strip()
+
+
+def _benchmark(output: str, said: str) -> Benchmark | None:
+    try:
+        figures = json.loads(output.splitlines()[-1])
+        found = Benchmark(
+            memory_bytes_per_s=float(figures["memory_bytes_per_s"]),
+            flops_16bit_per_s=float(figures["flops_16bit_per_s"]),
+        )
+    except (ValueError, TypeError, KeyError, IndexError):
+        log.warning("the benchmark of the GPU says no figures (%s); its driver's are taken", said)
+        return None
+    if not all(
+        math.isfinite(figure) and figure > 0 for figure in (found.memory_bytes_per_s, found.flops_16bit_per_s)
+    ):
+        log.warning("the benchmark of the GPU says %s, which is none; its driver's figures are taken", found)
+        return None
+    return found
