@@ -212,11 +212,11 @@ def _model_routes(api: APIRouter, controller: Controller) -> None:
     @api.post("/profiles", status_code=202)
     def start_profile(body: ProfileBody, caller: Caller) -> ProfileJobDocument:
         caller.check(body.model, controller.registered())
-        return controller.start_profile(body)
+        return controller.plans.start_profile(body)
 
     @api.get("/profiles/jobs/{job_id}")
     def profile_job(job_id: str) -> ProfileJobDocument:
-        return controller.profile_job(job_id)
+        return controller.plans.profile_job(job_id)
 
 
 def _plan_routes(api: APIRouter, controller: Controller) -> None:
@@ -224,13 +224,13 @@ def _plan_routes(api: APIRouter, controller: Controller) -> None:
     def create_plan(body: PlanBody, caller: Caller) -> PlanDocument:
         """Choose a configuration; start nothing."""
         caller.check(body.model, controller.registered())
-        return controller.plan(body)
+        return controller.plans.plan(body)
 
     @api.post("/plans/launch", status_code=201)
     def plan_launch(body: LaunchBody, caller: Caller) -> LaunchDocument:
         """The worker that a deploy of this wish would start now, with its limits and devices; start nothing."""
         caller.check(body.model, controller.registered())
-        return controller.launch(body)
+        return controller.plans.launch(body)
 
 
 def _deployment_routes(api: APIRouter, controller: Controller) -> None:

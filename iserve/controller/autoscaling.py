@@ -21,6 +21,7 @@ from typing import NamedTuple
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.errors import ConfigError
 from iserve.controller.records import recorded_wish, recorded_workers
+from iserve.controller.seen import workers_seen
 from iserve.controller.service import Controller
 from iserve.routes import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
@@ -154,5 +155,5 @@ def _state(row: DeploymentRow, asked: DeploymentDemand, steady_s: float) -> Depl
 
 
 def _living_workers(row: DeploymentRow, node: NodeStatus) -> tuple[WorkerStatus, ...]:
-    own = {spec.worker_id for spec in recorded_workers(row)}
-    return tuple(w for w in node.workers if w.spec.worker_id in own and w.state is not WorkerState.STOPPED)
+    living = (worker for worker in node.workers if worker.state is not WorkerState.STOPPED)
+    return workers_seen(recorded_workers(row), living)

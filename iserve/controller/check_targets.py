@@ -36,6 +36,7 @@ from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.profile_validity import described
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
 from iserve.controller.records import recorded_wish, recorded_workers
+from iserve.controller.seen import workers_seen
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
 from iserve.settings import Settings
@@ -165,11 +166,10 @@ class Targets:
 
     def _first_ready(self, row: DeploymentRow) -> WorkerStatus:
         """Of the replicas, which are all of one configuration."""
-        workers = [worker.worker_id for worker in recorded_workers(row)]
+        workers = recorded_workers(row)
         if not workers:
             raise ConflictError(f"the deployment {row.name!r} has no worker; `iserve ps` tells")
-        there = {worker.spec.worker_id: worker for worker in self._node().workers}
-        seen = [there[worker_id] for worker_id in workers if worker_id in there]
+        seen = workers_seen(workers, self._node().workers)
         ready = next((worker for worker in seen if worker.state is WorkerState.READY), None)
         if ready is None:
             state = str(seen[0].state) if seen else "lost"

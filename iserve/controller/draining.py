@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from iserve.controller.records import DRAINING, REPLACING, draining_workers, recorded_workers
+from iserve.controller.seen import workers_seen
 from iserve.controller.service import Controller
 from iserve.state.store import DeploymentRow
 from iserve.verify.worker import worker_stats
@@ -45,13 +46,13 @@ class Drainer:
         if not draining and not closing:
             self._heard_s = None
             return
-        there = {w.spec.worker_id: w for w in node.workers if w.state is not WorkerState.STOPPED}
+        there = [worker for worker in node.workers if worker.state is not WorkerState.STOPPED]
         demand = self._controller.demand()
         heard = demand is not None and demand.routes_version >= routes_version
         if heard or self._heard_s is None:
             self._heard_s = now_s
         for row, specs in draining.items():
-            left = [there[spec.worker_id] for spec in specs if spec.worker_id in there]
+            left = workers_seen(specs, there)
             if not left:
                 assert row.draining is not None
                 self._controller.store.forget_drained(row.id, row.draining)
@@ -59,7 +60,7 @@ class Drainer:
                 if self._may_end(worker, now_s, heard=heard):
                     self._controller.end_worker(worker.spec.worker_id, f"{row.name} was updated")
         for row, specs in closing.items():
-            left = [there[spec.worker_id] for spec in specs if spec.worker_id in there]
+            left = workers_seen(specs, there)
             if all(self._may_end(worker, now_s, heard=heard) for worker in left):
                 message = f"{row.name}: update, the former workers end and the new ones start"
                 self._controller.store.move_update(row.id, DRAINING, REPLACING, message)

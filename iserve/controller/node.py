@@ -17,6 +17,7 @@ from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from iserve.api_types import NodeDocument
 from iserve.controller.records import recorded_workers
+from iserve.controller.seen import workers_seen
 from iserve.planning.document import EstimateDocument, PlanDocument
 from iserve.planning.making import Hardware
 from iserve.routes import Demand, DeploymentDemand
@@ -76,10 +77,10 @@ def hardware_of(
 
 def without(node: NodeStatus, gone: Sequence[WorkerSpec] = (), full: Collection[str] = ()) -> NodeStatus:
     """``node`` as if the workers of ``gone`` had ended and the devices in ``full`` had nothing free."""
-    ids = {spec.worker_id for spec in gone}
+    ended = {worker.spec.worker_id for worker in workers_seen(gone, node.workers)}
     freed = Counter[str]()
     for worker in node.workers:
-        if worker.spec.worker_id in ids and worker.state not in (WorkerState.STOPPED, WorkerState.FAILED):
+        if worker.spec.worker_id in ended and worker.state not in (WorkerState.STOPPED, WorkerState.FAILED):
             freed.update(worker.spec.promised_bytes())
     devices = tuple(
         replace(
@@ -90,7 +91,7 @@ def without(node: NodeStatus, gone: Sequence[WorkerSpec] = (), full: Collection[
         )
         for device in node.devices
     )
-    workers = tuple(worker for worker in node.workers if worker.spec.worker_id not in ids)
+    workers = tuple(worker for worker in node.workers if worker.spec.worker_id not in ended)
     return replace(node, devices=devices, workers=workers)
 
 
@@ -156,11 +157,11 @@ def serving_on(
         demand: None: the gateway is away, and nobody tells.
     """
     asked = {} if demand is None else {one.name: one for one in demand.deployments}
-    workers = {worker.spec.worker_id: worker for worker in node.workers if worker.state in _HERE}
+    workers = [worker for worker in node.workers if worker.state in _HERE]
     found = []
     for row in rows:
         specs, told = recorded_workers(row), asked.get(row.name)
-        here = tuple(workers[spec.worker_id] for spec in specs if spec.worker_id in workers)
+        here = workers_seen(specs, workers)
         if here and told is not None and told.requests_per_s is not None:
             found.append(_state(row, here, told, told.requests_per_s, node))
     return tuple(found)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from daemon.engines.base import WorkerSpec
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from iserve.api_types import ReplicaDocument
 from iserve.state.store import DeploymentRow
 
-__all__ = ["replicas_seen", "seen_of", "status_of"]
+__all__ = ["replicas_seen", "seen_of", "status_of", "workers_seen"]
 
 _LOST = "lost"
 
@@ -18,6 +18,12 @@ def seen_of(spec: WorkerSpec, there: Mapping[str, WorkerStatus]) -> WorkerStatus
     """Return the worker of ``spec`` among those ``there``, by id; None also where that id is another worker's."""
     found = there.get(spec.worker_id)
     return found if found is not None and found.is_of(spec) else None
+
+
+def workers_seen(specs: Iterable[WorkerSpec], workers: Iterable[WorkerStatus]) -> tuple[WorkerStatus, ...]:
+    """Return the workers of ``specs`` among ``workers``, in the order of ``specs``, as :func:`seen_of`."""
+    there = {worker.spec.worker_id: worker for worker in workers}
+    return tuple(seen for spec in specs if (seen := seen_of(spec, there)) is not None)
 
 
 def replicas_seen(workers: Sequence[WorkerSpec], node: NodeStatus | None) -> tuple[ReplicaDocument, ...]:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
-from daemon.engines.base import Engine
-from daemon.engines.registry import ENGINES, get_engine
 from daemon.json_http import JsonHttp
 from daemon.status import NodeStatus, WorkerState
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json
-from fingerprint.config import Workload
 from fingerprint.errors import (
     ConflictError,
-    InfeasibleError,
     IserveError,
     NotFoundError,
-    NotMeasuredError,
     UnavailableError,
-    UnsupportedModelError,
 )
-from fingerprint.gpus import parse_gpus
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import (
@@ -37,15 +27,10 @@ from iserve.api_types import (
     DeploymentDocument,
     EngineDocument,
     KeyDocument,
-    LaunchBody,
     LogDocument,
     ModelDocument,
     NewKeyDocument,
     NodeDocument,
-    PlanBody,
-    ProfileBody,
-    ProfileJobDocument,
-    ProgressDocument,
     UpdateBody,
     check_name,
 )
@@ -53,11 +38,11 @@ from iserve.controller import worker_log
 from iserve.controller.check_targets import Targets
 from iserve.controller.deployer import Deployer
 from iserve.controller.ending import end_workers
-from iserve.controller.engine_selection import deployable_engine, engine_for
-from iserve.controller.jobs import Jobs
+from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.node import serving_on
+from iserve.controller.plans import Plans, progress_document
 from iserve.controller.processes import Companion, daemon_companion, gateway_companion
-from iserve.controller.profiling import Profiler, ask_daemon
+from iserve.controller.profiling import Profiler
 from iserve.controller.records import draining_workers, recorded_wish, recorded_workers, update_workers
 from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before, deployed_before
 from iserve.controller.seen import replicas_seen, status_of
@@ -68,10 +53,6 @@ from iserve.engine_inventory import engine_documents
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
-from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
-from iserve.planning.launching import LaunchDocument, PlannedDeployment
-from iserve.planning.making import PlanOptions
-from iserve.planning.words import ELSEWHERE
 from iserve.routes import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
@@ -103,9 +84,9 @@ class Controller:
         self._updater = Updater(settings, store, self.profiler, self._deployer)
         targets = Targets(settings, store, self.profiler, self._deployer, self.daemon, self.resolve)
         self.verifier = Verifier(store, self.profiler, targets, self.daemon, self.resolve)
+        self.plans = Plans(settings, self.profiler, self._deployer, self.daemon, self.resolve, self.registered)
         # As many threads as can have something to do, so that a removal never waits behind those who wait.
         self._pool = ThreadPoolExecutor(max_workers=_MAX_DEPLOYMENTS + _MAX_ENDINGS, thread_name_prefix="deploy")
-        self._profile_jobs: Jobs[ProfileJobDocument] = Jobs("profile")
         self._lock = threading.Lock()
         self._progress: dict[str, ProfileProgress] = {}
         self._active: set[int] = set()  # deployments with a job under way
@@ -197,125 +178,10 @@ class Controller:
                 log.warning("registered model %s: %s", name, error)
         return tuple(documents)
 
-    # plans and profiles
-
-    def plan(self, body: PlanBody) -> PlanDocument:
-        options = body.options(default_policy=self.settings.policy, load_threshold=self.settings.load_threshold)
-        if body.gpus is not None:
-            gpu, count = parse_gpus(body.gpus)
-            return plan_for_gpus(
-                body.model or DEMO_MODEL_NAME, gpu, count, options, body.engine, registered=self.registered()
-            )
-        return self._planned(body, options)[0].document
-
-    def launch(self, body: LaunchBody) -> LaunchDocument:
-        """What a deploy of the same wish would start; nothing is started, measured or kept.
-
-        Raises:
-            InfeasibleError: a deploy would be refused.
-            NotMeasuredError: a deploy would measure first.
-        """
-        options = body.options(default_policy=self.settings.policy, load_threshold=self.settings.load_threshold)
-        if body.gpus is not None:
-            gpu, count = parse_gpus(body.gpus)
-            model = body.model or DEMO_MODEL_NAME
-            return launch_for_gpus(
-                model,
-                gpu,
-                count,
-                options,
-                body.engine,
-                name=body.name,
-                registered=self.registered(),
-                engine_options=body.engine_options,
-            )
-        with _or_elsewhere():
-            deployable_engine(body.engine)
-        planned, source, profile = self._planned(body, options)
-        Checkpoint.open(source.directory)
-        get_engine(profile.engine).check_options(body.engine_options)
-        name = check_name(body.name or source.name)
-        return planned.launch(name, source, options.workload, profile, body.engine_options)
-
-    def _planned(self, body: PlanBody, options: PlanOptions) -> tuple[PlannedDeployment, ModelSource, Profile]:
-        """A plan for what is free here now, the model and the profile that it rests on.
-
-        Raises:
-            NotMeasuredError: no profile holds here.
-        """
-        source = self.resolve(body.model, need_weights=False)
-        node, batch = self.daemon().node(), options.workload.batch
-
-        def stored(engine: Engine, notes: tuple[str, ...]) -> Profile:
-            return self._stored(source, engine, notes, node, batch)
-
-        with _or_elsewhere():
-            engine, profile, notes = self._deployer.select(source, body.engine, None, options, stored)
-        notes += tuple(
-            f"{config} was not measured, for the profile was taken for another wish, and may change this plan: a "
-            "deploy measures it first"
-            for config in self.profiler.lacking(profile, engine, node, options)
-        )
-        return self._deployer.plan(source, engine, profile, options, notes), source, profile
-
-    def _stored(
-        self, source: ModelSource, engine: Engine, notes: tuple[str, ...], node: NodeStatus, batch: int
-    ) -> Profile:
-        """Return the profile that holds on ``node``; ``notes`` are told with the refusal where there is none.
-
-        Raises:
-            NotMeasuredError: there is none.
-        """
-        profile = self.profiler.stored(source, engine, node, batch=batch)
-        if profile is None:
-            notes += self.profiler.unused(source, engine, node, batch=batch)
-            others = [e.name for e in ENGINES.values() if self.profiler.stored(source, e, node, batch=batch)]
-            notes += tuple(f"there is one on {other}: --engine {other}" for other in others)
-            asked = f"{source.argument} --engine {engine.name}" + (f" --batch {batch}" if batch > 1 else "")
-            raise NotMeasuredError(
-                f"{source.name} has no profile on {engine.name} that holds on this machine; run `iserve profile "
-                f"{asked}` first, or plan for datasheet GPUs with --gpus NAME:COUNT"
-                + "".join(f"; {note}" for note in notes)
-            )
-        return profile
+    # profiles
 
     def profiles(self) -> tuple[Profile, ...]:
         return self.store.profiles()
-
-    def start_profile(self, body: ProfileBody) -> ProfileJobDocument:
-        """Begin a profile in the background; ask for it by its job id.
-
-        Raises:
-            UnavailableError: too many wait already.
-        """
-        source = self.resolve(body.model, need_weights=False)
-        deployable_engine(body.engine)
-        workload = Workload(batch=body.batch, input_tokens=body.input_tokens, output_tokens=body.output_tokens)
-        job = ProfileJobDocument(
-            job_id=uuid.uuid4().hex, model=source.name, status="running", error=None, progress=None
-        )
-
-        def work(show: Callable[[ProfileJobDocument], None]) -> ProfileJobDocument:
-            node = ask_daemon(self.daemon, DaemonClient.node)
-            engine, notes = engine_for(body.engine, source.spec, node, body.quality)
-            chosen = replace(job, engine=engine.name, notes=notes)
-            show(chosen)
-            self.profiler.take(
-                source,
-                engine,
-                self.daemon,
-                workload=workload,
-                quality=body.quality,
-                shards=body.shards,
-                max_seconds=body.max_seconds,
-                progress=lambda p: show(replace(chosen, progress=_progress_document(p))),
-            )
-            return chosen
-
-        return self._profile_jobs.start(job, work)
-
-    def profile_job(self, job_id: str) -> ProfileJobDocument:
-        return self._profile_jobs.get(job_id)
 
     # deployments
 
@@ -557,7 +423,7 @@ class Controller:
             worker_url=replicas[0].url if replicas else None,
             restarts=sum(replica.restarts for replica in replicas),
             created_at=row.created_at,
-            progress=None if progress is None else _progress_document(progress),
+            progress=None if progress is None else progress_document(progress),
             scale_to_zero_s=wish.scale_to_zero_s,
             num_replicas=wish.replicas,
             refuses_late=wish.refuse_late,
@@ -581,23 +447,8 @@ class Controller:
 
     def close(self) -> None:
         self.verifier.close()
-        self._profile_jobs.close()
+        self.plans.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _or_elsewhere() -> Iterator[None]:
-    """Have a refusal for want of an engine here name the way to plan without this machine."""
-    try:
-        yield
-    except (InfeasibleError, UnsupportedModelError) as error:
-        raise type(error)(f"{error}; {ELSEWHERE}") from error
-
-
-def _progress_document(progress: ProfileProgress) -> ProgressDocument:
-    return ProgressDocument(
-        step=progress.running, done=progress.done, total=progress.total, elapsed_s=progress.elapsed_s
-    )
 
 
 def _model_document(name: str, source: ModelSource) -> ModelDocument:

@@ -19,6 +19,7 @@ from iserve.controller.check_targets import CheckTarget, Targets, Tell, check_sa
 from iserve.controller.jobs import Jobs
 from iserve.controller.node import hardware_of
 from iserve.controller.profiling import Profiler, ask_daemon, machine_key
+from iserve.controller.seen import workers_seen
 from iserve.model_source import ModelSource
 from iserve.planning.serving_capacity import served_memory
 from iserve.state.store import Store
@@ -198,8 +199,7 @@ def _held(running: CheckTarget, node: NodeStatus, own_bytes: int | None) -> tupl
     if own_bytes:
         return own_bytes, _OWN_COUNTS
     devices = {device_id for stage in running.spec.stages for device_id in stage.device_ids}
-    worker_id = running.spec.worker_id
-    held = [held for worker in node.workers if worker.spec.worker_id == worker_id for held in worker.held]
+    held = [held for worker in workers_seen([running.spec], node.workers) for held in worker.held]
     if devices == {one.device_id for one in held}:
         return max(one.held_bytes for one in held), _DRIVER_LISTS
     before, now = running.used_before, used_bytes(node)

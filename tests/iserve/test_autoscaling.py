@@ -245,3 +245,17 @@ def test_a_start_that_fails_between_two_looks_is_a_reason_to_refuse(world: Nappi
     assert world.phase() == "asleep"
     world.later(1)
     assert world.phase() == "waking"
+
+
+def test_a_worker_that_has_the_id_of_one_that_sleeps_is_not_ended(world: Napping, until: Until) -> None:
+    world.deploy_one(until)
+    world.outstanding = 1
+    world.later(LIMIT_S, idle_s=LIMIT_S)
+    assert world.phase() == "asleep"
+    (row,) = world.store.deployments()
+    world.store.update_deployment(row.id, workers=to_json((world.node.spec("a-1", served_model="another"),)))
+    world.outstanding = 0
+    world.later(1)
+    world.later(1)
+    assert not world.controller.is_ending("a-1")
+    assert world.states() == {"a-1": WorkerState.READY}

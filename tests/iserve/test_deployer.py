@@ -360,11 +360,11 @@ def test_a_profile_of_another_engine_version_is_told_and_not_used(
     world.store.put_profile(replace(old, machine=replace(old.machine, versions=versions)), "of another time")
     why = r"is not used: it was taken with torch 0\.0\.9 \(now torch .*\), torch 1\.13\.0 \(now "
     with pytest.raises(NotMeasuredError, match=why):
-        world.controller.plan(PlanBody(input_tokens=16, output_tokens=16))
+        world.controller.plans.plan(PlanBody(input_tokens=16, output_tokens=16))
 
     folder = shlex.quote(str(demo_model_path()))
     with pytest.raises(NotMeasuredError, match=re.escape(f"run `iserve profile {folder} --engine torch` first")):
-        world.controller.plan(PlanBody(model=str(demo_model_path()), input_tokens=16, output_tokens=16))
+        world.controller.plans.plan(PlanBody(model=str(demo_model_path()), input_tokens=16, output_tokens=16))
 
     def take(*_arguments: Any, **_options: Any) -> Profile:
         world.know_demo(runtime_bytes=2**20)
@@ -380,7 +380,7 @@ def test_a_profile_of_another_engine_version_is_told_and_not_used(
     with pytest.raises(
         NotMeasuredError, match=r"no profile on vllm that holds .*; there is one on torch: --engine torch"
     ):
-        world.controller.plan(PlanBody(input_tokens=16, output_tokens=16, engine="vllm"))
+        world.controller.plans.plan(PlanBody(input_tokens=16, output_tokens=16, engine="vllm"))
     world.deploy("c")
     assert ended("c") == "ready"
     assert not any("is not used" in note for note in world.controller.deployment_plan("c").notes)
@@ -388,7 +388,7 @@ def test_a_profile_of_another_engine_version_is_told_and_not_used(
 
 def test_a_plan_that_no_engine_here_can_make_names_the_way_without_this_machine(world: World) -> None:
     world.start()
-    for ask in (world.controller.plan, world.controller.launch):
+    for ask in (world.controller.plans.plan, world.controller.plans.launch):
         with pytest.raises(
             InfeasibleError, match=r"; or give --gpus, such as a6000:8, to plan without this machine$"
         ):
@@ -536,7 +536,7 @@ def test_a_plan_is_told_how_often_who_runs_beside_it_is_called(world: World, end
     def slowest(requests_per_s: float | None) -> float:
         asked = DeploymentDemand(name="a", waiting=0, outstanding=0, idle_s=0.0, requests_per_s=requests_per_s)
         world.controller.demand = lambda: Demand(routes_version=1, deployments=(asked,))  # type: ignore[method-assign]
-        plan = world.controller.plan(PlanBody(input_tokens=16, output_tokens=16))
+        plan = world.controller.plans.plan(PlanBody(input_tokens=16, output_tokens=16))
         return max(one.slowdown for one in plan.candidates if one.feasible)
 
     assert device in {seen.device_id for seen in world.node.client.node().devices}

@@ -50,6 +50,7 @@ class World:
         self.now_s = 0.0
         self.running = 1
         self.state = WorkerState.READY
+        self.spec = FORMER
         self.gateway_version: int | None = 5  # None: it does not answer
         self.ended: list[str] = []
         self.forgotten: list[int] = []
@@ -77,7 +78,7 @@ class World:
         for _ in range(seconds):
             self.now_s += 1
             status = WorkerStatus(
-                spec=FORMER, state=self.state, url="http://127.0.0.1:1", pid=1, restarts=0, started_at=""
+                spec=self.spec, state=self.state, url="http://127.0.0.1:1", pid=1, restarts=0, started_at=""
             )
             workers = () if self.state is WorkerState.STOPPED else (status,)
             node = NodeStatus(node_id="local", observed_at=self.now_s, devices=(), workers=workers)
@@ -165,3 +166,13 @@ def test_a_worker_under_check_is_not_ended(world: World) -> None:
     assert world.look(seconds=1000) == []
     world.controller.profiler.workers = frozenset()
     assert world.look() == ["a-1"]
+
+
+def test_a_worker_that_has_the_id_of_a_former_one_is_not_ended(world: World) -> None:
+    """Ids repeat after a state was restored; the port is chosen at each start."""
+    world.running = 0
+    world.spec = replace(FORMER, port=4711)
+    assert world.look() == ["a-1"]
+    world.spec = replace(FORMER, checkpoint="/another")
+    assert world.look(seconds=1000) == []
+    assert set(world.forgotten) == {1}, "the former one is gone"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,13 @@ from daemon.engines.registry import capabilities_for
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import ConflictError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
 from iserve.api_types import NodeDocument
-from iserve.controller.node import hardware_of, serving_on
+from iserve.controller.check_targets import Targets
+from iserve.controller.node import hardware_of, serving_on, without
 from iserve.demo import demo_model_path
 from iserve.planning.document import plan_document
 from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
@@ -304,3 +307,29 @@ def test_a_pipeline_that_takes_one_request_has_one_batch_under_way() -> None:
     (state,) = serving_on(status, [row], told(1e5))
     assert [replica.batches for replica in state.replicas] == [1]
     assert state.busy_fraction == pytest.approx(1.0)
+
+
+def test_a_worker_that_has_the_id_of_a_recorded_one_is_not_taken_for_it(row: DeploymentRow) -> None:
+    """Ids repeat after a state was restored; the port is chosen at each start."""
+    status = running(for_s=3600, busy=0.5)
+    (worker,) = status.workers
+    moved = replace(status, workers=(replace(worker, spec=replace(WORKER, port=4711)),))
+    other = replace(status, workers=(replace(worker, spec=replace(WORKER, checkpoint="/another")),))
+    assert [len(serving_on(seen, [row], told(0.1))) for seen in (status, moved, other)] == [1, 1, 0]
+    free_bytes = [
+        sum(device.free_bytes for device in without(seen, [WORKER]).devices) for seen in (status, moved, other)
+    ]
+    assert free_bytes[0] == free_bytes[1] > free_bytes[2] == sum(device.free_bytes for device in status.devices)
+    assert [len(without(seen, [WORKER]).workers) for seen in (status, moved, other)] == [0, 0, 1]
+
+
+def test_a_check_of_a_deployment_takes_its_own_worker(row: DeploymentRow, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = None
+    targets = Targets(nothing, nothing, nothing, nothing, nothing, nothing)
+    status = running(for_s=3600, busy=0.5)
+    monkeypatch.setattr(targets, "_node", lambda: status)
+    assert targets._first_ready(row).spec == WORKER
+    (worker,) = status.workers
+    status = replace(status, workers=(replace(worker, spec=replace(WORKER, checkpoint="/another")),))
+    with pytest.raises(ConflictError, match="the worker of 'chat' is lost"):
+        targets._first_ready(row)
