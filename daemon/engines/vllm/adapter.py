@@ -171,7 +171,8 @@ def _used_by(
     spec: WorkerSpec, model: launch.Model, options: Sequence[str], environment: Sequence[tuple[str, str]]
 ) -> frozenset[str]:
     """Return what the launch rests on, in the contract's words."""
-    used = {f"flag {word.partition('=')[0]}" for word in options} | {f"variable {name}" for name, _ in environment}
+    used = {f"flag {word.partition('=')[0]}" for word in options} | {f"value {word}" for word in options}
+    used |= {f"variable {name}" for name, _ in environment}
     if spec.config.tp > 1:
         used.add(FUSED_ALL_REDUCE)
     if any(window is not None for window in model.spec.windows):

@@ -17,6 +17,7 @@ from daemon.engines.vllm.sources import (
     keys_of_tables,
     option_names,
     returned,
+    strings_named,
     strings_starting,
 )
 from fingerprint.errors import EngineError
@@ -26,11 +27,14 @@ __all__ = [
     "FLAGS",
     "FUSED_ALL_REDUCE",
     "METRICS",
+    "PROFILING_VALUES",
     "PROFILING_VARIABLES",
     "SOME_FLAGS",
+    "SOME_VALUES",
     "SOME_VARIABLES",
     "STEPS_IN_FLIGHT",
     "TEXTS",
+    "VALUES",
     "VARIABLES",
     "Breach",
     "ClassFacts",
@@ -54,6 +58,22 @@ SOME_FLAGS = frozenset(
 )
 SOME_VARIABLES = frozenset({"VLLM_PP_LAYER_PARTITION", "VLLM_ALLREDUCE_USE_SYMM_MEM"})
 PROFILING_VARIABLES = frozenset({"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"})
+# Words that options are given, by the name that lists them in a file of vLLM's.
+_FORMATS = "model_executor/model_loader/__init__.py", "LoadFormats"
+_KV_TYPES = "config/cache.py", "CacheDType"
+VALUES: Mapping[str, tuple[str, str]] = {
+    "--load-format=safetensors": _FORMATS,
+    "--generation-config=vllm": ("config/model.py", "try_get_generation_config"),
+}
+SOME_VALUES: Mapping[str, tuple[str, str]] = {
+    "--kv-cache-dtype=auto": _KV_TYPES,
+    "--kv-cache-dtype=int8_per_token_head": _KV_TYPES,
+    "--kv-cache-dtype=fp8": _KV_TYPES,
+    "--quantization=fp8": ("model_executor/layers/quantization/__init__.py", "QuantizationMethods"),
+    "--distributed-executor-backend=mp": ("config/parallel.py", "DistributedExecutorBackend"),
+}
+PROFILING_VALUES: Mapping[str, tuple[str, str]] = {"--load-format=dummy": _FORMATS}
+_ALL_VALUES = {**VALUES, **SOME_VALUES, **PROFILING_VALUES}
 METRICS = frozenset(
     {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens"}
     | {"vllm:generation_tokens", "vllm:iteration_tokens_total", "vllm:cache_config_info"}
@@ -149,6 +169,7 @@ class ReleaseFacts:
     """What is read of one release's Python."""
 
     flags: tuple[str, ...]
+    values: tuple[str, ...]  # of options, as "--option=value"
     variables: tuple[str, ...]
     metrics: tuple[str, ...]
     texts: tuple[str, ...]  # of :data:`TEXTS`
@@ -184,6 +205,11 @@ def read_release(package: Path) -> ReleaseFacts:
     }
     return ReleaseFacts(
         flags=tuple(sorted(option_names(source.tree(_ARGUMENTS), *front_ends))),
+        values=tuple(
+            option
+            for option, (file, name) in _ALL_VALUES.items()
+            if option.partition("=")[2] in strings_named(source.tree(file), name)
+        ),
         variables=tuple(sorted(strings_starting(source.tree("envs.py"), "VLLM_"))),
         metrics=tuple(sorted(strings_starting(source.tree("v1/metrics/loggers.py"), "vllm:"))),
         texts=tuple(text for text, files in TEXTS.items() if any(source.says(file, text) for file in files)),
@@ -209,6 +235,7 @@ def breaches(facts: ReleaseFacts) -> tuple[Breach, ...]:
 def _serving(facts: ReleaseFacts) -> Iterator[Breach]:
     part = Part.SERVING
     yield from _without(part, "flag", FLAGS, facts.flags)
+    yield from _without(part, "value", VALUES, facts.values)
     yield from _without(part, "variable", VARIABLES, facts.variables)
     yield from _without(part, "metric", METRICS, facts.metrics)
     yield from _without(part, "module", {"entrypoints/cli/main.py"}, facts.modules)
@@ -220,6 +247,7 @@ def _serving(facts: ReleaseFacts) -> Iterator[Breach]:
 def _of_some_launches(facts: ReleaseFacts) -> Iterator[Breach]:
     part = Part.SOME
     yield from _without(part, "flag", SOME_FLAGS, facts.flags)
+    yield from _without(part, "value", SOME_VALUES, facts.values)
     yield from _without(part, "variable", SOME_VARIABLES, facts.variables)
     yield from _lacking(facts, part, _PASS_CONFIG, FUSED_ALL_REDUCE.rpartition(".")[2])
     if not _keeps_known_steps(facts):
@@ -254,6 +282,7 @@ def _without(part: Part, kind: str, needed: Iterable[str], there: Iterable[str])
 def _profiling(facts: ReleaseFacts) -> Iterator[Breach]:
     part, worker = Part.PROFILING, f"{_WORKER}:Worker"
     yield from _without(part, "variable", PROFILING_VARIABLES, facts.variables)
+    yield from _without(part, "value", PROFILING_VALUES, facts.values)
     if "third_party/pynvml.py" not in facts.modules:
         yield Breach(part, "module third_party/pynvml.py")
     if "vllm.general_plugins" not in facts.plugin_groups:
@@ -284,7 +313,7 @@ def _profiling(facts: ReleaseFacts) -> Iterator[Breach]:
     yield from _called(facts, part, worker, "load_model")
     yield from _called(facts, part, worker, "initialize_from_config", "kv_cache_config")
     counted = ("peak_activation_memory", "cudagraph_memory_estimate", "requested_memory")
-    yield from _lacking(facts, part, worker, *counted, "available_kv_cache_memory_bytes")
+    yield from _lacking(facts, part, worker, *counted, "available_kv_cache_memory_bytes", "model_runner")
     attributes = facts.classes.get(worker, ClassFacts()).attributes
     if not {"non_torch_memory", "total_consumed"} & set(attributes):
         yield Breach(part, f"{worker} assigns neither non_torch_memory nor total_consumed")

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-__all__ = ["ClassFacts", "Package", "keys_of_tables", "option_names", "returned", "strings_starting"]
+__all__ = [
+    "ClassFacts",
+    "Package",
+    "keys_of_tables",
+    "option_names",
+    "returned",
+    "strings_named",
+    "strings_starting",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +87,17 @@ def _strings(*trees: ast.AST | None) -> Iterator[str]:
 
 def strings_starting(tree: ast.AST | None, prefix: str) -> set[str]:
     return {text for text in _strings(tree) if text.startswith(prefix) and " " not in text}
+
+
+def strings_named(tree: ast.AST | None, name: str) -> set[str]:
+    """Return the strings in the assignment to ``name`` or the function of that name."""
+    named = (
+        node
+        for node in _nodes(tree)
+        if (isinstance(node, ast.FunctionDef) and node.name == name)
+        or (isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets))
+    )
+    return set(_strings(*named))
 
 
 def option_names(*trees: ast.AST | None) -> set[str]:

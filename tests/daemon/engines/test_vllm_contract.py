@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import re._parser as _parser  # type: ignore[import-not-found]
@@ -19,19 +20,23 @@ from daemon.engines.vllm.contract import (
     CACHE_LABELS,
     FLAGS,
     METRICS,
+    PROFILING_VALUES,
     PROFILING_VARIABLES,
     SOME_FLAGS,
+    SOME_VALUES,
     SOME_VARIABLES,
     TEXTS,
+    VALUES,
     VARIABLES,
     ClassFacts,
     Part,
+    ReleaseFacts,
     breaches,
     read_release,
 )
 from daemon.engines.vllm.release import Standing, standing_of
 from daemon.engines.vllm.signs import DULL, OTHERS_TEXTS, SIGNS
-from fingerprint.config import WeightFormat
+from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import EngineError
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_releases import published, recorded, recorded_registries
@@ -42,7 +47,8 @@ RELEASES = recorded()
 NEWEST = RELEASES["0.33.0"]
 CACHE_CONFIG = "config/cache.py:CacheConfig"
 PATTERNS = (*(sign.pattern for sign in SIGNS), DULL)
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
 WORKER = "v1/worker/gpu_worker.py:Worker"
 # Held by what a method returns, or mixed from another class.
 BY_VALUE = {"config/vllm.py:VllmConfig", "entrypoints/llm.py:LLM"}
@@ -70,6 +76,35 @@ def literals(pattern: re.Pattern[str]) -> list[str]:
 
     walk(_parser.parse(pattern.pattern))
     return [run.strip(" '") for run in found]
+
+
+def members_read(source: str, roots: set[str]) -> set[str]:
+    """Return the attributes that the module's functions read of the named objects, without our own."""
+    tree = ast.parse(source)
+    ours = {
+        node for n in tree.body if isinstance(n, ast.ClassDef) and n.name != "HostedVllm" for node in ast.walk(n)
+    }
+    chains = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in ours)
+    found = set[str]()
+    for chain in chains:
+        root = next((one for one in roots if chain.startswith((f"{one}.", f"{one}["))), None)
+        if root is not None:
+            found.update(re.sub(r"\[.*?\]", "", chain[len(root) :]).strip(".").split("."))
+    own = ("iserve_", "__", "forward")
+    return {name for name in found if name and not name.startswith(own)}
+
+
+def without_member(facts: ReleaseFacts, name: str) -> ReleaseFacts:
+    """Return the facts of a release in which no class has the member."""
+
+    def cut(theirs: ClassFacts) -> ClassFacts:
+        return ClassFacts(
+            fields=tuple(one for one in theirs.fields if one != name),
+            attributes=tuple(one for one in theirs.attributes if one != name),
+            methods={method: taken for method, taken in theirs.methods.items() if method != name},
+        )
+
+    return replace(facts, classes={key: cut(theirs) for key, theirs in facts.classes.items()})
 
 
 @pytest.mark.parametrize("version", RELEASES)
@@ -130,6 +165,65 @@ class TestCompleteness:
         words = get_engine("vllm").command(spec, tmp_path, DEVICES).argv
         ours = words[words.index("--") + 1 :]
         assert {word.partition("=")[0] for word in ours if word.startswith("--")} == FLAGS
+
+    def test_values_are_those_that_launches_and_profiles_give(self, tmp_path, monkeypatch):
+        """Of each option that takes one of a list of words."""
+        monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", "0.33.0")))
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+        (tmp_path / "model.safetensors").touch()
+        launches = [worker(tmp_path, kv=kv) for kv in (KvFormat.BITS16, KvFormat.INT8, KvFormat.FP8)]
+        launches += [replace(one, dummy_weights=True) for one in launches]
+        launches.append(worker(tmp_path, layers=(20, 12), tp=2, weights=WeightFormat.FP8))
+        words = {word for one in launches for word in get_engine("vllm").command(one, tmp_path, DEVICES).argv}
+        given = {word for word in words if re.fullmatch(r"--[a-z-]+=\d*[a-z_][a-z_\d]*", word)}
+        assert given - {"--served-model-name=chat"} == {*VALUES, *SOME_VALUES, *PROFILING_VALUES}
+
+    @pytest.mark.parametrize(
+        ("file", "roots"),
+        [
+            pytest.param(
+                "daemon/step_timer/iserve_step_timer.py",
+                {"self", "worker", "scheduler_output", "cached", "r", "config", "tensor", "group", "model"}
+                | {"worker_class"},
+                id="step-timer",
+            ),
+            pytest.param("daemon/vllm_worker/hosted.py", {"self._llm", "llm", "one"}, id="profiling-worker"),
+        ],
+    )
+    def test_members_are_those_that_profiling_reads_of_the_engines_objects(self, file, roots):
+        read = members_read((ROOT / file).read_text(), roots)
+        assert len(read) >= 6, "the objects have other names in that file"
+        releases = RELEASES.values()
+        unnoticed = {name for name in read if not any(breaches(without_member(facts, name)) for facts in releases)}
+        assert unnoticed == set()
+
+    @pytest.mark.parametrize(
+        ("function", "owner"),
+        [
+            pytest.param("_arguments", "engine/arg_utils.py:EngineArgs", id="engine"),
+            pytest.param("generate", "sampling_params.py:SamplingParams", id="sampling"),
+        ],
+    )
+    def test_arguments_are_those_that_profiling_gives(self, function, owner):
+        tree = ast.parse((ROOT / "daemon/vllm_worker/hosted.py").read_text())
+        body = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function)
+        if function == "_arguments":
+            names = {
+                key.value
+                for node in ast.walk(body)
+                if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+                for key in node.value.keys
+            } | {"quantization"}
+        else:
+            (call,) = (
+                n for n in ast.walk(body) if isinstance(n, ast.Call) and ast.unparse(n.func) == "SamplingParams"
+            )
+            names = {keyword.arg for keyword in call.keywords}
+        assert len(names) >= 5
+        for name in names:
+            without = without_member(NEWEST, name).classes[owner]
+            found = breaches(replace(NEWEST, classes=NEWEST.classes | {owner: without}))
+            assert [(b.part, b.what) for b in found] == [(Part.PROFILING, f"{owner}.{name}")]
 
     @pytest.mark.parametrize(
         ("wish", "expected"),
@@ -206,6 +300,12 @@ class TestBreaches:
         facts = replace(NEWEST, flags=tuple(name for name in NEWEST.flags if name != flag))
         part = Part.SERVING if flag in FLAGS else Part.SOME
         assert [(b.part, b.what) for b in breaches(facts)] == [(part, f"flag {flag}")]
+
+    @pytest.mark.parametrize("value", [*VALUES, *SOME_VALUES, *PROFILING_VALUES])
+    def test_a_value_of_a_flag(self, value):
+        facts = replace(NEWEST, values=tuple(one for one in NEWEST.values if one != value))
+        part = Part.SERVING if value in VALUES else Part.SOME if value in SOME_VALUES else Part.PROFILING
+        assert [(b.part, b.what) for b in breaches(facts)] == [(part, f"value {value}")]
 
     @pytest.mark.parametrize("name", sorted(VARIABLES | SOME_VARIABLES | PROFILING_VARIABLES | METRICS))
     def test_a_variable_or_a_metric(self, name):

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from daemon.engines.vllm.contract import TEXTS, ClassFacts, ReleaseFacts
+from daemon.engines.vllm.contract import PROFILING_VALUES, SOME_VALUES, TEXTS, VALUES, ClassFacts, ReleaseFacts
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registered, Registry
 
 _MODELS = Path(REGISTRY_FILE).parent
@@ -24,6 +24,9 @@ def write_release(facts: ReleaseFacts, package: Path) -> None:
     files["model_executor/models/registry.py"] += [json.dumps(dict.fromkeys(facts.architectures, "")) + "\n"]
     for text in facts.texts:
         files[TEXTS[text][-1]].append(json.dumps(text))
+    for option in facts.values:
+        file, name = {**VALUES, **SOME_VALUES, **PROFILING_VALUES}[option]
+        files[file].append(f"{name} = Literal[{json.dumps(option.partition('=')[2])}]")
     for function in facts.functions:
         file, _, name = function.partition(":")
         files[file].append(f"def {name}(): pass")
