@@ -153,7 +153,14 @@ def _rest(table: EngineCapabilities) -> list[str]:
         for e in table.exclusions
         if any(
             getattr(e, name) != getattr(everywhere, name)
-            for name in ("families", "cut_group_size", "stored_as", "stored_other_than", "cut_stored_groups")
+            for name in (
+                "families",
+                "cut_group_size",
+                "stored_as",
+                "stored_other_than",
+                "cut_stored_groups",
+                "keeps_latent",
+            )
         )
     ]
     if particular:
@@ -185,6 +192,8 @@ def _where(selection: Selection) -> str:
         parts.append("stored as " + ", ".join(sorted(selection.stored_as)))
     if selection.stored_other_than is not None:
         parts.append("stored other than as " + "; ".join(sorted(selection.stored_other_than)))
+    if selection.keeps_latent:
+        parts.append("latent attention")
     if selection.cut_stored_groups:
         parts.append("degrees that cut the checkpoint's own groups")
     return "; ".join(parts) or "always"

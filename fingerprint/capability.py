@@ -34,6 +34,7 @@ class Selection:
     cut_stored_groups: bool = (
         False  # holds where some rank's matrix does not have whole groups of the checkpoint's
     )
+    keeps_latent: bool = False  # holds for models that keep a latent in place of K and V
 
     def applies(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
         """Whether ``config`` of ``spec`` on ``gpu`` is one of them."""
@@ -44,6 +45,8 @@ class Selection:
         if self.vendors is not None and gpu.vendor not in self.vendors:
             return False
         if self.cut_group_size is not None and not _cuts_groups(spec, config.tp, self.cut_group_size):
+            return False
+        if self.keeps_latent and not spec.kv_head_elements:
             return False
         if self.cut_stored_groups and not _cuts_stored_groups(spec, config.tp):
             return False
@@ -76,7 +79,9 @@ def _cuts_stored_groups(spec: ModelSpec, tp: int) -> bool:
         return _cuts_groups(spec, tp, stored.group_inputs)
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inputs = (queries, spec.intermediate_size)
-    outputs = (queries // tp, keys // min(tp, spec.num_kv_heads), spec.intermediate_size // tp)
+    outputs = [queries // tp, spec.intermediate_size // tp]
+    if not spec.kv_head_elements:  # a latent's matrix is whole on every rank
+        outputs.append(keys // min(tp, spec.num_kv_heads))
     return tp > 1 and (
         any(width % (tp * stored.group_inputs) for width in inputs)
         or any(width % stored.group_outputs for width in outputs)

@@ -77,6 +77,8 @@ def spec_and_stack(
     heads = facts.heads or most.kv_heads or 1
     kv_heads, head_elements = _heads(most, facts, heads)
     head_dim = facts.head_dim or max(1, (facts.hidden_size or heads) // heads)
+    if "latent attention" in most.shape.mixer:
+        head_dim = facts.count("v_head_dim") or head_dim
     several, varied = len(set(windows)) > 1, len(shapes) > 1 or shapes[0].state_bytes > 0
     varied = varied or shapes[0].kv_elements != kv_heads * head_elements
     vocab, hidden = stack.embedding.shape

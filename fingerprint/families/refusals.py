@@ -92,7 +92,8 @@ def refuse_other_tasks(config: Mapping[str, object], name: str, of_family: tuple
     if architectures is not None:
         if not isinstance(architectures, list) or not all(isinstance(entry, str) for entry in architectures):
             raise ConfigError(f"architectures must be a list of class names, got {show(architectures)}")
-        if architectures and not set(architectures) & set(of_family):
+        named = {name.lower() for name in architectures}  # LLaMAForCausalLM of early checkpoints
+        if architectures and not named & {name.lower() for name in of_family}:
             raise UnsupportedModelError(
                 f"architecture {show(architectures[0])} does not generate text; of {name}, "
                 f"{of_family[0]} is supported"

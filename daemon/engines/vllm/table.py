@@ -98,6 +98,11 @@ TABLE = EngineCapabilities(
             reason="that attention with sinks takes a quantized KV cache was not read",
         ),
         Exclusion(
+            keeps_latent=True,
+            kv=frozenset({KvFormat.INT8}),
+            reason="int8 KV is of the Triton attention backend; that one of latent attention takes it was not read",
+        ),
+        Exclusion(
             weights=_FOUR_BITS,
             cut_group_size=GROUP_SIZE,
             reason="its loader refuses a matrix whose inputs per rank are not whole groups of 128 "
