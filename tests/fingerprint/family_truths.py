@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-TRUTHS = Path(__file__).parent / "recorded" / "family_truths.json.xz"
+_RECORDED = Path(__file__).parent / "recorded"
+TRUTHS = _RECORDED / "family_truths.json.xz"
 # Kept for choosing tokens, not for attending to them; engines keep them in formats of their own.
 INDEXER = "indexer"
 
@@ -36,8 +37,8 @@ class Held:
     layer_parameters: tuple[int, ...]
     other_parameters: Mapping[str, int]  # of each tensor outside of that stack
     vllm_state_bytes: int | None  # of a recurrent layer, by vLLM's own functions; None: it keeps none
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape in the checkpoint; of shrunk models only
-    kept: tuple[KeptByLayer, ...]  # of shrunk models only
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape as saved; of shrunk models only
+    kept: tuple[KeptByLayer, ...]  # by a forward; of shrunk and public models
 
 
 @cache
@@ -65,6 +66,28 @@ def default(architecture: str) -> Held:
 def small(architecture: str) -> Held:
     """Return the shrunk model."""
     return _held(document()["architectures"][architecture]["tiny"])
+
+
+@cache
+def public_models() -> dict[str, dict[str, Any]]:
+    """Return configs and published counts of public models, with their sources."""
+    models = json.loads((_RECORDED / "public_models.json").read_text(encoding="utf-8"))["models"]
+    return dict(models)
+
+
+def public(model: str) -> Held:
+    """Return what transformers' class holds with a public model's config; its forward ran on the meta device."""
+    held = _held(document()["public"][model])
+    by_config = public_models()[model].get("kv_elements")
+    if by_config is None:
+        return held
+    return replace(held, kept=tuple(replace(layer, kv_elements=by_config) for layer in held.kept))
+
+
+def published_parameters(model: str) -> int:
+    """Return the published count, less what it counts beyond the model (draft layers, towers, stored copies)."""
+    entry = public_models()[model]
+    return int(entry["published_parameters"]) - sum(entry.get("published_beyond_the_model", {}).values())
 
 
 def _held(record: Mapping[str, Any]) -> Held:

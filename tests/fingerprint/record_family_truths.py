@@ -4,11 +4,13 @@
 
 The wheel is read, not installed. Each architecture is built twice: with its config class's defaults on torch's
 meta device (parameters), and shrunk by the rule of ``shrunk_family_configs`` on the CPU with random weights
-(checkpoint as saved, cache as it grows in a real forward). ``family_truths`` reads what is written here.
+(checkpoint as saved, cache as it grows in a real forward). Public models, whose configs and published counts are
+typed in ``recorded/public_models.json``, are built and run on the meta device. ``family_truths`` reads the record.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import lzma
@@ -23,10 +25,10 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from tests.fingerprint.family_truths import TRUTHS, public_models
 from tests.fingerprint.shrunk_family_configs import shrunk
 from tests.fingerprint.vllm_state_sizes import VllmWheel
 
-TRUTHS = Path(__file__).parent / "recorded" / "family_truths.json.xz"
 TABLES = {"_TEXT_GENERATION_MODELS": "vLLM's own", "_TRANSFORMERS_SUPPORTED_MODELS": "transformers backend"}
 # Architectures whose class transformers has under another name, or as the text model of a multimodal class.
 OTHER_NAMES = {
@@ -167,14 +169,14 @@ def _law(before: list[int], after: list[int]) -> dict[str, Any]:
     if len(early) == len(late) == 1:
         step, constant = min(early), before[0] - SHORT_PROMPT * min(early)
         if early == late and after[0] == LONG_PROMPT * step + constant:
-            return {"elements_per_token": step} if step and not constant else _both(step, constant)
+            return _both(step, constant)
         if late == {0} and step and not constant:
             return {"elements_per_token": step, "tokens_at_most": after[0] // step}
     return {"elements_after_5_to_8": before, "elements_after_32_to_35": after}
 
 
 def _both(step: int, constant: int) -> dict[str, int]:
-    return {"elements": constant} | ({"elements_per_token": step} if step else {})
+    return {k: v for k, v in (("elements", constant), ("elements_per_token", step)) if v}
 
 
 def looked_at(attentions: Any) -> list[int | None]:
@@ -282,6 +284,27 @@ def truth_of(architecture: str, wheel: VllmWheel) -> dict[str, Any]:
     return record | {"tiny": tiny}
 
 
+def public_truth(architecture: str, fields: Mapping[str, Any], wheel: VllmWheel) -> dict[str, Any]:
+    """Return counts of a public model, and what its cache holds, by a forward on the meta device."""
+    model, config_class = model_class(architecture)
+    config = config_class.from_dict(copy.deepcopy(dict(fields)))  # it changes what is nested
+    config._attn_implementation = "eager"
+    with torch.device("meta"), torch.no_grad():
+        built = model(config).to(torch.bfloat16)
+        caches = [built(input_ids=torch.zeros(1, n, dtype=torch.long))["past_key_values"] for n in (5, 6)]
+    fewer, more = (kept(cache) for cache in caches)
+    layers = []
+    for before, after, layer in zip(fewer, more, caches[1].layers, strict=True):
+        facts: dict[str, dict[str, Any]] = {}
+        for name, (size, dtype) in after.items():
+            step = size - before[name][0]
+            facts[name] = {"dtype": dtype, **_both(step, size - 6 * step)}
+            if step and getattr(layer, "sliding_window", None):
+                facts[name]["tokens_at_most"] = layer.sliding_window - 1
+        layers.append(facts)
+    return {"config": dict(fields), **counts(built), **vllm_state(wheel, architecture, config), "cache": layers}
+
+
 def main() -> None:
     """Record all architectures, or print those named."""
     logging.set_verbosity_error()
@@ -298,12 +321,17 @@ def main() -> None:
     if chosen:
         print(json.dumps(records, indent=1))
         return
+    public = {}
+    for name, entry in public_models().items():
+        public[name] = public_truth(entry["config"]["architectures"][0], entry["config"], wheel)
+        print(name, "recorded", flush=True)
     document = {
         "recorded": datetime.date.today().isoformat(),
         "vllm": file.name.split("-")[1],
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "architectures": records,
+        "public": public,
     }
     TRUTHS.parent.mkdir(exist_ok=True)
     TRUTHS.write_bytes(lzma.compress(json.dumps(document, indent=0).encode(), preset=9))

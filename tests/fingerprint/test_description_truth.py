@@ -26,6 +26,9 @@ SAVED_OTHERWISE = {"LongcatFlashForCausalLM"}
 STATE_UNKNOWN = {"InklingForCausalLM", "InklingForConditionalGeneration"}
 
 
+PUBLIC = list(family_truths.public_models())
+
+
 def described(architecture: str) -> tuple[ModelSpec, Held]:
     held = family_truths.small(architecture)
     tensors = {name: StoredTensor(dtype, shape) for name, (dtype, shape) in held.tensors.items()}
@@ -109,3 +112,21 @@ def test_a_config_alone_and_its_checkpoint_are_described_alike(architecture: str
     spec, held = described(architecture)
     alone = description.described_config(held.config)
     assert (layers(alone), alone.windows) == (layers(spec), spec.windows)
+
+
+@pytest.mark.parametrize("model", PUBLIC)
+def test_public_models_have_the_published_parameters(model: str) -> None:
+    config = family_truths.public_models()[model]["config"]
+    assert description.described_config(config).num_params == family_truths.published_parameters(model)
+
+
+@pytest.mark.parametrize("model", PUBLIC)
+def test_public_models_keep_what_their_class_keeps(model: str) -> None:
+    held = family_truths.public(model)
+    spec = description.described_config(held.config)
+    assert [layer.kv_elements for layer in layers(spec)] == [layer.kv_elements for layer in held.kept]
+    own = [index for index, layer in enumerate(held.kept) if layer.kv_elements]
+    assert [spec.windows[index] for index in own] == [held.kept[index].window for index in own]
+    assert [layer.state_bytes for layer in layers(spec)] == [
+        held.vllm_state_bytes if layer.state_bytes else 0 for layer in held.kept
+    ]
