@@ -117,7 +117,9 @@ def _planned(
     others = (table.engine for table in by_preference(tables, gpu) if table.engine != choice.engine)
     able = (name for name in others if takes_unasked(name, source.spec, gpu, tables, options.intent.quality))
     found = (_planned_on(name, source, gpu, count, options).best for name in able)
-    notes = [f"--engine {best.config.engine} would run {best.config} there" for best in found if best is not None]
+    refused = (table.architecture_refusal(source.spec) for table in tables if table.engine == choice.engine)
+    notes = [reason for reason in refused if reason is not None]
+    notes += [f"--engine {best.config.engine} would run {best.config} there" for best in found if best is not None]
     notes += _if_prepared(source.spec, gpu, count, options, tables)
     return replace(planned, document=replace(planned.document, notes=(*planned.document.notes, *notes)))
 

@@ -101,7 +101,7 @@ def test_a_gpu_without_a_datasheet_is_the_embedded_engines() -> None:
 def test_a_model_that_no_engine_runs_is_refused_with_each_reason(gpu) -> None:
     with pytest.raises(UnsupportedModelError) as refused:
         choose(NOT_INSTALLED, TENSORRT_LLM, TORCH, spec=FALCON, gpu=gpu)
-    for words in ("vllm is not installed", "was ever run", "torch does not run the falcon family"):
+    for words in ("vllm is not installed", "was ever run", "torch does not run FalconForCausalLM"):
         assert words in str(refused.value)
     if gpu is not None:
         assert choose(VLLM, TENSORRT_LLM, TORCH, spec=FALCON, gpu=gpu) == EngineChoice("vllm")
