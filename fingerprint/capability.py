@@ -261,7 +261,8 @@ class EngineCapabilities:
         if not self.verified:
             return f"{self.engine}: capability table not verified by running it"
         if not any(run.families is None or spec.family in run.families for run in self.verified):
-            return f"{self.engine}: {self.architectures.source} has {spec.architecture}; not run by us"
+            lists = "" if self._listed(spec).note else f"{self.architectures.source} lists {spec.architecture}; "
+            return f"{self.engine}: {lists}not run by us"
         return f"{self.engine}: not run yet with this family, these formats and degrees on this GPU"
 
     def unprepared(self) -> EngineCapabilities:

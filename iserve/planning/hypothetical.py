@@ -132,7 +132,10 @@ def _planned(
     planned = _planned_on(choice.engine, source, gpu, count, options, choice.passed_over)
     if planned.best is not None:
         return planned
-    notes = _if_prepared(source.spec, gpu, count, options, capabilities_for(engine))
+    tables = capabilities_for(engine)
+    refused = (table.architecture_refusal(source.spec) for table in tables if table.engine == choice.engine)
+    notes = [reason for reason in refused if reason is not None]
+    notes += _if_prepared(source.spec, gpu, count, options, tables)
     return replace(planned, document=replace(planned.document, notes=(*planned.document.notes, *notes)))
 
 

@@ -396,6 +396,6 @@ def test_a_listed_architecture_that_nobody_ran_is_planned_and_says_so():
     ran = table(verified=(Verified(families=frozenset({"llama"})),))
     assert ran.unseen(model("llama"), DeploymentConfig(), A6000) is None
     assert ran.refusal(model("gptj"), DeploymentConfig(), A6000) is None
-    assert ran.unseen(model("gptj"), DeploymentConfig(), A6000) == "e: E 1 has GPTJForCausalLM; not run by us"
+    assert ran.unseen(model("gptj"), DeploymentConfig(), A6000) == "e: E 1 lists GPTJForCausalLM; not run by us"
     said = ran.unseen(model("llama"), DeploymentConfig(tp=2), A6000)
     assert said == "e: not run yet with this family, these formats and degrees on this GPU"

@@ -274,6 +274,12 @@ def test_where_nothing_works_the_checkpoint_that_would_is_named(tmp_path: Path) 
     assert "--engine" not in said
 
 
+def test_an_architecture_that_a_named_engine_lacks_is_told_with_its_reason(tmp_path: Path) -> None:
+    gemma = LLAMA_2_7B | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+    said = notes_of(gemma, tmp_path, "h200:1", PlanOptions(), "tensorrt-llm")
+    assert said.startswith("tensorrt-llm does not run Gemma2ForCausalLM: only its older engine flow")
+
+
 def test_a_model_that_no_engine_runs_is_refused_alike(tmp_path: Path) -> None:
     """A GPU older than vLLM's wheels, and a family that the embedded engine does not build."""
     gpu = replace(parse_gpus("t4")[0], compute_capability=(7, 0))

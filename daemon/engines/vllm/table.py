@@ -100,7 +100,7 @@ TABLE = EngineCapabilities(
         Exclusion(
             keeps_latent=True,
             kv=frozenset({KvFormat.INT8}),
-            reason="int8 KV is of the Triton attention backend; that one of latent attention takes it was not read",
+            reason="int8 KV is of the Triton attention backend; that latent attention takes it was not read",
         ),
         Exclusion(
             weights=_FOUR_BITS,

@@ -169,10 +169,10 @@ def test_what_it_cannot_keep_is_refused_before_a_start(engine, checkpoint, tmp_p
 @pytest.mark.parametrize(
     ("family", "architecture"), [("falcon", "FalconForCausalLM"), ("gptj", "GPTJForCausalLM")]
 )
-def test_a_family_of_the_older_flow_is_refused_before_a_start(engine, tmp_path, family, architecture):
+def test_an_architecture_of_the_older_flow_is_refused_before_a_start(engine, tmp_path, family, architecture):
     sizes = {"n_embd": 64, "n_head": 4, "n_layer": 6, "n_positions": 1024, "rotary_dim": 16}
     folder = make_checkpoint(tmp_path / family, model_type=family, architectures=[architecture], **sizes)
-    with pytest.raises(ConfigError, match=f"does not run the {family} family.*older engine flow"):
+    with pytest.raises(ConfigError, match=f"does not run {architecture}: .*older engine flow"):
         engine.command(make_spec(folder), tmp_path, devices())
 
 

@@ -211,6 +211,13 @@ class TestTheBackendForTransformers:
             is None
         )
 
+    def test_a_plan_says_that_it_was_not_run(self):
+        gpu, config = gpu_spec("h200-sxm"), DeploymentConfig(engine="vllm")
+        helium = replace(read_spec(LLAMA_8B), family="helium", architecture="HeliumForCausalLM")
+        assert TABLE.refusal(helium, config, gpu) is None
+        assert TABLE.unseen(helium, config, gpu) == "vllm: not run by us"
+        assert TABLE.architectures.listed["HeliumForCausalLM"].note in TABLE.conditions(helium, config, gpu)
+
     def test_one_without_it_is_refused_in_vllm_s_words(self):
         said = architectures_of(RELEASES["0.33.0"], a_class()).refusal("NewForCausalLM")
         assert said == (
@@ -255,7 +262,7 @@ class TestInstallations:
         assert table.unseen(spec, config, gpu) is None
         other = replace(spec, family="deepseek_v3", architecture="DeepseekV3ForCausalLM")
         assert table.refusal(other, replace(config, tp=8, pp=2), gpu) is None
-        assert table.unseen(other, config, gpu) == "vllm: vLLM 0.31.0 has DeepseekV3ForCausalLM; not run by us"
+        assert table.unseen(other, config, gpu) == "vllm: vLLM 0.31.0 lists DeepseekV3ForCausalLM; not run by us"
 
     def test_it_is_read_once_and_again_when_another_is_installed_there(self, home, python, monkeypatch):
         readings = []
