@@ -28,6 +28,7 @@ from fingerprint.safetensors_header import (
     SINGLE_FILE,
     DeclaredTensor,
     StoredTensor,
+    check_num_tensors,
     header_length,
     parse_header,
     parse_index,
@@ -177,6 +178,7 @@ class _Repository:
         async def read(file: str) -> None:
             try:
                 headers[file] = await self._header(file)
+                check_num_tensors(headers.values(), self._what(INDEX_FILE))
             except _Missing:
                 raise CheckpointError(
                     f"{self._what(INDEX_FILE)} names the file {file[:200]!r}, which is not there"
