@@ -22,6 +22,7 @@ from fingerprint.safetensors_header import (
     SINGLE_FILE,
     DeclaredTensor,
     StoredTensor,
+    check_num_tensors,
     header_length,
     parse_header,
     parse_index,
@@ -167,6 +168,7 @@ def _read_headers(directory: Path) -> tuple[dict[str, str], dict[str, _Header], 
                 f"{directory / INDEX_FILE} names the file {name[:200]!r}, which is not there; fetch it"
             )
         headers[name] = _read_header(directory / name)
+        check_num_tensors((header.tensors for header in headers.values()), str(directory / INDEX_FILE))
     return weight_map, headers, index_bytes
 
 

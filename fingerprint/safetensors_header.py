@@ -8,7 +8,7 @@ length, JSON header, tensors without gaps in between).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from math import prod
 from pathlib import PurePath
@@ -29,6 +29,7 @@ __all__ = [
     "SINGLE_FILE",
     "DeclaredTensor",
     "StoredTensor",
+    "check_num_tensors",
     "header_length",
     "parse_header",
     "parse_index",
@@ -40,7 +41,7 @@ SINGLE_FILE = "model.safetensors"
 LENGTH_BYTES = 8  # a header's length, before the header
 # As many as the safetensors library reads. A tensor takes about 110 bytes there; the largest models have 200,000.
 MAX_HEADER_BYTES = MAX_INDEX_BYTES = 100_000_000
-MAX_TENSORS = 1_000_000  # of a file, and of an index: bounds the memory of what is parsed
+MAX_TENSORS = 1_000_000  # of an index, and of all its files: bounds the memory of what is parsed
 MAX_DIMENSIONS = 32
 _MAX_ENTRY_CHARS = 4096  # 34 numbers of at most 19 digits, with white space between them
 _MAX_INDEX_MEMBERS = 64
@@ -236,6 +237,12 @@ def _check_file_name(file: object, what: str) -> None:
         raise CheckpointError(
             f"{what} names {str(file)[:200]!r}; weights load from safetensors files beside the index only"
         )
+
+
+def check_num_tensors(headers: Iterable[Sized], what: str) -> None:
+    """Raise CheckpointError when the files of the index ``what`` have more than a million tensors together."""
+    if sum(map(len, headers)) > MAX_TENSORS:
+        raise CheckpointError(f"the files of {what} have more than {MAX_TENSORS} tensors, which no model has")
 
 
 def tensors_of_index(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,11 +28,13 @@ from fingerprint.safetensors_header import (
     SINGLE_FILE,
     DeclaredTensor,
     StoredTensor,
+    check_num_tensors,
     header_length,
     parse_header,
     parse_index,
     tensors_of_index,
 )
+from iserve.hub_files import UNREADABLE, in_time
 
 __all__ = ["hub_tensors"]
 
@@ -69,7 +71,8 @@ def hub_tensors(model: str, snapshot: Path) -> Mapping[str, StoredTensor] | None
     file = snapshot.parent.parent / "iserve-tensors" / f"{snapshot.name}.json"
     tensors = _kept(file)
     if tensors is None:
-        tensors = asyncio.run(_fetch(model, snapshot.name))
+        with _refusals(model):
+            tensors = asyncio.run(_fetch(model, snapshot.name, _client_headers()))
         if tensors:
             _keep(file, tensors)
     return MappingProxyType(tensors) if tensors else None
@@ -96,15 +99,14 @@ def _keep(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
         write_file_atomically(file, msgspec.json.encode(kept), mode=0o644)
 
 
-async def _fetch(model: str, commit: str) -> dict[str, StoredTensor]:
-    """Raises as :func:`hub_tensors`."""
-    from huggingface_hub import get_async_session
+@contextlib.contextmanager
+def _refusals(model: str) -> Iterator[None]:
+    """Raise what goes wrong with the hub as errors of :func:`hub_tensors`."""
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]
 
     wanted = f"the headers of {model}'s weights are not in the local Hugging Face cache"
     try:
-        async with asyncio.timeout(TOTAL_TIMEOUT_S), get_async_session() as client:
-            return await _Repository(client, model, commit).tensors()
+        yield
     except OfflineModeIsEnabled as error:
         raise UnavailableError(
             f"{wanted}, and offline mode is on (HF_HUB_OFFLINE); ask once with a network, or download the model"
@@ -118,6 +120,24 @@ async def _fetch(model: str, commit: str) -> dict[str, StoredTensor]:
         raise UnavailableError(f"{wanted}, and the hub does not send them ({reason}); try again later") from error
 
 
+def _client_headers() -> dict[str, str]:
+    """Return the user's token and the client's name; to make the name, the client may ask the hub something."""
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    try:
+        (headers,) = in_time([build_hf_headers])
+    except UNREADABLE as error:
+        raise UnavailableError("what answers is no Hugging Face hub; is HF_ENDPOINT right?") from error
+    return dict(headers) | {"Accept-Encoding": "identity"}
+
+
+async def _fetch(model: str, commit: str, headers: dict[str, str]) -> dict[str, StoredTensor]:
+    from huggingface_hub import get_async_session
+
+    async with asyncio.timeout(TOTAL_TIMEOUT_S), get_async_session() as client:
+        return await _Repository(client, headers, model, commit).tensors()
+
+
 class _Missing(Exception):
     """The repository has no such file."""
 
@@ -125,13 +145,11 @@ class _Missing(Exception):
 class _Repository:
     """One commit of a model on the hub, read through ``client`` (httpx's, of either name)."""
 
-    def __init__(self, client: Any, model: str, commit: str) -> None:
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
+    def __init__(self, client: Any, headers: dict[str, str], model: str, commit: str) -> None:
         self._client = client
+        self._headers = headers
         self._model = model
         self._commit = commit
-        self._headers = build_hf_headers() | {"Accept-Encoding": "identity"}
         self._bytes_left = MAX_BYTES
         self._connections = asyncio.Semaphore(CONNECTIONS)
 
@@ -160,6 +178,7 @@ class _Repository:
         async def read(file: str) -> None:
             try:
                 headers[file] = await self._header(file)
+                check_num_tensors(headers.values(), self._what(INDEX_FILE))
             except _Missing:
                 raise CheckpointError(
                     f"{self._what(INDEX_FILE)} names the file {file[:200]!r}, which is not there"

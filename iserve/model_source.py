@@ -15,17 +15,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, indexed_files, stored_tensors
-from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
+from fingerprint.errors import CheckpointError, NotFoundError
 from fingerprint.families import load_spec
-from fingerprint.generate import COMPANION_FILES
 from fingerprint.model_spec import ModelSpec
 from fingerprint.plain_text import is_plain
+from iserve.hub_files import cached_snapshot, download_config, download_weights, list_files
 
 __all__ = ["ModelSource", "existing_path", "is_hub_id", "plain_path", "resolve"]
 
-HUB_TIMEOUT_S = 5.0  # for the first answer; downloads take as long as they take
-_CONFIG_PATTERNS = ["config.json", *COMPANION_FILES]
-_WEIGHT_PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX_FILE]
 _HUB_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _HUB_ID = re.compile(rf"(?:{_HUB_NAME}/)?{_HUB_NAME}")
 
@@ -148,13 +145,12 @@ def _has_weights(directory: Path) -> bool:
 
 
 def _from_hub(model: str, registered: Iterable[str], *, need_weights: bool) -> ModelSource:
-    cached = _cached(model)
+    cached = cached_snapshot(model)
     if cached is not None and (_has_weights(cached) or not need_weights):
         return _of_hub(model, cached)
     missing = "no weights of it" if cached else "nothing complete of it"
-    files = _ask_hub(model, f"{_not_here(model, registered)}, the local Hugging Face cache has {missing}")
-    # By branch name, not by the commit that the hub just told: only so does the cache find it again offline.
-    directory = _download(model, _CONFIG_PATTERNS)
+    files = list_files(model, f"{_not_here(model, registered)}, the local Hugging Face cache has {missing}")
+    directory = download_config(model, files)
     load_spec(directory)  # before the weights: an unsupported model is not worth their download
     if need_weights:
         if not any(re.fullmatch(r"model(-.*)?\.safetensors", file) for file in files):
@@ -162,23 +158,12 @@ def _from_hub(model: str, registered: Iterable[str], *, need_weights: bool) -> M
                 f"{model} has no model.safetensors on the hub ({len(files)} other files); weights load from "
                 "safetensors only; convert it"
             )
-        directory = _download(model, _CONFIG_PATTERNS + _WEIGHT_PATTERNS)
+        directory = download_weights(model)
     return _of_hub(model, directory)
 
 
 def _of_hub(model: str, directory: Path) -> ModelSource:
     return ModelSource(model, directory, _has_weights(directory), load_spec(directory), hub_id=model)
-
-
-def _cached(model: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        directory = Path(snapshot_download(model, local_files_only=True, allow_patterns=_CONFIG_PATTERNS))
-    except (OSError, HFValidationError):  # LocalEntryNotFoundError is an OSError
-        return None
-    return directory if (directory / "config.json").is_file() else None
 
 
 def _not_here(model: str, registered: Iterable[str]) -> str:
@@ -190,50 +175,3 @@ def _not_here(model: str, registered: Iterable[str]) -> str:
     near = get_close_matches(model, names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else f" (registered: {', '.join(names[:8])})" if names else ""
     return f"no registered model is named {model!r}{hint}, {no_folder}"
-
-
-def _ask_hub(model: str, here: str) -> list[str]:
-    """Return the file names of ``model``; ``here`` begins the error that says why they cannot be had."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]
-        GatedRepoError,
-        HfHubHTTPError,
-        HTTPError,  # of the HTTP library that the installed hub client uses; a refused connection is one
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        info = HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
-    except OfflineModeIsEnabled as error:
-        raise UnavailableError(f"{here}, and offline mode is on (HF_HUB_OFFLINE); download it first") from error
-    except GatedRepoError as error:
-        raise NotFoundError(
-            f"{here}, and the hub gives it only to accounts with access; run `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise NotFoundError(
-            f"{here}, and the hub has no such model (or it is private: `hf auth login`)"
-        ) from error
-    except HfHubHTTPError as error:
-        raise UnavailableError(f"{here}, and the hub answered {_first_line(error)}") from error
-    except (OSError, HTTPError) as error:
-        raise UnavailableError(f"{here}, and the hub cannot be reached ({_first_line(error)})") from error
-    return [sibling.rfilename for sibling in info.siblings or []]
-
-
-def _download(model: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HTTPError  # type: ignore[attr-defined]
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
-    except GatedRepoError as error:
-        raise NotFoundError(f"the hub gives {model} only to accounts with access; run `hf auth login`") from error
-    except (OSError, HTTPError) as error:
-        raise UnavailableError(f"downloading {model} failed: {_first_line(error)}; try again to go on") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

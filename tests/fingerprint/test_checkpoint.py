@@ -120,6 +120,16 @@ def test_more_tensors_than_any_model_has_are_refused(monkeypatch: pytest.MonkeyP
         parse_index(index.encode(), "index")
 
 
+def test_more_tensors_in_all_files_than_any_model_has_are_refused(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(header_module, "MAX_TENSORS", 2)
+    assert len(stored_tensors(sharded)) == 2
+    save_file({"b": ARRAYS["b"], "not in the index": ARRAYS["a"]}, sharded / "two.safetensors")
+    with pytest.raises(CheckpointError, match="have more than 2 tensors"):
+        stored_tensors(sharded)
+
+
 @pytest.mark.parametrize("num_tensors", [2, 5_000])
 @pytest.mark.parametrize("again", ['"NAME":ENTRY', '"\\u006dNAME":ENTRY'], ids=["plain", "escaped"])
 def test_a_tensor_that_is_there_twice_is_refused(num_tensors: int, again: str) -> None:

@@ -261,6 +261,18 @@ def test_help_loads_nothing_heavy(words: str) -> None:
     assert len(of_commands) == (1 if words else len(COMMANDS))
 
 
+def test_a_plan_of_a_folder_loads_no_engine_server_database_or_hub(model: Callable[[str], Path]) -> None:
+    """So that it comes within half a second of a core."""
+    code = (
+        "import atexit, sys\nfrom iserve.cli import main\nsys.argv = ['iserve', *sys.argv[1:]]\n"
+        "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\nmain()"
+    )
+    argv = [sys.executable, "-c", code, "plan", str(model("Llama-2-7b")), "--gpus", "h100:1"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    heavy = {"torch", "transformers", "sklearn", "scipy", "fastapi", "aiohttp", "sqlalchemy", "huggingface_hub"}
+    assert (heavy | {"asyncio"}).isdisjoint(done.stderr.split())
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
 @pytest.mark.parametrize("intent", ["min-cost", "max-throughput", "min-latency"])
 def test_a_narrow_terminal_shows_no_figure_cut_short(

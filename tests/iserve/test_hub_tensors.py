@@ -128,6 +128,7 @@ def hub(start_hub: Callable[[Path], Hub], tmp_path: Path, monkeypatch: pytest.Mo
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # would ask the real hub
     return hub
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -195,6 +196,9 @@ class Hub:
     models: dict[str, Path] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     status: int = 0  # answer everything with this
+    page: bytes = b""  # and this
+    drips: str = ""  # paths with this in them are answered without end
+    closing: threading.Event = field(default_factory=threading.Event)
 
     def files_got(self) -> list[str]:
         return sorted({path.rpartition("/")[2] for path in self.asked if "/resolve/" in path})
@@ -218,11 +222,21 @@ def hub() -> Iterator[Hub]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
+        def drip(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(10**6))
+            self.end_headers()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                while not served.closing.wait(0.05):
+                    self.wfile.write(b" ")
+
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             served.asked.append(path)
             if served.status:
-                return self.answer(served.status)
+                return self.answer(served.status, served.page)
+            if served.drips and served.drips in path and self.command == "GET":
+                return self.drip()
             for name, folder in served.models.items():
                 if path.startswith(f"/api/models/{name}"):
                     return self.api(path, name, folder)
@@ -253,6 +267,7 @@ def hub() -> Iterator[Hub]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield served
+    served.closing.set()
     server.shutdown()
     server.server_close()
     thread.join()
@@ -269,7 +284,9 @@ def in_new_process(tmp_path: Path, hub: Hub) -> Any:
         "    + [sorted(s.tensors() or ()) for _ in sys.argv[3:]]))"
     )
 
-    def run(model: str, *, need_weights: bool = True, tensors: bool = False, **env: str) -> list[Any]:
+    def run(
+        model: str, *, need_weights: bool = True, tensors: bool = False, first: str = "", **env: str
+    ) -> list[Any]:
         environment = {
             **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
             "HF_HOME": str(tmp_path / "hf"),
@@ -278,7 +295,7 @@ def in_new_process(tmp_path: Path, hub: Hub) -> Any:
             **env,
         }
         done = subprocess.run(
-            [sys.executable, "-c", code, model, str(int(need_weights)), *(["tensors"] if tensors else [])],
+            [sys.executable, "-c", first + code, model, str(int(need_weights)), *(["tensors"] if tensors else [])],
             capture_output=True,
             text=True,
             timeout=60,
@@ -398,6 +415,33 @@ def test_a_hub_that_does_not_answer_is_named(
     assert "cache has nothing complete of it" in message
     assert reason in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("page", [b"<html>log in</html>", b"[1]", b"{}", b'{"siblings": 7}'])
+def test_what_is_no_hub_is_named(hub: Hub, in_new_process: Any, page: bytes) -> None:
+    """A network's login page, say."""
+    hub.status, hub.page = 200, page
+    kind, message = in_new_process("owner/tiny")
+    assert kind == "UnavailableError"
+    assert "is no Hugging Face hub; is there a login page in the network, is HF_ENDPOINT right?" in message
+
+
+@pytest.mark.parametrize("drips", ["/api/models/owner/tiny", "/resolve/"])
+def test_a_hub_that_drips_is_left(hub: Hub, checkpoint: Path, in_new_process: Any, drips: str) -> None:
+    """Each byte comes in time, all of them never; the process ends all the same."""
+    hub.models["owner/tiny"] = checkpoint
+    hub.drips = drips
+    kind, message = in_new_process("owner/tiny", first="import iserve.hub_files as h; h.CONFIG_TIMEOUT_S = 3.0\n")
+    assert kind == "UnavailableError"
+    assert "no whole answer within 3 s" in message
+
+
+def test_a_model_without_config_is_named(hub: Hub, checkpoint: Path, in_new_process: Any) -> None:
+    (checkpoint / "config.json").unlink()
+    hub.models["owner/tiny"] = checkpoint
+    kind, message = in_new_process("owner/tiny")
+    assert kind == "NotFoundError"
+    assert "owner/tiny has no config.json on the hub" in message
 
 
 @pytest.mark.parametrize(
