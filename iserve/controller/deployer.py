@@ -14,12 +14,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from daemon.amd_gpus import count_amd_gpus
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerSpec
 from daemon.engines.options import EngineOptions
 from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.unlisted_gpus import device_spec
+from fingerprint.capability import PLANNED_ONLY
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
 from fingerprint.errors import (
@@ -29,6 +31,7 @@ from fingerprint.errors import (
     StateUnavailableError,
     UnavailableError,
 )
+from fingerprint.gpu_spec import Vendor
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
@@ -103,7 +106,7 @@ def engine_for(
     name: str, spec: ModelSpec, node: NodeStatus, quality: Quality, version: str | None = None
 ) -> tuple[Engine, tuple[str, ...]]:
     """The engine of that name, or for ``auto`` the preferred one that serves ``spec`` on ``node``; and for each
-    that is preferred to it, why it is passed over.
+    that is preferred to it, why it is passed over; and that GPUs here are AMD's, where the CPU is what serves.
 
     Args:
         version: of the engine, wherever it is installed; None: the first installation.
@@ -119,7 +122,8 @@ def engine_for(
     gpu = device_spec(first.name) if first is not None and on_gpus else None
     tables = {engine.name: engine.capabilities() for engine in _engines_in(name, version)}
     choice = choose_engine(spec, gpu, tuple(tables.values()), quality, on_gpus=on_gpus)
-    return get_engine(choice.engine).pinned(version), choice.passed_over
+    unused = () if on_gpus or not count_amd_gpus() else (f"GPUs of this machine: {PLANNED_ONLY[Vendor.AMD]}",)
+    return get_engine(choice.engine).pinned(version), (*choice.passed_over, *unused)
 
 
 class Measured(NamedTuple):
