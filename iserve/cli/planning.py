@@ -14,12 +14,15 @@ __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
-    app.command("plan", epilog="Example: iserve plan ./Llama-2-7b --gpus a6000:8 --intent min-latency")(
-        o.grouped(plan)
-    )
+    app.command(
+        "plan",
+        epilog="Example: iserve plan ./Llama-2-7b --gpus a6000:8 --intent min-latency; or "
+        "iserve plan ./Llama-2-7b --gpus my-gpu:8 --gpu-file my-gpu.json",
+    )(o.grouped(plan))
     app.command(
         "estimate",
-        epilog="Example: iserve estimate ./Llama-2-7b --gpu h200 --config tp=2,weights=16bit --batch 8",
+        epilog="Example: iserve estimate ./Llama-2-7b --gpu h200 --config tp=2,weights=16bit --batch 8; or "
+        "iserve estimate ./Llama-2-7b --gpu-file my-gpu.json",
     )(estimate)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
+from daemon.amd_gpus import count_amd_gpus
 from daemon.engines.base import Engine
 from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus
 from daemon.unlisted_gpus import device_spec
+from fingerprint.capability import PLANNED_ONLY
 from fingerprint.errors import InfeasibleError
 from fingerprint.estimates import Estimator
+from fingerprint.gpu_spec import Vendor
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.controller.node import hardware_of, without
@@ -93,7 +97,11 @@ def _choices(
     on_gpus = first is not None and first.kind == "cuda"
     gpu = device_spec(first.name) if first is not None and on_gpus else None
     tables = tuple(engine.capabilities() for engine in _engines_in(name, version))
-    return engine_choices(spec, gpu, tables, quality, on_gpus=on_gpus)
+    choices = engine_choices(spec, gpu, tables, quality, on_gpus=on_gpus)
+    if on_gpus or not count_amd_gpus():
+        return choices
+    unused = f"GPUs of this machine: {PLANNED_ONLY[Vendor.AMD]}"
+    return tuple(replace(choice, passed_over=(*choice.passed_over, unused)) for choice in choices)
 
 
 def select_engine(

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from daemon.status import DeviceStatus, NodeStatus
+from fingerprint.families import load_spec
+from iserve.controller import deployer
 from iserve.demo import demo_model_path
+from planner.intent import Quality
 from tests.iserve.command_line import Done, iserve
 
 __all__ = ["iserve"]  # a fixture
@@ -77,6 +81,24 @@ def test_a_described_gpu_is_simulated_and_reported(iserve: Iserve, gpu_file: str
     page = tmp_path / "page.md"
     assert "1 x rtx-6000-ada" in words(iserve("report", MODEL, "--gpu-file", gpu_file, "-o", str(page)))
     assert "rtx-6000-ada" in page.read_text()
+
+
+def test_a_deploy_beside_amd_gpus_says_that_they_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = DeviceStatus(
+        device_id="cpu:0",
+        index=0,
+        kind="cpu",
+        name="AMD EPYC 9575F",
+        total_bytes=2**36,
+        free_bytes=2**36,
+        load_fraction=0.0,
+    )
+    node = NodeStatus(node_id="n", observed_at=0.0, devices=(cpu,), workers=())
+    spec = load_spec(demo_model_path())
+    for count, notes in ((0, ()), (8, (f"GPUs of this machine: {AMD_LINE}",))):
+        monkeypatch.setattr(deployer, "count_amd_gpus", lambda count=count: count)
+        engine, told = deployer.engine_for("auto", spec, node, Quality.NEAR)
+        assert (engine.name, told) == ("torch", notes)
 
 
 def refused(done: Done, what: str) -> None:
