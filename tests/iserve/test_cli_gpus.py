@@ -10,7 +10,7 @@ import pytest
 
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.families import load_spec
-from iserve.controller import deployer
+from iserve.controller import engine_selection
 from iserve.demo import demo_model_path
 from planner.intent import Quality
 from tests.iserve.command_line import Done, iserve
@@ -96,8 +96,8 @@ def test_a_deploy_beside_amd_gpus_says_that_they_are_left_alone(monkeypatch: pyt
     node = NodeStatus(node_id="n", observed_at=0.0, devices=(cpu,), workers=())
     spec = load_spec(demo_model_path())
     for count, notes in ((0, ()), (8, (f"GPUs of this machine: {AMD_LINE}",))):
-        monkeypatch.setattr(deployer, "count_amd_gpus", lambda count=count: count)
-        engine, told = deployer.engine_for("auto", spec, node, Quality.NEAR)
+        monkeypatch.setattr(engine_selection, "count_amd_gpus", lambda count=count: count)
+        engine, told = engine_selection.engine_for("auto", spec, node, Quality.NEAR)
         assert (engine.name, told) == ("torch", notes)
 
 
