@@ -50,17 +50,20 @@ def kept_reading(
 def _kept(
     read: Callable[[Path, str], object], kind: type[object], package: Path, version: str, stamp: str
 ) -> object:
-    digest = hashlib.sha256(f"{_FORMAT} {package} {version} {stamp}".encode()).hexdigest()[:16]
-    home = home_folder()
-    kept = home / _FOLDER / f"{kind.__name__.lower()}-{digest}.json"
+    folder = home_folder() / _FOLDER
+    name = hashlib.sha256(str(package).encode()).hexdigest()[:16]
+    kept = folder / f"{kind.__name__.lower()}-{name}.jsonl"
+    key = to_json(f"{_FORMAT} {version} {stamp}")
     with suppress(OSError, BadInputError):
         if kept.stat().st_size <= _MAX_BYTES:
-            return from_json(kept.read_bytes(), kind, what=kept.name)
+            read_of, _, answer = kept.read_bytes().partition(b"\n")
+            if read_of == key:
+                return from_json(answer, kind, what=kept.name)
     found = read(package, version)
     with suppress(OSError):  # it is read again the next time
-        if home.is_dir():
-            kept.parent.mkdir(mode=0o700, exist_ok=True)
-            write_file_atomically(kept, to_json(found))
+        if folder.parent.is_dir():
+            folder.mkdir(mode=0o700, exist_ok=True)
+            write_file_atomically(kept, key + b"\n" + to_json(found))
     return found
 
 

@@ -66,7 +66,7 @@ def read_registry(package: Path, version: str) -> Registry:
         removed, plugins = _entries(tables[_REMOVED]), _entries(tables[_PLUGINS])
         joined = [value.id for key, value in _items(tables[_ALL]) if key is None and isinstance(value, ast.Name)]
         listed = {name for table in joined for name in _entries(tables[table])}
-    except (SyntaxError, ValueError, KeyError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise EngineError(
             f"{package}/{REGISTRY_FILE} is not the registry that iServe reads: {error!r}"[:300]
         ) from error
@@ -111,8 +111,15 @@ def _items(table: ast.Dict) -> Iterator[tuple[ast.expr | None, ast.expr]]:
 
 
 def _entries(table: ast.Dict) -> dict[str, object]:
-    """Return the rows that are written out; those taken from another table are read there."""
-    return {ast.literal_eval(key): ast.literal_eval(value) for key, value in _items(table) if key is not None}
+    """Return the rows that are written out; those taken from another table are read there.
+
+    Raises:
+        ValueError: they are not by name.
+    """
+    rows = [(ast.literal_eval(key), ast.literal_eval(value)) for key, value in _items(table) if key is not None]
+    if not all(isinstance(name, str) for name, _ in rows):
+        raise ValueError("an architecture that is no text")
+    return dict(rows)
 
 
 class _Interfaces:

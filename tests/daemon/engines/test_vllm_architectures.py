@@ -176,6 +176,8 @@ class TestReading:
             pytest.param("def (", id="no-python"),
             pytest.param("_TEXT_GENERATION_MODELS = load()\n", id="another-form"),
             pytest.param("_TEXT_GENERATION_MODELS = {'A': make('a')}\n", id="no-literals"),
+            pytest.param("_TEXT_GENERATION_MODELS = {1: ('a', 'A'), 'B': ('b', 'B')}\n", id="no-names"),
+            pytest.param("_TEXT_GENERATION_MODELS = {'A': {[]: 1}}\n", id="no-value"),
             pytest.param("x = " + "[" * 5000 + "]" * 5000, id="too-deep"),
             pytest.param("\0", id="no-text"),
         ],
