@@ -15,8 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, indexed_files, stored_tensors
-from fingerprint.errors import CheckpointError, NotFoundError
-from fingerprint.families import load_spec
+from fingerprint.config_json import read_config
+from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
+from fingerprint.families import is_tabled, load_spec
+from fingerprint.families.refusals import refuse_other_kinds
 from fingerprint.model_spec import ModelSpec
 from fingerprint.plain_text import is_plain
 from iserve.hub_files import cached_snapshot, download_config, download_weights, list_files
@@ -151,7 +153,7 @@ def _from_hub(model: str, registered: Iterable[str], *, need_weights: bool) -> M
     missing = "no weights of it" if cached else "nothing complete of it"
     files = list_files(model, f"{_not_here(model, registered)}, the local Hugging Face cache has {missing}")
     directory = download_config(model, files)
-    load_spec(directory)  # before the weights: an unsupported model is not worth their download
+    _spec_of_hub(model, directory)  # before the weights: an unsupported model is not worth their download
     if need_weights:
         if not any(re.fullmatch(r"model(-.*)?\.safetensors", file) for file in files):
             raise CheckpointError(
@@ -163,7 +165,22 @@ def _from_hub(model: str, registered: Iterable[str], *, need_weights: bool) -> M
 
 
 def _of_hub(model: str, directory: Path) -> ModelSource:
-    return ModelSource(model, directory, _has_weights(directory), load_spec(directory), hub_id=model)
+    return ModelSource(model, directory, _has_weights(directory), _spec_of_hub(model, directory), hub_id=model)
+
+
+def _spec_of_hub(model: str, directory: Path) -> ModelSpec:
+    """By its tensors where its family has no table, on the hub if need be; by its config where no hub answers."""
+    config = read_config(directory)
+    if is_tabled(config) or _has_weights(directory):
+        return load_spec(directory)
+    refuse_other_kinds(config)
+    from iserve.hub_tensors import hub_tensors  # asyncio, for those who ask a hub only
+
+    try:
+        tensors = hub_tensors(model, directory)
+    except UnavailableError:
+        tensors = None
+    return load_spec(directory, tensors)
 
 
 def _not_here(model: str, registered: Iterable[str]) -> str:

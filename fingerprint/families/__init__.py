@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, stored_tensors
+from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, indexed_files, stored_tensors
 from fingerprint.config_json import Fields, read_config, show
 from fingerprint.description import describe, described_config
 from fingerprint.errors import UnsupportedModelError
@@ -51,10 +51,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def load_spec(path: Path) -> ModelSpec:
+def load_spec(path: Path, tensors: Mapping[str, StoredTensor] | None = None) -> ModelSpec:
     """:func:`read_spec` of the config.json at ``path`` (the file, or a directory that holds it).
 
     A family without a row is described by the headers of the checkpoint's files where they are there.
+
+    Args:
+        tensors: of the checkpoint, where its files are elsewhere.
 
     Raises:
         NotFoundError: no such file, or a directory without config.json.
@@ -63,10 +66,20 @@ def load_spec(path: Path) -> ModelSpec:
     """
     config = read_config(path)
     directory = path if path.is_dir() else path.parent
-    if is_tabled(config) or not any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+    if is_tabled(config):
+        return read_spec(config)
+    if tensors is None and _has_headers(directory):
+        tensors = stored_tensors(directory)
+    if tensors is None:
         return read_spec(config)
     refuse_other_kinds(config)
-    return describe(config, stored_tensors(directory))
+    return describe(config, tensors)
+
+
+def _has_headers(directory: Path) -> bool:
+    if (directory / SINGLE_FILE).is_file():
+        return True
+    return (directory / INDEX_FILE).is_file() and all((directory / f).is_file() for f in indexed_files(directory))
 
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
