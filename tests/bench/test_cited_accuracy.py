@@ -42,7 +42,8 @@ def test_each_model_of_the_decision(folder: str, said: str) -> None:
         (
             "h200-vllm-0.33",
             "{count} points, no calibration of that release yet: {tpot:.1f} and {ttft:.1f}%, "
-            "worst {worst_tpot:.0f} and {worst_ttft:.0f}%; inside the 90% intervals {inside_tpot:.0f} and {inside_ttft:.0f}%",
+            "worst {worst_tpot:.0f} and {worst_ttft:.0f}%; inside the 90% intervals {inside_tpot:.0f} and "
+            "{inside_ttft:.0f}%",
         ),
         ("h200", "within {tpot:.1f} and {ttft:.1f}% (medians of {count} points"),
     ],
