@@ -14,7 +14,7 @@ from fingerprint.errors import ConfigError
 __all__ = ["LAYERS_KEYS", "TEXT_PARTS", "Facts", "text_config"]
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers")
 _PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "num_attention_groups")
@@ -90,7 +90,7 @@ class Facts:
 
     @property
     def head_dim(self) -> int | None:
-        given = self.first(_HEAD_DIMS)
+        given = self.first(_HEAD_DIMS, least=0)
         hidden, heads = self.hidden_size, self.heads
         return given or (hidden // heads if hidden and heads else None)
 

@@ -21,7 +21,9 @@ __all__ = ["Stack", "find_stack"]
 
 _INDEXED = re.compile(r"(.*?)\.(\d{1,6})\.(.+)")
 _SMALL = 0.1  # of the parameters of the stack that is served: some modules beside it, as many as layers
-_TOWERS = re.compile(r"(^|[._])(vision|visual|vit|audio|image|img|speech|sound|video|talker|encoder_layers)")
+_TOWERS = re.compile(
+    r"(^|[._])(vision|visual|vit|audio|image|img|speech|sound|video|talker|qformer|resampler|perceiver|gated_cross_attn|encoder_layers)"
+)
 _DRAFTS = re.compile(r"(^|\.)(mtp|nextn|eagle|draft)")
 
 

@@ -104,7 +104,11 @@ def _classes(name: str) -> list[str]:
     """Classes of transformers that generate text for ``name``, those of text alone first."""
     from transformers.models.auto import modeling_auto as auto
 
-    mappings = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    mappings = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
     found = [mapping[name] for mapping in mappings if name in mapping]
     return [entry for each in found for entry in ((each,) if isinstance(each, str) else each)]
 
@@ -123,7 +127,7 @@ def _bound(values: Mapping[str, object]) -> None:
 
 
 def _counts_modules(name: str) -> bool:
-    return ("layer" in name or "expert" in name) and "size" not in name
+    return ("layer" in name or "expert" in name) and "size" not in name and "dim" not in name
 
 
 @contextmanager
