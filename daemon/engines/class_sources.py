@@ -14,7 +14,7 @@ _MAX_FILE_BYTES = 8 << 20  # the largest of either package is a fortieth of it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
-    """A class with all the classes that it derives from."""
+    """Class with all the classes that it derives from."""
 
     names: frozenset[str]  # of classes, those of other packages included
     assigned: frozenset[str]  # names that one of their bodies assigns a value that is true
@@ -23,7 +23,7 @@ class Lineage:
 
 @dataclass(slots=True)
 class _Module:
-    """What a module's own statements define, those within ``if`` and ``try`` included."""
+    """Definitions of a module's own statements, those within ``if`` and ``try`` included."""
 
     package: str
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class _Module:
 
 @dataclass(slots=True)
 class _Gathered:
-    """A lineage in the making."""
+    """Lineage that is being gathered."""
 
     names: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)

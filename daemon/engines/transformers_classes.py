@@ -31,7 +31,7 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS.get_interface("
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelClass:
-    """One class, with the flags that engines ask it for."""
+    """Model class with the flags that engines ask it for."""
 
     families: tuple[str, ...]  # the config's model_type, of all that it is the class of
     multimodal: bool = False
@@ -51,7 +51,7 @@ class Transformers:
 
 @dataclass(frozen=True, slots=True)
 class _Defined:
-    """A class as its file defines it."""
+    """Class as its file defines it."""
 
     bases: tuple[str, ...]
     flags: frozenset[str]

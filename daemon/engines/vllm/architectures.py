@@ -64,6 +64,7 @@ def architectures_of(registry: Registry, transformers: Transformers) -> Architec
     reasons = {
         name: f"{source} does not list it, and {_STATEFUL if found.stateful else _NOT_TAKEN}"
         for name, found in transformers.classes.items()
+        if not _is_taken(found)
     }
     reasons |= dict.fromkeys(registry.others, f"{source} {_OTHER_TASK}")
     reasons |= {

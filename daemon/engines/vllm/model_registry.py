@@ -23,7 +23,7 @@ _REMOVED, _PLUGINS = "_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registered:
-    """One architecture of the registry. None: the sources do not tell."""
+    """Entry of the registry that generates text. None: the sources do not tell."""
 
     multimodal: bool = False
     by_transformers: bool = False  # no class of vLLM's own: transformers' class, through the Transformers backend
@@ -33,7 +33,7 @@ class Registered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registry:
-    """What one release lists."""
+    """Architectures of one release, by what it does with them."""
 
     version: str
     digest: str  # of the registry's file
@@ -123,7 +123,7 @@ def _entries(table: ast.Dict) -> dict[str, object]:
 
 
 class _Interfaces:
-    """What classes derive from."""
+    """Interfaces that the registered classes derive from."""
 
     def __init__(self, package: Path) -> None:
         self._sources = ClassSources(package, "vllm")

@@ -62,7 +62,7 @@ def packages_of(python: Path) -> Path:
 
 
 class TestReleases:
-    """What was recorded of the ten releases, both ways: what they list is run, and nothing else."""
+    """Ten recorded releases, both ways: what they list is run, and nothing else."""
 
     @pytest.mark.parametrize("version", RELEASES)
     def test_what_it_lists_to_generate_text_is_run_and_the_rest_refused(self, version):
@@ -116,7 +116,7 @@ class TestReleases:
             assert table.listed["Starcoder2ForCausalLM"].no_tp is None, version
 
     def test_the_newest_counts_as_its_file_does(self):
-        """By the keys of the tables for text, for several inputs, and for the Transformers backend."""
+        """Keys of the tables for text, for several inputs, and for the Transformers backend."""
         text = RELEASES["0.33.0"].text.values()
         own = [one for one in text if not one.by_transformers]
         assert sum(not one.multimodal for one in own) == 124
@@ -237,6 +237,8 @@ class TestTheBackendForTransformers:
     def test_a_release_without_the_backend_runs_what_it_lists_alone(self):
         table = architectures_of(replace(RELEASES["0.33.0"], backend=None), a_class(takes_attention=True))
         assert table.listed.keys() == RELEASES["0.33.0"].text.keys()
+        assert "does not list it" in (table.refusal("NewForCausalLM") or "")
+        assert "not compatible" not in (table.refusal("NewForCausalLM") or "")
 
     def test_an_unknown_name_is_refused_with_the_nearest_that_are_known(self):
         said = TABLE.architectures.refusal("Qwen3NextMoeForCausalLM") or ""
@@ -246,7 +248,7 @@ class TestTheBackendForTransformers:
 
 
 class TestInstallations:
-    """A vLLM that is installed is asked, not the file."""
+    """An installed vLLM is asked, not the file."""
 
     def test_it_tells_what_its_own_release_lists(self, home, python):
         table = get_engine("vllm").capabilities()
