@@ -26,7 +26,8 @@ def rows_of(folder: str) -> list[Row]:
     ("folder", "said"), [("h200-vllm-0.33", "{}"), ("h200-vllm-0.26", "{} on 0.26.0 (`h200-vllm-0.26`)")]
 )
 def test_each_model_of_the_decision(folder: str, said: str) -> None:
-    blocks = {one.model: one.blocks_predicted / one.blocks - 1 for one in map(memory_row, load(RESULTS / folder))}
+    memory = map(memory_row, load(RESULTS / folder))
+    blocks = {one.model: one.blocks_predicted / one.blocks - 1 for one in memory}
     found = summary(rows_of(folder), lambda row: row.model)
     for model, more in blocks.items():
         cells = [
@@ -42,8 +43,8 @@ def test_each_model_of_the_decision(folder: str, said: str) -> None:
         (
             "h200-vllm-0.33",
             "{count} points, no calibration of that release yet: {tpot:.1f} and {ttft:.1f}%, "
-            "worst {worst_tpot:.0f} and {worst_ttft:.0f}%; inside the 90% intervals {inside_tpot:.0f} and "
-            "{inside_ttft:.0f}%",
+            "worst {worst_tpot:.0f} and {worst_ttft:.0f}%; "
+            "inside the 90% intervals {inside_tpot:.0f} and {inside_ttft:.0f}%",
         ),
         ("h200", "within {tpot:.1f} and {ttft:.1f}% (medians of {count} points"),
     ],
