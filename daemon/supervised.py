@@ -267,7 +267,8 @@ class SupervisedWorker:
         if listens is None:
             log.warning("worker %s: who listens on port %d cannot be seen; taken to be it", self.worker_id, port)
         if listens is not False:
-            sight.stranger = None
+            if sight.stranger is not None:
+                sight.stranger = self.error = None
             return True
         if sight.stranger is None:
             sight.stranger = f"port {port} is not the worker's: another process listens there and answers /health"

@@ -18,6 +18,7 @@ import typer
 from fingerprint.errors import ConfigError, ConflictError, NotFoundError
 from fingerprint.full_disk import why_not_written
 from fingerprint.output_file import output_file
+from iserve.cli import gpu_options as g
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ __all__ = [
     "AsKind",
     "AsOption",
     "Export",
-    "ExportGpus",
-    "ExportImage",
-    "ExportOption",
-    "ExportOutput",
-    "ExportVolume",
     "export",
     "print_as",
 ]
@@ -69,42 +65,63 @@ AsOption = Annotated[
         help="Print only the ready command (vllm, docker) or file (compose, k8s) of what a deploy would start.",
     ),
 ]
-ExportOption = Annotated[
-    ExportKind | None, typer.Option("--export", help="Write what starts the same worker there; deploy nothing.")
-]
-ExportOutput = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="With --export: the file, a new one; else compose.yaml or k8s.yaml."),
-]
-ExportGpus = Annotated[
-    str | None, typer.Option("--gpus", help="With --export: for these instead, such as a6000:8. Needs no GPU.")
-]
-ExportImage = Annotated[
-    str | None, typer.Option("--image", help="With --export: instead of the engine's own of the planned release.")
-]
-ExportVolume = Annotated[
-    str | None,
-    typer.Option(
-        "--volume",
-        help="With --export: the checkpoint's folder there (compose; else that of MODEL), or the claim that has "
-        "it (k8s; else the deployment's name and -model).",
-    ),
-]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Export:
-    """Where to and with what. As typed."""
+    """What to write in place of a deployment, where to and with what. As typed."""
 
-    kind: ExportKind
-    output: Path | None
-    there: tuple[GpuSpec, int] | None  # kind and number of GPUs elsewhere; None: this node's
-    image: str | None
-    volume: str | None
+    export: Annotated[
+        ExportKind | None,
+        typer.Option("--export", help="Write what starts the same worker there; deploy nothing."),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="With --export: the file, a new one; else compose.yaml or k8s.yaml."),
+    ] = None
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", help="With --export: for these instead, such as a6000:8. Needs no GPU."),
+    ] = None
+    gpu_file: g.GpuFile = None
+    image: Annotated[
+        str | None,
+        typer.Option("--image", help="With --export: instead of the engine's own of the planned release."),
+    ] = None
+    volume: Annotated[
+        str | None,
+        typer.Option(
+            "--volume",
+            help="With --export: the checkpoint's folder there (compose; else that of MODEL), or the claim that "
+            "has it (k8s; else the deployment's name and -model).",
+        ),
+    ] = None
+
+    @property
+    def there(self) -> tuple[GpuSpec, int] | None:
+        """Kind and number of GPUs elsewhere; None: this node's. Raises typer.BadParameter."""
+        return g.named_gpus(self.gpus, self.gpu_file)
+
+    def check(self, *others: tuple[str, bool, str]) -> None:
+        """Refuse what does not go together.
+
+        Args:
+            others: options of the deployment: a name, whether it is given, and why nothing is exported with it.
+        """
+        if self.export is None:
+            own = {"--output": self.output, "--gpus": self.gpus, "--gpu-file": self.gpu_file}
+            own |= {"--image": self.image, "--volume": self.volume}
+            if alone := [option for option, value in own.items() if value is not None]:
+                raise typer.BadParameter(f"{', '.join(alone)} goes with --export")
+            return
+        for option, is_given, why in others:
+            if is_given:
+                raise typer.BadParameter(f"{why}; leave {option} out")
 
 
 def export(
     asked: Export,
+    kind: ExportKind,
     model: str | None,
     name: str | None,
     wish: o.Wish,
@@ -123,24 +140,25 @@ def export(
     from iserve.export.worker import exported_worker
     from iserve.settings import load_settings
 
-    output = asked.output or asked.kind.default_output
+    output = asked.output or kind.default_output
     _check_target(output)
     if asked.volume is not None:
         with o.usage_errors("--volume"):
-            _check_volume(asked.kind, asked.volume)
-    if asked.kind is ExportKind.COMPOSE:
+            _check_volume(kind, asked.volume)
+    if kind is ExportKind.COMPOSE:
         _check_alone("a Compose file", replicas)
     settings = load_settings()
-    launch = _launch(asked.there, model, name, wish, replicas, engine_options)
+    there = asked.there
+    launch = _launch(there, model, name, wish, replicas, engine_options)
     worker = exported_worker(
         launch,
         get_engine(launch.worker.config.engine),
-        elsewhere=asked.there is not None,
+        elsewhere=there is not None,
         start_timeout_s=settings.start_timeout_s,
         image=asked.image,
     )
-    _write_new(output, _text(asked.kind, worker, asked.volume))
-    start = "docker compose -f {} up" if asked.kind is ExportKind.COMPOSE else "kubectl apply -f {}"
+    _write_new(output, _text(kind, worker, asked.volume))
+    start = "docker compose -f {} up" if kind is ExportKind.COMPOSE else "kubectl apply -f {}"
     typer.echo(f"{output}: {launch.worker.config} on {worker.image}, not run here; start it with")
     typer.echo(f"  {start.format(output)}")
 

@@ -29,6 +29,7 @@ __all__ = [
     "CommandGroup",
     "CostOption",
     "EngineOption",
+    "EngineSettings",
     "InputTokens",
     "JsonOption",
     "ModelArgument",
@@ -161,34 +162,7 @@ Replicas = Annotated[
 Refused = Annotated[
     bool, typer.Option("--refused", help="List every configuration that is refused, with its reason.")
 ]
-EngineArgs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--engine-arg",
-        metavar="KEY=VALUE",
-        help="An option of the engine's own server, such as max-log-len=100 (KEY alone: a flag); repeatable. What "
-        "iServe sets itself is refused.",
-    ),
-]
-NEWEST = "newest"  # of the releases of an engine: none in particular
-EngineVersion = Annotated[
-    str | None,
-    typer.Option(
-        "--engine-version",
-        metavar="VERSION",
-        help=f"Installed release of the engine, such as 0.33.0; {NEWEST}: none in particular.",
-    ),
-]
-ToolCallParser = Annotated[
-    str | None,
-    typer.Option(
-        "--tool-call-parser", metavar="NAME", help="vLLM: how the model writes tool calls, such as hermes."
-    ),
-]
-ReasoningParser = Annotated[
-    str | None,
-    typer.Option("--reasoning-parser", metavar="NAME", help="vLLM: how the model marks reasoning, such as qwen3."),
-]
+_NEWEST = "newest"  # of the releases of an engine: none in particular
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -205,21 +179,6 @@ def replicated(options: PlanOptions, replicas: int) -> PlanOptions:
     """``options`` for so many replicas, checked."""
     with usage_errors("--replicas"):
         return replace(options, replicas=replicas)
-
-
-def engine_options_body(
-    arguments: list[str] | None, tool_call_parser: str | None, reasoning_parser: str | None
-) -> dict[str, Any]:
-    """The checked options for the engine itself, as the REST API takes them; what is not given is left out."""
-    from daemon.engines.options import EngineOptions, read_engine_args
-
-    with usage_errors("--engine-arg"):
-        read = read_engine_args(arguments or [])
-        EngineOptions(arguments=tuple(read.items()))
-    with usage_errors():
-        EngineOptions(tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
-    body = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
-    return ({"engine_args": read} if arguments else {}) | {n: v for n, v in body.items() if v is not None}
 
 
 def workload_of(batch: int, input_tokens: int, output_tokens: int, longest_tokens: int | None = None) -> Workload:
@@ -396,6 +355,58 @@ class Wish:
             "engine": self.engine,
             "policy": self.policy,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The release of the engine, and options for the engine itself. As typed."""
+
+    engine_version: Annotated[
+        str | None,
+        typer.Option(
+            "--engine-version",
+            metavar="VERSION",
+            help="Installed release of the engine, such as 0.33.0; newest: none in particular.",
+        ),
+    ] = None
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-arg",
+            metavar="KEY=VALUE",
+            help="An option of the engine's own server, such as max-log-len=100 (KEY alone: a flag); repeatable. "
+            "What iServe sets itself is refused.",
+        ),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            "--tool-call-parser", metavar="NAME", help="vLLM: how the model writes tool calls, such as hermes."
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning-parser", metavar="NAME", help="vLLM: how the model marks reasoning, such as qwen3."
+        ),
+    ] = None
+
+    def body(self) -> dict[str, Any]:
+        """As the REST API takes it, checked; what is not given is left out."""
+        from daemon.engines.options import EngineOptions, read_engine_args
+
+        with usage_errors("--engine-arg"):
+            read = read_engine_args(self.engine_arg or [])
+            EngineOptions(arguments=tuple(read.items()))
+        with usage_errors():
+            EngineOptions(tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
+        parsers = {"tool_call_parser": self.tool_call_parser, "reasoning_parser": self.reasoning_parser}
+        found: dict[str, Any] = {name: value for name, value in parsers.items() if value is not None}
+        if self.engine_arg:
+            found["engine_args"] = read
+        if self.engine_version is not None:
+            found["engine_version"] = None if self.engine_version == _NEWEST else self.engine_version
+        return found
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

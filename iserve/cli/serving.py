@@ -6,12 +6,12 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from iserve.cli import exporting as e
-from iserve.cli import gpu_options as g
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ def register(app: typer.Typer) -> None:
     app.command("chat", epilog="Example: iserve chat iserve-demo '123+456='")(chat)
 
 
-def deploy(
-    model: o.OptionalModel = None,
-    *,
-    wish: o.Wish,
-    name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None,
-    replicas: o.Replicas = 1,
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How a deployment is called, and how many workers serve it when. As typed."""
+
+    name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None
+    replicas: o.Replicas = 1
     scale_to_zero: Annotated[
         float | None,
         typer.Option(
@@ -48,24 +48,45 @@ def deploy(
             metavar="SECONDS",
             help="End the workers after so long without a request; the next one starts them again.",
         ),
-    ] = None,
+    ] = None
     refuse_late: Annotated[
         bool,
         typer.Option(
             "--refuse-late",
             help="Answer 503 at once to a request that would miss --slo, in place of a late answer.",
         ),
-    ] = False,
-    engine_version: o.EngineVersion = None,
-    engine_arg: o.EngineArgs = None,
-    tool_call_parser: o.ToolCallParser = None,
-    reasoning_parser: o.ReasoningParser = None,
-    export: e.ExportOption = None,
-    output: e.ExportOutput = None,
-    gpus: e.ExportGpus = None,
-    gpu_file: g.GpuFile = None,
-    image: e.ExportImage = None,
-    volume: e.ExportVolume = None,
+    ] = False
+
+    def check(self, wish: o.Wish) -> None:
+        """Raises typer.BadParameter: a value that cannot be used."""
+        from iserve.api_types import check_name, check_refuse_late
+        from placement.scaling import Scaling
+
+        if self.name is not None:
+            with o.usage_errors("--name"):
+                check_name(self.name)
+        with o.usage_errors("--scale-to-zero"):
+            Scaling(idle_s=self.scale_to_zero)
+        with o.usage_errors("--refuse-late"):
+            check_refuse_late(self.refuse_late, wish.limits)
+
+    def body(self) -> dict[str, Any]:
+        """As the REST API takes it."""
+        return {
+            "name": self.name,
+            "replicas": self.replicas,
+            "scale_to_zero_s": self.scale_to_zero,
+            "refuse_late": self.refuse_late,
+        }
+
+
+def deploy(
+    model: o.OptionalModel = None,
+    *,
+    wish: o.Wish,
+    serving: Serving,
+    engine: o.EngineSettings,
+    to: e.Export,
     idempotency_key: Annotated[
         str | None,
         typer.Option(
@@ -82,53 +103,34 @@ def deploy(
 
     Starts the embedded controller if none runs. The first deployment of a model on a machine measures it.
     With --export it writes a Compose file or Kubernetes objects instead, which start the same worker with the same
-    limits elsewhere. With --gpus that starts nothing; without, it plans by the profile that `iserve profile` took
-    for the devices here, and as `iserve up` it starts this home, with its deployments, if it is down.
+    limits elsewhere. With --gpus or --gpu-file that starts nothing; without, it plans by the profile that `iserve
+    profile` took for the devices here, and as `iserve up` it starts this home, with its deployments, if it is down.
     """
     import secrets
 
-    from iserve.api_types import check_idempotency_key, check_name, check_refuse_late
+    from iserve.api_types import check_idempotency_key
     from iserve.cli.live import model_argument
     from iserve.settings import load_settings
-    from placement.scaling import Scaling
 
-    settings = load_settings()
-    engine_options = o.engine_options_body(engine_arg, tool_call_parser, reasoning_parser)
-    o.replicated(wish.checked(settings), replicas)  # here already: a bad value must not start a controller
-    if name is not None:
-        with o.usage_errors("--name"):
-            check_name(name)
-    with o.usage_errors("--scale-to-zero"):
-        Scaling(idle_s=scale_to_zero)
-    with o.usage_errors("--refuse-late"):
-        check_refuse_late(refuse_late, wish.limits)
+    settings, engine_options = load_settings(), engine.body()
+    o.replicated(wish.checked(settings), serving.replicas)  # here already: a bad value must not start a controller
+    serving.check(wish)
     if idempotency_key is not None:
         with o.usage_errors("--idempotency-key"):
             check_idempotency_key(idempotency_key)
-    if export is not None:
-        if as_json:
-            raise typer.BadParameter("--export writes a file; leave --json out")
-        if scale_to_zero is not None:
-            raise typer.BadParameter("nobody watches what is exported; leave --scale-to-zero out")
-        if refuse_late:
-            raise typer.BadParameter("there is no gateway before what is exported; leave --refuse-late out")
-        if engine_version is not None:
-            raise typer.BadParameter("what is exported runs the release of its image; leave --engine-version out")
-        where = e.Export(
-            kind=export, output=output, there=g.named_gpus(gpus, gpu_file), image=image, volume=volume
-        )
-        e.export(where, model, name, wish, replicas, engine_options)
-        return
-    given = {"--output": output, "--gpus": gpus, "--gpu-file": gpu_file, "--image": image, "--volume": volume}
-    if alone := [option for option, value in given.items() if value is not None]:
-        raise typer.BadParameter(f"{', '.join(alone)} goes with --export")
-    model = None if model is None else model_argument(model, settings)
-    body = wish.body() | {"model": model, "name": name, "scale_to_zero_s": scale_to_zero, "replicas": replicas}
-    body |= {"refuse_late": refuse_late, "engine_version": None if engine_version == o.NEWEST else engine_version}
-    body |= engine_options
-    controller, accepted = _accepted(
-        body, secrets.token_hex(16) if idempotency_key is None else idempotency_key, quiet=as_json
+    to.check(
+        ("--json", as_json, "--export writes a file"),
+        ("--scale-to-zero", serving.scale_to_zero is not None, "nobody watches what is exported"),
+        ("--refuse-late", serving.refuse_late, "there is no gateway before what is exported"),
+        ("--engine-version", engine.engine_version is not None, "what is exported runs the release of its image"),
     )
+    if to.export is not None:
+        e.export(to, to.export, model, serving.name, wish, serving.replicas, engine_options)
+        return
+    model = None if model is None else model_argument(model, settings)
+    body = wish.body() | {"model": model} | serving.body() | engine_options
+    key = secrets.token_hex(16) if idempotency_key is None else idempotency_key
+    controller, accepted = _accepted(body, key, quiet=as_json)
     try:
         _follow(controller, accepted, as_json=as_json, refused=refused)
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,18 +24,21 @@ _STEPS = frozenset({"draining", "replacing", "restoring"})  # shown as they are
 
 
 def register(app: typer.Typer) -> None:
-    app.command("update", epilog="Example: iserve update my-model --intent min-latency --replicas 2")(update)
+    app.command("update", epilog="Example: iserve update my-model --intent min-latency --replicas 2")(
+        o.grouped(update)
+    )
 
 
-def update(
-    name: o.NameArgument,
-    *,
-    intent: Annotated[IntentKind | None, typer.Option("--intent", help="What to optimise.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What an update changes: a field is an option. As typed."""
+
+    intent: Annotated[IntentKind | None, typer.Option("--intent", help="What to optimise.")] = None
     slo: Annotated[
         str | None,
         typer.Option("--slo", help="Latency limits in seconds, such as ttft=0.5,e2e=10; none: no limit any more."),
-    ] = None,
-    replicas: Annotated[int | None, typer.Option("--replicas", metavar="N", min=1, help="Workers.")] = None,
+    ] = None
+    replicas: Annotated[int | None, typer.Option("--replicas", metavar="N", min=1, help="Workers.")] = None
     batch: Annotated[
         str | None,
         typer.Option(
@@ -42,26 +46,51 @@ def update(
             metavar="N",
             help="Requests at once of each worker; none: as many as memory holds, up to 256.",
         ),
-    ] = None,
+    ] = None
     context: Annotated[
         str | None,
         typer.Option(
             "--context", metavar="TOKENS", help="Longest request; none: as long as model and memory allow."
         ),
-    ] = None,
+    ] = None
     input_tokens: Annotated[
         int | None, typer.Option("--input-tokens", metavar="TOKENS", min=1, help="Prompt length to plan for.")
-    ] = None,
+    ] = None
     output_tokens: Annotated[
         int | None, typer.Option("--output-tokens", metavar="TOKENS", min=1, help="Answer length to plan for.")
-    ] = None,
+    ] = None
     model: Annotated[
         str | None, typer.Option("--model", help="A checkpoint folder, a hub id or a registered name.")
-    ] = None,
-    engine_version: o.EngineVersion = None,
-    engine_arg: o.EngineArgs = None,
-    tool_call_parser: o.ToolCallParser = None,
-    reasoning_parser: o.ReasoningParser = None,
+    ] = None
+
+    def body(self) -> dict[str, Any]:
+        """As the REST API takes it; what is not given is left out.
+
+        Raises:
+            typer.BadParameter: a value that cannot be used.
+        """
+        from iserve.cli.live import model_argument
+        from iserve.settings import load_settings
+
+        given: dict[str, Any] = {
+            "intent": self.intent,
+            "replicas": self.replicas,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "model": None if self.model is None else model_argument(self.model, load_settings()),
+        }
+        changes = {field: value for field, value in given.items() if value is not None}
+        if self.slo is not None:
+            changes["slo"] = _limits(self.slo)
+        limits = (("--batch", "batch", self.batch), ("--context", "context_tokens", self.context))
+        return changes | {field: _number(option, value) for option, field, value in limits if value is not None}
+
+
+def update(
+    name: o.NameArgument,
+    *,
+    changes: Changes,
+    engine: o.EngineSettings,
     stop_first: Annotated[
         bool,
         typer.Option(
@@ -81,37 +110,19 @@ def update(
     the former workers is too small for that, the update is refused, unless --stop-first is given.
     """
     from iserve.api_types import DeploymentDocument
-    from iserve.cli.live import client, model_argument
-    from iserve.settings import load_settings
+    from iserve.cli.live import client
 
-    changes: dict[str, Any] = {
-        "intent": intent,
-        "replicas": replicas,
-        "input_tokens": input_tokens,
-        "output_tokens": output_tokens,
-        "engine_version": engine_version,
-    }
-    if model is not None:
-        changes["model"] = model_argument(model, load_settings())
-    changes = {field: value for field, value in changes.items() if value is not None}
-    if slo is not None:
-        changes["slo"] = _limits(slo)
-    if engine_version == o.NEWEST:
-        changes["engine_version"] = None
-    for option, field, value in (("--batch", "batch", batch), ("--context", "context_tokens", context)):
-        if value is not None:
-            changes[field] = _number(option, value)
-    changes |= o.engine_options_body(engine_arg, tool_call_parser, reasoning_parser)
-    if not changes:
+    body = changes.body() | engine.body()
+    if not body:
         raise typer.BadParameter(
             "nothing is changed; give --intent, --slo, --replicas, --batch, --context, --input-tokens, "
             "--output-tokens, --model, --engine-version, --engine-arg, --tool-call-parser or --reasoning-parser"
         )
     if stop_first:
-        changes["stop_first"] = True
+        body["stop_first"] = True
     controller = client(start=False)
     before = _capacity(controller, name)
-    accepted = controller.patch(f"/api/v1/deployments/{name}", changes, DeploymentDocument)
+    accepted = controller.patch(f"/api/v1/deployments/{name}", body, DeploymentDocument)
     _follow(controller, accepted, stop_first=stop_first, as_json=as_json)
     _warn_of_less(name, before, _capacity(controller, name))
 

@@ -92,6 +92,16 @@ def test_code_that_a_config_brings_is_not_run() -> None:
     assert read_spec(SMALL["olmo2"] | named) == read_spec(SMALL["olmo2"])
 
 
+def test_a_multimodal_model_is_its_text_model_with_the_towers_beside_it() -> None:
+    text = {"model_type": "llama", **_SIZES}
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    alone, spec = read_spec(text), read_spec(config | {"vision_config": {"model_type": "clip_vision_model"}})
+    assert (spec.family, spec.num_layers, spec.layer_params) == ("llava", alone.num_layers, alone.layer_params)
+    assert (spec.kv_elements, spec.num_kv_heads) == (alone.kv_elements, alone.num_kv_heads)
+    towers = spec.num_params - alone.num_params
+    assert towers > 2 * 10**8  # CLIP's large one has 303 million, and a projector
+
+
 def test_layers_that_look_back_differently_are_told_apart() -> None:
     config = SMALL["olmo2"] | {"model_type": "cohere2", "sliding_window": 8, "head_dim": 8}
     spec = read_spec(config)

@@ -151,7 +151,7 @@ BAD_CONFIGS: dict[str, Any] = {
         "architectures": ["T5ForConditionalGeneration"],
     },
     "encoder": {"model_type": "bert", "architectures": ["BertModel"]},
-    "vision": {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "vision_config": {}},
+    "vision": {"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}},
     "negative": MODELS["Llama-2-7b"] | {"hidden_size": -4096},
     "zero": MODELS["Llama-2-7b"] | {"num_hidden_layers": 0},
     "absurd": MODELS["Llama-2-7b"] | {"num_hidden_layers": 10**12},
