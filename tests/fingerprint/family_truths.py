@@ -26,6 +26,11 @@ class KeptByLayer:
     state_bytes: int  # of a sequence, as transformers keeps it
     regular: bool  # False: something grows otherwise than by the token (see the recorded sizes)
 
+    @property
+    def engine_elements(self) -> int:
+        """Elements of 16 bits that vLLM keeps of a token: its indexer keys are of 8, with 4 bytes for each 128."""
+        return self.kv_elements + (self.indexer_elements + self.indexer_elements // 128 * 4) // 2
+
 
 @dataclass(frozen=True)
 class Held:
@@ -48,8 +53,13 @@ def document() -> dict[str, Any]:
 
 
 def recorded() -> list[str]:
-    """Return the architectures that transformers has a class of."""
+    """Return the text architectures that transformers has a class of."""
     return [name for name, record in document()["architectures"].items() if "error" not in record]
+
+
+def multimodal() -> list[str]:
+    """Return the multimodal architectures whose shrunk model answers a prompt of text."""
+    return [name for name, record in document()["multimodal"].items() if "cache" in record.get("tiny", {})]
 
 
 def missing() -> dict[str, str]:
@@ -60,12 +70,16 @@ def missing() -> dict[str, str]:
 
 def default(architecture: str) -> Held:
     """Return the model with its config class's defaults."""
-    return _held(document()["architectures"][architecture]["default"])
+    return _held(_record(architecture)["default"])
 
 
 def small(architecture: str) -> Held:
     """Return the shrunk model."""
-    return _held(document()["architectures"][architecture]["tiny"])
+    return _held(_record(architecture)["tiny"])
+
+
+def _record(architecture: str) -> dict[str, Any]:
+    return {**document()["multimodal"], **document()["architectures"]}[architecture]
 
 
 @cache

@@ -14,6 +14,7 @@ import copy
 import datetime
 import json
 import lzma
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,14 @@ from tests.fingerprint.family_truths import TRUTHS, public_models
 from tests.fingerprint.shrunk_family_configs import shrunk
 from tests.fingerprint.vllm_state_sizes import VllmWheel
 
-TABLES = {"_TEXT_GENERATION_MODELS": "vLLM's own", "_TRANSFORMERS_SUPPORTED_MODELS": "transformers backend"}
+TABLES = {
+    "_TEXT_GENERATION_MODELS": "vLLM's own",
+    "_TRANSFORMERS_SUPPORTED_MODELS": "transformers backend",
+    "_MULTIMODAL_MODELS": "multimodal",
+}
+TOWER = re.compile(
+    "vision|visual|audio|image|speech|sound|encoder|qformer|talker|token2wav|video|projector|resampler"
+)
 # Architectures whose class transformers has under another name, or as the text model of a multimodal class.
 OTHER_NAMES = {
     "ExaoneMoEForCausalLM": ("ExaoneMoeForCausalLM", None),
@@ -38,10 +46,11 @@ OTHER_NAMES = {
     "InternLM3ForCausalLM": ("LlamaForCausalLM", "internlm3"),
     "IQuestCoderForCausalLM": ("LlamaForCausalLM", "iquestcoder"),
     "MiniMaxM3SparseForCausalLM": ("MiniMaxM3VLForCausalLM", None),
+    "BailingMoeV3ForCausalLM": ("BailingHybridForCausalLM", None),
 }
 # The windows of the shrunk configs are of 16 tokens: one prompt ends before, the other after.
 SHORT_PROMPT, LONG_PROMPT, MORE_TOKENS = 5, 32, 3
-MOST_PARAMETERS = 40_000_000  # of a shrunk model
+MOST_PARAMETERS = 150_000_000  # of a shrunk model
 # What a class's defaults lack to build, or to have the kinds of layers that its published models have.
 COMPLETED: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {
@@ -72,27 +81,55 @@ COMPLETED: dict[str, dict[str, Any]] = {
 
 
 def listed_architectures(wheel: VllmWheel) -> dict[str, str]:
-    """Return each text architecture of vLLM's registry and the table that lists it."""
-    return {
-        name: title
-        for table, title in TABLES.items()
-        for name, (_, implementation) in wheel.registry[table].items()
-        if "MultiModal" not in implementation
-    }
+    """Return each architecture of vLLM's registry that generates text and the table that lists it."""
+    found = {}
+    for table, title in TABLES.items():
+        for name, (_, implementation) in wheel.registry[table].items():
+            found.setdefault(name, "multimodal" if "MultiModal" in implementation else title)
+    return found
 
 
 def published(config: Any, architecture: str) -> dict[str, Any]:
     """Return what ``config.save_pretrained`` writes, without what differs from release to release."""
-    written = json.loads(config.to_json_string(use_diff=True))
+    written = config._decode_special_floats(json.loads(config.to_json_string(use_diff=True)))
     dropped = ("transformers_version", "_name_or_path", "dtype")
-    return {"architectures": [architecture], **{k: v for k, v in written.items() if k not in dropped}}
+    fields = {key: value for key, value in written.items() if key not in dropped}
+    return {"architectures": [architecture], **_as_authors_write(architecture, fields)}
 
 
-def stacks(model: torch.nn.Module) -> dict[str, torch.nn.ModuleList]:
-    """Return the lists of layers that are in no other list, longest first."""
+def _as_authors_write(architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of two families under the names that their public checkpoints have, and vLLM reads."""
+    if architecture == "BailingMoeV3ForCausalLM":
+        fields = {**fields, "head_dim": fields["linear_head_dim"]}
+        return {k: v for k, v in fields.items() if not k.startswith("linear_")}
+    if architecture == "KimiLinearForCausalLM":
+        kinds = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
+        linear: dict[str, Any] = {
+            "head_dim": fields["linear_head_dim"],
+            "num_heads": fields["linear_num_heads"],
+            "short_conv_kernel_size": fields["linear_conv_kernel_dim"],
+        }
+        for name, kind in kinds.items():
+            linear[name] = [i for i, of_layer in enumerate(fields["layer_types"], 1) if of_layer == kind]
+        kept_names = (k for k in fields if not k.startswith("linear_") and k != "layer_types")
+        return {**{k: fields[k] for k in kept_names}, "linear_attn_config": linear}
+    return fields
+
+
+def check_config(fields: Mapping[str, Any], model: Any, config_class: Any, expected: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the recorded config builds the same model."""
+    with torch.device("meta"):
+        again = counts(model(config_class.from_dict(copy.deepcopy(dict(fields)))))
+    if again != {name: expected[name] for name in again}:
+        raise ValueError(f"its config as written builds {again['parameters']} parameters")
+
+
+def stack_of_layers(model: Any) -> str:
+    """Return the name of the list of the language model's layers: in no other list, of no tower, the longest."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1}
-    outer = {k: m for k, m in lists.items() if not any(k != o and k.startswith(o + ".") for o in lists)}
-    return dict(sorted(outer.items(), key=lambda item: -len(item[1])))
+    outer = {k: len(m) for k, m in lists.items() if not any(k != o and k.startswith(o + ".") for o in lists)}
+    of_text = {name: length for name, length in outer.items() if not TOWER.search(name)}
+    return max(of_text, key=lambda name: of_text[name], default="")
 
 
 def unique_tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
@@ -108,17 +145,17 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool
 
 
 def counts(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the elements of the state dict: in all, of each layer, and of each tensor outside of the layers."""
+    """Return the elements of the state dict: in all, of each layer, of each other tensor, of each tower."""
     tensors = unique_tensors(model)
-    found = stacks(model)
-    main = next(iter(found), "")
-    layers = [0] * len(found[main]) if main else []
+    main = stack_of_layers(model)
+    layers = [0] * len(model.get_submodule(main)) if main else []
     ends: dict[str, int] = {}
     for name, (tensor, _) in tensors.items():
         if main and name.startswith(main + "."):
             layers[int(name[len(main) + 1 :].split(".")[0])] += tensor.numel()
         else:
-            ends[name] = tensor.numel()
+            end = ".".join(name.split(".")[:2]) + ".*" if TOWER.search(name) else name
+            ends[end] = ends.get(end, 0) + tensor.numel()
     return {
         "parameters": sum(t.numel() for t, _ in tensors.values()),
         "of_these_buffers": sum(t.numel() for t, is_parameter in tensors.values() if not is_parameter),
@@ -261,6 +298,7 @@ def truth_of(architecture: str, wheel: VllmWheel) -> dict[str, Any]:
         record["default"] = {"config": published(config, architecture)}
         with torch.device("meta"):
             record["default"] |= counts(model(config))
+        check_config(record["default"]["config"], model, config_class, record["default"])
         record["default"] |= vllm_state(wheel, architecture, config)
     except Exception as error:  # noqa: BLE001  told, not raised
         return record | {"error": _line(error)}
@@ -276,6 +314,7 @@ def truth_of(architecture: str, wheel: VllmWheel) -> dict[str, Any]:
         torch.manual_seed(0)
         built = model(small).to(torch.bfloat16).eval()
         tiny |= counts(built)
+        check_config(tiny["config"], model, config_class, tiny)
         tiny["tensors"] = stored_tensors(built)
         tiny |= vllm_state(wheel, architecture, small)
         tiny |= forward(built, small.get_text_config().vocab_size)
@@ -330,7 +369,8 @@ def main() -> None:
         "vllm": file.name.split("-")[1],
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "architectures": records,
+        "architectures": {name: r for name, r in records.items() if r["listed"] != "multimodal"},
+        "multimodal": {name: r for name, r in records.items() if r["listed"] == "multimodal"},
         "public": public,
     }
     TRUTHS.parent.mkdir(exist_ok=True)

@@ -11,19 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN, HEADS, MOST_LAYERS = 64, 4, 12
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
 _NAMES_BY_SIZE = {
-    HIDDEN: "hidden_size n_embd d_model word_embed_proj_dim dim_model_base",
+    HIDDEN: "hidden_size out_hidden_size n_embd d_model word_embed_proj_dim dim_model_base",
     256: "max_position_embeddings n_positions max_seq_len model_max_length",
     200: "ngram_vocab_size_base",
-    128: "vocab_size vocab_size_per_layer_input attention_hidden_size mamba_d_ssm",
+    128: "vocab_size vocab_size_per_layer_input attention_hidden_size mamba_d_ssm "
+    "index_head_dim",  # quantized in blocks of 128
     112: "dense_intermediate_size intermediate_size_mlp",
     96: "intermediate_size ffn_dim ffn_hidden_size n_inner",
     56: "shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size",
     40: "moe_intermediate_size expert_ffn_hidden_size q_lora_rank",
     32: "kv_lora_rank kv_channels attention_head_dim",
     24: "qk_head_dim o_lora_rank linear_value_head_dim",
-    20: "index_head_dim indexer_head_dim",
+    20: "indexer_head_dim",
     16: "sliding_window sliding_window_size attention_chunk_size window_size qk_nope_head_dim mamba_head_dim "
     "mamba_d_head mamba_headdim chunk_size mamba_chunk_size linear_key_head_dim linear_head_dim "
     "hidden_size_per_layer_input ple_embed_dim rel_extent",
@@ -33,13 +34,20 @@ _NAMES_BY_SIZE = {
     "heavily_compressed_attention make_ngram_vocab_size_divisible_by block_multiple_of",
     HEADS: "num_attention_heads n_head n_heads swa_num_attention_heads linear_num_heads num_query_groups "
     "zero_expert_num mamba_dt_rank time_step_rank index_block_size compressed_sparse_attention d_rel",
-    2: "o_groups index_n_heads indexer_n_heads indexer_compress_ratio index_topk_blocks split_ngram_parts "
-    "heads_per_ngram",
+    2: "o_groups index_kpool index_n_heads indexer_n_heads indexer_compress_ratio index_topk_blocks "
+    "split_ngram_parts heads_per_ngram",
 }
 SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
 AT_MOST = {"n_group": 2, "num_expert_group": 2, "topk_group": 1, "top_k_group": 1}
 AT_MOST |= dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"), 2)
-INDEXES = {"full_attn_idxs", "moe_layers", "mlp_only_layers", "hybrid_layer_ids"}
+INDEXES = {
+    "deepstack_visual_indexes",
+    "fullatt_block_indexes",
+    "full_attn_idxs",
+    "moe_layers",
+    "mlp_only_layers",
+    "hybrid_layer_ids",
+}
 _HEADS, _HIDDEN = ("num_attention_heads", "n_heads"), ("hidden_size", "d_model")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads")
 _STATE_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "mamba_n_groups", "mamba_ngroups", "n_groups")
@@ -79,7 +87,7 @@ def _period(config: Mapping[str, Any]) -> int:
 def _value(name: str, value: Any, config: Mapping[str, Any], old: int, depth: int) -> Any:
     if isinstance(value, Mapping):
         if "rope" in name:
-            return _rope(value)
+            return _rope(value, config)
         if any(value.get(depth_name) for depth_name in DEPTHS):
             return shrunk(value)
         kept = {k: v for k, v in value.items() if not str(k).isdigit() or int(k) < depth}
@@ -91,7 +99,7 @@ def _value(name: str, value: Any, config: Mapping[str, Any], old: int, depth: in
         return [_value(name, item, config, old, depth) for item in cut] if name in SIZES else cut
     if isinstance(value, bool) or not isinstance(value, int):
         return value
-    if name.endswith("_token_id") or name == "token_id":
+    if name.endswith(("_token_id", "_token_index")):
         return value if value < 3 else 2
     if name in KEEP_RATIO:
         return _heads(name, value, config)
@@ -137,9 +145,24 @@ def _heads(name: str, value: int, config: Mapping[str, Any]) -> int:
     return HEADS if value == whole and "groups" not in name else 2
 
 
-def _rope(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same rotation for a context of 256 tokens."""
-    lengths = ("original_max_position_embeddings", "max_position_embeddings")
-    return {
-        k: _rope(v) if isinstance(v, Mapping) else (256 if k in lengths and v else v) for k, v in value.items()
-    }
+def _rope(value: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same rotation for a context of 256 tokens and narrower heads."""
+    small: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            small[name] = _rope(item, config)
+        elif name == "mrope_section" and item:
+            small[name] = _sections(sum(item), config)
+        else:
+            lengths = ("original_max_position_embeddings", "max_position_embeddings")
+            small[name] = 256 if name in lengths and item else item
+    return small
+
+
+def _sections(pairs: int, config: Mapping[str, Any]) -> list[int]:
+    """Return time, height and width of a rotation of as large a part of a head as ``pairs`` are."""
+    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    old = int(config.get("head_dim") or hidden // heads)
+    new = _head_dim("head_dim", old, config) if config.get("head_dim") else HIDDEN // HEADS
+    left = pairs * new // old
+    return [left - 2 * (left // 3), left // 3, left // 3]

@@ -16,9 +16,6 @@ StoredTensor = pytest.importorskip("fingerprint.checkpoint").StoredTensor
 ARCHITECTURES = family_truths.recorded()
 ONE_STACK = [a for a in ARCHITECTURES if a != "HrmTextForCausalLM"]  # HRM: two, each run through eight times
 REGULAR = [a for a in ONE_STACK if all(layer.regular for layer in family_truths.small(a).kept)]
-# Beside the latent vLLM keeps a key of the sparse attention's index in each layer that has one: a byte an element
-# and a float32 scale (``DeepseekV32IndexerCache``), where transformers' forward keeps none in its cache.
-INDEXED = {"DeepseekV32ForCausalLM": 4, "GlmMoeDsaForCausalLM": 4, "HYV4ForCausalLM": 2}
 # A checkpoint of Mistral says a window and not which layers have it; ``fingerprint.families`` has a row for it.
 OWN_ROW = {"MistralForCausalLM"}
 # transformers saves weights for the experts that do nothing, which its class does not build.
@@ -27,6 +24,9 @@ SAVED_OTHERWISE = {"LongcatFlashForCausalLM"}
 STATE_UNKNOWN = {"InklingForCausalLM", "InklingForConditionalGeneration"}
 
 
+MULTIMODAL = family_truths.multimodal()
+# vLLM keeps one indexer key for each few tokens, and the last tokens' in a ring.
+COMPRESSED_INDEXER = {"Qwen4ExpForCausalLM"}
 PUBLIC = list(family_truths.public_models())
 
 
@@ -56,31 +56,23 @@ def test_parameters_of_a_checkpoint_are_the_class_s(architecture: str) -> None:
     assert spec.num_params == held.parameters
 
 
-@pytest.mark.parametrize("architecture", ONE_STACK)
+@pytest.mark.parametrize("architecture", ONE_STACK + MULTIMODAL)
 def test_parameters_of_each_layer_are_the_class_s(architecture: str) -> None:
     spec, held = described(architecture)
     assert [layer.params for layer in layers(spec)] == list(held.layer_parameters)
 
 
-@pytest.mark.parametrize(("architecture", "count"), INDEXED.items())
-def test_keys_of_an_index_come_on_top(architecture: str, count: int) -> None:
-    spec, held = described(architecture)
-    key = held.config["index_head_dim"]
-    assert isinstance(key, int)
-    added = [layer.kv_elements - kept.kv_elements for layer, kept in zip(layers(spec), held.kept, strict=True)]
-    assert added == [(key + 4) // 2] * count + [0] * (len(added) - count)
-
-
-@pytest.mark.parametrize("architecture", [a for a in REGULAR if a not in INDEXED])
+@pytest.mark.parametrize("architecture", [a for a in REGULAR + MULTIMODAL if a not in COMPRESSED_INDEXER])
 def test_kv_elements_of_each_layer_are_those_that_grow_in_a_forward(architecture: str) -> None:
+    """Latents and V that is no copy of K too; indexer keys in the form in which vLLM keeps them."""
     spec, held = described(architecture)
     caches = len(held.kept) // len(held.layer_parameters)  # LongCat: two attentions in a layer
-    each = [layer.kv_elements for layer in held.kept]
+    each = [layer.engine_elements for layer in held.kept]
     kept = [sum(each[i : i + caches]) for i in range(0, len(each), caches)]
     assert [layer.kv_elements for layer in layers(spec)] == kept
 
 
-@pytest.mark.parametrize("architecture", [a for a in REGULAR if a not in OWN_ROW])
+@pytest.mark.parametrize("architecture", [a for a in REGULAR + MULTIMODAL if a not in OWN_ROW])
 def test_windows_are_those_that_a_forward_keeps(architecture: str) -> None:
     spec, held = described(architecture)
     kept = held.kept[:: len(held.kept) // len(held.layer_parameters)]
@@ -125,12 +117,8 @@ def test_public_models_have_the_published_parameters(model: str) -> None:
 def test_public_models_keep_what_their_class_keeps(model: str) -> None:
     held = family_truths.public(model)
     spec = read_spec(held.config)
-    index_key = held.config.get("index_head_dim")  # on top of the latent, as above
-    added = (index_key + 4) // 2 if isinstance(index_key, int) else 0
-    kept = [layer.kv_elements + added for layer in held.kept]
-    assert [layer.kv_elements for layer in layers(spec)] == kept
+    assert [layer.kv_elements for layer in layers(spec)] == [layer.engine_elements for layer in held.kept]
     own = [index for index, layer in enumerate(held.kept) if layer.kv_elements]
     assert [spec.windows[index] for index in own] == [held.kept[index].window for index in own]
-    assert [layer.state_bytes for layer in layers(spec)] == [
-        held.vllm_state_bytes if layer.state_bytes else 0 for layer in held.kept
-    ]
+    state = [held.vllm_state_bytes if layer.state_bytes else 0 for layer in held.kept]
+    assert [layer.state_bytes for layer in layers(spec)] == state

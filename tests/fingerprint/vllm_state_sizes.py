@@ -65,7 +65,10 @@ class VllmWheel:
             classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
             if name in classes:
                 found = self._methods(classes, name)
-                return None if len(found) < len(_METHODS) else self._run(found)
+                helpers = [
+                    node for node in tree.body if isinstance(node, ast.FunctionDef) and "state" in node.name
+                ]
+                return None if len(found) < len(_METHODS) else self._run(found, helpers)
         return None
 
     def _paths(self, module: str) -> Iterator[str]:
@@ -85,16 +88,14 @@ class VllmWheel:
         own = [f for f in node.body if isinstance(f, ast.FunctionDef)]
         return found | {f.name: f for f in own if f.name.startswith("get_") and "mamba_state" in f.name}
 
-    def _run(self, methods: dict[str, ast.FunctionDef]) -> dict[str, Any]:
+    def _run(self, methods: dict[str, ast.FunctionDef], helpers: list[ast.FunctionDef]) -> dict[str, Any]:
         space = self._calculators()
         owner = SimpleNamespace()
-        for name, function in methods.items():
+        future = ast.parse("from __future__ import annotations").body
+        for function in (*helpers, *methods.values()):
             function.decorator_list = []
-            function.returns = None
-            for argument in function.args.args:
-                argument.annotation = None
-            code = ast.Module([function], [])
-            exec(compile(ast.fix_missing_locations(code), name, "exec"), space)
+            exec(compile(ast.Module([*future, function], []), function.name, "exec"), space)
+        for name in methods:
             setattr(owner, name, lambda *a, f=space[name]: f(owner, *a))
         return {name: (lambda _, asked, n=name: getattr(owner, n)(asked)) for name in _METHODS}
 
@@ -144,4 +145,6 @@ def _other_names(architecture: str, text: Any) -> dict[str, Any]:
     if architecture == "KimiLinearForCausalLM":
         sizes = {"num_heads": text.linear_num_heads, "head_dim": text.linear_head_dim}
         return {"linear_attn_config": sizes | {"short_conv_kernel_size": text.linear_conv_kernel_dim}}
+    if architecture == "BailingMoeV3ForCausalLM":
+        return {"head_dim": text.linear_head_dim}
     return {"conv_dim": text.hidden_size} if architecture == "Lfm2ForCausalLM" else {}
