@@ -26,9 +26,9 @@ _MIXER = re.compile(r"^(.*?(?:attn|attention|mamba\w*|mixer|temporal_block|mlstm
                     r"(?:\.\d+)?)\.(.+)$")  # fmt: skip
 _OTHER = re.compile(r"(^|[._])(cross_attn|encoder_attn|mlp|experts?|shared_experts?|feed_forward)([._]|$)")
 _MLP = re.compile(r"(^|\.)(up_proj|down_proj|gate|gate_proj|\w*norm\w*)$")
-_K = re.compile(r"(^|\.)(k_proj|project_k|wk(_dv)?)(\.linear)?$")
-_V = re.compile(r"(^|\.)(v_proj\w*|project_v|wv(_dv)?)(\.linear)?$")
-_Q = re.compile(r"(^|\.)(q_proj|q_b_proj|project_q|wq)(\.linear)?$")
+_K = re.compile(r"(^|\.)(k_proj|project_k|to_k|wk(_dv)?)(\.linear)?$")
+_V = re.compile(r"(^|\.)(v_proj\w*|project_v|to_v|wv(_dv)?)(\.linear)?$")
+_Q = re.compile(r"(^|\.)(q_proj|q_b_proj|project_q|to_q|wq)(\.linear)?$")
 _FUSED = re.compile(r"(^|\.)(query_key_value|qkv_proj|c_attn|Wqkv|W_pack|wqkv|qkv)$")
 _STATE_BYTES = 2
 
@@ -110,7 +110,11 @@ def _kept(leaves: Shapes, facts: Facts) -> Kept | None:
 
 
 def _one(leaves: Shapes, pattern: str) -> tuple[int, ...]:
-    return next(shape for name, shape in leaves.items() if re.search(pattern, name))
+    found = next((shape for name, shape in leaves.items() if re.search(pattern, name)), None)
+    if found is None:
+        names = ", ".join(sorted(leaves)[:6])
+        raise UnsupportedModelError(f"a layer mixes tokens by {names}, and nothing that is like {pattern}")
+    return found
 
 
 def _is_convolution(name: str, shape: tuple[int, ...]) -> bool:
@@ -216,7 +220,7 @@ def _mamba2(leaves: Shapes, facts: Facts, heads: int) -> Kept:
 
 def _gated_delta(leaves: Shapes, facts: Facts, heads: int) -> Kept:
     """Delta-rule linear attention: a matrix of key width by value width for each head of V."""
-    inner = _one(leaves, r"(^|\.)o(ut)?_proj$")[1]
+    inner = _one(leaves, r"(^|\.)(o_proj|out_proj|dense)$")[1]
     convolved = sum(shape[0] for name, shape in leaves.items() if _is_convolution(name, shape))
     value_width = inner // heads
     keys = (convolved - inner) // 2

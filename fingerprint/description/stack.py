@@ -24,6 +24,7 @@ _SMALL = 0.1  # of the parameters of the stack that is served: some modules besi
 _TOWERS = re.compile(
     r"(^|[._])(vision|visual|vit|audio|image|img|speech|sound|video|talker|qformer|resampler|perceiver|gated_cross_attn|encoder_layers)"
 )
+_ENCODER = re.compile(r"(^|\.)encoder\.")  # where a decoder has as many layers, it is of images or sound
 _DRAFTS = re.compile(r"(^|\.)(mtp|nextn|eagle|draft)")
 
 
@@ -93,7 +94,8 @@ def _only_stack(by_stack: Mapping[str, Mapping[int, object]], sizes: Mapping[str
         has = f"{longest} has {len(by_stack[longest])}" if longest else "no tensor is named by a layer's index"
         raise CheckpointError(f"config.json says {num_layers} layers, of the tensors {has}; one of them is wrong")
     fitting = [name for name in whole if most.get(name, 0) <= num_layers + 8]  # draft layers lie behind the last
-    fitting = sorted(fitting or whole, key=lambda name: -sizes[name])
+    decoders = [name for name in fitting or whole if not _ENCODER.search(name)]
+    fitting = sorted(decoders or fitting or whole, key=lambda name: -sizes[name])
     if len(fitting) > 1 and sizes[fitting[1]] > _SMALL * sizes[fitting[0]]:
         raise UnsupportedModelError(
             f"the model has {len(fitting)} stacks of {num_layers} layers ({', '.join(fitting[:4])}); one is served"

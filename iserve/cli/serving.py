@@ -104,7 +104,7 @@ def deploy(
     Starts the embedded controller if none runs. The first deployment of a model on a machine measures it.
     With --export it writes a Compose file or Kubernetes objects instead, which start the same worker with the same
     limits elsewhere. With --gpus or --gpu-file that starts nothing; without, it plans by the profile that `iserve
-    profile` took for the devices here, and as `iserve up` it starts this home, with its deployments, if it is down.
+    profile` took for the devices here, and as `iserve up` it starts this home with its deployments if it is down.
     """
     import secrets
 

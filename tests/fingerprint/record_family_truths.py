@@ -51,6 +51,21 @@ OTHER_NAMES = {
 # The windows of the shrunk configs are of 16 tokens: one prompt ends before, the other after.
 SHORT_PROMPT, LONG_PROMPT, MORE_TOKENS = 5, 32, 3
 MOST_PARAMETERS = 150_000_000  # of a shrunk model
+
+
+def _rotated_in_three(sections: list[int], **more: float) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
+    return {"text_config": {"rope_parameters": rope}}
+
+
+_QSA: dict[str, Any] = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}
 # What a class's defaults lack to build, or to have the kinds of layers that its published models have.
 COMPLETED: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {
@@ -68,15 +83,14 @@ COMPLETED: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 24,
         "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
     },
+    "PaddleOCRVLForConditionalGeneration": _rotated_in_three([16, 24, 24]),
+    "Qwen2VLForConditionalGeneration": _rotated_in_three([16, 24, 24]),
+    "Qwen2_5_VLForConditionalGeneration": _rotated_in_three([16, 24, 24]),
+    "Glm4vForConditionalGeneration": _rotated_in_three([8, 12, 12], partial_rotary_factor=0.5),
+    "GlmOcrForConditionalGeneration": _rotated_in_three([8, 12, 12], partial_rotary_factor=0.5),
     "NemotronForCausalLM": {"head_dim": 128, "num_key_value_heads": 8},
-    "Qwen4ExpForCausalLM": {
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 128,
-        "indexer_budget": 2048,
-        "indexer_compress_ratio": 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
-    },
+    "Qwen4ExpForCausalLM": _QSA,
+    "Qwen4ExpForConditionalGeneration": {"text_config": _QSA},
 }
 
 
@@ -278,12 +292,22 @@ def vllm_state(wheel: VllmWheel, architecture: str, config: Any) -> dict[str, An
     return {} if found is None else {"vllm_state_bytes": found}
 
 
-def model_class(architecture: str) -> tuple[Any, Any]:
+def _why_missing(architecture: str, wheel: VllmWheel) -> str:
+    base = re.sub("For(CausalLM|ConditionalGeneration|BlockDiffusion)$", "", architecture)
+    if (multimodal := f"{base}ForConditionalGeneration") != architecture and hasattr(transformers, multimodal):
+        return f", only the multimodal {multimodal}"
+    own = [name for name in sorted(wheel.config_classes) if re.fullmatch(f"{base}(Text)?Config", name)]
+    return (
+        f"; vLLM has a config class of its own, {own[0]}" if own else "; nor has vLLM a config class of that name"
+    )
+
+
+def model_class(architecture: str, wheel: VllmWheel) -> tuple[Any, Any]:
     """Return transformers' classes of the model and of its config."""
     name, model_type = OTHER_NAMES.get(architecture, (architecture, None))
     model = getattr(transformers, name, None)
     if model is None:
-        raise LookupError(f"transformers has no class {name}")
+        raise LookupError(f"transformers has no class {name}{_why_missing(architecture, wheel)}")
     config = transformers.CONFIG_MAPPING[model_type] if model_type else model.config_class
     return model, config
 
@@ -292,7 +316,7 @@ def truth_of(architecture: str, wheel: VllmWheel) -> dict[str, Any]:
     """Return all truths of an architecture; what fails is told under ``error``."""
     record: dict[str, Any] = {"architecture": architecture}
     try:
-        model, config_class = model_class(architecture)
+        model, config_class = model_class(architecture, wheel)
         config = config_class(**COMPLETED.get(architecture, {}))
         record |= {"class": model.__name__, "config_class": config_class.__name__, "model_type": config.model_type}
         record["default"] = {"config": published(config, architecture)}
@@ -325,7 +349,7 @@ def truth_of(architecture: str, wheel: VllmWheel) -> dict[str, Any]:
 
 def public_truth(architecture: str, fields: Mapping[str, Any], wheel: VllmWheel) -> dict[str, Any]:
     """Return counts of a public model, and what its cache holds, by a forward on the meta device."""
-    model, config_class = model_class(architecture)
+    model, config_class = model_class(architecture, wheel)
     config = config_class.from_dict(copy.deepcopy(dict(fields)))  # it changes what is nested
     config._attn_implementation = "eager"
     with torch.device("meta"), torch.no_grad():

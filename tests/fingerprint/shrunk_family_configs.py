@@ -33,6 +33,7 @@ _NAMES_BY_SIZE = {
     "n_mamba_heads qk_rope_head_dim rotary_dim index_topk indexer_budget adapter_rank laurel_rank hc_lowrank "
     "heavily_compressed_attention make_ngram_vocab_size_divisible_by block_multiple_of",
     HEADS: "num_attention_heads n_head n_heads swa_num_attention_heads linear_num_heads num_query_groups "
+    "encoder_attention_heads decoder_attention_heads "
     "zero_expert_num mamba_dt_rank time_step_rank index_block_size compressed_sparse_attention d_rel",
     2: "o_groups index_kpool index_n_heads indexer_n_heads indexer_compress_ratio index_topk_blocks "
     "split_ngram_parts heads_per_ngram",

@@ -20,13 +20,18 @@ REGULAR = [a for a in ONE_STACK if all(layer.regular for layer in family_truths.
 OWN_ROW = {"MistralForCausalLM"}
 # transformers saves weights for the experts that do nothing, which its class does not build.
 SAVED_OTHERWISE = {"LongcatFlashForCausalLM"}
-# vLLM's methods do not tell the state of Inkling's four short convolutions.
-STATE_UNKNOWN = {"InklingForCausalLM", "InklingForConditionalGeneration"}
-
-
 MULTIMODAL = family_truths.multimodal()
+STATE_KNOWN = [
+    architecture
+    for architecture, held in ((a, family_truths.small(a)) for a in REGULAR + MULTIMODAL)
+    if held.vllm_state_bytes is not None or not any(layer.state_bytes for layer in held.kept)
+]
 # vLLM keeps one indexer key for each few tokens, and the last tokens' in a ring.
-COMPRESSED_INDEXER = {"Qwen4ExpForCausalLM"}
+COMPRESSED_INDEXER = {
+    "Glm5NextForConditionalGeneration",
+    "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration",
+}
 PUBLIC = list(family_truths.public_models())
 
 
@@ -64,7 +69,7 @@ def test_parameters_of_each_layer_are_the_class_s(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", [a for a in REGULAR + MULTIMODAL if a not in COMPRESSED_INDEXER])
 def test_kv_elements_of_each_layer_are_those_that_grow_in_a_forward(architecture: str) -> None:
-    """Latents and V that is no copy of K too; indexer keys in the form in which vLLM keeps them."""
+    """Hold latents too, and indexer keys as vLLM keeps them (of MiniCPM3 it keeps K and V, not the latent)."""
     spec, held = described(architecture)
     caches = len(held.kept) // len(held.layer_parameters)  # LongCat: two attentions in a layer
     each = [layer.engine_elements for layer in held.kept]
@@ -80,7 +85,7 @@ def test_windows_are_those_that_a_forward_keeps(architecture: str) -> None:
     assert [spec.windows[index] for index in own] == [kept[index].window for index in own]
 
 
-@pytest.mark.parametrize("architecture", [a for a in REGULAR if a not in STATE_UNKNOWN])
+@pytest.mark.parametrize("architecture", STATE_KNOWN)
 def test_state_bytes_of_each_layer_are_vllm_s(architecture: str) -> None:
     """Hold against vLLM's figure: transformers keeps one input more of a convolution, and other types."""
     spec, held = described(architecture)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import math
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,11 @@ class VllmWheel:
         self._zip = zipfile.ZipFile(file)
         self._names = set(self._zip.namelist())
         self.registry = self._registry()
+        folder = "vllm/transformers_utils/configs/"
+        sources = [self.source(n) for n in self._names if n.startswith(folder) and n.endswith(".py")]
+        self.config_classes = {
+            name for text in sources for name in re.findall(r"^class (\w+Config)\b", text, re.M)
+        }
 
     def source(self, path: str) -> str:
         """Return a module's source."""
