@@ -26,6 +26,7 @@ from iserve.controller.profiling import Profiler, ask_daemon
 from iserve.demo import DEMO_MODEL_NAME
 from iserve.model_source import ModelSource
 from iserve.planning.document import PlanDocument
+from iserve.planning.engine_choice import nothing_feasible_on
 from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
 from iserve.planning.launching import LaunchDocument, PlannedDeployment
 from iserve.planning.making import PlanOptions
@@ -127,7 +128,8 @@ class Plans:
         if profile is None:
             notes += self._profiler.unused(source, engine, node, batch=batch)
             others = [e.name for e in ENGINES.values() if self._profiler.stored(source, e, node, batch=batch)]
-            notes += tuple(f"there is one on {other}: --engine {other}" for other in others)
+            useful = (other for other in others if nothing_feasible_on(other) not in notes)
+            notes += tuple(f"there is one on {other}: --engine {other}" for other in useful)
             asked = f"{source.argument} --engine {engine.name}" + (f" --batch {batch}" if batch > 1 else "")
             raise NotMeasuredError(
                 f"{source.name} has no profile on {engine.name} that holds on this machine; run `iserve profile "

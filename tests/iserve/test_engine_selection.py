@@ -12,16 +12,23 @@ from typing import Any
 import pytest
 
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from daemon.engines.registry import capabilities_for
+from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
 from fingerprint.config import DeploymentConfig
+from fingerprint.errors import NotMeasuredError
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
+from iserve.api_types import DeployBody
+from iserve.controller import deployer as deployer_module
 from iserve.controller import engine_selection
+from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import SelectedEngine, select_engine
-from iserve.model_source import resolve
+from iserve.controller.plans import Plans
+from iserve.model_source import ModelSource, resolve
+from iserve.planning.engine_choice import nothing_feasible_on
 from iserve.planning.making import PlanOptions, datasheet_estimator
+from iserve.settings import Settings
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
 from tests.iserve.test_report import LLAMA_2_7B
 
@@ -150,3 +157,54 @@ def test_memory_that_another_worker_holds_does_not_change_the_engine(selection: 
     node = node_with(held_bytes=12 * 2**30)
     assert selection.of("auto", spec_of("fits"), node).engine.name == "vllm"
     assert selection.profiled == [("vllm", ())]
+
+
+def test_a_deploy_profiles_each_engine_that_it_tries_and_notes_the_one_passed_over(
+    selection: Selection, profile: Profile, spec_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, node, moved = spec_of("int8 fits"), node_with(), list[str]()
+    profiler: Any = SimpleNamespace(
+        enough=lambda *_: None,
+        unused=lambda _source, engine, _node, batch: (f"a profile on {engine.name} is not used",),
+        take=lambda _source, engine, _daemon, **_: replace(profile, engine=engine.name),
+        estimator=lambda _, engine, __: datasheet_estimator(spec, A10G, [engine.capabilities()]),
+    )
+    monkeypatch.setattr(deployer_module, "ask_daemon", lambda *_: node)
+    monkeypatch.setattr(deployer_module.Checkpoint, "open", lambda _: None)
+    for engine in selection._engines.values():
+        engine.check_options = lambda _: None
+    nothing: Any = None
+    deployer = Deployer(
+        Settings(home=tmp_path),
+        nothing,
+        profiler,
+        nothing,
+        lambda _: ModelSource("m", tmp_path, True, spec),
+        lambda *_: None,
+    )
+    row: Any = SimpleNamespace(name="a")
+    measured = deployer.measured(row, DeployBody(name="a"), moved.append)
+    assert (measured.engine.name, measured.profile.engine) == ("torch", "torch")
+    assert moved == ["resolving", "profiling", "profiling"]
+    assert measured.notes[0].startswith("engine vllm is passed over: no configuration of it is feasible here")
+    assert "a profile on torch is not used" in measured.notes
+
+
+def test_a_plan_that_lacks_the_next_engine_s_profile_does_not_name_the_one_passed_over(
+    profile: Profile, spec_of, tmp_path: Path
+) -> None:
+    """``deploy`` measures it; the other engine's profile is there and was of no use."""
+    stored = {"vllm": profile, "tensorrt-llm": profile}
+    profiler: Any = SimpleNamespace(
+        stored=lambda _source, engine, _node, batch: stored.get(engine.name), unused=lambda *_, **__: ()
+    )
+    nothing: Any = None
+    plans = Plans(Settings(home=tmp_path), profiler, nothing, nothing, nothing, nothing)
+    source = ModelSource("m", tmp_path, True, spec_of("int8 fits"))
+    with pytest.raises(NotMeasuredError) as refused:
+        plans._stored(source, get_engine("torch"), (nothing_feasible_on("vllm"),), node_with(), 1)
+    said = str(refused.value)
+    assert "has no profile on torch" in said
+    assert "engine vllm is passed over: no configuration of it is feasible here" in said
+    assert "there is one on tensorrt-llm" in said
+    assert "there is one on vllm" not in said
