@@ -128,10 +128,10 @@ def refuse_options(engine: str, options: EngineOptions) -> None:
     """Raise ConfigError if anything is given to an engine that takes nothing."""
     if options.tool_call_parser is not None or options.reasoning_parser is not None:
         raise ConfigError(
-            f"engine {engine} has no tool-call and reasoning parsers; take --engine vllm or leave them out"
+            f"engine {engine} has no tool-call and reasoning parsers; deploy with --engine vllm, or leave them out"
         )
     if options.arguments:
         raise ConfigError(
-            f"engine {engine} takes no --engine-arg ({options.arguments[0][0]} was given); take --engine vllm or "
-            "leave it out"
+            f"engine {engine} takes no --engine-arg ({options.arguments[0][0]} was given); deploy with --engine "
+            "vllm, or leave it out"
         )

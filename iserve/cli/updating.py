@@ -111,7 +111,7 @@ def update(
     if not changes:
         raise typer.BadParameter(
             "nothing is changed; give --intent, --slo, --replicas, --batch, --context, --input-tokens, "
-            "--output-tokens, --model or --engine-version"
+            "--output-tokens, --model, --engine-version, --engine-arg, --tool-call-parser or --reasoning-parser"
         )
     if stop_first:
         changes["stop_first"] = True

@@ -69,7 +69,10 @@ class Door:
             state["reach"] = self._reach_of(headers.getlist("authorization"))
             if state["reach"] is None:
                 refusal = problem(
-                    "Unauthorized", "give `Authorization: Bearer KEY` with an API key of scope admin", 401
+                    "Unauthorized",
+                    "give `Authorization: Bearer KEY` with an API key of scope admin; `iserve keys create --scope "
+                    "admin` on the controller's machine makes one",
+                    401,
                 )
                 refusal.headers["WWW-Authenticate"] = "Bearer"
                 return refusal

@@ -75,7 +75,9 @@ def deployed_before(store: Store, name: str, body: DeployBody) -> DeploymentRow 
         there["batch"] = None
     differing = [field for field in asked if asked[field] != there[field]]
     if differing:
-        told = "; ".join(f"{field} is {_shown(there[field])}, asked {_shown(asked[field])}" for field in differing)
+        told = "; ".join(
+            f"{field} is {_shown(there[field], field)}, asked {_shown(asked[field], field)}" for field in differing
+        )
         update = f"`iserve update {name}` changes it, " if set(differing) <= set(UpdateBody.model_fields) else ""
         raise ConflictError(
             f"a deployment named {name!r} exists already ({row.phase}) and differs from the request: {told}; "
@@ -89,6 +91,13 @@ def _asked(body: DeployBody) -> dict[str, object]:
     return body.model_dump(mode="json", exclude={"name"}) | {"model": body.model or DEMO_MODEL_NAME}
 
 
-def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+def _shown(value: object, field: str) -> str:
+    """Return a field's value as the command line takes it: ``ttft=0.5,e2e=8`` for an SLO, ``none`` for nothing."""
+    if value is None:
+        text = "none"
+    elif field == "slo" and isinstance(value, dict):
+        limits = [f"{name.removesuffix('_s')}={limit:g}" for name, limit in value.items() if limit is not None]
+        text = ",".join(limits) or "none"
+    else:
+        text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _VALUE_SHOWN else f"{text[: _VALUE_SHOWN - 3]}..."

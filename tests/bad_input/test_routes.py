@@ -78,6 +78,11 @@ def test_an_unknown_path_tells_a_stranger_nothing(api: Api) -> None:
         assert api.ask("GET", path)[0] == 404
 
 
+def test_a_refusal_says_how_a_key_is_had(api: Api) -> None:
+    told = api.ask("GET", "/api/v1/nodes", token=None)[1]["message"]
+    assert "`iserve keys create --scope admin`" in told
+
+
 def test_two_authorizations_are_none(api: Api) -> None:
     two = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer isk-other")]
     assert api.client.get("/api/v1/nodes", headers=two).status_code == 401

@@ -165,7 +165,7 @@ def test_the_same_deploy_again_attaches_and_another_says_what_differs(
     assert f"{DEMO} is ready" in again.stdout
     assert again.stderr.startswith(f"{DEMO} exists already by the same request (ready)\n")
     said = one_line(served.run("deploy", "--name", DEMO, "--batch", "2", *WORK, check=False))
-    assert "exists already (ready) and differs from the request: batch is null, asked 2; `iserve update" in said
+    assert "exists already (ready) and differs from the request: batch is none, asked 2; `iserve update" in said
     assert served.deployment()["created_at"] == served.first["created_at"]
 
 

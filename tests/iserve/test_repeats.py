@@ -43,7 +43,7 @@ def test_a_deployment_of_before_an_upgrade_is_known_by_the_same_options(store: S
 
 def test_a_batch_that_was_given_is_not_one_left_out(store: Store) -> None:
     record(store, batch=1)
-    with pytest.raises(ConflictError, match="batch is 1, asked null"):
+    with pytest.raises(ConflictError, match="batch is 1, asked none"):
         deployed_before(store, "chat", DeployBody(name="chat"))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from fingerprint.errors import ConfigError, NotFoundError
@@ -28,6 +30,18 @@ def test_a_context_below_the_planned_request_takes_a_shorter_one() -> None:
     assert changes == ("context_tokens", "input_tokens")
     work = wish.options(default_policy="packing", load_threshold=0.5).workload
     assert (work.input_tokens, work.output_tokens, work.longest_tokens) == (384, 128, 512)
+
+
+def test_an_update_of_nothing_names_every_option_that_changes_something() -> None:
+    command = get_command(make_app()).commands["update"]  # type: ignore[attr-defined]
+    options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    done = CliRunner().invoke(make_app(), ["update", "chat"])
+    assert done.exit_code == 2
+    assert set(re.findall(r"--[a-z-]+", done.output.partition("nothing is changed; ")[2])) == options - {
+        "--stop-first",
+        "--json",
+        "--help",
+    }
 
 
 def test_lengths_on_the_command_line_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:

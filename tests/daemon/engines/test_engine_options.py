@@ -150,7 +150,7 @@ def test_every_option_that_a_launch_sets_is_refused(tmp_path: Path) -> None:
     "options", [EngineOptions(tool_call_parser="hermes"), EngineOptions(arguments=(("seed", "1"),))]
 )
 def test_other_engines_refuse_in_one_line(engine: str, options: EngineOptions) -> None:
-    with pytest.raises(ConfigError, match=r"take --engine vllm") as refused:
+    with pytest.raises(ConfigError, match=r"; deploy with --engine vllm, or leave") as refused:
         get_engine(engine).check_options(options)
     assert "\n" not in str(refused.value)
 
