@@ -82,7 +82,8 @@ def time_bursts(
 
     Args:
         clock: seconds.
-        progress: pairs run, pairs planned, seconds since the start.
+        progress: pairs run, pairs expected in all (more of them once they take less time than the first did),
+            seconds since the start.
         aim: the share of the time to do with, unless three pairs take more.
 
     Raises:
@@ -108,7 +109,7 @@ def time_bursts(
     tpot: list[float] = []
     disturbed = 0
     while len(ttft) < _MOST_PAIRS:
-        progress(len(ttft), planned, clock() - started_s)
+        progress(len(ttft), max(planned, len(ttft) + 1), clock() - started_s)
         short = burst(one)
         long = short if many == one else burst(many)
         if short.alone and long.alone:
