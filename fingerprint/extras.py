@@ -5,12 +5,14 @@ Planning needs none of them, so a package of an extra is imported only where it 
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 
 from fingerprint.errors import MissingExtraError
 
-__all__ = ["missing_extra", "need_extra"]
+__all__ = ["install_extra", "missing_extra", "need_extra"]
 
 # Packages by extra, as pyproject.toml declares them.
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -24,7 +26,12 @@ def missing_extra(extra: str, what: str) -> str | None:
     absent = [package for package in _PACKAGES[extra] if not _is_installed(package)]
     if not absent:
         return None
-    return f"{what} needs {', '.join(absent)} (not installed here): pip install 'iserve[{extra}]'"
+    return f"{what} needs {', '.join(absent)} (not installed here): {install_extra(extra)}"
+
+
+def install_extra(extra: str) -> str:
+    """Return the command that installs the extra into this environment, whichever pip comes first on PATH."""
+    return f"{shlex.quote(sys.executable)} -m pip install 'iserve[{extra}]'"
 
 
 def need_extra(extra: str, what: str) -> None:

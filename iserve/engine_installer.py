@@ -30,6 +30,7 @@ from daemon.engines.registry import get_engine
 from daemon.procfs import running_from
 from fingerprint.codec import to_json
 from fingerprint.errors import ConfigError, ConflictError, EngineError, NotFoundError, UnavailableError
+from fingerprint.extras import install_extra
 from fingerprint.plain_text import printable
 from iserve.engine_inventory import deployments_on
 from iserve.settings import Settings
@@ -124,7 +125,7 @@ def installable(engine: str) -> ForeignEngine:
     if isinstance(adapter, ForeignEngine):
         how = f"install it by hand and set {adapter.interpreter.variable} to the Python of its environment"
     else:
-        how = f"pip install 'iserve[{engine}]'"
+        how = install_extra(engine)
     raise ConfigError(f"engine {engine} is not installed by this command: {how}")
 
 

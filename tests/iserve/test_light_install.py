@@ -124,7 +124,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(
 ) -> None:
     answer = answers[name]
     assert (answer["code"], answer["out"], answer["err"].count("\n")) == (1, "", 1)
-    assert answer["err"].endswith(f"(not installed here): pip install 'iserve[{extra}]'\n")
+    assert answer["err"].endswith(f"(not installed here): {sys.executable} -m pip install 'iserve[{extra}]'\n")
     assert asked in answer["err"]
 
 
@@ -133,7 +133,7 @@ def test_the_embedded_engine_can_be_planned_for_and_says_what_to_install(answers
     assert document["chosen"] == 0
     (condition,) = document["candidates"][0]["conditions"]
     assert condition.startswith("torch can be planned for, not deployed: the embedded engine needs ")
-    assert condition.endswith("pip install 'iserve[torch]'")
+    assert condition.endswith(f"{sys.executable} -m pip install 'iserve[torch]'")
 
 
 def test_a_deployment_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_deployment_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_
         deployable_engine("torch")
     assert str(caught.value) == (
         "torch can be planned for, not deployed here: the embedded engine needs transformers (not installed "
-        "here): pip install 'iserve[torch]'"
+        f"here): {sys.executable} -m pip install 'iserve[torch]'"
     )
     with pytest.raises(
         InfeasibleError, match=r"^no engine .* is installed here; torch: .*; vllm: .* install vllm`"
