@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from iserve.cli.terminal import HarmlessConsole
-from iserve.planning.words import ends, figure, gib, seconds, short, with_interval, workload_words
+from iserve.planning.words import device_kind, ends, figure, gib, seconds, short, with_interval, workload_words
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
@@ -159,7 +159,11 @@ def _candidate_columns(candidates: Sequence[CandidateDocument], document: PlanDo
         columns.append((document.cost_unit, "right", [figure(estimate.cost) for estimate in estimates]))
     return [
         *columns,
-        ("per GPU", "right", [gib(estimate.memory_bytes_per_gpu) for estimate in estimates]),
+        (
+            "per GPU" if device_kind(document.hardware) == "GPU" else "per device",
+            "right",
+            [gib(one.memory_bytes_per_gpu) for one in estimates],
+        ),
         ("total", "right", [gib(estimate.memory_bytes_total) for estimate in estimates]),
         ("TTFT", "left", [with_interval(estimate.ttft_s) for estimate in estimates]),
         ("TPOT", "left", [with_interval(estimate.tpot_s) for estimate in estimates]),

@@ -101,7 +101,7 @@ def exported_worker(
         probe_timeout_s=times.probe_timeout_s,
         probe_misses=times.probe_misses,
         unresponsive_s=times.unresponsive_s,
-        remarks=(*_remarks(launch, engine.name), *(container.notes if image is None else ())),
+        remarks=(*_remarks(launch, engine.name, bare=bare), *(container.notes if image is None else ())),
         num_replicas=launch.plan.replicas,
     )
 
@@ -127,7 +127,7 @@ def _pinning(devices: dict[str, Device]) -> tuple[tuple[str, str], ...]:
     return (("ISERVE_DEVICE_CORES", ";".join(cores)),) if cores else ()
 
 
-def _remarks(launch: LaunchDocument, engine: str) -> tuple[str, ...]:
+def _remarks(launch: LaunchDocument, engine: str, *, bare: bool) -> tuple[str, ...]:
     plan, config, limits = launch.plan, launch.worker.config, launch.worker.limits
     layers = [stage.num_layers for stage in launch.worker.stages]
     basis = "datasheets" if launch.release is None else f"what was measured on {engine} {launch.release}"
@@ -136,7 +136,8 @@ def _remarks(launch: LaunchDocument, engine: str) -> tuple[str, ...]:
         f"{config} on {engine}, layers per stage {layers}; planned with {basis}.",
         f"Requests at once: {limits.max_batch}; tokens of one, in and out: {limits.max_context_tokens}; "
         f"memory of a device: {limits.memory_bytes_per_device / 2**30:.2f} GiB.",
-        "iServe has not run this image. Whoever reaches the port can use the model: put a gateway before it.",
+        f"iServe has not run this {'command' if bare else 'image'}. Clients that reach the port can use the model"
+        f"{'; it is on loopback' if bare else ': put a gateway before it'}.",
     ]
     if not launch.has_weights:
         remarks.append(

@@ -11,6 +11,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Workload, even_split
 from fingerprint.estimates import Correction, Estimate, Quantity
 from fingerprint.measurements import Profile, Unreached
 from iserve.planning.verdict import VerdictDocument
+from iserve.planning.words import device_kind
 from planner.costs import total_bytes
 from planner.intent import Intent
 from planner.moving_rate import Level, moving_rate
@@ -312,7 +313,7 @@ def plan_document(
             *_cut_short(profile),
             *_less_sure(plan),
             *_replicated(plan.intent, replicas),
-            *_beside(plan),
+            *_beside(plan, device_kind(hardware)),
         ),
         served=None if plan.served is None else _served(plan.served, plan.intent),
         replicas=replicas,
@@ -393,15 +394,16 @@ def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
     return (f"{replicas} replicas, each on devices of its own; the table's figures are of one{share}",)
 
 
-def _beside(plan: Plan) -> tuple[str, ...]:
-    """What the load of the GPUs has to do with the choice."""
+def _beside(plan: Plan, device: str) -> tuple[str, ...]:
+    """What the load of the devices, GPUs or CPU devices, has to do with the choice."""
     notes = [] if plan.better_idle is None else [plan.better_idle.text]
     if plan.room is not None and plan.best is not None:
         notes.append(plan.room.text(plan.best.config))
     if plan.best is not None and plan.best.slowdown > 1:
+        times = f"{plan.best.slowdown:.3g} times as slow"
         notes.append(
-            f"its GPUs are busy: with what runs there now {plan.best.config} is {plan.best.slowdown:.3g} times as "
-            "slow; its cost, objective and limits are judged so, TTFT, TPOT and E2E are listed as on idle GPUs"
+            f"its {device}s are busy: with what runs there now {plan.best.config} is {times}; its cost, objective "
+            f"and limits are judged so, TTFT, TPOT and E2E are listed as on idle {device}s"
         )
     return tuple(notes)
 

@@ -17,7 +17,7 @@ from iserve.planning.document import (
 from iserve.planning.here import DeployableDocument
 from iserve.planning.runner_up import MOST_BATCH, BatchRange, IntentLead, RunnerUpDocument
 from iserve.planning.verdict import FiguresDocument, VerdictDocument
-from iserve.planning.words import differences, dollars, figure, gib, interval, seconds, workload_words
+from iserve.planning.words import device_kind, differences, dollars, figure, gib, interval, seconds, workload_words
 from planner.plan import RefusedFor
 
 __all__ = [
@@ -165,7 +165,8 @@ def _capacity_words(document: PlanDocument) -> list[str]:
         each, in_all = "each replica ", f" ({capacity.requests_at_once * document.replicas} in total)"
     served = (
         f"{each}up to {_requests(capacity.requests_at_once)} at once{in_all} of up to "
-        f"{capacity.context_tokens:,} tokens each, in {gib(capacity.memory_bytes_per_gpu)} of each GPU"
+        f"{capacity.context_tokens:,} tokens each, in {gib(capacity.memory_bytes_per_gpu)} of each "
+        f"{device_kind(document.hardware)}"
     )
     why = "" if capacity.bound is None else _BOUND[capacity.bound]
     if (capacity.requests_at_once, capacity.context_tokens) == (work.batch, work.context_tokens):

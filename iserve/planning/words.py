@@ -9,6 +9,7 @@ from fingerprint.estimates import Quantity
 
 __all__ = [
     "ELSEWHERE",
+    "device_kind",
     "devices",
     "differences",
     "dollars",
@@ -120,6 +121,11 @@ def spoken(
 def devices(gpu: str, count: int) -> str:
     """Name of ``count`` devices: ``A6000``, ``CPU devices``."""
     return "CPU device" + "s" * (count > 1) if gpu == "cpu" else gpu.upper()
+
+
+def device_kind(hardware: str) -> str:
+    """Return what one device of a plan's hardware, such as ``2 x cpu (node0)``, is: a GPU or a CPU device."""
+    return "CPU device" if hardware.partition(" x ")[2].split(" ")[0] == "cpu" else "GPU"
 
 
 def engine_name(engine: str) -> str:

@@ -324,3 +324,5 @@ def test_what_runs_there_may_be_a_former_worker_of_the_same_deployment() -> None
     assert plan.best.slowdown > 1
     (note,) = (n for n in plan_document(plan, model="m", hardware="h", workload=WORK).notes if "are busy" in n)
     assert note.startswith(f"its GPUs are busy: with what runs there now {plan.best.config} is ")
+    of_cpus = plan_document(plan, model="m", hardware="2 x cpu (node0)", workload=WORK)
+    assert note.replace("GPUs", "CPU devices") in of_cpus.notes

@@ -399,6 +399,23 @@ def test_the_line_on_what_is_served_is_always_there_with_its_reason(
 
 
 @pytest.mark.parametrize(
+    ("hardware", "device"),
+    [("2 x cpu (node0)", "CPU device"), ("2 x a6000", "GPU"), ("8 x h200-sxm (cpu)", "GPU")],
+)
+def test_memory_is_said_to_be_that_of_the_devices_there_are(
+    hardware: str, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = replace(from_json((GOLDEN / "plan.json").read_bytes(), PlanDocument), hardware=hardware)
+    capacity = CapacityDocument(
+        requests_at_once=256, context_tokens=640, kv_tokens=640, memory_bytes_per_gpu=2**30
+    )
+    assert f"in 1.00 GiB of each {device};" in dict(plan_lines(replace(document, capacity=capacity)))["Serves"]
+    print_plan(document)
+    heads = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("#"))
+    assert ("per GPU" in heads) == (device == "GPU")
+
+
+@pytest.mark.parametrize(
     ("wish", "more_requests", "said"),
     [
         (

@@ -133,6 +133,11 @@ def test_what_is_printed_is_alone_on_standard_output(iserve: Run, model: Callabl
     assert done.out.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID \\\n")
     assert all(line.startswith("# ") for line in done.err.splitlines())
     assert "planned with datasheets" in done.err
+    assert (
+        "iServe has not run this command. Clients that reach the port can use the model; it is on loopback."
+        in done.err
+    )
+    assert "image" not in done.err
 
 
 @pytest.mark.parametrize(
