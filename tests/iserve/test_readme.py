@@ -1,0 +1,106 @@
+"""Commands of README.md and docs: each is taken as written, and one that needs no machine prints what is shown."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from typer.main import get_command
+
+from iserve.cli.app import make_app
+from iserve.demo import demo_model_path
+from tests.iserve.command_line import Done, iserve, model
+
+__all__ = ["iserve", "model"]
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+_COMMAND = re.compile(r"^(?:    |\$ )((?:[A-Z_]+=\S+ )*\S*\biserve [a-z].*)$", re.MULTILINE)
+_FOLDERS = {"Llama-2-70b-hf": "Llama-2-70b", "Llama-2-7b-hf": "Llama-2-7b"}
+
+
+def commands(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield the words behind ``iserve`` of each command that a page tells its reader to type."""
+    for line in _COMMAND.findall(re.sub(r"\\\n\s*", " ", text)):
+        words = shlex.split(line, comments=True)
+        parts: list[list[str]] = [[]]
+        for word in words:
+            if word in ("&&", "|", ";"):
+                parts.append([])
+            else:
+                parts[-1].append(word)
+        for part in parts:
+            at = next((at for at, word in enumerate(part) if word.rpartition("/")[2] == "iserve"), None)
+            if at is not None:
+                yield tuple(part[at + 1 :])
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TYPED = [
+    pytest.param(words, id=f"{page.stem}: {' '.join(words)}")
+    for page in PAGES
+    for words in dict.fromkeys(commands(page.read_text()))
+]
+SHOWN = re.findall(r"```\n\$ iserve ((?:plan|estimate) [^\n]*)\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def tour(model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the models of the examples."""
+    for name, shape in _FOLDERS.items():
+        shutil.copytree(model(shape), tmp_path / name)
+    for name in ("my-model", "other"):
+        shutil.copytree(demo_model_path(), tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", TYPED)
+def test_a_command_is_taken_as_it_is_written(words: tuple[str, ...]) -> None:
+    """Its options exist, have values of their kinds, and nothing that is required is left out."""
+    command: Any = get_command(make_app())
+    rest = list(words)
+    while isinstance(command, click.Group):
+        name = rest.pop(0)
+        assert name in command.commands, f"there is no command {name!r}"
+        command = command.commands[name]
+    command.make_context(words[0], rest)
+
+
+def test_commands_are_found() -> None:
+    assert len(list(commands(README))) > 25
+    line = "    ISERVE_X=1 iserve up && ~/env/bin/iserve plan m --gpus h200:1 | sh  # ends\n"
+    assert list(commands(line)) == [("up",), ("plan", "m", "--gpus", "h200:1")]
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
+@pytest.mark.usefixtures("tour")
+def test_what_is_shown_is_what_is_printed(
+    iserve: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, command: str, shown: str
+) -> None:
+    """But for what this machine lacks."""
+    monkeypatch.setenv("COLUMNS", "120")
+    assert _elsewhere(iserve(*shlex.split(command)).out) == _elsewhere(shown)
+
+
+def _elsewhere(text: str) -> list[str]:
+    lines = re.sub(r"  Deploy here .*?(?=\n\n)", "", text, flags=re.DOTALL).splitlines()
+    return [line.rstrip() for line in lines]
+
+
+def test_there_are_examples_of_every_kind() -> None:
+    assert sorted(command.split()[0] for command, _ in SHOWN) == ["estimate", "plan", "plan"]
+
+
+@pytest.mark.usefixtures("tour")
+def test_the_trace_of_the_examples_is_written_and_simulated(iserve: Callable[..., Done]) -> None:
+    (write,) = (words for words in commands(README) if words[:2] == ("trace", "write"))
+    (simulate,) = (words for words in commands(README) if words[0] == "simulate")
+    assert iserve(*write).code == 0
+    assert iserve(*simulate).out.startswith("all ")
