@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
+import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -207,6 +211,36 @@ def test_a_header_is_read_no_further_than_to_what_is_wrong_in_it(
     finally:
         tracemalloc.stop()
     assert peak < 3 * len(raw)  # its bytes and their text, and none of its numbers
+
+
+def test_no_single_call_holds_the_process_for_long_however_many_tensors_a_header_names(tmp_path: Path) -> None:
+    """By the CPU time of this thread, in parts of what all of the reading takes: on any machine the same."""
+    places = list(range(20_000))
+    random.Random(5).shuffle(places)
+    header = {f"t{at}": {"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]} for at in places}
+    raw = json.dumps(header).encode()
+    (tmp_path / SINGLE_FILE).write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(len(places)))
+    begun: list[float] = []
+    longest_s = 0.0
+
+    def watch(_frame: FrameType, event: str, _what: object) -> None:
+        nonlocal longest_s
+        if event == "c_call":
+            begun.append(time.thread_time())
+        elif event in ("c_return", "c_exception") and begun:
+            longest_s = max(longest_s, time.thread_time() - begun.pop())
+
+    gc.disable()
+    try:
+        start_s = time.thread_time()
+        assert len(Checkpoint.open(tmp_path).tensors) == len(places)
+        whole_s = time.thread_time() - start_s
+        sys.setprofile(watch)
+        Checkpoint.open(tmp_path)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert longest_s < 0.04 * whole_s
 
 
 def test_metadata_without_end_is_refused(tmp_path: Path) -> None:
