@@ -158,7 +158,7 @@ class _File(Database):
         """A disk without room is "full", or an "I/O error" where the log beside the file cannot grow."""
         cause = _cause(error)
         if "full" in cause or "disk I/O error" in cause:
-            return f"{cause}; free space in {self._path.parent}, which needs no restart"
+            return f"{cause}; free space in {self._path.parent}; what runs goes on without a restart"
         return cause
 
     def is_new(self) -> bool:

@@ -41,10 +41,13 @@ def test_a_home_is_closed_to_others_and_its_processes_survive_the_loss_of_their_
     for folder in (home, run, home / "workers"):
         folder.mkdir(mode=0o755)
         folder.chmod(0o755)  # whatever the umask
-    (run / ".routes.json.a1b2c3d4").write_text("of a controller that was killed while it wrote")
+    for name in ("routes", *ROLES):
+        (run / f".{name}.json.a1b2c3d4").write_text("of a process that was killed while it wrote")
+    (home / "workers" / "w1").mkdir()
+    (home / "workers" / "w1" / ".lease.json.a1b2c3d4").touch()
     installation.run("up")
     assert {mode(home / part) for part in (".", "run", "logs", "workers")} == {0o700}
-    assert list(run.glob(".*")) == []
+    assert [*run.glob(".*"), *home.glob("workers/*/.*.json.*")] == []
     records = {role: installation.record(role) for role in ROLES}
     assert {soft_limit(record.pid) for record in records.values()} == {min(low_soft_limit, 65_536)}
     for role in ROLES:
