@@ -214,7 +214,7 @@ def test_a_header_is_read_no_further_than_to_what_is_wrong_in_it(
 
 
 def test_no_single_call_holds_the_process_for_long_however_many_tensors_a_header_names(tmp_path: Path) -> None:
-    """By the CPU time of this thread, in parts of what all of the reading takes: on any machine the same."""
+    """CPU time of the longest call, as a part of that of the whole reading: other work does not move it."""
     places = list(range(20_000))
     random.Random(5).shuffle(places)
     header = {f"t{at}": {"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]} for at in places}
