@@ -84,7 +84,7 @@ def test_commands_are_found() -> None:
 def test_what_is_shown_is_what_is_printed(
     iserve: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, command: str, shown: str
 ) -> None:
-    """But for what this machine lacks."""
+    """Standard output equals the page, except for what this machine lacks."""
     monkeypatch.setenv("COLUMNS", "120")
     assert _elsewhere(iserve(*shlex.split(command)).out) == _elsewhere(shown)
 

@@ -281,6 +281,11 @@ FP8 = {"weights": WeightFormat.FP8}
 ESTIMATE = "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"
 STAGES = "VLLM_PP_LAYER_PARTITION"
 EXECUTOR = "--distributed-executor-backend"
+INT8_KV = "--kv-cache-dtype=int8_per_token_head"
+
+
+def without_value(value: str) -> tuple[str, ...]:
+    return tuple(name for name in recorded()["0.33.0"].values if name != value)
 
 
 def without_variable(variable: str) -> tuple[str, ...]:
@@ -292,6 +297,7 @@ def without_variable(variable: str) -> tuple[str, ...]:
     [
         pytest.param({"flags": without_flag("--quantization")}, FP8, "--quantization", id="fp8"),
         pytest.param({"flags": without_flag(EXECUTOR)}, {"tp": 2}, EXECUTOR, id="gpus"),
+        pytest.param({"values": without_value(INT8_KV)}, {"kv": KvFormat.INT8}, f"value {INT8_KV}", id="int8-kv"),
         pytest.param(
             {"flags": without_flag("--reasoning-parser")},
             {"options": EngineOptions(reasoning_parser="qwen3")},

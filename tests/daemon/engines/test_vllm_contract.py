@@ -167,7 +167,7 @@ class TestCompleteness:
         assert {word.partition("=")[0] for word in ours if word.startswith("--")} == FLAGS
 
     def test_values_are_those_that_launches_and_profiles_give(self, tmp_path, monkeypatch):
-        """Of each option that takes one of a list of words."""
+        """Options that take a word of a list."""
         monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", "0.33.0")))
         (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
         (tmp_path / "model.safetensors").touch()
