@@ -184,11 +184,10 @@ def layer_state_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig, sequenc
 
 def _mean_of_the_fullest_stage(spec: ModelSpec, pp: int, of_kinds: Sequence[float]) -> float:
     """Mean over the layers of the stage, of an even split, where it is largest; ``of_kinds``: for each kind."""
-    stages = even_split(spec.num_layers, pp)
     if len(of_kinds) == 1:
         return of_kinds[0]
     means, first = [], 0
-    for layers in stages:
+    for layers in even_split(spec.num_layers, pp):
         means.append(sum(of_kinds[kind] for kind in spec.kind_indexes[first : first + layers]) / layers)
         first += layers
     return max(means)

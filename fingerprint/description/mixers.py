@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -22,8 +22,8 @@ __all__ = ["Kept", "kept_of_layer"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_MIXER = re.compile(r"^(.*?(?:attn|attention|mamba\w*|mixer|temporal_block|mlstm_layer|short_?conv|\bconv|sconv)"
-                    r"(?:\.\d+)?)\.(.+)$")  # fmt: skip
+_NAMES = r"attn|attention|mamba\w*|mixer|temporal_block|mlstm_layer|short_?conv|\bconv|sconv"
+_MIXER = re.compile(rf"^(.*?(?:{_NAMES})(?:\.\d+)?)\.(.+)$")
 _OTHER = re.compile(r"(^|[._])(cross_attn|encoder_attn|mlp|experts?|shared_experts?|feed_forward)([._]|$)")
 _MLP = re.compile(r"(^|\.)(up_proj|down_proj|gate|gate_proj|\w*norm\w*)$")
 _K = re.compile(r"(^|\.)(k_proj|project_k|to_k|wk(_dv)?)(\.linear)?$")
@@ -55,7 +55,13 @@ def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
         if found is not None and (found[1].endswith("sconv") or not _OTHER.search(found[1])):
             leaf = found[1].rpartition(".")[2] if found[2] == "weight" else found[2].removesuffix(".weight")
             owners[found[1]][leaf] = shape
-    kept = [each for leaves in owners.values() if (each := _kept(leaves, facts)) is not None]
+    try:
+        kept = [each for leaves in owners.values() if (each := _kept(leaves, facts)) is not None]
+    except (IndexError, ZeroDivisionError) as error:  # a vector in a matrix's place, more heads than channels
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(layer.items())[:6])
+        raise UnsupportedModelError(
+            f"the matrices of a layer of {facts.family} are of shapes that mix no tokens: {shapes[:300]}"
+        ) from error
     unknown = [name for leaves in owners.values() for name, shape in leaves.items() if _may_mix(name, shape)]
     if not kept and len(unknown) > 1:
         names = ", ".join(sorted(unknown)[:6])
@@ -198,12 +204,11 @@ def _lightning(leaves: Shapes, facts: Facts) -> Kept:
 
 
 def _state_space(leaves: Shapes, facts: Facts) -> Kept:
-    named: Callable[[str], list[tuple[int, ...]]] = lambda part: [s for n, s in leaves.items() if part in n]  # noqa: E731
     log = _one(leaves, r"A_log$")
-    if named("x_proj"):  # Mamba: a state for each channel
+    if any("x_proj" in name for name in leaves):  # Mamba: a state for each channel
         state_bytes = facts.state_element_bytes * prod(log) + _tails(leaves)
         return Kept(mixer="mamba", kv_heads=log[0], state_bytes=state_bytes)
-    if named("in_proj") and any(re.search(r"(^|\.)D$", name) for name in leaves):
+    if any("in_proj" in name for name in leaves) and any(re.search(r"(^|\.)D$", name) for name in leaves):
         return _mamba2(leaves, facts, prod(log))
     return _gated_delta(leaves, facts, prod(log))
 

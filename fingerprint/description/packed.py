@@ -63,12 +63,12 @@ def _bytes(tensor: StoredTensor) -> float:
 def _plain(name: str, tensor: StoredTensor, quantization: Mapping[str, object]) -> tuple[str, tuple[int, ...]]:
     """Name and shape in 16 bits, outputs first."""
     shape = tensor.shape
-    if name.endswith(".qweight"):
+    if name.endswith(".qweight") and len(shape) == 2:
         in_word = _in_word(name, quantization)
         words, other = (shape[1], shape[0]) if quantization.get("quant_method") == "awq" else (shape[0], shape[1])
         size = (words * in_word, other) if quantization.get("quant_method") == "awq" else (other, words * in_word)
         return name.removesuffix("qweight") + "weight", size
-    if name.endswith(".weight_packed"):
+    if name.endswith(".weight_packed") and len(shape) >= 2:
         in_word = 2 if tensor.dtype == "U8" else _in_word(name, quantization)
         return name.removesuffix("_packed"), (*shape[:-1], shape[-1] * in_word)
     if name.endswith("_blocks") and len(shape) == 4:

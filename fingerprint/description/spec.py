@@ -13,7 +13,7 @@ from fingerprint.description.facts import Facts
 from fingerprint.description.mixers import Kept, kept_of_layer
 from fingerprint.description.packed import unpacked
 from fingerprint.description.roles import role_of
-from fingerprint.description.stack import Stack, find_stack
+from fingerprint.description.stack import Stack, check_tensors, find_stack
 from fingerprint.description.stored import quantization_of, stored_as
 from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.model_spec import LayerShape, ModelSpec
@@ -43,6 +43,7 @@ def describe(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) 
         CheckpointError: the tensors are not those of as many layers, or packed in an unknown way.
         UnsupportedModelError: several stacks of layers, or a way of mixing tokens that is not known.
     """
+    check_tensors(tensors)
     quantization = quantization_of(config)
     plain = unpacked(tensors, quantization)
     is_packed = any(each.is_packed for each in plain.values())
@@ -72,7 +73,8 @@ def spec_and_stack(
     _check_ends(stack, facts)
     windows = facts.windows(num_layers)
     tied = stack.head is None
-    shapes = tuple(dict.fromkeys(layer.shape for layer in layers))
+    places = {shape: place for place, shape in enumerate(dict.fromkeys(layer.shape for layer in layers))}
+    shapes = tuple(places)
     most = max(layers, key=lambda layer: layer.shape.kv_elements)
     heads = facts.heads or most.kv_heads or 1
     kv_heads, head_elements = _heads(most, facts, heads)
@@ -108,7 +110,7 @@ def spec_and_stack(
         final_norm_params=norms,
         kv_head_elements=0 if head_elements == 2 * head_dim else head_elements,
         layer_shapes=shapes if varied else (),
-        layer_shape_indexes=tuple(shapes.index(layer.shape) for layer in layers) if varied else (),
+        layer_shape_indexes=tuple(places[layer.shape] for layer in layers) if varied else (),
     )
     return spec, stack
 

@@ -17,9 +17,11 @@ from fingerprint.checkpoint import StoredTensor
 from fingerprint.config_json import MAX_LAYERS
 from fingerprint.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["Stack", "find_stack"]
+__all__ = ["Stack", "check_tensors", "find_stack"]
 
 _INDEXED = re.compile(r"(.*?)\.(\d{1,6})\.(.+)")
+_MOST_NAME_CHARS = 512
+_MOST_SIZE = 2**32
 _SMALL = 0.1  # of the parameters of the stack that is served: some modules beside it, as many as layers
 _TOWERS = re.compile(
     r"(^|[._])(vision|visual|vit|audio|image|img|speech|sound|video|talker|qformer|resampler|perceiver|gated_cross_attn|encoder_layers)"
@@ -39,6 +41,19 @@ class Stack:
     beside_params: int  # input embedding and all else that belongs to no layer: norms, positions, towers
     norm_params: int  # of these, vectors beside the towers
     draft_params: int  # not counted elsewhere
+
+
+def check_tensors(tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse names and shapes that no model has and that would be slow to read, or nothing.
+
+    Raises:
+        CheckpointError: such a tensor.
+    """
+    for name, tensor in tensors.items():
+        if len(name) > _MOST_NAME_CHARS:
+            raise CheckpointError(f"tensor {name[:60]!r}... has a name of {len(name):,} characters")
+        if 0 in tensor.shape or any(size > _MOST_SIZE for size in tensor.shape):
+            raise CheckpointError(f"tensor {name!r} is of {str(tensor.shape)[:80]}, which no model has")
 
 
 def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:

@@ -6,6 +6,8 @@ from math import prod
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fingerprint.checkpoint import StoredTensor
 from fingerprint.config import DeploymentConfig, WeightFormat
@@ -273,6 +275,35 @@ def test_what_lies_or_is_not_known_is_one_line(
         describe(config, tensors)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> tuple[dict[str, Any], Tensors]:
+    """A model of which some tensors, shapes and facts are otherwise than they can be."""
+    layer = draw(st.sampled_from([GROUPED, LATENT, DELTA])) | NORMS | draw(st.sampled_from([MLP, MIXTURE]))
+    tensors = model(*[layer] * draw(st.integers(1, 3)))
+    sizes = st.lists(st.sampled_from([0, 1, 3, 7, 64, 2**31, 2**63 - 1]), max_size=4).map(tuple)
+    for name in draw(st.lists(st.sampled_from(sorted(tensors)), max_size=4, unique=True)):
+        dtype = draw(st.sampled_from(["BF16", "F32", "U8", "I32", "F8_E4M3", "BOOL"]))
+        changed = draw(st.sampled_from([name, name + "_packed", name.replace("weight", "qweight"), name * 200]))
+        del tensors[name]
+        if draw(st.booleans()):
+            tensors[changed] = StoredTensor(dtype, draw(sizes))
+    values = st.none() | st.integers(-1, 2**40) | st.sampled_from([True, "4", 0.5, [], [3], {}, {"bits": 4}])
+    facts = st.sampled_from([*CONFIG, "num_hidden_layers", "layer_types", "sliding_window", "quantization_config"])
+    return CONFIG | {"num_hidden_layers": 2} | draw(st.dictionaries(facts, values, max_size=4)), tensors
+
+
+@given(damaged())
+def test_whatever_is_damaged_is_described_or_refused_in_one_line(it: tuple[dict[str, Any], Tensors]) -> None:
+    refusal, spec = "", None
+    try:
+        spec = describe(*it)
+    except BadInputError as error:
+        refusal = str(error)
+    assert "\n" not in refusal
+    assert len(refusal) < 1000
+    assert spec is None or min(spec.num_params, spec.kv_elements, spec.num_kv_heads, spec.head_dim) > 0
 
 
 class TestCuts:
