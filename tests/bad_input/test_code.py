@@ -84,7 +84,7 @@ def test_a_family_that_only_its_code_knows_is_described_and_run_by_no_engine(evi
     for table in capabilities_for("auto"):
         assert "Evil" in str(table.architecture_refusal(spec)), table.engine
     (evil / "model.safetensors").unlink()
-    with pytest.raises(IserveError, match="describes no 'evil' by config.json alone"):
+    with pytest.raises(IserveError, match=r"describes no 'evil' by config\.json alone"):
         resolve(str(evil))
     assert not marker.exists()
 
