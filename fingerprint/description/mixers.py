@@ -26,9 +26,9 @@ _NAMES = r"attn|attention|mamba\w*|mixer|temporal_block|mlstm_layer|short_?conv|
 _MIXER = re.compile(rf"^(.*?(?:{_NAMES})(?:\.\d+)?)\.(.+)$")
 _OTHER = re.compile(r"(^|[._])(cross_attn|encoder_attn|mlp|experts?|shared_experts?|feed_forward)([._]|$)")
 _MLP = re.compile(r"(^|\.)(up_proj|down_proj|gate|gate_proj|\w*norm\w*)$")
-_K = re.compile(r"(^|\.)(k_proj|project_k|to_k|wk(_dv)?)(\.linear)?$")
-_V = re.compile(r"(^|\.)(v_proj\w*|project_v|to_v|wv(_dv)?)(\.linear)?$")
-_Q = re.compile(r"(^|\.)(q_proj|q_b_proj|project_q|to_q|wq)(\.linear)?$")
+_K = re.compile(r"(^|\.)(k_proj|project_k|to_k|[wW]k(_dv)?)(\.linear)?$")
+_V = re.compile(r"(^|\.)(v_proj\w*|project_v|to_v|[wW]v(_dv)?)(\.linear)?$")
+_Q = re.compile(r"(^|\.)(q_proj|q_b_proj|project_q|to_q|[wW]q)(\.linear)?$")
 _FUSED = re.compile(r"(^|\.)(query_key_value|qkv_proj|c_attn|Wqkv|W_pack|wqkv|qkv)$")
 _STATE_BYTES = 2
 

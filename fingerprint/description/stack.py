@@ -128,6 +128,7 @@ def _ends(beside: Mapping[str, StoredTensor]) -> tuple[str, str]:
     """Names of the input embedding and of the head, ``""`` where it has none of its own."""
     tables = {name: t for name, t in beside.items() if len(t.shape) == 2 and not _TOWERS.search(name)}
     embeddings = [name for name in tables if _EMBEDDING.search(name)]
+    embeddings = embeddings or [name for name in tables if not _HEAD.search(name)]  # the largest table
     if not embeddings:
         raise CheckpointError("no tensor beside the layers is an input embedding")
     embedding = max(embeddings, key=lambda name: tables[name].shape[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from daemon.engines.registry import capabilities_for
 from fingerprint.errors import IserveError
 from fingerprint.families import load_spec
 from fingerprint.generate import generate
@@ -75,10 +76,15 @@ def test_the_embedded_engine_runs_none_of_it(evil: Path, marker: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_family_that_only_its_code_knows_is_refused(evil: Path, marker: Path) -> None:
+def test_a_family_that_only_its_code_knows_is_described_and_run_by_no_engine(evil: Path, marker: Path) -> None:
     content = json.loads((evil / "config.json").read_text())
     (evil / "config.json").write_text(json.dumps(content | {"model_type": "evil", "architectures": ["Evil"]}))
-    with pytest.raises(IserveError, match="evil"):
+    spec, known = resolve(str(evil)).spec, load_spec(demo_model_path())
+    assert (spec.num_params, spec.kv_elements) == (known.num_params, known.kv_elements)
+    for table in capabilities_for("auto"):
+        assert "Evil" in str(table.architecture_refusal(spec)), table.engine
+    (evil / "model.safetensors").unlink()
+    with pytest.raises(IserveError, match=r"describes no 'evil' by config\.json alone"):
         resolve(str(evil))
     assert not marker.exists()
 
