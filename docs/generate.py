@@ -1,4 +1,4 @@
-"""Writes cli.md, rest.md, configuration.md, engine-tables.md, gpus.md and README.md's answers from the code.
+"""Writes the reference pages (``PAGES``) and README.md's answers from the code.
 
 ``python docs/generate.py``; with ``--check`` it only compares.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 from engine_tables import engine_tables
 from gpu_page import gpu_page
+from model_page import model_page
 from typer.main import get_command
 
 DOCS = Path(__file__).parent
@@ -213,6 +214,7 @@ PAGES = {
     DOCS / "configuration.md": configuration,
     DOCS / "engine-tables.md": engine_tables,
     DOCS / "gpus.md": gpu_page,
+    DOCS / "models.md": model_page,
     README: readme,
 }
 

@@ -22,6 +22,7 @@ _INDEX_LISTS = (
     "attn_layer_indices",
     "moe_layers",
 )  # values are layer indexes
+_COUNTED_FROM_ONE = ("linear_attn_config", ("full_attn_layers", "kda_layers"))  # Kimi Linear: a part and its lists
 _THRESHOLDS = ("max_window_layers", "first_k_dense_replace")  # "layers from here on", or "the first so many"
 _FROM_THE_END = ("num_kv_shared_layers",)  # "the last so many"
 _PATTERNS = ("hybrid_override_pattern",)  # a character per layer
@@ -75,12 +76,22 @@ def cut_config(
             cut[key] = {str(kept_layers[index]): own for index, own in each.items() if index in kept_layers}
         elif key in _DRAFTS and isinstance(value, int):
             cut[key] = 0
+    _cut_counted_from_one(cut, layers)
     _cut_sparse_step(cut, config, layers)
     if isinstance(quantization := cut.get("quantization_config"), dict):
         _cut_module_names(quantization, layers)
     # Code that a checkpoint brings is never run; without this key no engine can be led to try.
     cut.pop("auto_map", None)
     return cut
+
+
+def _cut_counted_from_one(cut: dict[str, object], layers: Sequence[int]) -> None:
+    name, lists = _COUNTED_FROM_ONE
+    if isinstance(part := cut.get(name), dict):
+        for key in lists:
+            if key in part:
+                kept = _indexes(f"{name}.{key}", part[key])
+                part[key] = [new for new, old in enumerate(layers, 1) if old + 1 in kept]
 
 
 def _listed(config: Mapping[str, object]) -> int:

@@ -91,7 +91,8 @@ def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
             "classes that generate text; give a folder with the checkpoint's safetensors files, which need none"
         )
     try:
-        filled = AutoConfig.for_model(**config)
+        with _quiet():
+            filled = AutoConfig.for_model(**config)
         with torch.device("meta"), _quiet():
             model = getattr(transformers, chosen)._from_config(filled, dtype=torch.bfloat16)
     except Exception as error:
@@ -132,7 +133,7 @@ def _counts_modules(name: str) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' advice on token ids and faster kernels."""
+    """Without transformers' advice on keys, token ids and faster kernels."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

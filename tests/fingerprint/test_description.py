@@ -321,6 +321,11 @@ class TestCuts:
     def test_by_index(self) -> None:
         assert self.cut(3, per_layer_config={"02": {"a": 1}, "5": {"a": 2}})["per_layer_config"] == {"2": {"a": 1}}
 
+    def test_indexes_that_are_counted_from_one(self) -> None:
+        lists = {"full_attn_layers": [4, 6], "kda_layers": [1, 2, 3, 5]}
+        cut = self.cut(4, linear_attn_config={"head_dim": 128} | lists)["linear_attn_config"]
+        assert cut == {"head_dim": 128, "full_attn_layers": [4], "kda_layers": [1, 2, 3]}
+
     def test_draft_layers_are_left_out(self) -> None:
         assert self.cut(2, num_nextn_predict_layers=1)["num_nextn_predict_layers"] == 0
 

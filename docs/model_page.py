@@ -1,0 +1,182 @@
+"""The page of models: what is planned, cut, profiled and deployed of each architecture that vLLM lists.
+
+``docs/generate.py`` writes it from a record (``python -m tests.fingerprint.record_model_support``, which needs
+torch and takes a minute) and from the recorded runs of ``tests/bench/results``.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["model_page"]
+
+_TESTS = Path(__file__).parents[1] / "tests"
+_RECORD_FILE = _TESTS / "fingerprint" / "recorded" / "model_support.json"
+_RESULTS = _TESTS / "bench" / "results"
+_RUNS = {"h200": "0.24", "h200-vllm-0.26": "0.26", "h200-vllm-0.33": "0.33"}  # folder: vLLM's release
+# By decisions/0025-vllm-releases.md and accuracy.md; a deployment leaves no recording of its own.
+_DEPLOYED = {"Qwen3ForCausalLM": "0.24, 0.26, 0.33"}
+_Record = Mapping[str, Any]
+NO_CLASS = "no class in transformers"  # of a record
+
+_HEAD = """\
+# Models
+
+**Any model that your vLLM runs**: give `iserve plan` or `deploy` its folder or Hugging Face id; there is no list
+of families. A plan reads `config.json` and the names and shapes of the tensors: from the safetensors headers of a
+folder or of the hub (no weights, no PyTorch), or of a `config.json` alone from transformers' class.
+Refused as what they are: encoder-decoders, several stacks of layers, a `config.json` alone without such a class.
+Of images and sound the towers' memory is counted, their work is not. Code that a checkpoint brings is never run.
+**Planned is not run**: {measured} architectures were measured on an H200, {deployed} was deployed.
+
+| {groups} |
+|---|{columns}
+{counts}
+
+*   **planned alone**: of a `config.json` alone. Of the config that transformers' class has by default,
+    `iserve plan --gpus h200:8 --engine vllm` chooses a configuration, or lacks memory alone, and counts exactly
+    the parameters of the class. It needs `pip install 'iserve[torch]'`, but where *no torch* stands: these have a
+    row in `fingerprint/families`.
+*   **cut**: the model of its first layers alone, at both depths that a profile runs (in layers), has those layers
+    as the whole has them: matrices, windows, what they keep of a sequence. Published models may have other depths.
+*   **measured**: fingerprints and the whole model ran on an H200 with this release of vLLM, with random weights
+    ([accuracy](accuracy.md#vllm-on-an-h200)). **Deployed**: served there by iServe
+    ([decision 25](decisions/0025-vllm-releases.md)).
+
+Made by `docs/generate.py` from the recordings in `tests/bench/results` and from what
+`python -m tests.fingerprint.record_model_support` recorded on {recorded} with transformers {transformers}. How a
+model is described, and what is not known of it: [decision 27](decisions/0027-described-models.md). What vLLM does
+with each (TP, PP, LoRA): [engine tables](engine-tables.md#vllm).
+"""
+_GROUPS = (
+    "vLLM {vllm} lists",
+    "all",
+    "with a class in transformers",
+    "that builds by its defaults",
+    "planned alone",
+    "cut",
+    "profiled and measured",
+    "deployed",
+)
+_COLUMNS = ("architecture", "model_type", "planned alone", "cut")
+_IMAGES = """\
+## Images and sound
+
+Planned for text; none of these was profiled or deployed. *Towers*: parameters beside the text model's layers,
+embedding and head, of the whole class, parts that speak included. A plan counts them as weights in memory; what an
+image or a sound takes to work on it does not count.
+"""
+_WITHOUT = (
+    "{count} more, of which transformers has no class, so that `config.json` alone does not do. Each is described "
+    "by the headers of its safetensors files; no such files were at hand to try:"
+)
+
+
+def model_page() -> str:
+    """The page."""
+    record = json.loads(_RECORD_FILE.read_text(encoding="utf-8"))
+    runs = _runs()
+    text, images = _of(record, multimodal=False), _of(record, multimodal=True)
+    groups = {
+        "text, by a class of its own": {n: one for n, one in text.items() if not one["by_transformers"]},
+        "text, by transformers' class": {n: one for n, one in text.items() if one["by_transformers"]},
+        "images or sound too": images,
+    }
+    head = _HEAD.format(
+        groups=" | ".join(_GROUPS).format(vllm=record["vllm"]),
+        columns="--:|" * (len(_GROUPS) - 1),
+        transformers=record["transformers"],
+        recorded=record["recorded"],
+        counts="\n".join(_row(title, *_counts(group, runs)) for title, group in groups.items()),
+        measured=len(runs),
+        deployed=", ".join(f"`{name}`" for name in _DEPLOYED),
+    )
+    return "\n".join([head, _text_section(text, runs), _images_section(images)])
+
+
+def _of(record: _Record, *, multimodal: bool) -> _Record:
+    return {n: one for n, one in record["architectures"].items() if one["multimodal"] is multimodal}
+
+
+def _runs() -> dict[str, str]:
+    """Return the releases of vLLM on which fingerprints and a whole model were measured, by architecture."""
+    found: dict[str, list[str]] = {}
+    for folder, release in _RUNS.items():
+        for file in sorted((_RESULTS / folder).glob("*.json.xz")):
+            run = json.loads(lzma.decompress(file.read_bytes()))
+            if run["profile"]["timing"] and run["whole"]:
+                found.setdefault(run["profile"]["spec"]["architecture"], []).append(release)
+    return {name: ", ".join(dict.fromkeys(releases)) for name, releases in found.items()}
+
+
+def _counts(group: _Record, runs: Mapping[str, str]) -> list[str]:
+    rows = list(group.values())
+    counted = (
+        len(rows),
+        sum(one["plan"] != NO_CLASS for one in rows),
+        sum("parameters" in one for one in rows),
+        sum(one["plan"] is None for one in rows),
+        sum(one["plan"] is None and one["cut"] is None for one in rows),
+        len(group.keys() & runs.keys()),
+        len(group.keys() & _DEPLOYED.keys()),
+    )
+    return [str(count) for count in counted]
+
+
+def _text_section(text: _Record, runs: Mapping[str, str]) -> str:
+    rows = [
+        _row(*_support(name, one), runs.get(name, ""), _DEPLOYED.get(name, ""))
+        for name, one in _with_a_class(text).items()
+    ]
+    heads = (
+        "architecture",
+        "model_type",
+        "planned from config.json alone",
+        "cut",
+        "profiled, measured",
+        "deployed",
+    )
+    return "\n".join(["## Text\n", _row(*heads), _row(*["---"] * len(heads)), *rows, _without_a_class(text)])
+
+
+def _images_section(images: _Record) -> str:
+    rows = [_row(*_support(name, one), _towers(one)) for name, one in _with_a_class(images).items()]
+    heads = (*_COLUMNS, "towers")
+    return "\n".join(
+        [_IMAGES, _row(*heads), _row("---", "---", "---", "---", "--:"), *rows, _without_a_class(images)]
+    )
+
+
+def _with_a_class(found: _Record) -> _Record:
+    return {name: one for name, one in sorted(found.items()) if one["plan"] != NO_CLASS}
+
+
+def _without_a_class(found: _Record) -> str:
+    names = sorted(name for name, one in found.items() if one["plan"] == NO_CLASS)
+    return f"\n{_WITHOUT.format(count=len(names))} {', '.join(f'`{name}`' for name in names)}.\n"
+
+
+def _support(name: str, one: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    if one["plan"] is not None:
+        return f"`{name}`", f"`{one['model_type']}`", _no(one["plan"]), ""
+    depths = " and ".join(map(str, sorted(one["depths"])))
+    cut = f"yes: {depths}" if one["cut"] is None else _no(one["cut"])
+    return f"`{name}`", f"`{one['model_type']}`", "yes" if one["needs_torch"] else "yes, no torch", cut
+
+
+def _no(reason: str) -> str:
+    """Return a reason without the names and the advice that follow in an error's message."""
+    return "no: " + re.sub(r" \(.*|; .*", "", reason)
+
+
+def _towers(one: Mapping[str, Any]) -> str:
+    return f"{one['beside_parameters'] / 1e9:.2f} B" if one["plan"] is None else ""
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
