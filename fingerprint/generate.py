@@ -170,10 +170,9 @@ def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], 
         ConflictError, CheckpointError, NotFoundError, ConfigError, UnsupportedModelError: as :func:`generate`.
     """
     config = read_config(config_dir)
-    if is_tabled(config):
-        blueprint = read_blueprint(config)
-        chosen = _chosen(layers, blueprint.spec.num_layers)
-        new_config = _cut_config(config, blueprint, chosen)
+    blueprint = _tabled(config)
+    if blueprint is not None:
+        new_config = _cut_config(config, blueprint, _chosen(layers, blueprint.spec.num_layers))
     else:
         spec = load_spec(config_dir)
         new_config = cut_config(config, _first_layers(layers, spec.num_layers), LAYERS_KEYS)
@@ -183,6 +182,14 @@ def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], 
         (part / "config.json").write_text(json.dumps(new_config, indent=2) + "\n", encoding="utf-8")
         if tp == 1:
             _copy_beside(config_dir if config_dir.is_dir() else config_dir.parent, part)
+
+
+def _tabled(config: Mapping[str, object]) -> Blueprint | None:
+    """None: the family has no row, or the model is otherwise than its row."""
+    try:
+        return read_blueprint(config) if is_tabled(config) else None
+    except UnsupportedModelError:
+        return None
 
 
 def _first_layers(layers: int | Sequence[int], num_layers: int) -> tuple[int, ...]:

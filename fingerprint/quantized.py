@@ -22,9 +22,10 @@ from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.model_spec import Stored
 from fingerprint.tensor_shapes import Role, TensorShape
 
-__all__ = ["METHODS", "read_stored"]
+__all__ = ["BY_HEADERS", "METHODS", "read_stored"]
 
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
+BY_HEADERS = ("modelopt",)  # whose bytes only the files themselves tell: NVFP4 and fp8 of ModelOpt
 _IGNORED_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 _MOST_PATTERNS = 256
 _PLAIN_PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+|\.\*?)+")  # what cannot be slow to match

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from fingerprint.config import KvFormat, Pruning, WeightFormat
+from fingerprint.quantized import BY_HEADERS, METHODS
 
 __all__ = [
     "FAMILIES",
@@ -89,7 +90,7 @@ WEIGHTS: dict[WeightFormat, str | None] = {
     WeightFormat.STORED: None,  # of those, which: STORED
 }
 STORED: dict[str, str | None] = dict.fromkeys(
-    ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4"),
+    (*METHODS, *BY_HEADERS),
     "the embedded engine computes with 16-bit and its own int8 weights; give the 16-bit model, or take vLLM",
 )
 KV: dict[KvFormat, str | None] = {KvFormat.BITS16: None, KvFormat.INT8: _LATER, KvFormat.FP8: _LATER}

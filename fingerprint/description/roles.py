@@ -14,6 +14,8 @@ _NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 def role_of(name: str, shape: tuple[int, ...], num_experts: int) -> Role:
     """The role of the tensor ``name`` (the rest behind the layer's index) of ``shape``."""
+    if name.endswith("bias"):
+        return Role.BIAS
     if _is_expert(name, shape, num_experts):
         return Role.EXPERT
     if len(shape) == 2 and num_experts and shape[0] == num_experts and _ROUTER.search(name) is not None:

@@ -66,8 +66,13 @@ def load_spec(path: Path, tensors: Mapping[str, StoredTensor] | None = None) -> 
     """
     config = read_config(path)
     directory = path if path.is_dir() else path.parent
-    if is_tabled(config):
-        return read_spec(config)
+    try:
+        if is_tabled(config):
+            return read_spec(config)
+    except UnsupportedModelError:  # a quantization or layers that the row does not know; the headers may tell
+        refuse_other_kinds(config)
+        if not _has_headers(directory):
+            raise
     if tensors is None and _has_headers(directory):
         tensors = stored_tensors(directory)
     if tensors is None:

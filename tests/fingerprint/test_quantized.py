@@ -17,9 +17,10 @@ import pytest
 from daemon.engines import registry
 from daemon.engines.tensorrt_llm.table import TABLE as TENSORRT_LLM
 from daemon.engines.vllm.table import TABLE as VLLM
-from fingerprint.checkpoint import Checkpoint
+from fingerprint.checkpoint import Checkpoint, stored_tensors
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
+from fingerprint.description import describe
 from fingerprint.errors import CheckpointError, ConfigError, IserveError, UnsupportedModelError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec, read_blueprint, read_config, read_spec
@@ -27,7 +28,7 @@ from fingerprint.formats import embedding_bytes, head_bytes, layer_weight_bytes,
 from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
-from fingerprint.quantized import METHODS
+from fingerprint.quantized import BY_HEADERS, METHODS
 from planner.intent import Quality, quality_needed
 from planner.space import configuration_space
 
@@ -220,6 +221,44 @@ def test_weights_are_as_large_as_the_header_says(stored: Path) -> None:
     assert spec_bytes(load_spec(stored)) == pytest.approx(header_bytes(stored), rel=1e-3)
 
 
+def test_headers_alone_tell_the_same(stored: Path) -> None:
+    """Without a row of the family, or a rule of the method: to the byte."""
+    by_rule = load_spec(stored)
+    spec = describe(read_config(stored) | {"architectures": [by_rule.architecture]}, stored_tensors(stored))
+    assert spec.stored is not None
+    assert by_rule.stored is not None
+    alike: dict[str, Any] = {"stored": None, "gated_mlp": True, "layer_windows": (), "sliding_window": None}
+    assert replace(spec, **alike) == replace(by_rule, **alike)
+    assert spec_bytes(spec) == pytest.approx(header_bytes(stored), rel=1e-9)
+    told = ("method", "form", "bits", "group_inputs", "group_outputs")
+    assert [getattr(spec.stored, name) for name in told] == [getattr(by_rule.stored, name) for name in told]
+
+
+def nvfp4(name: str, out: int, wide: int) -> Tensors:
+    return {
+        f"{name}.weight": ("U8", (out, wide // 2)),
+        f"{name}.weight_scale": ("F8_E4M3", (out, wide // 16)),
+        f"{name}.weight_scale_2": ("F32", ()),
+        f"{name}.input_scale": ("F32", ()),
+    }
+
+
+def test_a_method_without_a_rule_is_told_by_its_files(tmp_path: Path) -> None:
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"], "quantization_config": quantization}
+    folder = write(tmp_path / "nvfp4", config, tensors_of(config, nvfp4))
+    spec = load_spec(folder)
+    assert (spec.num_params, spec.stored and spec.stored.method) == (read_spec(LLAMA).num_params, "modelopt")
+    assert spec_bytes(spec) == header_bytes(folder)
+    assert VLLM.refusal(spec, STORED, gpu_spec("b200")) is None
+    generate_shape(folder, tmp_path / "cut", 2)
+    cut = read_config(tmp_path / "cut")
+    assert (cut["num_hidden_layers"], cut["quantization_config"]) == (2, quantization)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="quantized by 'modelopt'"):
+        load_spec(folder)
+
+
 def test_the_shape_is_the_16_bit_models_but_for_how_it_is_stored(stored: Path) -> None:
     spec, config = load_spec(stored), read_config(stored)
     whole = read_spec({key: value for key, value in config.items() if key != "quantization_config"})
@@ -374,7 +413,7 @@ def test_what_is_not_known_is_refused_by_name(quantization: object, said: str) -
 
 def test_every_method_is_told_of_by_every_engine() -> None:
     for name, engine in registry.ENGINES.items():
-        assert set(engine.capabilities().stored) == set(METHODS), name
+        assert set(engine.capabilities().stored) == {*METHODS, *BY_HEADERS}, name
     assert KvFormat.FP8 in {c.kv for c in configuration_space(replace_stored(), gpu_spec("h200"), 1, lambda _: "")}
 
 

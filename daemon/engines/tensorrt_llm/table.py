@@ -54,6 +54,7 @@ TABLE = EngineCapabilities(
         "gptq": f"its PyTorch backend refuses GPTQ checkpoints; {_OLDER_FLOW}",
         "awq": "its PyTorch backend reads 4-bit weights as ModelOpt writes them only",
         "mxfp4": "that its adapter's reading of a checkpoint covers it was not done",
+        "modelopt": "iServe's adapter was not made to read its checkpoints",
     },
     kv={
         KvFormat.BITS16: None,

@@ -22,7 +22,7 @@ from fingerprint.config_json import read_config, show
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import is_tabled, load_spec, read_spec
 from fingerprint.model_spec import ModelSpec
-from fingerprint.quantized import METHODS
+from fingerprint.quantized import BY_HEADERS, METHODS
 
 __all__ = [
     "DRAIN_S",
@@ -43,7 +43,7 @@ _QUANTIZED_BY = {
     WeightFormat.GPTQ4: frozenset({"gptq", "gptq_marlin"}),
     WeightFormat.INT4: frozenset({"awq", "awq_marlin", "compressed-tensors"}),
     WeightFormat.FP8: frozenset({"fp8", "compressed-tensors"}),
-    WeightFormat.STORED: frozenset(METHODS) | {"gptq_marlin", "awq_marlin"},
+    WeightFormat.STORED: frozenset(METHODS + BY_HEADERS) | {"gptq_marlin", "awq_marlin"},
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 

@@ -11,6 +11,7 @@ from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 from fingerprint.gpu_spec import Vendor
+from fingerprint.quantized import BY_HEADERS, METHODS
 
 __all__ = ["TABLE"]
 
@@ -31,7 +32,7 @@ TABLE = EngineCapabilities(
         WeightFormat.FP8: None,  # while loading
         WeightFormat.STORED: None,
     },
-    stored=dict.fromkeys(("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")),
+    stored=dict.fromkeys((*METHODS, *BY_HEADERS)),
     kv={KvFormat.BITS16: None, KvFormat.INT8: None, KvFormat.FP8: None},
     pruning={
         Pruning.NONE: None,
@@ -121,6 +122,10 @@ TABLE = EngineCapabilities(
             vendors=_AMD,
             stored_as=frozenset({"compressed-tensors"}),
             text="of compressed-tensors only the fp8 forms are documented for AMD GPUs",
+        ),
+        Note(
+            stored_as=frozenset(BY_HEADERS),
+            text="ModelOpt's checkpoints (fp8, NVFP4) are listed by it; not run by us",
         ),
         Note(
             weights=_FOUR_BITS,
