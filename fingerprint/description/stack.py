@@ -26,7 +26,7 @@ _SMALL = 0.1  # of the parameters of the stack that is served: some modules besi
 _TOWERS = re.compile(
     r"(^|[._])(vision|visual|vit|audio|image|img|speech|sound|video|talker|qformer|resampler|perceiver|gated_cross_attn|encoder_layers)"
 )
-_ENCODER = re.compile(r"(^|\.)encoder\.")  # where a decoder has as many layers, it is of images or sound
+_ENCODER = re.compile(r"(^|[._])encoder\.")  # where a decoder has as many layers, it is of images or sound
 _DRAFTS = re.compile(r"(^|\.)(mtp|nextn|eagle|draft)")
 
 

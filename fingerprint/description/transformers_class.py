@@ -109,6 +109,7 @@ def _classes(name: str) -> list[str]:
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,  # speech beside one stack; others are refused later
     )
     found = [mapping[name] for mapping in mappings if name in mapping]
     return [entry for each in found for entry in ((each,) if isinstance(each, str) else each)]

@@ -13,12 +13,14 @@ import transformers
 from daemon.engines.vllm.architectures import recorded as listed_by_vllm
 from tests.fingerprint.record_model_support import RECORD, support_of
 
-# Of each outcome: a row of its own, layers of several kinds, no order, towers, two stacks, no class.
+# Of each outcome: a row of its own, layers of several kinds, no order, towers, speech, two stacks, no class.
 SOME = (
     "Qwen3ForCausalLM",
     "Qwen3NextForCausalLM",
     "Zamba2ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
+    "AudioFlamingo3ForConditionalGeneration",
+    "VibeVoiceAsrForConditionalGeneration",
     "HrmTextForCausalLM",
     "OrionForCausalLM",
 )
