@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from daemon.engines.python_sources import parse_python
+
 __all__ = ["ClassSources", "Lineage"]
 
 _MAX_FILE_BYTES = 8 << 20  # the largest of either package is a fortieth of it
@@ -117,7 +119,7 @@ class ClassSources:
                 try:
                     if file.stat().st_size > _MAX_FILE_BYTES:
                         return None
-                    tree = ast.parse(file.read_bytes())
+                    tree = parse_python(file.read_bytes())
                 except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                     return None
                 read = _Module(package)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -19,6 +20,8 @@ __all__ = ["kept_reading", "sources_stamp"]
 _FOLDER = "engine-sources"
 _FORMAT = 1  # of the files; one more with each change of what is read, or of how
 _MAX_BYTES = 4 << 20
+
+_READING = threading.RLock()
 
 T = TypeVar("T")
 
@@ -43,7 +46,8 @@ def kept_reading(
         EngineError: as ``read`` raises it, or ``file`` is not there.
     """
     stamp = sources_stamp(package) if is_editable else _stamp(package / file)
-    return _kept(read, kind, package, version, stamp)  # type: ignore[return-value, arg-type]
+    with _READING:  # who asks meanwhile wants what is being read
+        return _kept(read, kind, package, version, stamp)  # type: ignore[return-value, arg-type]
 
 
 @lru_cache(maxsize=16)

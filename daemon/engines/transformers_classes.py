@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from daemon.engines.python_sources import parse_python
 from fingerprint.errors import EngineError
 
 __all__ = ["MAPPINGS_FILE", "ModelClass", "Transformers", "read_transformers"]
@@ -65,7 +66,7 @@ def read_transformers(package: Path, version: str) -> Transformers:
         EngineError: its tables of classes cannot be read.
     """
     try:
-        tree = ast.parse(_text(package / MAPPINGS_FILE))
+        tree = parse_python(_text(package / MAPPINGS_FILE))
     except (OSError, SyntaxError, ValueError) as error:
         raise EngineError(
             f"{package}/{MAPPINGS_FILE} cannot be read ({error}); install transformers there anew"

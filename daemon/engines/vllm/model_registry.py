@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.engines.class_sources import ClassSources
+from daemon.engines.python_sources import parse_python
 from fingerprint.errors import EngineError
 
 __all__ = ["REGISTRY_FILE", "Registered", "Registry", "read_registry", "registry_digest"]
@@ -61,7 +62,7 @@ def read_registry(package: Path, version: str) -> Registry:
     """
     source = _bytes(package / REGISTRY_FILE)
     try:
-        tables = dict(_tables(ast.parse(source)))
+        tables = dict(_tables(parse_python(source)))
         entries = {table: _entries(tables[table]) for table in (_TEXT, _MULTIMODAL, _BACKED, _BACKEND)}
         removed, plugins = _entries(tables[_REMOVED]), _entries(tables[_PLUGINS])
         joined = [value.id for key, value in _items(tables[_ALL]) if key is None and isinstance(value, ast.Name)]

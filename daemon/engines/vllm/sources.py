@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from daemon.engines.python_sources import parse_python
+
 __all__ = [
     "ClassFacts",
     "Package",
@@ -42,7 +44,7 @@ class Package:
     def tree(self, file: str) -> ast.Module | None:
         if file not in self._trees:
             try:
-                self._trees[file] = ast.parse((self._folder / file).read_bytes())
+                self._trees[file] = parse_python((self._folder / file).read_bytes())
             except (OSError, SyntaxError, ValueError):
                 self._trees[file] = None
         return self._trees[file]
