@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 
-from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, indexed_files, stored_tensors
+from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, indexed_files
 from fingerprint.config_json import read_config
 from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
 from fingerprint.families import is_tabled, load_spec
@@ -38,25 +38,6 @@ class ModelSource:
     has_weights: bool  # safetensors are there; False: a config.json alone, good for plan, estimate and profile
     spec: ModelSpec
     given: str | None = field(default=None, compare=False)  # the path that was asked for; None: the name was
-    hub_id: str | None = field(default=None, compare=False)  # None: not found by a Hugging Face id
-
-    def tensors(self) -> Mapping[str, StoredTensor] | None:
-        """Return type and shape of every tensor; no weights are read. None: a config alone, or no safetensors.
-
-        Of a Hugging Face id whose weights are not here, the hub is asked, once per commit.
-
-        Raises:
-            CheckpointError: the files are missing, damaged or contradict themselves.
-            NotFoundError: the hub gives the files only to accounts with access.
-            UnavailableError: the hub does not answer, or not in time.
-        """
-        if self.has_weights:
-            return stored_tensors(self.directory)
-        if self.hub_id is None:
-            return None
-        from iserve.hub_tensors import hub_tensors  # asyncio, for those who ask a hub only
-
-        return hub_tensors(self.hub_id, self.directory)
 
     @property
     def argument(self) -> str:
@@ -165,7 +146,7 @@ def _from_hub(model: str, registered: Iterable[str], *, need_weights: bool) -> M
 
 
 def _of_hub(model: str, directory: Path) -> ModelSource:
-    return ModelSource(model, directory, _has_weights(directory), _spec_of_hub(model, directory), hub_id=model)
+    return ModelSource(model, directory, _has_weights(directory), _spec_of_hub(model, directory))
 
 
 def _spec_of_hub(model: str, directory: Path) -> ModelSpec:
