@@ -56,6 +56,8 @@ def cut_config(
     present = [key for key in layers_keys if isinstance(cut.get(key), int)]
     given = cut[present[0]] if present else None
     num_layers = given if isinstance(given, int) else _listed(cut)
+    if not num_layers:
+        raise ConfigError("config.json does not say how many layers there are; they cannot be cut")
     for key in present:
         cut[key] = len(layers)
     for key, value in cut.items():

@@ -15,6 +15,8 @@ __all__ = ["LAYERS_KEYS", "TEXT_PARTS", "Facts", "text_config"]
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers")
+_SUB_PARTS = ("attn_config", "ffn_config")  # DBRX's
+_FLOAT32_STATES = frozenset({"nemotron_h"})  # vLLM's NemotronHForCausalLMConfig, unless the config says otherwise
 _PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "num_attention_groups")
@@ -58,13 +60,20 @@ class Facts:
         self._fields = Fields(self.config, self.family)
 
     def first(self, names: tuple[str, ...], most: int = MAX_WIDTH, least: int = 1) -> int | None:
-        """The first of ``names`` that is given.
+        """The first of ``names`` that is given, the largest where it is told layer by layer.
 
         Raises:
             ConfigError: it is no integer within bounds.
         """
-        given = [name for name in names if self.config.get(name) is not None]
-        return self._fields.count(given[0], most=most, least=least) if given else None
+        parts = [self.config, *(part for key in _SUB_PARTS if isinstance(part := self.config.get(key), Mapping))]
+        for part in parts:
+            for name in names:
+                value = part.get(name)
+                if isinstance(value, list) and value and all(type(each) is int for each in value):
+                    value = max(value)  # told layer by layer
+                if value is not None:
+                    return Fields({name: value}, self.family).count(name, most=most, least=least)
+        return None
 
     @property
     def num_layers(self) -> int:
@@ -109,10 +118,6 @@ class Facts:
 
     @property
     def inner(self) -> int | None:
-        """Of the widest layer, where they are told one by one."""
-        widths = self.config.get("intermediate_size")
-        if isinstance(widths, list) and widths and all(type(width) is int for width in widths):
-            return Fields({"intermediate_size": max(widths)}, self.family).count("intermediate_size")
         return self.first(_INNER)
 
     @property
@@ -133,14 +138,32 @@ class Facts:
 
     @property
     def state_element_bytes(self) -> int:
-        """Of the state of state-space layers: 2 unless the config asks for float32."""
-        names = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
-        return 4 if any(self.config.get(name) == "float32" for name in names) else 2
+        """Of the state of state-space layers: 2 unless the config, or vLLM for the family, asks for float32."""
+        said = [self.config.get(name) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")]
+        given = next((value for value in said if isinstance(value, str)), None)
+        if given is None:
+            return 4 if self.family in _FLOAT32_STATES else 2
+        return 4 if given == "float32" else 2
 
     @property
     def shared_kv_layers(self) -> int:
         """The last so many layers look into the KV of layers before them."""
         return self.first(("num_kv_shared_layers",), MAX_LAYERS, least=0) or 0
+
+    @property
+    def leaves_out(self) -> tuple[str, ...]:
+        """What has a default in the family's class and is needed: a config.json may leave it out."""
+        windows = self._window or self.first(("attention_chunk_size",), MAX_CONTEXT, least=0)
+        told = any(self.config.get(name) is not None for name in ("layer_types", "sliding_window_pattern"))
+        switched_off = self.config.get("use_sliding_window") is False
+        only_states = self.heads is None and self.state_size is not None
+        missing = {
+            "num_attention_heads": self.heads is None and not only_states,
+            "layer_types": bool(windows) and not told and not switched_off,
+            "max_position_embeddings": self.first(_CONTEXT, MAX_CONTEXT) is None and not only_states,
+            "num_experts_per_tok": self.num_experts > 0 and not self.experts_per_token,
+        }
+        return tuple(name for name, is_missing in missing.items() if is_missing)
 
     def count(self, name: str) -> int | None:
         return self.first((name,), least=0)

@@ -22,6 +22,7 @@ _BESIDE = re.compile(
     r"[._](weight_scale(_inv|_2)?|weight_global_scale|input_(global_)?scale|weight_zero_point|weight_shape|"
     r"weight_g_idx|scales|qzeros|g_idx|[kv]_scale|activation_scale)$"
 )
+_PACKED = (".qweight", ".weight_packed", "_blocks")
 _WORD_BITS = 32
 _WHOLE = frozenset({"F16", "BF16", "F32", "F64", "I32", "I64", "BOOL"})  # by themselves; words have a name
 
@@ -49,9 +50,11 @@ def unpacked(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, obj
     for name, tensor in tensors.items():
         if _BESIDE.search(name) is not None:
             continue
-        plain, shape = _plain(name, tensor, quantization)
+        plain, shape = _plain(
+            name.replace(".base_layer.", "."), tensor, quantization
+        )  # beside adapters of its own
         added = beside.get(plain.removesuffix(".weight"), 0.0)
-        is_packed = plain != name or tensor.dtype not in _WHOLE
+        is_packed = name.endswith(_PACKED) or tensor.dtype not in _WHOLE
         found[plain] = Unpacked(StoredTensor("BF16", shape), _bytes(tensor) + added, is_packed)
     return found
 

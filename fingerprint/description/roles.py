@@ -9,7 +9,8 @@ from fingerprint.tensor_shapes import Role
 __all__ = ["role_of"]
 
 _ROUTER = re.compile(r"(^|\.)(gate|router\w*|wg|gate_weight)(\.|$)")
-_NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+_EXPERTS = re.compile(r"(^|\.)experts\.")
+_NUMBERED_EXPERT = re.compile(r"(^|\.)experts\.[0-9]+\.")
 
 
 def role_of(name: str, shape: tuple[int, ...], num_experts: int) -> Role:
@@ -29,5 +30,8 @@ def _is_expert(name: str, shape: tuple[int, ...], num_experts: int) -> bool:
     """A matrix of one expert, or of all experts in one."""
     if "shared_expert" in name or len(shape) < 2:
         return False
-    joined = len(shape) == 3 and shape[0] == num_experts and shape[1] > 1
-    return joined or (len(shape) == 2 and _NUMBERED_EXPERT.search(name) is not None)
+    if len(shape) == 3:
+        return shape[0] == num_experts and shape[1] > 1
+    if _NUMBERED_EXPERT.search(name) is not None:
+        return True
+    return _EXPERTS.search(name) is not None and num_experts > 0 and shape[0] % num_experts == 0  # DBRX's rows

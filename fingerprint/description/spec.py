@@ -51,6 +51,8 @@ def describe(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) 
         said = f"quantized by {show(quantization.get('quant_method'))}" if quantization else "not quantized"
         has = "are in fewer bits than 16" if is_packed else "are all in 16 bits or more"
         raise ConfigError(f"config.json says that the model is {said}, its tensors {has}; one of them is wrong")
+    if "num_experts_per_tok" in Facts(config).leaves_out:
+        raise ConfigError("config.json says how many experts there are, and not num_experts_per_tok; add it")
     named = config.get("architectures")
     if not (isinstance(named, list) and named and isinstance(named[0], str)):
         raise ConfigError(f"architectures of config.json must name the model's class, got {show(named)}")
@@ -83,6 +85,7 @@ def spec_and_stack(
         head_dim = facts.count("v_head_dim") or head_dim
     several, varied = len(set(windows)) > 1, len(shapes) > 1 or shapes[0].state_bytes > 0
     varied = varied or shapes[0].kv_elements != kv_heads * head_elements
+    has_experts = any(layer.experts for layer in layers)
     vocab, hidden = stack.embedding.shape
     norms = min(stack.norm_params, stack.beside_params)
     spec = ModelSpec(
@@ -90,7 +93,7 @@ def spec_and_stack(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=(facts.expert_inner if most.experts else None) or facts.inner or 4 * hidden,
+        intermediate_size=(facts.expert_inner if has_experts else None) or facts.inner or 4 * hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -191,12 +194,12 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
         kv_elements=kept.kv_elements,
         state_bytes=kept.state_bytes,
     )
-    return _Layer(shape, kept.kv_heads, _num_experts(experts))
+    return _Layer(shape, kept.kv_heads, _num_experts(experts, facts.num_experts))
 
 
-def _num_experts(experts: Mapping[str, tuple[int, ...]]) -> int:
-    numbered = {found[0] for name in experts if (found := re.search(r"experts\.\d+", name))}
-    return len(numbered) or max((shape[0] for shape in experts.values()), default=0)
+def _num_experts(experts: Mapping[str, tuple[int, ...]], count: int) -> int:
+    numbered = {found[0] for name in experts if (found := re.search(r"experts\.[0-9]+", name))}
+    return len(numbered) or min(max((shape[0] for shape in experts.values()), default=0), count)
 
 
 def _check_ends(stack: Stack, facts: Facts) -> None:

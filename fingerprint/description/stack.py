@@ -19,7 +19,7 @@ from fingerprint.errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["Stack", "check_tensors", "find_stack"]
 
-_INDEXED = re.compile(r"(.*?)\.(\d{1,6})\.(.+)")
+_INDEXED = re.compile(r"(.*?)\.(0|[1-9][0-9]{0,5})\.(.+)")
 _MOST_NAME_CHARS = 512
 _MOST_SIZE = 2**32
 _SMALL = 0.1  # of the parameters of the stack that is served: some modules beside it, as many as layers
@@ -40,7 +40,6 @@ class Stack:
     head: StoredTensor | None  # None: the embedding is the head
     beside_params: int  # input embedding and all else that belongs to no layer: norms, positions, towers
     norm_params: int  # of these, vectors beside the towers
-    draft_params: int  # not counted elsewhere
 
 
 def check_tensors(tensors: Mapping[str, StoredTensor]) -> None:
@@ -65,12 +64,11 @@ def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:
     """
     by_stack: dict[str, dict[int, dict[str, StoredTensor]]] = defaultdict(lambda: defaultdict(dict))
     beside: dict[str, StoredTensor] = {}
-    drafts: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         found = _INDEXED.fullmatch(name)
         if _DRAFTS.search(name):
-            drafts[name] = tensor
-        elif found is None or _TOWERS.search(found[1]):
+            continue
+        if found is None or _TOWERS.search(found[1]):
             beside[name] = tensor
         else:
             by_stack[found[1]][int(found[2])][found[3]] = tensor
@@ -82,7 +80,6 @@ def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:
     layers = by_stack.pop(name)
     for other, indexed in by_stack.items():
         beside |= {f"{other}.{index}.{rest}": t for index, each in indexed.items() for rest, t in each.items()}
-    behind = [tensor for index, each in layers.items() if index >= num_layers for tensor in each.values()]
     embedding, head = _ends(beside)
     of_beside = sum(_elements(t) for key, t in beside.items() if key != head)
     return Stack(
@@ -92,7 +89,6 @@ def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:
         head=beside.get(head),
         beside_params=of_beside,
         norm_params=sum(_elements(t) for t in beside.values() if len(t.shape) == 1),
-        draft_params=sum(map(_elements, [*behind, *drafts.values()])),
     )
 
 
@@ -106,7 +102,9 @@ def _only_stack(by_stack: Mapping[str, Mapping[int, object]], sizes: Mapping[str
     most = {name: max(layers) + 1 for name, layers in by_stack.items() if max(layers) < MAX_LAYERS}
     if not whole:
         longest = max(most, key=lambda name: most[name], default="")
+        missing = next((i for i in sorted(wanted) if longest and i not in by_stack[longest]), 0)
         has = f"{longest} has {len(by_stack[longest])}" if longest else "no tensor is named by a layer's index"
+        has += f" and none of index {missing}" if longest and len(by_stack[longest]) >= num_layers else ""
         raise CheckpointError(f"config.json says {num_layers} layers, of the tensors {has}; one of them is wrong")
     fitting = [name for name in whole if most.get(name, 0) <= num_layers + 8]  # draft layers lie behind the last
     decoders = [name for name in fitting or whole if not _ENCODER.search(name)]

@@ -15,15 +15,18 @@ from typing import Any
 
 from fingerprint.checkpoint import StoredTensor
 from fingerprint.config_json import show
+from fingerprint.description.facts import text_config
 from fingerprint.description.spec import spec_and_stack
 from fingerprint.description.stored import quantization_of, stored_by_rule
 from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.extras import need_extra
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["described_config"]
+__all__ = ["class_defaults", "described_config"]
 
 MAX_BUILT_LAYERS = 512  # each is a module of its own, built in milliseconds
+_MOST_LISTED = 4096
+_PATTERNS = ("hybrid_override_pattern", "layers_block_type", "layer_types")  # an entry for each layer
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _NOT_TAKEN = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
 
@@ -79,8 +82,11 @@ def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
     import transformers
     from transformers import AutoConfig
 
-    classes = _classes(name)
     named = [entry for entry in config.get("architectures") or [] if isinstance(entry, str)]
+    if not _classes(name) and named:  # a name of its own for another's class, as Kimi K2's
+        name = _owner_of(named[0]) or name
+        config = {**config, "model_type": name}
+    classes = _classes(name)
     chosen = next((entry for entry in named or classes if entry in classes), None)
     if chosen is None and named and named[0].endswith(_GENERATING):  # a name of the checkpoint's own
         chosen = next(iter(classes), None)
@@ -92,13 +98,44 @@ def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
         )
     try:
         with _quiet():
-            filled = AutoConfig.for_model(**config)
+            filled = AutoConfig.for_model(**_tied_as_text(config))
         with torch.device("meta"), _quiet():
             model = getattr(transformers, chosen)._from_config(filled, dtype=torch.bfloat16)
     except Exception as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{chosen} of transformers makes no model of this config.json: {line[:200]}") from error
     return model, named[0] if named else chosen
+
+
+def _tied_as_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A multimodal model that does not say whether its embeddings are tied, as its text model's class has it."""
+    text = text_config(config)
+    name = next((text[key] for key in ("model_type",) if isinstance(text.get(key), str)), "")
+    if text is config or config.get("tie_word_embeddings") is not None or name == config.get("model_type"):
+        return config
+    tied = text.get("tie_word_embeddings")
+    return {
+        **config,
+        "tie_word_embeddings": class_defaults({"model_type": name}).get("tie_word_embeddings", False)
+        if tied is None
+        else tied,
+    }
+
+
+def class_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with what transformers' config class has where it says nothing; empty where there is none.
+
+    It needs transformers and no torch.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        return {}
+    try:
+        with _quiet():
+            return dict(AutoConfig.for_model(**_without(config)).to_dict())
+    except Exception:  # noqa: BLE001  # whatever a class objects to: its defaults are not had
+        return {}
 
 
 def _classes(name: str) -> list[str]:
@@ -115,21 +152,35 @@ def _classes(name: str) -> list[str]:
     return [entry for each in found for entry in ((each,) if isinstance(each, str) else each)]
 
 
+def _owner_of(architecture: str) -> str | None:
+    """The model_type whose class for text generation is called so."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    return next((name for name, entry in CLASSES.items() if entry == architecture), None)
+
+
 def _bound(values: Mapping[str, object]) -> None:
     """Whatever a class calls its layers, each is a module that is built: no more than can be.
 
     Raises:
-        ConfigError: more.
+        ConfigError: more, or a list or pattern of more.
     """
     for name, value in values.items():
         if isinstance(value, dict):
             _bound(value)
+        elif isinstance(value, str | list) and len(value) > _MOST_LISTED:
+            raise ConfigError(
+                f"{name} may have {_MOST_LISTED} entries at most for a config alone, has {len(value)}"
+            )
+        elif name in _PATTERNS and isinstance(value, str | list) and len(value) > MAX_BUILT_LAYERS:
+            raise ConfigError(f"{name} may name {MAX_BUILT_LAYERS} layers at most for a config alone")
         elif isinstance(value, int) and value > MAX_BUILT_LAYERS and _counts_modules(name):
             raise ConfigError(f"{name} may be {MAX_BUILT_LAYERS} at most for a config alone, got {show(value)}")
 
 
 def _counts_modules(name: str) -> bool:
-    return ("layer" in name or "expert" in name) and "size" not in name and "dim" not in name
+    counts = any(word in name for word in ("layer", "expert", "depth", "blocks"))
+    return counts and "size" not in name and "dim" not in name
 
 
 @contextmanager

@@ -11,6 +11,7 @@ function. The tests compare names, shapes and counts with what the transformers 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,10 @@ from types import MappingProxyType
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, indexed_files, stored_tensors
 from fingerprint.config_json import Fields, read_config, show
 from fingerprint.description import describe, described_config
-from fingerprint.errors import UnsupportedModelError
+from fingerprint.description.facts import TEXT_PARTS, Facts, text_config
+from fingerprint.description.transformers_class import class_defaults
+from fingerprint.errors import ConfigError, UnsupportedModelError
+from fingerprint.extras import need_extra
 from fingerprint.families import falcon, gemma, gpt_neox, gpt_oss, gptj, llama_like, opt, phi3
 from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout
 from fingerprint.families.general import general_family
@@ -78,7 +82,56 @@ def load_spec(path: Path, tensors: Mapping[str, StoredTensor] | None = None) -> 
     if tensors is None:
         return read_spec(config)
     refuse_other_kinds(config)
-    return describe(config, tensors)
+    return describe(_completed(config), tensors)
+
+
+def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
+    """``config`` with what it leaves out to its class: by the row of its text model, else by transformers' class.
+
+    Raises:
+        MissingExtraError: transformers is needed for that and not installed.
+    """
+    leaves_out = Facts(config).leaves_out
+    if not leaves_out:
+        return config
+    part = next((name for name in TEXT_PARTS if isinstance(config.get(name), Mapping)), None)
+    text = text_config(config)
+    name = text.get("model_type")
+    if part is not None and isinstance(name, str) and name in FAMILIES:
+        plain = {key: value for key, value in text.items() if key != "quantization_config"}
+        with suppress(ConfigError):  # the row asks for what its class has by default
+            return {**config, part: {**text, **_facts_of(FAMILIES[name].read(Fields(plain, name)).spec)}}
+    need_extra(
+        "torch", f"{', '.join(leaves_out)} of {show(config.get('model_type'))}, which config.json leaves out,"
+    )
+    filled = class_defaults(config)
+    quantized = {"quantization_config": config["quantization_config"]} if "quantization_config" in config else {}
+    return (
+        {
+            **filled,
+            **quantized,
+            "model_type": config.get("model_type"),
+            "architectures": config.get("architectures"),
+        }
+        if filled
+        else config
+    )
+
+
+def _facts_of(spec: ModelSpec) -> dict[str, object]:
+    """As a config.json says them."""
+    windows = [window for window in spec.windows if window is not None]
+    return {
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate_size,
+        "max_position_embeddings": spec.max_context_tokens,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in spec.windows],
+        "sliding_window": windows[0] if windows else None,
+    }
 
 
 def _has_headers(directory: Path) -> bool:

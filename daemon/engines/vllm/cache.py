@@ -20,9 +20,10 @@ from fingerprint.config import DeploymentConfig, KvFormat
 from fingerprint.formats import layers_per_block, steps_in_flight
 from fingerprint.model_spec import LayerKind, ModelSpec
 
-__all__ = ["BLOCK_TOKENS", "kv_cache_bytes", "step_tokens"]
+__all__ = ["BLOCK_TOKENS", "block_tokens", "kv_cache_bytes", "step_tokens"]
 
-BLOCK_TOKENS = 16  # the size that every attention backend of these models on NVIDIA GPUs takes
+BLOCK_TOKENS = 16  # the size that every attention backend but those of latents takes on NVIDIA GPUs
+_LATENT_BLOCK_TOKENS = 64  # of FlashMLA and the sparse ones (their get_supported_kernel_block_sizes)
 _ELEMENT_BYTES = {KvFormat.BITS16: 2, KvFormat.INT8: 1, KvFormat.FP8: 1}
 _SCALE_BYTES = {KvFormat.INT8: 4}  # one float32 per token and head, for K and for V
 
@@ -45,13 +46,18 @@ def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
     group has tables of its own.
     """
     kept = [_caches(spec.config, model, kind) for kind in model.kinds]
-    page_bytes = _page_bytes([cache for caches in kept for cache in caches])
+    page_bytes = _page_bytes([cache for caches in kept for cache in caches], block_tokens(model))
     largest, first = 0, 0
     for stage in spec.stages:
         of_stage = model.kind_indexes[first : first + stage.num_layers]
         largest = max(largest, _pages(spec, [cache for kind in of_stage for cache in kept[kind]], page_bytes))
         first += stage.num_layers
     return max(1, largest) * page_bytes
+
+
+def block_tokens(model: ModelSpec) -> int:
+    """``--block-size``."""
+    return _LATENT_BLOCK_TOKENS if model.kv_head_elements and model.num_kv_heads == 1 else BLOCK_TOKENS
 
 
 def step_tokens(limits: WorkerLimits) -> int:
@@ -75,13 +81,13 @@ def _caches(config: DeploymentConfig, model: ModelSpec, kind: LayerKind) -> list
     return found + ([_Cache(None, 0, state_bytes)] if state_bytes else [])
 
 
-def _page_bytes(caches: Sequence[_Cache]) -> int:
+def _page_bytes(caches: Sequence[_Cache], tokens: int) -> int:
     """A block of the layers that keep most of a token, of as many tokens as the largest state takes."""
     most = max((cache.token_bytes for cache in caches), default=0)
     state = max((cache.state_bytes for cache in caches), default=0)
     if not most:
         return state
-    return most * BLOCK_TOKENS * max(1, math.ceil(state / (BLOCK_TOKENS * most)))
+    return most * tokens * max(1, math.ceil(state / (tokens * most)))
 
 
 def _pages(spec: WorkerSpec, caches: Sequence[_Cache], page_bytes: int) -> int:
@@ -98,9 +104,9 @@ def _blocks_held(spec: WorkerSpec, cache: _Cache, page_bytes: int) -> int:
     limits = spec.limits
     if not cache.token_bytes:
         return limits.max_batch
-    block_tokens = page_bytes // cache.token_bytes
+    tokens_of_block = page_bytes // cache.token_bytes
     if cache.window is None:
-        return math.ceil(limits.kv_tokens / block_tokens) + limits.max_batch
+        return math.ceil(limits.kv_tokens / tokens_of_block) + limits.max_batch
     in_flight = step_tokens(limits) * steps_in_flight(spec.config)
     tokens = min(limits.kv_tokens, limits.max_batch * cache.window + in_flight)
-    return math.ceil(tokens / block_tokens) + 2 * limits.max_batch
+    return math.ceil(tokens / tokens_of_block) + 2 * limits.max_batch

@@ -14,11 +14,12 @@ from pathlib import Path
 from daemon.devices import Device
 from daemon.engines.base import WorkerSpec
 from daemon.engines.options import check_options, option_words
-from daemon.engines.vllm.cache import BLOCK_TOKENS, kv_cache_bytes, step_tokens
+from daemon.engines.vllm.cache import block_tokens, kv_cache_bytes, step_tokens
 from daemon.engines.vllm.own_options import OWN_OPTIONS, TAKEN_OPTIONS, parser_words
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
 from fingerprint.config import KvFormat, WeightFormat
-from fingerprint.config_json import read_config, show
+from fingerprint.config_json import read_config
+from fingerprint.description.stored import quantization_of
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import is_tabled, load_spec, read_spec
 from fingerprint.model_spec import ModelSpec
@@ -66,9 +67,7 @@ def read_model(spec: WorkerSpec) -> Model:
     """
     folder = Path(spec.checkpoint)
     config = read_config(folder)
-    quantization = config.get("quantization_config") or {}
-    if not isinstance(quantization, dict):
-        raise ConfigError(f"quantization_config of {folder} must be an object, got {show(quantization)}")
+    quantization = quantization_of(config)
     quantized_by = str(quantization.get("quant_method", ""))
     _check_stored_as(spec, quantized_by)
     if not spec.dummy_weights and not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
@@ -156,7 +155,7 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
         "--max-model-len": limits.max_context_tokens,
         "--max-num-seqs": limits.max_batch,
         "--max-num-batched-tokens": step_tokens(limits),
-        "--block-size": BLOCK_TOKENS,
+        "--block-size": block_tokens(model.spec),
         "--kv-cache-memory-bytes": kv_cache_bytes(spec, model.spec),
         "--gpu-memory-utilization": _memory_fraction(spec, devices),
         "--kv-cache-dtype": _KV_DTYPE[config.kv],
