@@ -1,11 +1,10 @@
-"""The table of model families: from a parsed config.json to the tensors a model consists of.
+"""From a parsed config.json, and the checkpoint's headers where they are there, to a model's counts and tensors.
 
-A family is described once, by the list of its tensors; the counts of :class:`ModelSpec` and the files of a dummy
-checkpoint both come from that list. No code that a model brings is imported or run (``auto_map`` is ignored);
-a family without a row is described by what its checkpoint holds or by transformers' class
-(``fingerprint.description``). It knows nothing of formats,
-devices or engines. A new family is one row of a module's ``FAMILIES`` and, where no present reader fits, one
-function. The tests compare names, shapes and counts with what the transformers classes build.
+A family with a row of the table is described by the list of its tensors, from which the counts of
+:class:`ModelSpec` and the files of a dummy checkpoint both come; no torch is needed. Every other is described by
+what its checkpoint holds, or by transformers' class (``fingerprint.description``). No code that a model brings is
+imported or run (``auto_map`` is ignored). It knows nothing of formats, devices or engines. The tests compare names,
+shapes and counts with what the transformers classes build.
 """
 
 from __future__ import annotations
