@@ -3,8 +3,8 @@
 A family with a row of the table is described by the list of its tensors, from which the counts of
 :class:`ModelSpec` and the files of a dummy checkpoint both come; no torch is needed. Every other is described by
 what its checkpoint holds, or by transformers' class (``fingerprint.description``). No code that a model brings is
-imported or run (``auto_map`` is ignored). It knows nothing of formats, devices or engines. The tests compare names,
-shapes and counts with what the transformers classes build.
+imported or run (``auto_map`` is ignored). It knows nothing of formats, devices or engines. The tests compare
+names, shapes and counts with what the transformers classes build.
 """
 
 from __future__ import annotations
