@@ -23,6 +23,7 @@ class LayerShape:
     linear_params: int
     expert_params: int = 0
     kv_elements: int  # kept of a token, by all KV heads; 0: none of its own
+    kv_read_elements: int = 0  # looked at of a token that another layer keeps
     state_bytes: int = 0  # kept of a sequence whatever its length, over all TP ranks
 
 
@@ -34,6 +35,7 @@ class LayerKind:
     count: int
     shape: LayerShape | None = None  # None: all layers of the model have one
     kv_share: float = 1.0  # of ``ModelSpec.kv_elements``, what a token takes in one of them
+    read_share: float = 1.0  # likewise what one of them looks at, be it kept by another
 
     def attended(self, context: float) -> float:
         """Of ``context`` tokens, those that the last one looks at."""
@@ -141,8 +143,10 @@ class ModelSpec:
             return tuple(LayerKind(window, count) for window, count in Counter(self.windows).items())
         counts = Counter(zip(self.windows, self.layer_shape_indexes, strict=True))
         shapes = self.layer_shapes
+        shares = [shape.kv_elements / self.kv_elements for shape in shapes]
+        read = [(shape.kv_elements + shape.kv_read_elements) / self.kv_elements for shape in shapes]
         return tuple(
-            LayerKind(window, count, shapes[index], shapes[index].kv_elements / self.kv_elements)
+            LayerKind(window, count, shapes[index], shares[index], read[index])
             for (window, index), count in counts.items()
         )
 
@@ -177,4 +181,7 @@ class ModelSpec:
         for name in ("layer_windows", "stored", "kv_head_elements", "layer_shapes", "layer_shape_indexes"):
             if not facts[name]:
                 del facts[name]
+        if "stored" in facts:  # bytes are of single matrices that a checkpoint leaves out, too
+            kept = facts["stored"].items()
+            facts["stored"] = {name: value for name, value in kept if not name.endswith("_bytes")}
         return hashlib.sha256(to_json(facts)).hexdigest()[:16]

@@ -18,7 +18,7 @@ from math import prod
 from fingerprint.description.facts import Facts
 from fingerprint.errors import UnsupportedModelError
 
-__all__ = ["Kept", "kept_of_layer"]
+__all__ = ["QUERIES_ALONE", "Kept", "kept_of_layer"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,6 +31,7 @@ _V = re.compile(r"(^|\.)(v_proj\w*|project_v|to_v|[wW]v(_dv)?)(\.linear)?$")
 _Q = re.compile(r"(^|\.)(q_proj|q_b_proj|project_q|to_q|[wW]q)(\.linear)?$")
 _FUSED = re.compile(r"(^|\.)(query_key_value|qkv_proj|c_attn|Wqkv|W_pack|wqkv|qkv)$")
 _STATE_BYTES = 2
+QUERIES_ALONE = "attention to another layer's KV"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +109,7 @@ def _kept(leaves: Shapes, facts: Facts) -> Kept | None:
         heads = max(1, rows // (2 * (facts.head_dim or rows)))
         return Kept(mixer="attention", kv_elements=rows, kv_heads=heads)
     if any(map(_Q.search, leaves)):
-        return Kept(mixer="attention to another layer's KV")
+        return Kept(mixer=QUERIES_ALONE)
     convolution = [shape for name, shape in leaves.items() if _is_convolution(name, shape)]
     if convolution:
         return Kept(mixer="short convolution", state_bytes=sum(_tail_bytes(shape) for shape in convolution))

@@ -10,7 +10,7 @@ from math import prod
 from fingerprint.checkpoint import StoredTensor
 from fingerprint.config_json import show
 from fingerprint.description.facts import Facts
-from fingerprint.description.mixers import Kept, kept_of_layer
+from fingerprint.description.mixers import QUERIES_ALONE, Kept, kept_of_layer
 from fingerprint.description.packed import unpacked
 from fingerprint.description.roles import role_of
 from fingerprint.description.stack import Stack, check_tensors, find_stack
@@ -159,12 +159,27 @@ def _layers(stack: Stack, facts: Facts) -> list[_Layer]:
             seen[key] = (_layer(shapes, kept, facts), kept)
         layer, kept = seen[key]
         if index >= first_shared and kept.kv_elements:
-            shape = replace(layer.shape, mixer=f"{kept.mixer} to another layer's KV", kv_elements=0)
+            mixer = f"{kept.mixer} to another layer's KV"
+            shape = replace(layer.shape, mixer=mixer, kv_elements=0, kv_read_elements=kept.kv_elements)
             layer = _Layer(shape, 0, layer.experts)
         found.append(layer)
+    found = _with_what_is_looked_at(found)
     if "hybrid" in of_types:
         return _with_shared_attention(found, [kind == "hybrid" for kind in of_types])
     return found
+
+
+def _with_what_is_looked_at(layers: list[_Layer]) -> list[_Layer]:
+    """Layers with queries alone look at as much as the others keep."""
+    most = max(layer.shape.kv_elements for layer in layers)
+
+    def whole(layer: _Layer) -> _Layer:
+        shape = layer.shape
+        if not shape.mixer.startswith(QUERIES_ALONE) or shape.kv_read_elements:
+            return layer
+        return replace(layer, shape=replace(shape, kv_read_elements=most))
+
+    return [whole(layer) for layer in layers]
 
 
 def _with_shared_attention(layers: list[_Layer], attends: list[bool]) -> list[_Layer]:

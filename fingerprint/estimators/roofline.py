@@ -247,11 +247,11 @@ class RooflineEstimator:
         return 2 * tokens * self._spec.hidden_size * _ACTIVATION_BYTES
 
     def _mean(self, of_kind: Callable[[LayerKind], float]) -> float:
-        """Over the layers, each as much as it keeps of a token."""
+        """Over the layers, each as much as it looks at of a token."""
         kinds = self._kinds
         if len(kinds) == 1:
-            return kinds[0].kv_share * of_kind(kinds[0])
-        return sum(kind.count * kind.kv_share * of_kind(kind) for kind in kinds) / self._spec.num_layers
+            return kinds[0].read_share * of_kind(kinds[0])
+        return sum(kind.count * kind.read_share * of_kind(kind) for kind in kinds) / self._spec.num_layers
 
     def _experts_read_fraction(self, tokens: float) -> float:
         """Expected share of distinct experts that ``tokens`` tokens choose, routed uniformly and independently."""

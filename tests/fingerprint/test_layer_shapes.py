@@ -14,7 +14,7 @@ from fingerprint.depth_tied_cuts import kind_counts, tied_depths
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.formats import kv_tokens_per_layer, layer_state_bytes_per_gpu
 from fingerprint.gpus import gpu_spec
-from fingerprint.model_spec import LayerShape, ModelSpec
+from fingerprint.model_spec import LayerShape, ModelSpec, Stored
 from fingerprint.profile_plan import fingerprint_cuts
 from fingerprint.profile_points import Visit
 from tests.fingerprint.synthetic_machine import llama
@@ -91,6 +91,18 @@ def test_a_long_context_slows_layers_that_keep_all_of_it_alone() -> None:
     assert slows([0, 1, 1, 1] * 6) == pytest.approx(slows([0] * 24) / 4, rel=1e-6)
 
 
+def test_what_another_layer_keeps_is_read_and_takes_no_memory() -> None:
+    looks = replace(
+        FULL, mixer="attention to another layer's KV", kv_elements=0, kv_read_elements=FULL.kv_elements
+    )
+    whole, shared = (
+        RooflineEstimator(of(order, FULL, looks), H200).estimate(ONE, WORKLOAD)
+        for order in ([0] * 24, [0, 1] * 12)
+    )
+    assert shared.tpot_s.value == pytest.approx(whole.tpot_s.value, rel=1e-9)
+    assert shared.memory.layer_kv_bytes == pytest.approx(whole.memory.layer_kv_bytes / 2, abs=1)
+
+
 class TestCuts:
     ORDER = [1, 1, 1, 0] * 6
 
@@ -104,6 +116,13 @@ class TestCuts:
         spec = of(self.ORDER)
         assert tied_depths(spec, 1) == (8, 4)
         assert kind_counts(spec, 4) == (3, 1)
+
+
+def test_how_many_bytes_single_matrices_take_changes_no_hash() -> None:
+    stored = Stored(method="fp8", form="a", bits=8, layer_linear_bytes=1e9, layer_expert_bytes=5e8)
+    one, other = (replace(LLAMA, stored=s) for s in (stored, replace(stored, layer_linear_bytes=1e9 + 7)))
+    assert one.shape_hash == other.shape_hash != LLAMA.shape_hash
+    assert one.shape_hash != replace(LLAMA, stored=replace(stored, form="b")).shape_hash
 
 
 def test_shapes_travel_as_json_and_change_the_hash() -> None:
