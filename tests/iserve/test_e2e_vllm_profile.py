@@ -119,6 +119,7 @@ def test_a_pinned_release_serves_whichever_comes_first_until_it_is_unpinned(
     assert started() == ("0.26.0", "vllm 0.26.0", True)
     profiles = [dict(row["machine"]["versions"])["engine"] for row in home.get("/api/v1/profiles")]
     assert sorted(profiles) == ["vllm 0.24.0", "vllm 0.26.0"]
+    until(lambda: len(home.worker_pids()) == 1, "the former worker has drained")
     ((worker_id, pid),) = home.worker_pids().items()
     kill(pid)
     until(lambda: home.worker_pids().get(worker_id) not in (None, pid), "the worker is started again")
