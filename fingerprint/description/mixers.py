@@ -87,11 +87,7 @@ def _kept(leaves: Shapes, facts: Facts) -> Kept | None:
     lasts = {name.rpartition(".")[2] for name in leaves}
     if "kv_a_proj_with_mqa" in lasts:
         return _latent(leaves)
-    if (
-        any(name.endswith("A_log") for name in leaves)
-        and len(leaves) > 2
-        and not {"q_proj", "A"} <= lasts - {"A_log"}
-    ):
+    if any(name.endswith("A_log") for name in leaves):
         return _state_space(leaves, facts)
     if any(name.startswith("compressor.") for name in leaves) or {"kv_proj", "o_a_proj"} <= lasts:
         return _compressed(leaves, facts)

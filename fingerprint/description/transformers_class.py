@@ -22,13 +22,20 @@ from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.extras import need_extra
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["class_defaults", "described_config"]
+__all__ = [
+    "MAX_BUILT_LAYERS",
+    "NOT_TAKEN",
+    "check_buildable",
+    "class_defaults",
+    "described_config",
+    "without_advice",
+]
 
 MAX_BUILT_LAYERS = 512  # each is a module of its own, built in milliseconds
 _MOST_LISTED = 4096
 _PATTERNS = ("hybrid_override_pattern", "layers_block_type", "layer_types")  # an entry for each layer
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-_NOT_TAKEN = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
+NOT_TAKEN = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
 
 
 def described_config(config: Mapping[str, object]) -> ModelSpec:
@@ -47,7 +54,7 @@ def _described(text: str) -> ModelSpec:
     config = json.loads(text)
     name = config.get("model_type")
     need_extra("torch", f"model_type {show(name)}, of which there is a config alone,")
-    _bound(config)
+    check_buildable(config)
     quantization = quantization_of(config)
     built, architecture = _built(_without(config), str(name))
     tensors = {key: StoredTensor("BF16", tuple(value.shape)) for key, value in _saved(built).items()}
@@ -64,7 +71,7 @@ def _saved(model: Any) -> dict[str, Any]:
 
 def _without(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` without what would have transformers load code or kernels, or swap layers for quantized ones."""
-    kept = {key: value for key, value in config.items() if key not in _NOT_TAKEN and not str(key).startswith("_")}
+    kept = {key: value for key, value in config.items() if key not in NOT_TAKEN and not str(key).startswith("_")}
     return {key: _plain(value) for key, value in kept.items()}
 
 
@@ -97,9 +104,9 @@ def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
             "classes that generate text; give a folder with the checkpoint's safetensors files, which need none"
         )
     try:
-        with _quiet():
+        with without_advice():
             filled = AutoConfig.for_model(**_tied_as_text(config))
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), without_advice():
             model = getattr(transformers, chosen)._from_config(filled, dtype=torch.bfloat16)
     except Exception as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -132,7 +139,7 @@ def class_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     except ImportError:
         return {}
     try:
-        with _quiet():
+        with without_advice():
             return dict(AutoConfig.for_model(**_without(config)).to_dict())
     except Exception:  # noqa: BLE001  # whatever a class objects to: its defaults are not had
         return {}
@@ -159,15 +166,15 @@ def _owner_of(architecture: str) -> str | None:
     return next((name for name, entry in CLASSES.items() if entry == architecture), None)
 
 
-def _bound(values: Mapping[str, object]) -> None:
-    """Whatever a class calls its layers, each is a module that is built: no more than can be.
+def check_buildable(values: Mapping[str, object]) -> None:
+    """Refuse more layers, under whatever name, than a class is built of here: each is a module.
 
     Raises:
         ConfigError: more, or a list or pattern of more.
     """
     for name, value in values.items():
         if isinstance(value, dict):
-            _bound(value)
+            check_buildable(value)
         elif isinstance(value, str | list) and len(value) > _MOST_LISTED:
             raise ConfigError(
                 f"{name} may have {_MOST_LISTED} entries at most for a config alone, has {len(value)}"
@@ -184,8 +191,8 @@ def _counts_modules(name: str) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' advice on keys, token ids and faster kernels."""
+def without_advice() -> Iterator[None]:
+    """Keep transformers from printing advice on keys, token ids and faster kernels."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

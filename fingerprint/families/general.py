@@ -8,12 +8,17 @@ used: code that a checkpoint brings is never run, nothing is downloaded. torch i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_VOCAB, Fields, show
+from fingerprint.description.transformers_class import (
+    MAX_BUILT_LAYERS,
+    NOT_TAKEN,
+    check_buildable,
+    without_advice,
+)
 from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.extras import need_extra
 from fingerprint.families.blueprint import Blueprint, Ends, Family, ModuleLayout, blueprint_of
@@ -22,13 +27,9 @@ from fingerprint.tensor_shapes import Role, TensorShape
 
 __all__ = ["general_family"]
 
-MAX_BUILT_LAYERS = 512  # each is a module of its own, built in milliseconds
 _LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _INNER_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-_OF_ITS_OWN = "model whose family iServe has no table of"
-# What would have transformers load code or kernels, or the layers swapped for quantized ones.
-_NOT_TAKEN = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
 _KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -40,7 +41,7 @@ def general_family(config: Mapping[str, object], name: str) -> Family | None:
         UnsupportedModelError: not one stack of equal layers with K and V of one shape.
         MissingExtraError: transformers or torch is not installed.
     """
-    taken = {key: value for key, value in config.items() if key not in _NOT_TAKEN and not key.startswith("_")}
+    taken = {key: value for key, value in config.items() if key not in NOT_TAKEN and not key.startswith("_")}
     return _family(json.dumps(taken, sort_keys=True), name)
 
 
@@ -72,42 +73,16 @@ def _build(fields: Fields, text: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields.count(*_LAYERS_KEYS, most=MAX_BUILT_LAYERS)
-    _bound(json.loads(text))
+    check_buildable(json.loads(text))
 
     def build() -> Any:
         config = AutoConfig.for_model(**json.loads(text))
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), without_advice():
             return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False
             ).eval()
 
     return _tried(fields, build, "cannot build a model from this config.json")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' advice on token ids and faster kernels."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-def _bound(values: Mapping[str, object]) -> None:
-    """Whatever a class calls its layers and experts, each is a module that is built: no more than can be."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            _bound(value)
-        elif isinstance(value, int) and value > MAX_BUILT_LAYERS and _counts_modules(name):
-            raise ConfigError(f"{name} may be {MAX_BUILT_LAYERS} at most in a {_OF_ITS_OWN}, got {show(value)}")
-
-
-def _counts_modules(name: str) -> bool:
-    return ("layer" in name or "expert" in name) and "size" not in name
 
 
 def _tried(fields: Fields, step: Callable[[], Any], what: str) -> Any:
