@@ -22,7 +22,8 @@ Made by `docs/generate.py` from `fingerprint/data/gpus.json` and `fingerprint/gp
 
 Upper and lower case are the same; a slip is answered with the nearest name. Figures are peaks, dense (without
 sparsity), per GPU; 1 GB is 1e9 bytes. Memory is what the driver reports. A price is the median of the on-demand
-prices that were found; a dash is one that was not, or no such thing.
+prices that were found; a dash is one that was not, or no such thing. The rows of
+2026-11-23 quote the sheets that they name by public tables and from knowledge: the sheets were not opened.
 """
 _AMD = """\
 ## AMD
