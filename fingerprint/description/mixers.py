@@ -36,7 +36,7 @@ QUERIES_ALONE = "attention to another layer's KV"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What one layer keeps."""
+    """Memory that one layer keeps of a sequence, by token and in all."""
 
     mixer: str  # "attention", "latent attention", "gated delta", "mamba2" ...; joined by " and " where several
     kv_elements: int = 0  # of a token
@@ -45,7 +45,7 @@ class Kept:
 
 
 def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
-    """What a layer with the matrices ``layer`` keeps (shapes as torch has them: outputs, inputs).
+    """Return what a layer with the matrices ``layer`` keeps (shapes as torch has them: outputs, inputs).
 
     Raises:
         UnsupportedModelError: it mixes tokens in a way that is not known.
@@ -83,7 +83,7 @@ def _may_mix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _kept(leaves: Shapes, facts: Facts) -> Kept | None:
-    """Of one mixer; None: it keeps nothing (or is none)."""
+    """Return what one mixer keeps; None: it keeps nothing, or is none."""
     lasts = {name.rpartition(".")[2] for name in leaves}
     if "kv_a_proj_with_mqa" in lasts:
         return _latent(leaves)
@@ -125,7 +125,7 @@ def _is_convolution(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _tail_bytes(shape: tuple[int, ...]) -> int:
-    """The last inputs of a causal convolution of (channels, 1, width)."""
+    """Return the bytes of the last inputs of a causal convolution of (channels, 1, width)."""
     return _STATE_BYTES * shape[0] * (shape[-1] - 1)
 
 

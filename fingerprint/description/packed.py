@@ -29,7 +29,7 @@ _WHOLE = frozenset({"F16", "BF16", "F32", "F64", "I32", "I64", "BOOL"})  # by th
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """A tensor as it is in 16 bits, and what it takes as it is stored."""
+    """Tensor as it is in 16 bits, and the bytes that it takes as it is stored."""
 
     tensor: StoredTensor
     stored_bytes: float  # its scales, zero points and indexes included
@@ -37,7 +37,7 @@ class Unpacked:
 
 
 def unpacked(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, object]) -> dict[str, Unpacked]:
-    """``tensors`` without those that belong to others, packed ones with the shapes that they have in 16 bits.
+    """Return the tensors that belong to no other, packed ones with the shapes that they have in 16 bits.
 
     Raises:
         CheckpointError: words of an unknown layout.

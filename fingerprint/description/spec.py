@@ -24,7 +24,7 @@ __all__ = ["describe", "spec_and_stack"]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer, as far as layers may differ."""
+    """Facts of one layer, as far as layers may differ."""
 
     shape: LayerShape
     kv_heads: int
@@ -32,7 +32,7 @@ class _Layer:
 
 
 def describe(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) -> ModelSpec:
-    """The model that ``config`` and the names, types and shapes of its tensors are of.
+    """Return the model that ``config`` and the names, types and shapes of its tensors are of.
 
     Args:
         config: parsed config.json; of a multimodal model the part on text counts, its towers as parameters.
@@ -63,7 +63,7 @@ def describe(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) 
 def spec_and_stack(
     config: Mapping[str, object], tensors: Mapping[str, StoredTensor], architecture: str
 ) -> tuple[ModelSpec, Stack]:
-    """:func:`describe` for tensors in 16 bits; errors likewise."""
+    """Return the model and its stack, of tensors in 16 bits. Raises as :func:`describe`."""
     if config.get("is_encoder_decoder") is True:
         raise UnsupportedModelError(
             f"{show(config.get('model_type'))} is an encoder-decoder model; one stack is served"
@@ -146,7 +146,7 @@ def _per_token(layers: Sequence[_Layer], facts: Facts) -> int:
 
 
 def _layers(stack: Stack, facts: Facts) -> list[_Layer]:
-    """Layers with equal tensors are looked at once."""
+    """Return the layers; those with equal tensors are looked at once."""
     seen: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[_Layer, Kept]] = {}
     found: list[_Layer] = []
     of_types = facts.layer_list("layers_block_type", facts.num_layers) or []
@@ -170,7 +170,7 @@ def _layers(stack: Stack, facts: Facts) -> list[_Layer]:
 
 
 def _with_what_is_looked_at(layers: list[_Layer]) -> list[_Layer]:
-    """Layers with queries alone look at as much as the others keep."""
+    """Let layers with queries alone look at as much as the others keep."""
     most = max(layer.shape.kv_elements for layer in layers)
 
     def whole(layer: _Layer) -> _Layer:
@@ -183,7 +183,7 @@ def _with_what_is_looked_at(layers: list[_Layer]) -> list[_Layer]:
 
 
 def _with_shared_attention(layers: list[_Layer], attends: list[bool]) -> list[_Layer]:
-    """One block is stored with the first layer that uses it (Zamba), and each that does has KV of its own."""
+    """Give KV to every layer that uses the block of attention that the first of them stores (Zamba)."""
     whole = max(layers, key=lambda layer: layer.shape.kv_elements)
     return [
         replace(
@@ -218,7 +218,7 @@ def _num_experts(experts: Mapping[str, tuple[int, ...]], count: int) -> int:
 
 
 def _check_ends(stack: Stack, facts: Facts) -> None:
-    """What both sources say must agree; vocabularies may be padded in the tensors."""
+    """Refuse tensors whose ends contradict the config; vocabularies may be padded in the tensors."""
     vocab, hidden = stack.embedding.shape
     if facts.hidden_size is not None and hidden != facts.hidden_size:
         raise ConfigError(

@@ -36,7 +36,7 @@ def quantization_of(config: Mapping[str, object]) -> Mapping[str, object]:
 def stored_as(
     quantization: Mapping[str, object], stack: Stack, spec: ModelSpec, plain: Mapping[str, Unpacked]
 ) -> Stored:
-    """With the bytes that the headers have, of the mean layer.
+    """Return how the mean layer is stored, with the bytes that the headers have.
 
     Args:
         plain: by full name.
@@ -56,7 +56,7 @@ def stored_as(
 
 
 def stored_by_rule(quantization: Mapping[str, object], stack: Stack, spec: ModelSpec) -> Stored:
-    """With the bytes that the method takes for matrices of these shapes.
+    """Return how the mean layer is stored, with the bytes that the method takes for matrices of its shapes.
 
     Raises:
         ConfigError, UnsupportedModelError: as ``quantized.read_stored``.

@@ -123,7 +123,7 @@ def test_fingerprints_of_a_killed_controller_are_gone_at_the_next_start(
 
 
 def size_of(file: Path) -> int:
-    """-1 where it is not there, as between a turn's two renames."""
+    """Return a file's size in bytes; -1 where it is not there, as between a turn's two renames."""
     try:
         return file.stat().st_size
     except FileNotFoundError:
