@@ -15,7 +15,7 @@ from iserve.cli import exporting as e
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.client import ControllerClient
 
 __all__ = ["register"]
@@ -143,7 +143,7 @@ def deploy(
 
 def _accepted(body: dict[str, Any], key: str, *, quiet: bool) -> tuple[ControllerClient, DeploymentDocument]:
     """Post the request, or find the deployment that the same request made; one that failed is tried again."""
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.live import client
     from iserve.client import post_once
 
@@ -165,7 +165,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
     """Show the steps until the deployment serves or is refused."""
     from fingerprint.codec import to_json
     from fingerprint.errors import EngineError, InfeasibleError, NotFoundError
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.chat import needs_key
     from iserve.cli.progress import StepDisplay
     from iserve.cli.render import console, print_plan
@@ -203,7 +203,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
 def ps(as_json: o.JsonOption = False) -> None:
     """List the deployments and how they are now."""
     from fingerprint.codec import to_json
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.live import client
     from iserve.cli.render import print_rows, short
 
@@ -243,7 +243,7 @@ def _remove(
 ) -> None:
     """Return when the deployment and its worker are gone; leave one alone that was not made at ``created_at``."""
     from fingerprint.errors import NotFoundError, UnavailableError
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
 
     path = f"/api/v1/deployments/{name}"
     try:

@@ -18,23 +18,25 @@ from starlette.exceptions import HTTPException
 from fingerprint import errors
 from fingerprint.measurements import Profile
 from iserve import __version__
-from iserve.api_types import (
-    IDEMPOTENCY_KEY,
-    DeployBody,
+from iserve.api_documents import (
     DeploymentDocument,
     EngineDocument,
     EventDocument,
-    KeyBody,
     KeyDocument,
-    LaunchBody,
     LogDocument,
-    ModelBody,
     ModelDocument,
     NewKeyDocument,
     NodeDocument,
+    ProfileJobDocument,
+)
+from iserve.api_types import (
+    IDEMPOTENCY_KEY,
+    DeployBody,
+    KeyBody,
+    LaunchBody,
+    ModelBody,
     PlanBody,
     ProfileBody,
-    ProfileJobDocument,
     UpdateBody,
     VerifyBody,
 )

@@ -10,7 +10,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Estimate, Estimator, Quantity, Source
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.verification import Reading, Verification
-from iserve.api_types import ProgressDocument
+from iserve.api_documents import ProgressDocument
 
 __all__ = [
     "MetricDocument",

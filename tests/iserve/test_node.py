@@ -17,7 +17,7 @@ from fingerprint.errors import ConflictError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
-from iserve.api_types import NodeDocument
+from iserve.api_documents import NodeDocument
 from iserve.controller.check_targets import Targets
 from iserve.controller.node import hardware_of, serving_on, without
 from iserve.demo import demo_model_path
