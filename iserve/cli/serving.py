@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from iserve import request_help as h
 from iserve.cli import exporting as e
 from iserve.cli import options as o
 
@@ -39,21 +40,21 @@ def register(app: typer.Typer) -> None:
 class Serving:
     """How a deployment is called, and how many workers serve it when. As typed."""
 
-    name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None
+    name: Annotated[str | None, typer.Option("--name", help=h.NAME)] = None
     replicas: o.Replicas = 1
     scale_to_zero: Annotated[
         float | None,
         typer.Option(
             "--scale-to-zero",
             metavar="SECONDS",
-            help="End the workers after so long without a request; the next one starts them again.",
+            help=h.SCALE_TO_ZERO,
         ),
     ] = None
     refuse_late: Annotated[
         bool,
         typer.Option(
             "--refuse-late",
-            help="Answer 503 at once to a request that would miss --slo, in place of a late answer.",
+            help=h.REFUSE_LATE,
         ),
     ] = False
 
