@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -14,11 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from engine_tables import engine_tables
 from gpu_page import gpu_page
 from model_page import model_page
+from rest_page import rest_page
 from typer.main import get_command
 
 DOCS = Path(__file__).parent
@@ -76,71 +75,6 @@ def cli_reference() -> str:
     return "\n".join(parts)
 
 
-def rest_reference() -> str:
-    """Every route of the REST API with its body and answer."""
-    from iserve.controller.app import create_app
-    from iserve.controller.service import Controller
-    from iserve.settings import Settings
-    from iserve.state.store import Store
-
-    with TemporaryDirectory() as folder:
-        settings = Settings(home=Path(folder))
-        store = Store.open(settings.home / "state.db")
-        schema = create_app(Controller(settings, store), "unused").openapi()
-        store.close()
-    parts = [
-        "# REST API\n\n"
-        "Made by `docs/generate.py` from the code. The base URL is the controller's (`iserve status`).\n"
-        "Every `/api/v1` route and `/metrics` wants `Authorization: Bearer KEY` with an API key of scope `admin`\n"
-        "(`iserve keys create --scope admin`). What is not known, a field of a body or a query parameter, is\n"
-        "refused by name. An API key names models by a registered name, a Hugging Face id, or a folder within\n"
-        "`ISERVE_MODEL_FOLDERS`. Errors are a [Problem](#problem), with one of these:\n\n"
-        "| status | what |\n|---|---|\n"
-        + "\n".join(f"| {status} | {answer['description']} |" for status, answer in _problems(schema))
-        + "\n"
-    ]
-    for path, methods in schema["paths"].items():
-        for method, route in methods.items():
-            parts.append(f"## `{method.upper()} {path}`\n")
-            if text := route.get("description"):
-                parts.append(inspect.cleandoc(text) + "\n")
-            body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-            for status, answer in route["responses"].items():
-                if int(status) < 400:  # the others are alike, and in the page's head
-                    content = answer.get("content", {}).get("application/json", {}).get("schema", {})
-                    parts.append(f"Answer {status}: {_type(content) or 'text or nothing'}.\n")
-            if body:
-                parts.append(f"Body: {_type(body)}.\n")
-    parts.append("# Types\n")
-    for name, definition in sorted(schema["components"]["schemas"].items()):
-        if name in {"HTTPValidationError", "ValidationError"}:
-            continue
-        parts.append(f"## {name}\n")
-        if text := definition.get("description"):
-            parts.append(inspect.cleandoc(text) + "\n")
-        if "enum" in definition:
-            parts.append("One of " + ", ".join(f"`{value}`" for value in definition["enum"]) + ".\n")
-        rows = [
-            f"| `{field}` | {_type(kind)} | {_default(field, kind, definition)} |"
-            for field, kind in definition.get("properties", {}).items()
-        ]
-        if rows:
-            parts.append("| field | type | default |\n|---|---|---|\n" + "\n".join(rows) + "\n")
-    return "\n".join(parts)
-
-
-def _problems(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Every answer of an error, once."""
-    found = {
-        status: answer
-        for methods in schema["paths"].values()
-        for route in methods.values()
-        for status, answer in route["responses"].items()
-        if int(status) >= 400 and "content" in answer
-    }
-    return sorted(found.items())
-
-
 def configuration() -> str:
     """Every setting with its default, what it takes and what it means."""
     from iserve.settings import setting_rows
@@ -155,25 +89,6 @@ def configuration() -> str:
         "| variable | default | takes | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         "The Hugging Face hub has variables of its own; with `HF_HUB_OFFLINE=1` nothing is asked of it.\n"
     )
-
-
-def _default(field: str, kind: dict[str, object], definition: dict[str, object]) -> str:
-    required = definition.get("required", [])
-    assert isinstance(required, list)
-    return "required" if field in required else f"`{kind.get('default')}`"
-
-
-def _type(schema: dict[str, object]) -> str:
-    if "$ref" in schema:
-        name = str(schema["$ref"]).rsplit("/", 1)[-1]
-        return f"[{name}](#{name.lower()})"
-    if "anyOf" in schema:
-        return " or ".join(_type(one) for one in schema["anyOf"])  # type: ignore[attr-defined]
-    if schema.get("type") == "array":
-        items = schema.get("items", {})
-        assert isinstance(items, dict)
-        return f"list of {_type(items) or 'anything'}"
-    return str(schema.get("type", ""))
 
 
 def readme() -> str:
@@ -210,7 +125,7 @@ def _answer(command: list[str], folder: Path) -> str:
 
 PAGES = {
     DOCS / "cli.md": cli_reference,
-    DOCS / "rest.md": rest_reference,
+    DOCS / "rest.md": rest_page,
     DOCS / "configuration.md": configuration,
     DOCS / "engine-tables.md": engine_tables,
     DOCS / "gpus.md": gpu_page,
