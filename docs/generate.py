@@ -1,4 +1,4 @@
-"""Writes the reference pages (``PAGES``) and README.md's answers from the code.
+"""Writes the reference pages, tables of recorded results and README.md's answers (``PAGES``) from the code.
 
 ``python docs/generate.py``; with ``--check`` it only compares.
 """
@@ -11,11 +11,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from engine_tables import engine_tables
 from gpu_page import gpu_page
+from measured_tables import with_tables
 from model_page import model_page
 from rest_page import rest_page
 from typer.main import get_command
@@ -91,20 +93,24 @@ def configuration() -> str:
     )
 
 
-def readme() -> str:
-    """The page as it is, with the answer under every ``$ iserve ...`` as it is now.
+def answered(path: Path) -> Callable[[], str]:
+    """Return how a page gets its tables, and the answer under every ``$ iserve ...`` as it is now.
 
     Blocks fenced as ``console`` are of other machines and are left as they are.
     """
-    with TemporaryDirectory() as folder:
-        for name, config in CONFIGS.items():
-            (Path(folder) / name).mkdir()
-            (Path(folder) / name / "config.json").write_text(json.dumps(_LLAMA_2 | config))
 
-        def answered(block: re.Match[str]) -> str:
-            return f"```\n$ {block[1]}\n{_answer(shlex.split(block[1]), Path(folder))}\n```"
+    def page() -> str:
+        with TemporaryDirectory() as folder:
+            for name, config in CONFIGS.items():
+                (Path(folder) / name).mkdir()
+                (Path(folder) / name / "config.json").write_text(json.dumps(_LLAMA_2 | config))
 
-        return re.sub(r"```\n\$ (iserve .*)\n(?:(?!```).*\n)*```", answered, README.read_text())
+            def answer(block: re.Match[str]) -> str:
+                return f"```\n$ {block[1]}\n{_answer(shlex.split(block[1]), Path(folder))}\n```"
+
+            return re.sub(r"```\n\$ (iserve .*)\n(?:(?!```).*\n)*```", answer, with_tables(path.read_text()))
+
+    return page
 
 
 def _answer(command: list[str], folder: Path) -> str:
@@ -123,14 +129,22 @@ def _answer(command: list[str], folder: Path) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.splitlines())
 
 
+def measured(page: str) -> Callable[[], str]:
+    """Return how a page that is written by hand gets its tables of recorded results."""
+    return lambda: with_tables((DOCS / page).read_text())
+
+
 PAGES = {
+    DOCS / "accuracy.md": measured("accuracy.md"),
+    DOCS / "decision_regret.md": measured("decision_regret.md"),
     DOCS / "cli.md": cli_reference,
     DOCS / "rest.md": rest_page,
     DOCS / "configuration.md": configuration,
     DOCS / "engine-tables.md": engine_tables,
     DOCS / "gpus.md": gpu_page,
     DOCS / "models.md": model_page,
-    README: readme,
+    DOCS / "tour.md": answered(DOCS / "tour.md"),
+    README: answered(README),
 }
 
 
