@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,10 +39,20 @@ def test_reference_pages_are_current() -> None:
     assert check.returncode == 0, check.stderr
 
 
-def test_links_between_the_pages_lead_somewhere() -> None:
-    import re
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    lost = []
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            if "://" in target:
+                continue
+            there = (page.parent / target) if target else page
+            if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+                lost.append(f"{page.relative_to(ROOT)} links to {target}#{anchor}")
+    assert lost == []
