@@ -49,7 +49,7 @@ class MachineInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Bytes on one rank, as the engine itself counts them; ``runtime_bytes`` is the process beside them
+    """Bytes on one rank, as the engine itself counts them; ``runtime_bytes`` is the rest of the process
     (CUDA context on a GPU; resident memory less the counted tensors on a CPU)."""
 
     rank: int

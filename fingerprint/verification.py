@@ -38,7 +38,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alone:
-    """What one request took on the same worker, with nobody beside it."""
+    """Times of one request alone on the same worker."""
 
     workload: Workload
     """Workload of the single request."""

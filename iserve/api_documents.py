@@ -88,9 +88,9 @@ class DeploymentDocument:
 
     ``status``: ``accepted``, ``resolving``, ``profiling``, ``planning``, ``launching`` (the steps of a deploy);
     ``ready`` (a worker serves, of several replicas at least one: ``num_ready`` of ``num_replicas``),
-    ``restarting``, ``unreachable`` (observed of its workers); ``asleep`` (nobody called for
-    ``scale_to_zero_s`` and its workers have ended; ``error``: why the last try to start them again came to
-    nothing), ``waking`` (somebody did); ``draining``, ``replacing`` (the steps of an update that stops first),
+    ``restarting``, ``unreachable`` (observed of its workers); ``asleep`` (no request for
+    ``scale_to_zero_s``: its workers have ended; ``error``: why the last try to start them again failed),
+    ``waking`` (they start again); ``draining``, ``replacing`` (the steps of an update that stops first),
     ``restoring`` (its new workers did not come up, the former ones start again); ``refused`` (nothing is
     feasible), ``failed`` (``error`` says why), ``removing``.
     """
