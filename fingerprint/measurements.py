@@ -15,6 +15,7 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
 __all__ = [
+    "LayerCache",
     "MachineInfo",
     "MemoryPoint",
     "Profile",
@@ -48,6 +49,20 @@ class MachineInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCache:
+    """Cache of one layer on one rank, as the engine itself specifies it."""
+
+    layer: int
+    """Index of the layer, from 0."""
+    token_bytes: float
+    """Bytes of one token: K and V, or what else grows with the tokens."""
+    state_bytes: int
+    """Bytes of state per request, whatever its length."""
+    window: int | None
+    """Attention window of the layer in tokens; None: all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
     """Bytes on one rank, as the engine itself counts them; ``runtime_bytes`` is the rest of the process
     (CUDA context on a GPU; resident memory less the counted tensors on a CPU)."""
@@ -76,6 +91,8 @@ class RankMemory:
     """Blocks that the engine would have made without a limit."""
     budget_bytes: int = 0
     """Bytes of the GPU that the engine allowed itself for all of these together; 0: not reported."""
+    layer_caches: tuple[LayerCache, ...] = ()
+    """Cache of each of the fingerprint's layers; empty: not reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
