@@ -1,5 +1,6 @@
 """Writes the reference pages, tables of recorded results and README.md's answers (``PAGES``) from the code.
 
+The prose of every page is wrapped at 100 columns.
 ``python docs/generate.py``; with ``--check`` it only compares.
 """
 
@@ -21,6 +22,7 @@ from measured_tables import with_tables
 from model_page import model_page
 from rest_page import rest_page
 from typer.main import get_command
+from wrap import wrapped
 
 DOCS = Path(__file__).parent
 README = DOCS.parent / "README.md"
@@ -149,10 +151,11 @@ PAGES = {
 
 
 def main() -> int:
-    """1 when ``--check`` finds a page that the code no longer says."""
+    """Return 1 when ``--check`` finds a page that is not as it would be written."""
     stale = []
-    for path, make in PAGES.items():
-        text = make().rstrip() + "\n"
+    by_hand = {path: path.read_text for path in DOCS.glob("*.md")}
+    for path, make in (by_hand | PAGES).items():
+        text = wrapped(make()).rstrip() + "\n"
         if "--check" in sys.argv:
             if not path.exists() or path.read_text() != text:
                 stale.append(path.name)

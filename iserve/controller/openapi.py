@@ -135,6 +135,7 @@ def _describe_fields(schemas: dict[str, Any], endpoints: Iterable[object]) -> No
         for name, field in schema.get("properties", {}).items():
             if name in texts:
                 field.setdefault("description", _plain(texts[name]))
+    for schema in schemas.values():
         if "description" in schema:
             schema["description"] = _plain(schema["description"].partition("\n\nRaises:")[0])
 

@@ -97,6 +97,7 @@ def test_every_field_has_a_description(schema: dict[str, Any]) -> None:
 def test_every_type_has_a_description(schema: dict[str, Any]) -> None:
     kinds = schema["components"]["schemas"]
     assert [name for name, kind in kinds.items() if not is_sentence(kind.get("description", ""))] == []
+    assert [name for name, kind in kinds.items() if re.search(r"\bNone\b|``|Raises:", kind["description"])] == []
 
 
 def test_every_operation_and_parameter_has_a_description(schema: dict[str, Any]) -> None:
