@@ -8,7 +8,7 @@ import textwrap
 __all__ = ["wrapped"]
 
 WIDTH = 100
-_ITEM = re.compile(r"( {0,3})([-*]|\d+\.)( +)")
+_ITEM = re.compile(r" *([-*]|\d+\.) +")
 _AS_IT_IS = re.compile(r"\s*$|    |\||#|<|>|---")
 # A word that would begin a list, a heading or a quotation, were it the first of a line.
 _MARKER = re.compile(r" (?=(?:[-+*>]|#+|\d+[.)])(?: |$))")
@@ -29,7 +29,7 @@ def wrapped(page: str) -> str:
 
     for line in page.splitlines():
         fence = line.lstrip().startswith("```")
-        item = _ITEM.match(line)
+        item = _ITEM.match(line) if paragraph or not line.startswith("    ") else None  # else code
         if fence or fenced or (_AS_IT_IS.match(line) and not (paragraph and line.strip()) and not item):
             flush()
             lines.append(line)

@@ -67,7 +67,8 @@ def test_prose_is_wrapped_at_100_columns() -> None:
 
 
 def test_wrapping_changes_no_word_and_nothing_twice() -> None:
-    page = f"# A heading {'long ' * 40}\n\n* An item {'word ' * 40}\n  of two `lines of code` - and 1. more\n\n"
+    page = f"# A heading {'long ' * 40}\n\n* An item {'word ' * 40}\n  of two `lines of code` - and 1. more\n"
+    page += f"    * An item {'within ' * 40}\n\n"
     page += f"| a {'cell ' * 40}|\n\n```\n{'code ' * 40}\n```\n\n    {'code ' * 40}\n"
     sys.path.insert(0, str(ROOT / "docs"))
     try:
@@ -76,7 +77,8 @@ def test_wrapping_changes_no_word_and_nothing_twice() -> None:
         sys.path.pop(0)
     found = wrapped(page)
     assert found.split() == page.split()
+    assert found.count("\n    * An item within") == 1
     assert wrapped(found) == found
-    kept = [line for line in page.splitlines() if line.startswith(("#", "|", "code", "    "))]
+    kept = [line for line in page.splitlines() if line.startswith(("#", "|", "code", "    code"))]
     assert [line for line in found.splitlines() if line in kept] == kept
     assert max(len(line) for line in found.splitlines() if line not in kept) <= 100
