@@ -143,7 +143,14 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     Args:
         token: of run/controller.json; the command line reads it there. API keys of scope ``admin`` work as well.
     """
-    app = FastAPI(title="iServe", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="iServe",
+        description="Takes intents and carries them out: plans, deploys, updates, verifies and removes models.",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     metrics = Metrics(controller)
 
     api = APIRouter(
