@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 from fastapi import FastAPI
@@ -144,15 +146,25 @@ def attribute_docstrings(kind: type) -> dict[str, str]:
     """Return the text below each field of ``kind`` and of its bases, as the source has it."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        if base.__module__ == "builtins" or not (is_dataclass(base) or issubclass(base, BaseModel)):
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        for field, below in zip(definition.body, definition.body[1:], strict=False):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
-                    texts[name] = inspect.cleandoc(text)
+        if is_dataclass(base) or issubclass(base, BaseModel):
+            texts |= _docstrings_of(base.__module__).get(base.__name__, {})
     return texts
+
+
+@cache
+def _docstrings_of(module: str) -> dict[str, dict[str, str]]:
+    """Return the text below each field of each class of a module; the source is parsed once."""
+    found: dict[str, dict[str, str]] = {}
+    for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(definition, ast.ClassDef):
+            texts = found[definition.name] = {}
+            for field, below in pairwise(definition.body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                        value=ast.Constant(value=str() as text)
+                    ):
+                        texts[name] = inspect.cleandoc(text)
+    return found
 
 
 def _plain(text: str) -> str:
