@@ -104,6 +104,16 @@ def _accuracy(folder: str) -> str:
     )
 
 
+def _strategies(model: str) -> str:
+    from fingerprint.codec import from_json
+    from tests.bench.kept import read_kept
+    from tests.bench.strategies import StrategyRecord, markdown
+
+    kept = RESULTS / "strategies.json.xz"
+    text = markdown(from_json(read_kept(kept), StrategyRecord, what=kept.name))
+    return text.partition(f"### {model}\n")[2].strip().partition("\n\n")[0]
+
+
 def _accuracy_in_short() -> str:
     """All models of each folder of recordings, fingerprints against whole models."""
     from fingerprint.estimators.calibration import Calibration
@@ -189,6 +199,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "regret without a limit, AIConfigurator": lambda: _regret(supported=True, limited=False),
     "regret with a limit": lambda: _regret(supported=False, limited=True),
     "regret with a limit, AIConfigurator": lambda: _regret(supported=True, limited=True),
+    "strategies, iserve-demo": lambda: _strategies("iserve-demo"),
+    "strategies, llama-16x25MB": lambda: _strategies("llama-16x25MB"),
     "bias": _bias,
     "accuracy in short": _accuracy_in_short,
     "regret in short": _in_short,
