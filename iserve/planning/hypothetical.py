@@ -19,7 +19,7 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from iserve.api_types import check_name
 from iserve.model_source import ModelSource, resolve
-from iserve.planning.document import EstimateDocument, PlanDocument, estimate_document
+from iserve.planning.document import EstimateDocument, PlanDocument
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices_for_gpus, first_feasible
 from iserve.planning.here import DeployableDocument, deployable, gpus_here
 from iserve.planning.launching import LaunchDocument, PlannedDeployment
@@ -32,6 +32,7 @@ from iserve.planning.making import (
     hypothetical_hardware,
     make_plan,
 )
+from iserve.planning.plan_document import estimate_document
 from iserve.planning.planned import planned_deployment
 from iserve.planning.verdict import VerdictDocument, figures_of
 from iserve.planning.words import spoken
