@@ -145,7 +145,7 @@ def kv_tokens_per_layer(
 ) -> float:
     """Tokens that one layer holds at the end of ``workload``: a sliding layer no more than its window.
 
-    Each token of a layer that keeps less of it than ``spec.kv_elements`` counts as that share of one.
+    Each token of a layer that keeps less of it than ``spec.kv_bytes_per_token_per_layer`` counts as that share.
 
     Where the kinds of layers do not fall on all stages alike, it is the mean over the layers of the stage that
     holds most, of an even split.
@@ -159,11 +159,11 @@ def kv_tokens_per_layer(
     """
 
     def held(kind: LayerKind) -> float:
-        whole = workload.kv_tokens(config.engine)
+        whole, share = workload.kv_tokens(config.engine), spec.kv_share(kind, config.kv)
         if kind.window is None:
-            return kind.kv_share * whole
+            return share * whole
         in_flight = step_tokens * steps_in_flight(config)
-        return kind.kv_share * min(whole, workload.batch * min(kind.window, workload.context_tokens) + in_flight)
+        return share * min(whole, workload.batch * min(kind.window, workload.context_tokens) + in_flight)
 
     return _mean_of_the_fullest_stage(spec, config.pp, [held(kind) for kind in spec.kinds])
 
@@ -171,14 +171,15 @@ def kv_tokens_per_layer(
 def layer_state_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig, sequences: int) -> float:
     """Bytes that one layer of one GPU keeps of ``sequences`` whatever their length.
 
-    It is a mean as that of :func:`kv_tokens_per_layer`. The heads of a state are divided among the TP ranks.
+    It is a mean as that of :func:`kv_tokens_per_layer`. The heads of a state are divided among the TP ranks, their
+    groups as far as there are as many.
 
     Raises:
         ConfigError: more stages than layers.
     """
     if not spec.keeps_state:
         return 0.0
-    each = [0.0 if kind.shape is None else sequences * kind.shape.state_bytes / config.tp for kind in spec.kinds]
+    each = [kind.shape.state_bytes_of_rank(config.tp) * sequences if kind.shape else 0.0 for kind in spec.kinds]
     return _mean_of_the_fullest_stage(spec, config.pp, each)
 
 

@@ -30,7 +30,7 @@ from fingerprint.formats import (
     layer_weight_bytes_per_gpu,
 )
 from fingerprint.gpu_spec import GpuSpec, Vendor
-from fingerprint.model_spec import KV_ELEMENT_BYTES, LayerKind, ModelSpec
+from fingerprint.model_spec import LayerKind, ModelSpec
 
 __all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator", "all_reduce_s"]
 
@@ -290,14 +290,14 @@ class RooflineEstimator:
         turned_back = 0.0
         if config.engine in self._eager and config.weights is WeightFormat.INT8:
             turned_back = 2 * WEIGHT_16BIT_BYTES * spec.layer_linear_params / tp  # written and read as 16 bits
-        kv_elements = spec.kv_elements * kv_heads_per_gpu(spec, tp) / spec.num_kv_heads
+        kv_bytes = spec.kv_bytes_per_token_per_layer(config.kv)
         head = head_bytes(spec)
         return _Shard(
             layer_bytes=layer_bytes,
             shared_read_bytes=(layer_bytes - expert_bytes) / attained + turned_back,
             expert_read_bytes=expert_bytes / attained,
             token_flops=2 * active * kept_fraction(config.pruning) / tp,
-            kv_token_bytes=kv_elements * KV_ELEMENT_BYTES[config.kv],
+            kv_token_bytes=kv_bytes * kv_heads_per_gpu(spec, tp) / spec.num_kv_heads,
             sequence_state_bytes=layer_state_bytes_per_gpu(spec, replace(config, pp=1), 1),
             activation_token_bytes=self._constants.activation_passes * self._layer_activation_bytes(tp),
             flops_per_s=peak * attained,
