@@ -20,11 +20,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fingerprint.config import DeploymentConfig, KvFormat
-from fingerprint.formats import layers_per_block, steps_in_flight
+from fingerprint.config import DeploymentConfig, KvFormat, Workload, even_split
+from fingerprint.formats import kv_tokens_per_layer, layer_state_bytes_per_gpu, layers_per_block, steps_in_flight
 from fingerprint.model_spec import LayerKind, ModelSpec
 
-__all__ = ["BLOCK_TOKENS", "CacheRoom", "block_bytes", "block_tokens", "cache_bytes"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "CacheRoom",
+    "block_bytes",
+    "block_tokens",
+    "cache_bytes",
+    "in_large_blocks",
+    "layer_kept_bytes",
+]
 
 BLOCK_TOKENS = 16  # the size that every attention backend but those of latents takes on NVIDIA GPUs
 _LATENT_BLOCK_TOKENS = 64  # of FlashMLA and the sparse ones (their get_supported_kernel_block_sizes)
@@ -74,6 +82,32 @@ def cache_bytes(model: ModelSpec, config: DeploymentConfig, stages: Sequence[int
         most = max(most, blocks * _bytes_of_block(caches, every, model) if caches else 0)
         first += layers
     return max(most, _page_bytes(every, model))
+
+
+def layer_kept_bytes(
+    model: ModelSpec, config: DeploymentConfig, workload: Workload, step_tokens: int, token_bytes: float
+) -> float:
+    """Return what one layer of one GPU keeps of tokens and sequences at the end of ``workload``, as a mean.
+
+    Where vLLM keeps states, blocks are as large as a state, and partly empty ones are a large part of the cache:
+    they count exactly. Else it is ``token_bytes`` for each of :func:`~fingerprint.formats.kv_tokens_per_layer`.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    if not in_large_blocks(model, config.engine):
+        tokens = kv_tokens_per_layer(model, config, workload, step_tokens)
+        return token_bytes * tokens + layer_state_bytes_per_gpu(model, config, workload.batch)
+    stages = even_split(model.num_layers, config.pp)
+    room = CacheRoom(
+        sequences=workload.batch, kv_tokens=workload.kv_tokens(config.engine), step_tokens=step_tokens
+    )
+    return cache_bytes(model, config, stages, room) / min(stages)
+
+
+def in_large_blocks(model: ModelSpec, engine: str) -> bool:
+    """Whether a block is as large as the state of a sequence, and what is partly empty is counted exactly."""
+    return model.keeps_state and engine == "vllm"
 
 
 def block_bytes(model: ModelSpec, config: DeploymentConfig, first: int, layers: int) -> int:

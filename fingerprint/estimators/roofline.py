@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fingerprint.cache_blocks import layer_kept_bytes
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
@@ -25,7 +26,6 @@ from fingerprint.formats import (
     head_bytes,
     kept_fraction,
     kv_heads_per_gpu,
-    kv_tokens_per_layer,
     layer_state_bytes_per_gpu,
     layer_weight_bytes_per_gpu,
 )
@@ -320,10 +320,7 @@ class RooflineEstimator:
             pp=config.pp,
             num_layers=spec.num_layers,
             layer_weight_bytes=math.ceil(shard.layer_bytes),
-            layer_kv_bytes=math.ceil(
-                shard.kv_token_bytes * kv_tokens_per_layer(spec, config, workload, step_tokens)
-                + layer_state_bytes_per_gpu(spec, config, workload.batch)
-            ),
+            layer_kv_bytes=math.ceil(layer_kept_bytes(spec, config, workload, step_tokens, shard.kv_token_bytes)),
             first_stage_bytes=math.ceil(embedding_bytes(spec) / tp),
             last_stage_bytes=math.ceil(last_bytes),
             activation_bytes=math.ceil(self._activation_bytes(tp, step_tokens, workload.batch)),
