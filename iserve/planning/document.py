@@ -25,6 +25,7 @@ __all__ = [
     "ChangeDocument",
     "EstimateDocument",
     "ExpectedDocument",
+    "KeptDocument",
     "NearestDocument",
     "PassedOverDocument",
     "PlanDocument",
@@ -196,6 +197,14 @@ class CapacityBound(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptDocument:
+    """Bytes that a replica keeps of a request, over all its GPUs and layers."""
+
+    kv_bytes_per_token: int  # a sliding window keeps no more than its tokens; 0: nothing is kept of a token
+    state_bytes_per_request: int  # whatever its length; 0: the model keeps no state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityDocument:
     """Limits of each worker of the chosen configuration, and the memory that they take."""
 
@@ -204,6 +213,7 @@ class CapacityDocument:
     kv_tokens: int  # of the KV cache, over all requests
     memory_bytes_per_gpu: int  # promised on the fullest GPU
     bound: CapacityBound | None = None  # None: of a plan stored before it was recorded
+    kept: KeptDocument | None = None  # likewise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
