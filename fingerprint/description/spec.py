@@ -70,7 +70,7 @@ def spec_and_stack(
         )
     facts = Facts(config)
     num_layers = facts.num_layers
-    stack = find_stack(tensors, num_layers)
+    stack = find_stack(tensors, num_layers, vocab=facts.vocab_size, width=facts.hidden_size)
     layers = _layers(stack, facts)
     _check_ends(stack, facts)
     windows = facts.windows(num_layers)
