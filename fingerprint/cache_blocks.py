@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from fingerprint.config import DeploymentConfig, KvFormat, Workload, even_split
 from fingerprint.formats import kv_tokens_per_layer, layer_state_bytes_per_gpu, layers_per_block, steps_in_flight
@@ -29,6 +30,7 @@ __all__ = [
     "CacheRoom",
     "block_bytes",
     "block_tokens",
+    "cache_blocks",
     "cache_bytes",
     "in_large_blocks",
     "layer_kept_bytes",
@@ -70,18 +72,42 @@ def cache_bytes(model: ModelSpec, config: DeploymentConfig, stages: Sequence[int
     as the rarest kind (the commonest, where they are about as many), the last one filled up; each group has tables
     of its own.
     """
+    every, of_stages = _caches_of_stages(model, config, stages)
+    held = (
+        _blocks(caches, every, model, config, room) * _bytes_of_block(caches, every, model)
+        for caches in of_stages
+        if caches
+    )
+    return max([_page_bytes(every, model), *held])
+
+
+def cache_blocks(model: ModelSpec, config: DeploymentConfig, stages: Sequence[int], room: CacheRoom) -> int:
+    """Return the blocks of the stage that needs most of them for ``room``; ``stages``: the layers of each."""
+    every, of_stages = _caches_of_stages(model, config, stages)
+    return max([1, *(_blocks(caches, every, model, config, room) for caches in of_stages if caches)])
+
+
+def _caches_of_stages(
+    model: ModelSpec, config: DeploymentConfig, stages: Sequence[int]
+) -> tuple[list[_Cache], list[list[_Cache]]]:
+    """Return the caches of all kinds of layers, and those of each stage's layers."""
     kept = [_caches(config, model, kind) for kind in model.kinds]
-    every = [cache for caches in kept for cache in caches]
-    most, first = 0, 0
-    for layers in stages:
-        caches = [cache for kind in model.kind_indexes[first : first + layers] for cache in kept[kind]]
-        blocks = 1 + sum(
-            groups * _blocks_held(cache, every, model, config, room)
-            for cache, groups in _groups(caches, every).items()
-        )
-        most = max(most, blocks * _bytes_of_block(caches, every, model) if caches else 0)
-        first += layers
-    return max(most, _page_bytes(every, model))
+    ends = list(accumulate(stages, initial=0))
+    indexes = model.kind_indexes
+    of_stages = [[cache for kind in indexes[first:end] for cache in kept[kind]] for first, end in pairwise(ends)]
+    return [cache for caches in kept for cache in caches], of_stages
+
+
+def _blocks(
+    caches: Sequence[_Cache],
+    every: Sequence[_Cache],
+    model: ModelSpec,
+    config: DeploymentConfig,
+    room: CacheRoom,
+) -> int:
+    """Return the blocks of a stage: every group of layers has tables of its own, and vLLM keeps one block."""
+    groups = _groups(caches, every).items()
+    return 1 + sum(count * _blocks_held(cache, every, model, config, room) for cache, count in groups)
 
 
 def layer_kept_bytes(
@@ -112,9 +138,8 @@ def in_large_blocks(model: ModelSpec, engine: str) -> bool:
 
 def block_bytes(model: ModelSpec, config: DeploymentConfig, first: int, layers: int) -> int:
     """Return the bytes of one block on a GPU of the stage that has ``layers`` from ``first`` on."""
-    kept = [_caches(config, model, kind) for kind in model.kinds]
-    caches = [cache for kind in model.kind_indexes[first : first + layers] for cache in kept[kind]]
-    return _bytes_of_block(caches, [cache for each in kept for cache in each], model)
+    every, (_, caches) = _caches_of_stages(model, config, (first, layers))
+    return _bytes_of_block(caches, every, model)
 
 
 def block_tokens(model: ModelSpec) -> int:

@@ -1,19 +1,26 @@
-"""Bytes of vLLM's KV cache for the requests that a worker promises (``fingerprint.cache_blocks``)."""
+"""Room of vLLM's KV cache for the requests that a worker promises (``fingerprint.cache_blocks``)."""
 
 from __future__ import annotations
 
 from daemon.engines.base import WorkerLimits, WorkerSpec
-from fingerprint.cache_blocks import CacheRoom, cache_bytes
+from fingerprint.cache_blocks import CacheRoom, cache_blocks, cache_bytes
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["kv_cache_bytes", "step_tokens"]
+__all__ = ["kv_blocks", "kv_cache_bytes", "step_tokens"]
 
 
 def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
     """``--kv-cache-memory-bytes``: what a GPU of the stage that needs most takes for ``limits``."""
-    limits = spec.limits
-    room = CacheRoom(sequences=limits.max_batch, kv_tokens=limits.kv_tokens, step_tokens=step_tokens(spec.limits))
-    return cache_bytes(model, spec.config, [stage.num_layers for stage in spec.stages], room)
+    return cache_bytes(model, spec.config, [stage.num_layers for stage in spec.stages], _room(spec.limits))
+
+
+def kv_blocks(spec: WorkerSpec, model: ModelSpec) -> int:
+    """Return ``--num-gpu-blocks-override`` for the same promise, of the stage that needs most blocks."""
+    return cache_blocks(model, spec.config, [stage.num_layers for stage in spec.stages], _room(spec.limits))
+
+
+def _room(limits: WorkerLimits) -> CacheRoom:
+    return CacheRoom(sequences=limits.max_batch, kv_tokens=limits.kv_tokens, step_tokens=step_tokens(limits))
 
 
 def step_tokens(limits: WorkerLimits) -> int:
