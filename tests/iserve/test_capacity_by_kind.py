@@ -19,10 +19,11 @@ from fingerprint.families import read_spec
 from fingerprint.formats import kept_bytes_per_replica
 from fingerprint.model_spec import ModelSpec
 from iserve.model_source import ModelSource
-from iserve.planning.document import CapacityBound
+from iserve.planning.document import CapacityBound, KeptDocument
 from iserve.planning.launching import worker_spec
 from iserve.planning.making import Hardware, make_plan
 from iserve.planning.serving_capacity import ServingCapacity, serving_capacity
+from iserve.planning.verdict_text import state_sizes
 from iserve.simulation.running import launch_limits
 from tests.fingerprint import family_truths
 from tests.iserve.test_serving_capacity import DEFAULTS, GIB, H100, idle, taken_bytes
@@ -196,3 +197,16 @@ class TestSimulatedLimits:
         spec = PUBLIC["meta-llama/Llama-3.1-8B"]
         for engine in ("vllm", "torch"):
             assert launch_limits(self.WORK, engine, spec=spec) == launch_limits(self.WORK, engine)
+
+
+def test_sizes_are_shown_only_of_a_model_with_states() -> None:
+    hybrid = KeptDocument(kv_bytes_per_token=12_288, state_bytes_per_request=39_518_208)
+    assert state_sizes(hybrid) == [
+        ("of each token", "12.0 KiB"),
+        ("of each request whatever its length", "37.7 MiB"),
+    ]
+    assert [name for name, _ in state_sizes(replace(hybrid, kv_bytes_per_token=0))] == [
+        "of each request whatever its length"
+    ]
+    assert state_sizes(replace(hybrid, state_bytes_per_request=0)) == []
+    assert state_sizes(None) == []
