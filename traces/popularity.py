@@ -1,4 +1,4 @@
-"""Which model a request is for, where the trace does not say: the popularity laws of the literature."""
+"""Popularity laws of the literature: the choice of each request's model, where the trace does not name it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ClientSlot:
 
 @dataclass(frozen=True)
 class Client:
-    """One client's slots, ascending."""
+    """Slots of one client, ascending."""
 
     name: str
     slots: tuple[ClientSlot, ...]

@@ -1,4 +1,4 @@
-"""What a trace is like, in one pass: rate, burstiness, lengths.
+"""Statistics of a trace in one pass: rate, burstiness, lengths.
 
 Memory does not grow with the number of requests, only with how many different lengths and models there are.
 """

@@ -25,7 +25,7 @@ class Bin:
     completed: int
     failed: int
     in_flight: int  # of the completed: sent and without their last token, at the end of the bin
-    output_tokens_per_s: float  # of the requests whose last token came in it
+    output_tokens_per_s: float  # of the requests whose last token arrived in it
     ttft_p50_s: float | None
     ttft_p99_s: float | None
 

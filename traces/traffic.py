@@ -1,13 +1,13 @@
-"""What a queue must know of a trace: how its rate moves, how bursty it is beside that, how its lengths vary.
+"""Traffic parameters of a queue: how a trace's rate moves, how bursty it is at a given rate, how lengths vary.
 
-Requests are counted in windows. Were the rate always the same, the counts of a window would vary as much as their
-mean (Poisson); what they vary beyond that is the rate moving. Of their deviations from the mean the part that is
-the rate's own is kept, ``sqrt(1 - 1 / index of dispersion)``, so that noise is not counted twice. Within a window,
-the index of dispersion of its tenths says how bursty it is at a steady rate. A trace of many windows is told in
+Requests are counted in windows. If the rate were always the same, the counts of the windows would vary as much as
+their mean (Poisson); variation beyond that is the rate moving. The part of the counts' deviations that is due to
+the rate is kept, ``sqrt(1 - 1 / index of dispersion)``, so that noise is not counted twice. Within a window, the
+index of dispersion of its tenths says how bursty it is at a steady rate. A trace of many windows is described in
 longer ones.
 
 Source: Sriram and Whitt, Characterizing superposition arrival processes in packet multiplexers, 1986 (indices of
-dispersion). What is made of it: ``planner.moving_rate``; how well it does: docs/risk.md.
+dispersion). ``planner.moving_rate`` uses these figures; docs/risk.md shows how well they predict.
 """
 
 from __future__ import annotations

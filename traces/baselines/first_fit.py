@@ -1,15 +1,15 @@
 """Deployers that know one order of configurations and take the first that fits: max TP, max PP, a rule of thumb.
 
-What they are given, so that none is weak for want of it:
+So that none is weak for lack of it, each has:
 
 *   the batch (the rule of thumb has the workload's): where workers batch, the largest with which every model of
-    the cluster fits beside the others (they know what will be deployed later), up to ``MOST_BATCH``; where they do
-    not, 1, so that no memory is spent on sequences that never run together;
-*   what does not fit at their favourite degrees goes on at the next ones, and with half the batch, before it is
-    refused;
+    the cluster fits next to the rest (the deployers know what will be deployed later), up to ``MOST_BATCH``; where
+    workers do not batch, 1, so that no memory is spent on sequences that never run together;
+*   further degrees: a model that does not fit at the favourite ones is tried at the next, then with half the
+    batch, before it is refused;
 *   the least loaded GPUs;
-*   of several replicas each has GPUs of its own, and all are launched alike, or none is: the first configuration
-    and batch that goes in so often.
+*   replicas on separate GPUs, all launched alike, or none: the first configuration and batch of which as many as
+    are wanted fit.
 """
 
 from __future__ import annotations
@@ -122,5 +122,5 @@ class FirstFit:
         return NotDeployed(reason=f"no configuration of {self.name} fits; of the first: {refusal.reason}")
 
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
-        """What fits now: another configuration than the others' is better than none."""
+        """Return what fits now: a replica of another configuration is better than none."""
         return self(model, snapshot)

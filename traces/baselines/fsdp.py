@@ -58,7 +58,7 @@ def transfer_s(spec: ModelSpec, gpu: GpuSpec, sharding: Sharding) -> float:
 
 
 def pass_s(num_layers: int, transfer_s: float, compute_s: float) -> float:
-    """One pass over all layers, ``compute_s`` being that of all of them and ``transfer_s`` that of one."""
+    """Return the time of one pass over all layers: ``compute_s`` is of all of them, ``transfer_s`` of one."""
     layer_s = compute_s / num_layers
     return transfer_s + (num_layers - 1) * max(transfer_s, layer_s) + layer_s
 
@@ -155,7 +155,7 @@ class FsdpDeployer:
     def _e2e_s(
         self, model: Knowledge, config: DeploymentConfig, batch: int, shardings: Iterable[Sharding]
     ) -> float:
-        """Of the slowest."""
+        """Return the E2E latency of the slowest sharding."""
         workload = replace(model.workload, batch=batch)
         return max(
             FsdpEstimator(model.estimator, model.spec, self._gpu, sharding).estimate(config, workload).e2e_s.value
@@ -226,15 +226,18 @@ def _fewest_on_host(
 def _fewest_on_hosts(
     model: Knowledge, config: DeploymentConfig, batch: int, windows: Iterable[tuple[GpuState, ...]]
 ) -> list[Sharding] | None:
-    """Of each window; None: one has no room."""
+    """Return the sharding of each window; None: one window has no room."""
     shardings = [_fewest_on_host(model, config, batch, window) for window in windows]
     found = [sharding for sharding in shardings if sharding is not None]
     return found if len(found) == len(shardings) else None
 
 
 def _windows(snapshot: ClusterSnapshot, count: int, *, whole_node: bool) -> Iterable[list[tuple[GpuState, ...]]]:
-    """Of every width the ``count`` preferred groups of neighbours of one node, or as many as there are; they share
-    no GPU. Full ones come last."""
+    """Yield, for each width, the ``count`` preferred groups of neighbouring GPUs of one node, or as many as there
+    are.
+
+    The groups of one width share no GPU. Full ones are last.
+    """
     ordered = sorted(snapshot.gpus, key=lambda gpu: (gpu.node_id, gpu.gpu_index, gpu.device_id))
     nodes = [tuple(gpus) for _, gpus in groupby(ordered, key=lambda gpu: gpu.node_id)]
     by_width: dict[int, list[tuple[GpuState, ...]]] = {}

@@ -1,4 +1,4 @@
-"""Where an OpenAI API answers: a URL taken apart and looked up once, so that no request waits for that."""
+"""Endpoint of an OpenAI API: a URL taken apart and looked up once, so that no request waits for that."""
 
 from __future__ import annotations
 

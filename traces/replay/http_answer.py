@@ -1,4 +1,4 @@
-"""One HTTP/1.1 answer and the server-sent events in it, from bytes as they come. Pure; every buffer has a bound.
+"""Parser of one HTTP/1.1 answer and the server-sent events in it. Pure; every buffer has a bound.
 
 Not a library's parser: with thousands of streams of small chunks, what the usual clients put around theirs (a
 future and a task's turn for each chunk) costs more than the parsing and makes the sender late (docs/replay.md).
@@ -64,7 +64,7 @@ class HttpAnswer:
             return self._counted(data)
         if self._part is _Part.COMPLETE:
             if data:
-                self.keep_alive = False  # nobody asked for more
+                self.keep_alive = False  # unasked-for bytes
             return b""
         return b"" if self._part is _Part.HEAD else self._chunks(data)
 
@@ -80,7 +80,7 @@ class HttpAnswer:
             raise MalformedError("the connection ended in the middle of the answer")
 
     def _head(self, data: bytes) -> bytes:
-        """What follows the head, once it is whole. An interim answer (1xx) is passed over."""
+        """Return the bytes after the head, once it is complete. An interim answer (1xx) is skipped."""
         self._held += data
         while True:
             end = self._held.find(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""What one event of an OpenAI stream says: whether it brings tokens, ends the answer, counts or fails. Pure."""
+"""Content of one event of an OpenAI stream: whether it brings tokens, ends the answer, counts or fails. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Choice(msgspec.Struct, gc=False):
 
 
 class Piece(msgspec.Struct, gc=False):
-    """One chunk of one answer: a choice at most. ``error`` where the server says instead that it failed."""
+    """Chunk of an answer, of one choice at most. ``error`` where the server says instead that it failed."""
 
     choices: list[_Choice] = []  # msgspec copies it
     usage: _Usage | None = None

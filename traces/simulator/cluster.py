@@ -1,4 +1,4 @@
-"""The simulated GPUs and what runs on them: memory, who shares with whom, busy times, and the queue of events.
+"""Simulated GPUs and what runs on them: memory, which workers share a GPU, busy times, and the queue of events.
 
 Knows servers and their runs, nothing of requests or deployments.
 """
@@ -39,7 +39,7 @@ class Cluster:
         self._held: dict[Server, tuple[tuple[Gpu, int], ...]] = {}
 
     def snapshot(self, now_s: float) -> ClusterSnapshot:
-        """What placement sees: the living GPUs, their free memory, their load over the last 120 s."""
+        """Return what placement sees: the living GPUs, their free memory, their load over the last 120 s."""
         return ClusterSnapshot(
             tuple(
                 replace(self._states[key], free_bytes=gpu.free_bytes, load_fraction=gpu.load_fraction(now_s))
@@ -49,7 +49,7 @@ class Cluster:
         )
 
     def stages(self, placement: Placement) -> list[Stage]:
-        """With the share of a step that each stage has, by its layers.
+        """Return the stages, each with the share of a step that it has by its layers.
 
         Raises:
             NotFoundError: a GPU that is not there, or whose node has failed.
@@ -86,7 +86,7 @@ class Cluster:
         self.schedule(server, server.ready_s)
 
     def remove(self, server: Server, now_s: float) -> None:
-        """Its memory is free, whatever ran has ended."""
+        """Remove a server: its memory is free again, and a run of it ends."""
         if server.busy:
             self.stop(server, now_s)
         server.version += 1
@@ -98,7 +98,7 @@ class Cluster:
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """In the order in which they came."""
+        """The servers in the order in which they were added."""
         return tuple(self._held)
 
     def on_node(self, server: Server, node_id: str) -> bool:
@@ -158,7 +158,7 @@ class Cluster:
             self._slow_others(server, now_s)
 
     def _slow_others(self, server: Server, now_s: float) -> None:
-        """Whoever runs beside ``server`` goes on at the speed that it now has."""
+        """Update the speed of each server that shares a GPU with ``server``."""
         others: dict[Server, float] = {}
         for gpus, _ in server.meets:
             for gpu in gpus:

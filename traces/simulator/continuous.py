@@ -7,12 +7,12 @@ be admitted, every step is alike but for one token more of context: such a stret
 closed sum. A request that can be admitted cuts it short at the end of the step it arrives in. ``stepped`` runs the
 engine's own scheduler step by step; both give the same times (tests/traces/simulator/test_continuous.py).
 
-Where the steps say so (``StepModel.plans_ahead``), what is in a step is settled when the one before begins: who
-arrives meanwhile, or waits for a slot that the one before frees, is in the step after it. A worker that has
-nothing to do begins at once.
+Where the steps say so (``StepModel.plans_ahead``), the content of a step is settled when the one before begins: a
+request that arrives meanwhile, or waits for a slot that the one before frees, is in the step after it. A worker
+that has nothing to do begins at once.
 
 Beyond the slots, ``kv_tokens`` of the limits bounds admission: a request waits, first in the queue, until its
-prompt and its whole answer fit beside those of all that run. vLLM is less strict: it admits, and preempts.
+prompt and its whole answer fit next to those of all that run. vLLM is less strict: it admits, and preempts.
 Queue, slots and KV are a :class:`Room`, which the batches of a pipeline share (``pipelined``).
 """
 
@@ -31,7 +31,7 @@ __all__ = ["ContinuousWorker", "Room"]
 
 
 class Room:
-    """Who waits, and what is left for them: slots, and tokens of KV."""
+    """Waiting requests and what is left for them: slots, and tokens of KV."""
 
     __slots__ = ("free", "kv_free", "waiting")
 
@@ -42,7 +42,7 @@ class Room:
 
     @property
     def takes_next(self) -> bool:
-        """Whether the first of those who wait fits."""
+        """True when the first waiting request fits."""
         if not (self.waiting and self.free):
             return False
         _, input_tokens, output_tokens = self.waiting[0]
@@ -113,7 +113,7 @@ class ContinuousWorker(Server):
             self._prompts.append(self._admitted())
 
     def _admitted(self) -> list[int]:
-        """The first of those who wait, who has a slot and room for its KV now."""
+        """Admit the first waiting request, which has a slot and room for its KV now."""
         room = self._room
         row, input_tokens, output_tokens = room.waiting.popleft()
         room.free -= 1
@@ -176,12 +176,12 @@ class ContinuousWorker(Server):
 
     @property
     def holds(self) -> bool:
-        """Whether it has sequences under way."""
+        """True while the worker has sequences under way."""
         return bool(self._decoders or self._prompts)
 
     @property
     def decodes_only(self) -> bool:
-        """Of the run that was begun."""
+        """True when the current run only decodes."""
         return not self._chunks
 
     def step_s(self, work_s: float) -> float:
@@ -198,7 +198,10 @@ class ContinuousWorker(Server):
         return self._steps.step_at(n, self._cached / n + 1, done_s)
 
     def cut(self, done_s: float) -> float:
-        """Only the first in the queue, and only a stretch of decode steps; the others find it cut already."""
+        """Return the work of the run, cut short where the first waiting request can be admitted.
+
+        Only the first in the queue cuts, and only a stretch of decode steps; for later ones it is cut already.
+        """
         if self._chunks or len(self._room.waiting) > 1 or not self._room.takes_next:
             return self.work_s
         if len(self._decoders) >= self._step_tokens:

@@ -1,10 +1,11 @@
-"""What is deployed under which name: replicas come by the planner's decision and go with their nodes.
+"""Deployments by name: the planner decides their replicas, which are lost with their nodes.
 
 A replica that was refused, or lost with its node, is asked for again whenever memory has become free (a node is
 back, a deployment or a profile is gone), oldest first.
 
-What a steering policy orders is carried out here too: another number of replicas, one that drains, one that moves.
-Its replicas scaled away, a deployment sleeps: requests wait for it, and the policy is asked at once.
+The actions of a steering policy are carried out here too: another number of replicas, one that drains, one that
+moves. A deployment whose replicas were all scaled away is scaled to zero: requests wait for it, and the policy is
+asked at once.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Deployments:
             self.profile(action, now_s)
 
     def arrive(self, deployment: Deployment, row: int, now_s: float) -> None:
-        """As in the gateway: to a replica with room, or to the end of the queue, or refused."""
+        """Route a request as the gateway does: to a replica with room, to the end of the queue, or reject it."""
         replicas = deployment.replicas
         deployment.last_s = now_s
         if not replicas:
@@ -158,7 +159,7 @@ class Deployments:
             deployment.queue.append(row)
 
     def pass_on(self, deployment: Deployment, now_s: float) -> None:
-        """Give those that wait longest to the replicas that have room; where none is left, nobody is served."""
+        """Give the longest waiting requests to replicas with room; where no replica is left, fail all of them."""
         queue = deployment.queue
         if not deployment.replicas:
             if deployment.asleep or deployment.coming:
@@ -168,13 +169,13 @@ class Deployments:
             queue.popleft()
 
     def snapshot(self, now_s: float) -> ClusterSnapshot:
-        """What policies see: GPUs, and what is deployed on them."""
+        """Return what policies see: GPUs, and what is deployed on them."""
         gpus = self._cluster.snapshot(now_s).gpus
         return ClusterSnapshot(gpus, states(self.by_name.values(), self._requests, now_s))
 
     @property
     def work_left(self) -> bool:
-        """Whether a request waits or runs."""
+        """True while a request waits or runs."""
         return any(
             d.queue or d.draining or any(server.outstanding for server in d.replicas)
             for d in self.by_name.values()
@@ -269,13 +270,13 @@ class Deployments:
         self._tell(now_s, ChangeKind.MOVING, deployment.name, f"{server.name} to {new.name}", memory)
 
     def _stop_moves(self, deployment: Deployment, now_s: float, of: Server | None = None) -> None:
-        """Of all its replicas, or of one."""
+        """Stop the moves of all replicas of a deployment, or of one."""
         for new, replaced in tuple(deployment.coming.items()):
             if of is None or replaced is of:
                 self._end(new, now_s)
 
     def _wait_asleep(self, deployment: Deployment, row: int, now_s: float) -> None:
-        """The request stays, and whoever put the deployment to sleep hears of it."""
+        """Queue a request of a deployment that is scaled to zero, and let the steering policy decide at once."""
         bound = self._scenario.max_waiting
         if bound is not None and len(deployment.queue) >= bound:
             self._requests.fail(row, Failure.RATE_LIMITED)
@@ -285,7 +286,7 @@ class Deployments:
             self.steer(now_s)
 
     def of(self, server: Server) -> Deployment | None:
-        """Whose replica it is; None: nobody's (any more)."""
+        """Return the deployment whose replica a server is; None: it is no replica any more."""
         return self._of.get(server)
 
     def _give(self, deployment: Deployment, row: int, now_s: float) -> bool:
@@ -305,7 +306,7 @@ class Deployments:
             server = roomy[self._choose(deployment, roomy)]
         if self._requests.input_tokens[row] + self._requests.output_tokens[row] > server.longest:
             server.last_turn, deployment.turn = deployment.turn, deployment.turn + 1
-            self._requests.fail(row, Failure.BAD_REQUEST)  # replicas that came later may have found less room
+            self._requests.fail(row, Failure.BAD_REQUEST)  # later replicas may have found less room
             return True
         if self._scenario.refuse_late and self._too_late(deployment, server, row, now_s):
             self._refuse(deployment, row)
@@ -326,7 +327,10 @@ class Deployments:
         return True
 
     def _too_late(self, deployment: Deployment, server: Server, row: int, now_s: float) -> bool:
-        """Who has begun elsewhere is not."""
+        """Return whether a request would miss its limits on a replica.
+
+        Requests that already started on another replica are never rejected.
+        """
         slo = self._scenario.refuse_late.get(deployment.name)
         if slo is None or row in self._left:
             return False
@@ -398,7 +402,9 @@ class Deployments:
     def _start(
         self, deployment: Deployment, decided: Deployed, policy: str, now_s: float, ready_s: float
     ) -> tuple[Server, tuple[tuple[Gpu, int], ...]]:
-        """A worker with its memory, that nobody calls yet; ``policy`` is to blame if it has no room."""
+        """Start a worker with its memory, before requests are routed to it; ``policy`` is at fault if it has no
+        room.
+        """
         self._made += 1
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
         server = self._worker(f"{deployment.name}#{self._made}", stages, decided, ready_s)
@@ -435,7 +441,7 @@ class Deployments:
                 return SteppedWorker(*args, make(decided.steps.limits))
 
     def _end(self, server: Server, now_s: float) -> tuple[list[int], list[int]]:
-        """It is gone, and with it what was to replace it; what it was to replace stays."""
+        """Remove a server that is gone, and its successor of a move; a server that it was to replace stays."""
         self._cluster.remove(server, now_s)
         deployment = self._of.pop(server)
         deployment.decided.pop(server)

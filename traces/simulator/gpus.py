@@ -1,4 +1,4 @@
-"""One simulated GPU: memory promised, and how busy it has been.
+"""Simulated GPU: memory promised, and how busy it has been.
 
 Busy is the union of the times in which any worker executes a step here. A pipeline stage executes a share of its
 worker's step and the moments are not followed, so while servers with the shares d run, the GPU counts as busy for
@@ -82,7 +82,7 @@ class Gpu:
             self._held_s += now_s - self._held_since_s
 
     def held_s(self, now_s: float) -> float:
-        """How long anybody has had a place here."""
+        """Return the seconds in which any worker was placed here."""
         return self._held_s + (now_s - self._held_since_s if self.tenants else 0.0)
 
     def start(self, server: Server, share: float, now_s: float) -> None:
@@ -99,7 +99,7 @@ class Gpu:
         return self._busy_s + (now_s - self._since_s) * self._rate
 
     def load_fraction(self, now_s: float) -> float:
-        """Of the last 120 s, or of the time since the beginning where that is shorter."""
+        """Return the load of the last 120 s, or of the time since the beginning where that is shorter."""
         begin_s = max(0.0, now_s - LOAD_WINDOW_S)
         if now_s <= begin_s:
             return 0.0

@@ -134,7 +134,7 @@ class _World:
                     deployments.pass_on(deployment, now_s)
 
     def _next(self) -> float:
-        """When the next action happens, or the steering policy looks."""
+        """Return the time of the next action, or of the steering policy's next look."""
         act_s = self._actions[-1].at_s if self._actions else math.inf
         return min(act_s, self._looks * self._every_s)
 
