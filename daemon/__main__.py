@@ -1,4 +1,4 @@
-"""``python -m daemon --home DIR``: run this node's daemon until it is told to stop."""
+"""``python -m daemon --home DIR``: run this node's daemon until it is asked to stop."""
 
 from __future__ import annotations
 

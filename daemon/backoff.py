@@ -1,4 +1,4 @@
-"""When a worker that ended may be started again: arithmetic on start times, no clock."""
+"""Restart delay of a worker that ended: arithmetic on start times, no clock."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class DaemonClient:
         return self._ask("GET", f"/v1/workers/{quote(worker_id, safe='')}/log/part?{query}", LogPart)
 
     def is_healthy(self) -> bool:
-        """Whether a daemon answers there at all."""
+        """Return whether a daemon answers there at all."""
         try:
             self._http.request("GET", "/healthz", timeout_s=self._timeout_s)
         except IserveError:

@@ -1,4 +1,4 @@
-"""What a parent needs so that none of its descendants outlives it: Linux's prctl, and ending all of them.
+"""Means of a parent to outlive its descendants: Linux's prctl, and ending all of them.
 
 Standard library only; for processes with one thread (the keeper, an engine's guard).
 """

@@ -1,8 +1,4 @@
-"""What a node's devices are and what each shows now: the protocol, and the CPU offered as devices.
-
-A CPU is cut into equal shares of its cores and of its memory, within what the control group grants, so that
-placement on a machine without a GPU is a real choice. The GPUs are in ``daemon.nvml``.
-"""
+"""Devices of a node and their readings: the protocol, and the CPU offered as devices."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ __all__ = ["CpuDevices", "Device", "DeviceReading", "DeviceSource", "Machine", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What does not change while the daemon runs."""
+    """Facts of a device that do not change while the daemon runs."""
 
     device_id: str  # a GPU's UUID; "cpu:0" for a CPU share
     index: int
@@ -32,9 +28,9 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceReading:
-    """What one look at a device shows. ``None``: the device did not say."""
+    """Reading of a device at one moment. ``None``: the device did not say."""
 
-    free_bytes: int | None  # not used by anybody now; what was promised is not known here
+    free_bytes: int | None  # not used by any process now; what was promised is not known here
     utilisation_fraction: float | None = None
     power_w: float | None = None
     sm_clock_mhz: float | None = None
@@ -43,7 +39,7 @@ class DeviceReading:
 
 
 class DeviceSource(Protocol):
-    """One kind of devices. ``read`` may block in a driver, so it is called outside the event loop."""
+    """Source of one kind of devices. ``read`` may block in a driver, so it is called outside the event loop."""
 
     @property
     def devices(self) -> tuple[Device, ...]: ...
@@ -105,7 +101,7 @@ class CpuDevices:
         return {device.device_id: DeviceReading(free_bytes=share_bytes) for device in self._devices}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the CPU holds no handle."""
 
 
 def _share(cores: tuple[int, ...], index: int, count: int) -> tuple[int, ...]:

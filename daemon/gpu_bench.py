@@ -1,8 +1,4 @@
-"""What torch reaches on the device that it sees: bandwidth of reading, and 16-bit matrix products.
-
-As a script (``python gpu_bench.py SECONDS``) it takes the first GPU and prints one JSON object; it then runs in an
-engine's own Python, so it imports torch and the standard library only. It ends itself if a GPU hangs.
-"""
+"""Measurement of what torch reaches on a device: bandwidth of reading, and 16-bit matrix products."""
 
 from __future__ import annotations
 

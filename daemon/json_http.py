@@ -29,7 +29,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 
 class JsonHttp:
-    """``who`` at ``url``. Safe to share between threads, and nothing to close.
+    """Client of the JSON API of ``who`` at ``url``. Safe to share between threads, and nothing to close.
 
     Args:
         who: for error messages, such as ``the daemon``.
@@ -73,7 +73,7 @@ class JsonHttp:
         headers: Mapping[str, str] | None = None,
         timeout_s: float,
     ) -> bytes:
-        """The answer as it came, up to 64 MiB."""
+        """Return the answer as received, up to 64 MiB."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         own = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:

@@ -1,7 +1,4 @@
-"""How busy a device was lately: window arithmetic, no clock and no device.
-
-Workers report counters of busy seconds; two readings make a sample, and the samples of the last 120 s make a load.
-"""
+"""Load of a device lately: window arithmetic, no clock and no device."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def union_fraction(fractions: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class BusyCounter:
-    """One worker's busy-seconds counter on one device, read again and again."""
+    """Busy-seconds counter of one worker on one device, read again and again."""
 
     _at_s: float | None = None
     _busy_s: float = 0.0
@@ -48,14 +45,14 @@ class BusyCounter:
 class LoadWindow:
     """Busy fraction over the last ``window_s`` seconds that were observed.
 
-    Time in which nobody looked counts neither as busy nor as idle.
+    Time without observation counts neither as busy nor as idle.
     """
 
     window_s: float = 120.0
     _samples: deque[tuple[float, float, float]] = field(default_factory=deque)  # from, to, fraction
 
     def add(self, from_s: float, to_s: float, fraction: float) -> None:
-        """Note that the device was busy for ``fraction`` of an interval later than all others.
+        """Note that the device was busy for ``fraction`` of an interval later than all earlier ones.
 
         Raises:
             ValueError: the interval is empty or overlaps the one before, or ``fraction`` is not in [0, 1].

@@ -169,7 +169,7 @@ class NvmlDevices:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver; None where there is none, or no library to ask it with."""
+    """Return the version of the NVIDIA driver; None where there is none, or no library to ask it with."""
     try:
         import pynvml
     except ImportError:

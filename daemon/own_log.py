@@ -20,7 +20,9 @@ _PROBE_BYTES = 4096  # of a disk that has room for them a process can say in its
 
 
 class _OneLine(logging.Formatter):
-    """What others chose (a path, a name, an error's words) begins no line of its own and no escape sequence."""
+    """Formatter of one-line records: text from outside (a path, a name, an error) starts no line and no escape
+    sequence.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", "\\n")
@@ -49,7 +51,7 @@ def move_if_large(path: Path, *, max_bytes: int = _LOG_BYTES) -> bool:
 
 
 def why_silent(path: Path) -> str:
-    """Why a process that failed left nothing in its log at ``path``; empty when nothing is known."""
+    """Return why a process that failed left nothing in its log at ``path``; empty when nothing is known."""
     probe = path.with_name(f".{path.name}.probe")
     try:
         try:
@@ -104,7 +106,7 @@ def _turn(numbers: list[int], handle: int) -> None:
 
 
 def _outputs_at(path: Path) -> list[int]:
-    """Those of this process's outputs that go to ``path``."""
+    """Return those of this process's outputs that go to ``path``."""
     try:
         file = path.stat()
     except FileNotFoundError:

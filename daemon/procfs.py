@@ -1,9 +1,4 @@
-"""What /proc says of processes: start times, groups, children, resident memory.
-
-Standard library only (the keeper uses it). A process is known by its id, its start time *and* the boot, so that a
-reused id is never taken for the old process; a zombie counts as gone. Only ENOENT and ESRCH mean that a process is
-gone: a read that fails otherwise (no file descriptor left, say) is an OSError to the caller, never "dead".
-"""
+"""Facts of processes in /proc: start times, groups, children, resident memory."""
 
 from __future__ import annotations
 
@@ -123,7 +118,9 @@ def running_from(folder: Path, *, proc: Path = Path("/proc")) -> Iterator[Proces
 
 
 def sees(pid: int, path: Path, *, proc: Path = Path("/proc")) -> bool:
-    """Whether ``path`` is the same file to that process as to us; in a container it may be another, or none."""
+    """Return whether ``path`` is the same file to that process as to us; in a container it may be another, or
+    none.
+    """
     try:
         return os.path.samefile(path, proc / str(pid) / "root" / path.relative_to("/"))
     except OSError:
@@ -131,7 +128,7 @@ def sees(pid: int, path: Path, *, proc: Path = Path("/proc")) -> bool:
 
 
 def start_time_ticks(pid: int) -> int | None:
-    """When the process began, in clock ticks after boot; None when it is gone.
+    """Return when the process began, in clock ticks after boot; None when it is gone.
 
     Raises:
         OSError: as :func:`read_stat`.
@@ -150,7 +147,7 @@ def boot_id() -> str:
 
 
 def is_running(pid: int, started_ticks: int, boot: str = "") -> bool:
-    """Whether this very process (not a later one of the same id) still runs.
+    """Return whether this very process (not a later one of the same id) still runs.
 
     Args:
         boot: the :func:`boot_id` it was started under; empty: not recorded.

@@ -35,19 +35,19 @@ LOAD_MARK = "iserve: starting the engine"
 _MAX_ANSWER_BYTES = 4 * 2**20
 _POLL_S = 0.05
 _HEALTH_TIMEOUT_S = 2.0
-_END_SEEN_S = 5.0  # by when whoever watches a worker that hung up has seen its end
+_END_SEEN_S = 5.0  # by when the watcher of a worker that hung up has seen its end
 
 T = TypeVar("T")
 
 
 class WorkerHandle(Protocol):
-    """A worker that was launched for this target and nobody else."""
+    """Worker that was launched for this target only."""
 
     url: str  # http://127.0.0.1:PORT
     token: str | None  # that its clients send
 
     def failure(self) -> str | None:
-        """Why it has ended or was given up; None while it may still come up or serves."""
+        """Return why it has ended or was given up; None while it may still become ready or serves."""
         ...
 
     def stop(self) -> None:
@@ -104,7 +104,7 @@ class WorkerProfileTarget:
         self.close()
 
     def close(self) -> None:
-        """End the worker that :meth:`machine` kept, if nobody opened it. Safe to call twice."""
+        """End the worker that :meth:`machine` kept, if no session opened it. Safe to call twice."""
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.close()
@@ -263,7 +263,7 @@ class WorkerProfileSession:
             raise EngineError(failure)
 
     def _call(self, method: str, path: str, order: object, kind: type[T]) -> T:
-        """One request, its answer as ``kind``.
+        """Send one request and return its answer as ``kind``.
 
         Raises:
             IserveError: the class that the worker named; EngineError when it does not answer in time or at all.
@@ -284,10 +284,13 @@ class WorkerProfileSession:
         raise self._explain((named if is_ours else EngineError)(told.message))
 
     def _exchange(self, method: str, path: str, order: object, timeout_s: float) -> tuple[int, bytes]:
-        """No proxy is ever asked; a new connection each time, so that nothing is left half-read.
+        """Return the status and body of one exchange, past any proxy and on a connection of its own.
+
+        A connection that is not reused leaves nothing half-read.
 
         Raises:
-            OSError, HTTPException: no whole answer; TimeoutError: none by then, however often a byte of it came.
+            OSError, HTTPException: no whole answer; TimeoutError: none by then, however many bytes of it have
+            arrived.
         """
         where = urlsplit(self._handle.url)
         connection = http.client.HTTPConnection(where.hostname or "127.0.0.1", where.port, timeout=timeout_s)

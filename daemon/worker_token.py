@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = ["OPEN_PATHS", "TOKEN_FILE", "authorization", "carries", "new_token", "read_token"]
 
-TOKEN_FILE = "token"  # beside spec.json; mode 0600
+TOKEN_FILE = "token"  # next to spec.json; mode 0600
 OPEN_PATHS = frozenset({"/health"})
 _MAX_BYTES = 200
 

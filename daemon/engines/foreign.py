@@ -1,6 +1,6 @@
 """Engines that live in an environment of their own: the Python they are installed for, and the guard around them.
 
-The engine is never imported: its version is read from the metadata of the distributions installed beside it.
+The engine is never imported: its version is read from the metadata of the distributions installed with it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Installation:
     versions: tuple[tuple[str, str], ...]  # of the distributions asked for that are there
     packages: Mapping[str, Path] = field(default_factory=dict)  # the folder of each that is imported from one
     is_editable: bool = (
-        False  # installed by ``pip install -e``: whatever its version says, its sources may be others
+        False  # installed by ``pip install -e``: whatever its version says, its sources may be different
     )
     source: Source = "here"  # named by the setting, an environment under the home, or the running interpreter
 
@@ -87,7 +87,7 @@ class _Place:
 
 
 class Interpreter:
-    """The Python an engine is installed for.
+    """Python interpreter that an engine is installed for.
 
     The first of: the program that ``variable`` names; the newest environment that ``iserve engines install`` made
     under the home; the running interpreter. All are looked at anew each time, so that an installation is found by
@@ -231,7 +231,7 @@ def _read_answer(answer: dict[str, Any], names: tuple[str, ...]) -> _Answer:
 
 
 def _stamp(python: str, answer: _Answer) -> object:
-    """Return what changes with what is installed: metadata folders come and go with each version."""
+    """Return what changes with what is installed: metadata folders appear and go with each version."""
     return tuple(_modified_ns(entry) for entry in (python, *answer.path))
 
 
@@ -243,7 +243,7 @@ def _modified_ns(path: str) -> int:
 
 
 class ForeignEngine(ABC):
-    """What adapters of such engines share: whether the engine is there, what it then runs, and of which versions.
+    """Base of adapters of such engines: whether the engine is there, what it then runs, and of which versions.
 
     Args:
         table: what it runs where it is installed.

@@ -43,7 +43,7 @@ def _only_once(arguments: tuple[tuple[str, str | None], ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """What an engine is started with beyond what iServe decides.
+    """Options that an engine is started with beyond what iServe decides.
 
     Raises:
         ConfigError: a name or value that cannot be one.

@@ -1,4 +1,4 @@
-"""How a worker process says, after its end, what went wrong: exit codes and one JSON document.
+"""Exit codes of a worker process and its JSON document on what went wrong, for the reader after its end.
 
 The adapter and the keeper read these; neither has to parse a log. Standard library only.
 """
@@ -22,7 +22,7 @@ __all__ = [
 ENGINE_FAILED = 95  # a rank died, a step failed, or the weights did not load for another reason
 BAD_CHECKPOINT = 96  # the checkpoint, the configuration or the spec cannot be served, restarting will not help
 OUT_OF_MEMORY = 97  # the device or the host had no room
-PORT_IN_USE = 98  # somebody else listens on the spec's port
+PORT_IN_USE = 98  # another process listens on the spec's port
 
 STARTUP_ERROR_FILE = "startup_error.json"
 

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says of this process and its GPU; nothing, where there is no library or no driver."""
+"""Facts of this process and its GPU by the NVIDIA driver; none, where there is no library or no driver."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def own_gpu_bytes(uuid: str) -> int | None:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver; None where there is none."""
+    """Return the version of the NVIDIA driver; None where there is none."""
     try:
         with _nvml() as nvml:
             return str(nvml.nvmlSystemGetDriverVersion())

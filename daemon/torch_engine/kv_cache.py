@@ -102,7 +102,10 @@ class KvCache:
 
 
 def _last_of_each(spans: Sequence[Span], most: int, device: torch.device) -> torch.Tensor:
-    """Which tokens of the step lie within the last ``most`` of their span: no place is then written twice."""
+    """Return which tokens of the step lie within the last ``most`` of their span.
+
+    No place is then written twice.
+    """
     parts = [
         torch.arange(span.first + max(0, span.count - most), span.first + span.count, device=device)
         for span in spans

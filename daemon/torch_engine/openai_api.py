@@ -1,7 +1,7 @@
-"""The OpenAI API as values: bodies checked on the way in, bodies and error documents on the way out.
+"""Values of the OpenAI API: bodies checked on the way in, bodies and error documents on the way out.
 
 Pure: bytes and values, no socket, no engine. Fields that would change the answer and are not done here are refused
-by name; fields nobody here knows are ignored, as vLLM does.
+by name; fields unknown to this engine are ignored, as vLLM does.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ def _sampling(body: _Body) -> SamplingParams:
 def choice_body(
     generation: Generation, index: int, text: str, finish: str, prompt: tuple[int, ...], tokens: list[int]
 ) -> dict[str, Any]:
-    """One finished choice of an answer that is not streamed."""
+    """Return one finished choice of an answer that is not streamed."""
     body: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
     if generation.chat:
         body["message"] = {"role": "assistant", "content": text}
@@ -349,7 +349,7 @@ def choice_body(
 def choice_chunk(
     generation: Generation, index: int, text: str, finish: str | None, tokens: list[int], *, first: bool = False
 ) -> dict[str, Any]:
-    """One piece of a choice that is streamed; ``first`` opens a chat answer with its role."""
+    """Return one piece of a choice that is streamed; ``first`` opens a chat answer with its role."""
     body: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
     if generation.chat:
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}

@@ -74,7 +74,7 @@ class RankDevice:
 
     @property
     def counts_memory(self) -> bool:
-        """Whether torch's allocator keeps the peak; on a CPU it does not."""
+        """True where torch's allocator keeps the peak; on a CPU it does not."""
         return self.is_cuda
 
     @property
@@ -116,9 +116,12 @@ class RankDevice:
         return max(0, torch.cuda.max_memory_allocated(self.torch_device) - held_bytes)
 
     def runtime_bytes(self, held_bytes: int) -> int:
-        """What the process takes beside its counted tensors: on CUDA the context and libraries (its use of the
-        device less what torch reserved), on a CPU the resident rest. Where the driver does not tell processes
-        apart, everything on the GPU that torch did not reserve counts: too much when the GPU is shared."""
+        """Return what the process takes in addition to its counted tensors.
+
+        On CUDA that is the context and libraries (its use of the device less what torch reserved), on a CPU the
+        resident rest. Where the driver does not list processes separately, everything on the GPU that torch did
+        not reserve counts: too much when the GPU is shared.
+        """
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             own = own_gpu_bytes(f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}")

@@ -39,7 +39,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class _Child:
-    """One further rank's process, the control socket to it, and the pipe whose closing ends it."""
+    """Process of one further rank, the control socket to it, and the pipe whose closing ends it."""
 
     def __init__(self, place: RankPlace, device_id: str, store: Path, threads: int) -> None:
         self.rank = place.rank
@@ -70,7 +70,7 @@ class _Child:
         self.control.settimeout(_START_TIMEOUT_S)
 
     def last_words(self) -> IserveError | None:
-        """Why it gave up, where it could still say so; of a child that has ended or is about to."""
+        """Return why it gave up, where it could still say so; of a child that has ended or is about to."""
         self.control.settimeout(_LAST_WORDS_S)
         try:
             answer, _ = receive_answer(self.control)
@@ -79,7 +79,11 @@ class _Child:
         return answer.exception(self.rank)
 
     def end(self, *, ordered: bool) -> None:
-        """``ordered``: it was told to close and gets a moment; otherwise it is killed."""
+        """End the child's process.
+
+        Args:
+            ordered: it was asked to close and gets a moment; otherwise it is killed.
+        """
         if not ordered:
             self.process.kill()
         self.control.close()
@@ -92,10 +96,10 @@ class _Child:
 
 
 class RankGroup:
-    """Ranks on ``device_ids``, rank 0 of them this process.
+    """Group of ranks on ``device_ids``, rank 0 of them this process.
 
     Raises:
-        EngineError: a rank did not come up, or this process has another group of several ranks.
+        EngineError: a rank did not start, or this process has another group of several ranks.
     """
 
     def __init__(self, place: RankPlace, device_ids: tuple[str, ...]) -> None:
@@ -149,7 +153,7 @@ class RankGroup:
         except IserveError as error:
             failed = error
         except Exception as error:
-            if not is_out_of_memory(error):  # a bug: the others' answers are never read, they cannot be used again
+            if not is_out_of_memory(error):  # a bug: further answers are never read, no rank can be used again
                 self._end(ordered=False)
                 raise
             failed = EngineError(f"rank 0 has no memory for {order.checkpoint}: {error}")
@@ -231,7 +235,7 @@ class RankGroup:
             raise self._lost(child, error) from error
 
     def _collect(self, *, raise_errors: bool = True) -> list[tuple[Answer, torch.Tensor | None]]:
-        """One answer of each child, by rank. Whoever is ready is read first: a death is seen at once."""
+        """Return one answer of each child, by rank. The first ready is read first: a death is seen at once."""
         answers: dict[int, tuple[Answer, torch.Tensor | None]] = {}
         with selectors.DefaultSelector() as selector:
             for child in self._children:

@@ -1,7 +1,4 @@
-"""What rank 0 says to the other ranks and what they answer: length-prefixed JSON on a socket pair.
-
-Never pickle. An answer may be followed by raw float32 logits, whose shape it gives.
-"""
+"""Messages between rank 0 and the other ranks: length-prefixed JSON on a socket pair."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _LIGHTEST = 1e-7  # where bands stop to pay: some passes over all weights cost a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. ``seed`` None draws a fresh one."""
+    """Parameters of choosing tokens. ``seed`` None draws a fresh one."""
 
     temperature: float = 1.0
     top_p: float = 1.0  # smallest set of tokens whose probability reaches this
@@ -45,7 +45,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """One sequence's choices: parameters, its generator, and tokens that are barred for now."""
+    """Sampler of one sequence: parameters, its generator, and tokens that are barred for now."""
 
     __slots__ = ("_random", "params")
 
@@ -87,7 +87,10 @@ def _reach(cumulative: np.ndarray, target: float) -> tuple[int, float]:
 
 
 def _kth_largest(weights_V: np.ndarray, k: int) -> float:
-    """As a partition of all weights says, which takes milliseconds for a large vocabulary: most never matter."""
+    """Return the k-th largest weight, without partitioning all weights where that can be avoided.
+
+    A partition of all weights takes milliseconds for a large vocabulary, most of which never matter.
+    """
     low = float(weights_V.max())
     likely = weights_V[:0]
     while len(likely) < k and low > _LIGHTEST:

@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which sequences go into the next step.
+"""Continuous batching: the choice of which tokens of which sequences go into the next step.
 
 Pure: counts tokens, knows neither their ids nor torch, a clock or a thread. The engine runs it on real steps and
 a simulator can run it on predicted ones.
@@ -22,7 +22,7 @@ __all__ = ["Demand", "Scheduler", "Work"]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a new sequence asks for."""
+    """Demand of a new sequence."""
 
     sequence_id: int  # unique among the sequences that are here
     prompt_tokens: int
@@ -53,7 +53,7 @@ class _Sequence:
 
 
 class Scheduler:
-    """One engine's queue and slots. Not thread-safe.
+    """Queue and slots of one engine. Not thread-safe.
 
     Use: ``submit`` and ``cancel`` at any time; ``plan``, run it, ``complete`` it, in turns.
     """

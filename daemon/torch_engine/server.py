@@ -35,14 +35,14 @@ __all__ = ["MAX_BODY_BYTES", "Worker", "make_app"]
 
 MAX_BODY_BYTES = 32 * 2**20
 _BODY_TIMEOUT_S = 60.0
-_LONG_TEXT_CHARS = 4096  # longer prompts are tokenized beside the event loop
+_LONG_TEXT_CHARS = 4096  # longer prompts are tokenized outside the event loop
 _CHAT_THREADS = 4  # of their own: a template that takes long keeps no other prompt waiting
 
 _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One engine and what is needed to talk to it. Lives in one event loop.
+    """Engine with its HTTP streams and codec. Lives in one event loop.
 
     Args:
         failed: called in the engine's thread when it has ended by an error.
@@ -192,7 +192,7 @@ class Worker:
 
 
 class _Answer:
-    """One request on its way: its choices, filled from the engine's events."""
+    """Answer to one request on its way: its choices, filled from the engine's events."""
 
     def __init__(self, worker: Worker, generation: Generation, requests: list[SequenceRequest]) -> None:
         self.worker, self.generation, self.requests = worker, generation, requests
@@ -200,7 +200,7 @@ class _Answer:
         self.created = int(time.time())
         self.start_s = time.perf_counter()
         self.choices = [Choice(request, worker.codec, generation.stops) for request in requests]
-        self.stream = worker.open(requests)  # last: from here on somebody must close it
+        self.stream = worker.open(requests)  # last: from here on it must be closed
         self._index = {sequence_id: index for index, sequence_id in enumerate(self.stream.ids)}
 
     def push(self, event: TokenEvent) -> tuple[int, str]:

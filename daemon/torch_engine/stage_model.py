@@ -1,8 +1,4 @@
-"""One pipeline stage as transformers' own model class, holding only its layers and only its rank's weights.
-
-The class is built on the meta device from the model's config with the stage's number of layers; what belongs to
-other stages becomes Identity. Nothing here knows how an architecture computes.
-"""
+"""Pipeline stage as transformers' own model class, holding only its layers and only its rank's weights."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """Which part of the model a stage is."""
+    """Part of the model that a stage is."""
 
     first_layer: int
     num_layers: int
@@ -55,7 +51,7 @@ class StageShape:
 
 
 def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | None) -> ModelSource:
-    """What a checkpoint's config.json says. ``dtype`` None takes the checkpoint's own 16-bit type.
+    """Return what a checkpoint's config.json says. ``dtype`` None takes the checkpoint's own 16-bit type.
 
     float32 checkpoints are held as bfloat16; so are float16 ones on a CPU, which has no fast float16.
 
@@ -89,17 +85,17 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of the model, or of each of its kinds of layers."""
+    """Return the rope types of the model, or of each of its kinds of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     return {str(value.get("rope_type", "default")) for value in each}
 
 
 class StageModel:
-    """One rank's part of one stage: on the meta device first (sizes are right), then loaded.
+    """Part of one stage that one rank has: on the meta device first (sizes are right), then loaded.
 
     Raises:
-        EngineError: the format or the split cannot be done for this model; said before anything is read.
+        EngineError: the format or the split cannot be done for this model; raised before anything is read.
     """
 
     def __init__(
@@ -285,7 +281,7 @@ def _with_buffers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_made(module: nn.Module) -> bool:
-    """Whether :func:`_materialize_buffers` can: a module made anew would lose its weights."""
+    """Return whether :func:`_materialize_buffers` can make the module anew: one made so would lose its weights."""
     if isinstance(module, nn.Embedding):  # Gemma's is scaled
         return all(hasattr(module, f"scalar_{name}") for name, _ in module.named_buffers(recurse=False))
     bare = not any(True for _ in module.parameters())

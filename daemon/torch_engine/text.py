@@ -38,7 +38,7 @@ class ChatMessage:
 
 
 class TextTooLongError(BadInputError):
-    """A text of more characters than the tokens that it may have can stand for."""
+    """Text of more characters than the tokens that it may have can represent."""
 
 
 class TextCodec:
@@ -57,7 +57,7 @@ class TextCodec:
         self.has_chat_template = self._template is not None or self._no_template is not None
 
     def close(self) -> None:
-        """No conversation is encoded any more; what is being rendered is given up."""
+        """End the encoding of conversations; what is being rendered is given up."""
         if self._template is not None:
             self._template.close()
 
@@ -129,10 +129,7 @@ def _is_tokenizers_failure(error: BaseException) -> bool:
 
 
 class Detokenizer:
-    """Tokens to text as they come, never half a character, and no character changed once given out.
-
-    A token's text depends on the one before (leading spaces), so each piece is decoded together with the last.
-    """
+    """Decoder of tokens to text as they arrive, never half a character, no character changed once given out."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], special: frozenset[int], prompt: Sequence[int]
@@ -160,7 +157,7 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """What is left at the end, an unfinished character as U+FFFD."""
+        """Return what is left at the end, an unfinished character as U+FFFD."""
         return self._take(len(self._tokens), self._decode(self._tokens[self._prefix :]))
 
     def _take(self, cut: int, text: str) -> str:
@@ -199,7 +196,7 @@ class StopMatcher:
         return given, False
 
     def flush(self) -> str:
-        """What was held back in case a stop string went on."""
+        """Return the text that was held back in case a stop string went on."""
         given, self._held = self._held, ""
         return given
 

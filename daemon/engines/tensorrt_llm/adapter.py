@@ -51,7 +51,7 @@ _ENVIRONMENT = (
 
 
 class TensorRtLlmEngine(ForeignEngine):
-    """Its workers are one HTTP process and a rank per GPU, spawned through MPI."""
+    """Adapter of TensorRT-LLM: a worker is one HTTP process and a rank per GPU, spawned through MPI."""
 
     stats_path = "/stats"
 
@@ -148,7 +148,7 @@ def _environment(found: Installation) -> tuple[tuple[str, str], ...]:
 
 
 def _arguments(model: str, options_file: Path) -> tuple[str, ...]:
-    """What follows ``trtllm-serve``, host and port aside."""
+    """Return the arguments after ``trtllm-serve``, host and port aside."""
     return ("serve", model, "--backend", "pytorch", "--extra_llm_api_options", str(options_file))
 
 

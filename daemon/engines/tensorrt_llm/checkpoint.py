@@ -34,7 +34,7 @@ _FP8_BLOCK = [128, 128]
 
 @dataclass(frozen=True, slots=True)
 class StoredFormats:
-    """What a checkpoint brings."""
+    """Formats in which a checkpoint stores its weights and asks for its KV cache."""
 
     weights: WeightFormat
     kv: KvFormat | None  # None: it asks for none, and any may be chosen

@@ -44,7 +44,7 @@ _PASSED_ON = ("Content-Type", "Cache-Control")
 
 
 class _Asked(msgspec.Struct):
-    """The fields of a request that are judged here; all others are the engine's to judge."""
+    """Fields of a request that are checked here; all further ones are the engine's to check."""
 
     model: str | None = None
     prompt: str | list[object] | None = None  # a text, token ids, or several of either
@@ -179,7 +179,7 @@ class Face:
             self._has_news = True
 
     def _refusal(self, body: bytes) -> web.Response | None:
-        """What the engine would take and the worker API does not."""
+        """Return the refusal of a request that the engine would take and the worker API does not."""
         if self.draining:
             return _refuse(503, "the worker is being stopped", code="draining")
         try:

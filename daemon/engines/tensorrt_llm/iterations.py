@@ -29,7 +29,7 @@ class _Batch(msgspec.Struct, frozen=True):
 
 
 class _Iteration(msgspec.Struct, frozen=True):
-    """The documented keys that are read; the others are left alone."""
+    """Documented keys that are read; all further ones are ignored."""
 
     latency_ms: float = msgspec.field(name="iterLatencyMS")
     active: int = msgspec.field(name="numActiveRequests")

@@ -1,7 +1,7 @@
-"""The options file of one ``trtllm-serve``: every limit of a worker, in TensorRT-LLM's own words.
+"""Options file of one ``trtllm-serve``: every limit of a worker, in TensorRT-LLM's own words.
 
-The file overrides the command line (``update_llm_args_with_extra_dict``), so each limit stands here and nowhere
-else. Values in, values out. Keys: ``tensorrt_llm/llmapi/llm_args.py`` (``TorchLlmArgs``).
+The file overrides the command line (``update_llm_args_with_extra_dict``), so each limit is written here and
+nowhere else. Values in, values out. Keys: ``tensorrt_llm/llmapi/llm_args.py`` (``TorchLlmArgs``).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ __all__ = ["error_body", "openai_error"]
 
 
 class _Flat(msgspec.Struct, frozen=True):
-    """One refusal as it comes."""
+    """Refusal as it arrives."""
 
     object: str
     message: str

@@ -1,7 +1,4 @@
-"""What a weight format is: how one linear of a hidden layer is stored and applied.
-
-A new format is one file with one :class:`LinearFormat`, added to the table in ``formats/__init__.py``.
-"""
+"""Definition of a weight format: how one linear of a hidden layer is stored and applied."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class LinearFormat(Protocol):
     name: WeightFormat
 
     def refusal(self, layers: nn.ModuleList) -> str | None:
-        """Why these layers cannot be stored so; None when they can."""
+        """Return why these layers cannot be stored so; None when they can."""
         ...
 
     def replace(self, linear: nn.Linear) -> nn.Module:
