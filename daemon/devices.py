@@ -1,4 +1,8 @@
-"""Devices of a node and their readings: the protocol, and the CPU offered as devices."""
+"""Devices of a node and their readings: the protocol, and the CPU offered as devices.
+
+A CPU is cut into equal shares of its cores and of its memory, within what the control group grants, so that
+placement on a machine without a GPU is a real choice. The GPUs are in ``daemon.nvml``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Measurement of what torch reaches on a device: bandwidth of reading, and 16-bit matrix products."""
+"""Measurement of what torch reaches on a device: bandwidth of reading, and 16-bit matrix products.
+
+As a script (``python gpu_bench.py SECONDS``) it takes the first GPU and prints one JSON object; it then runs in an
+engine's own Python, so it imports torch and the standard library only. It ends itself if a GPU hangs.
+"""
 
 from __future__ import annotations
 

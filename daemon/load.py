@@ -1,4 +1,7 @@
-"""Load of a device lately: window arithmetic, no clock and no device."""
+"""Load of a device lately: window arithmetic, no clock and no device.
+
+Workers report counters of busy seconds; two readings make a sample, and the samples of the last 120 s make a load.
+"""
 
 from __future__ import annotations
 

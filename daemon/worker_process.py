@@ -1,4 +1,8 @@
-"""Folder and processes of one worker: start its keeper, see what runs, end all of it. No policy, no HTTP."""
+"""Folder and processes of one worker: start its keeper, see what runs, end all of it. No policy, no HTTP.
+
+No process is signalled on the word of a file alone: a lease outlives its processes (kill -9, a reboot, a restart
+of a container on a volume), and their ids are given to others. :meth:`WorkerProcess.left` says what may be ended.
+"""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ ALLOWED = {
     r"\bstands?[- ]in\b": "a test double",
     r"\bstands? alone\b": "rule 1 itself",
     r"\bfirst[- ]come,? first[- ]served\b": "the queue discipline",
+    r"\bstanding costs?\b": "the cost per second of a placement, whatever is sent to it",
     r"\b(?:come|comes|came|coming) from\b": "an origin",
     r"\b(?:come|comes|came) (?:first|last|next)\b": "an order",
     r"\b(?:users?|people|operators?|authors?|readers?|those) who\b": "people",

@@ -48,7 +48,7 @@ CHUNK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies."""
+    """Location of one tensor."""
 
     file: Path
     dtype: str  # safetensors' name, e.g. "BF16"

@@ -29,8 +29,11 @@ MAX_GPUS = 1024  # of one plan or deployment; placement answers in milliseconds 
 
 
 class WeightFormat(StrEnum):
-    """How linear weights are stored. ``int8`` is W8A16; ``int4`` and ``gptq4`` are W4A16 with group 128;
-    ``stored`` is whatever an already quantized checkpoint has (``ModelSpec.stored``)."""
+    """Format in which linear weights are stored.
+
+    ``int8`` is W8A16; ``int4`` and ``gptq4`` are W4A16 with group 128; ``stored`` is whatever an already quantized
+    checkpoint has (``ModelSpec.stored``).
+    """
 
     BITS16 = "16bit"
     INT8 = "int8"
@@ -41,7 +44,7 @@ class WeightFormat(StrEnum):
 
 
 class KvFormat(StrEnum):
-    """How the KV cache is stored."""
+    """Format in which the KV cache is stored."""
 
     BITS16 = "16bit"
     INT8 = "int8"
@@ -49,7 +52,7 @@ class KvFormat(StrEnum):
 
 
 class Pruning(StrEnum):
-    """Which weights are removed. ``sparsegpt`` and ``wanda`` are unstructured 50%."""
+    """Choice of weights to remove. ``sparsegpt`` and ``wanda`` are unstructured 50%."""
 
     NONE = "none"
     SPARSEGPT = "sparsegpt"
@@ -64,7 +67,7 @@ _Named = TypeVar("_Named", bound=StrEnum)
 
 @dataclass(frozen=True, order=True, slots=True)
 class DeploymentConfig:
-    """One point of the configuration space, on one engine."""
+    """Point of the configuration space, on one engine."""
 
     tp: int = 1
     pp: int = 1
@@ -129,7 +132,7 @@ def _format(kind: type[_Named], key: str, values: Mapping[str, str], default: _N
 
 
 _MOST_TOKENS = 100_000_000
-SLOT_ENGINES = frozenset({"torch"})  # whose KV cache is a slot per sequence; the others share pages
+SLOT_ENGINES = frozenset({"torch"})  # whose KV cache is a slot per sequence; every other engine shares pages
 
 
 @dataclass(frozen=True, order=True, slots=True)

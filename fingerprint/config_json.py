@@ -53,7 +53,7 @@ def read_config(path: Path) -> dict[str, object]:
 
 
 def _is_file(file: Path) -> bool:
-    """Raises OSError where that cannot be told. Nothing is opened: a pipe would wait for its writer."""
+    """Return whether the path is a file. Raises OSError where that cannot be seen; a pipe is never opened."""
     try:
         return stat.S_ISREG(file.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +98,7 @@ class Fields:
         return found[0] if found else (names[0], None)
 
     def has(self, name: str) -> bool:
-        """Whether the key is there, be it null."""
+        """Return whether the key is there, be it null."""
         return name in self._config
 
     def count(self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_WIDTH) -> int:

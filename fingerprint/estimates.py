@@ -1,4 +1,4 @@
-"""What is predicted of a configuration: numbers with an interval and a source, and the estimator protocol."""
+"""Predictions for a configuration: numbers with an interval and a source, and the estimator protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Source(StrEnum):
-    """How a number was obtained."""
+    """Origin of a number."""
 
     MEASURED = "measured"  # this very configuration and workload was run
     EXTRAPOLATED = "extrapolated"  # from fingerprints of the same configuration
@@ -108,7 +108,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What the check of a running configuration changed in an estimate (``fingerprint.estimators.corrected``)."""
+    """Change of an estimate by the check of a running configuration (``fingerprint.estimators.corrected``)."""
 
     measured_at: str  # ISO 8601, UTC
     config: DeploymentConfig  # what was checked
@@ -116,12 +116,12 @@ class Correction:
     exact: bool  # the estimate is of just that; False: carried over, and the intervals hold the uncorrected ones
     ttft_log_ratio: float  # natural logarithm of measured over predicted, at what was checked; 0: as predicted
     tpot_log_ratio: float
-    memory_bytes: int  # added to what a GPU holds beside weights and KV cache
+    memory_bytes: int  # added to what a GPU holds in addition to weights and KV cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """One configuration under one workload."""
+    """Prediction for one configuration under one workload."""
 
     config: DeploymentConfig
     workload: Workload
@@ -134,8 +134,10 @@ class Estimate:
 
     @property
     def is_measured(self) -> bool:
-        """Whether this very configuration was run: its fingerprints by a profile, at whatever load, or the whole
-        model under this workload by a check."""
+        """True when this very configuration was run.
+
+        A profile ran its fingerprints, at whatever load, or a check the whole model under this workload.
+        """
         was_run = self.rests_on is not None and self.rests_on == self.config
         return was_run or (self.correction is not None and self.correction.exact)
 
@@ -156,7 +158,8 @@ class TellsHiddenTime(Protocol):
     """An estimator that knows more of an engine which prepares a step while the one before runs."""
 
     def hidden_s(self, config: DeploymentConfig) -> float:
-        """Seconds of a lone prompt's TTFT in which the device waits for the host: nobody does behind another step.
+        """Return the seconds of a lone prompt's TTFT in which the device waits for the host; none behind another
+        step.
 
         Raises:
             NotMeasuredError: the estimator has no measurement that reaches ``config``.

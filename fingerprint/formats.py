@@ -1,4 +1,4 @@
-"""How many bytes a model's weights take in each format, and how many of them each GPU holds.
+"""Weight bytes of a model in each format, and how many of them each GPU holds.
 
 Counts only, from :class:`~fingerprint.model_spec.ModelSpec`; nothing is loaded. Only the linear matrices of the
 hidden layers change with the format: embedding, output head, norms, biases and routers stay 16-bit in every one.
@@ -89,12 +89,12 @@ def _matrix_bytes(matrix: _Matrix, weights: WeightFormat) -> float:
 
 
 def linear_element_bytes(spec: ModelSpec, weights: WeightFormat) -> float:
-    """Mean stored bytes of one linear weight element, its share of scales, zeros and indexes included.
+    """Return the mean stored bytes of one linear weight element, its share of scales, zeros and indexes included.
 
     ``16bit`` 2; ``int8`` 1 and a 16-bit scale per output channel; ``int4`` symmetric, half a byte and a 16-bit
     scale per group of 128 inputs (4.125 bits); ``gptq4`` the same with 4-bit zeros and an int32 group index per
     input (4.156 bits and a little; the GPTQ checkpoint layout); ``fp8`` 1 and one scale per matrix; ``stored``
-    what the checkpoint has, matrices that it leaves in 16 bits with the others.
+    what the checkpoint has, including matrices that it leaves in 16 bits.
     """
     if weights is WeightFormat.STORED and spec.stored is not None:
         return spec.stored.layer_linear_bytes / spec.layer_linear_params

@@ -1,4 +1,4 @@
-"""Why a file could not be written, and what a person can do about it."""
+"""Messages on a file that could not be written, and on what a person can do about it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class _PriceSource:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One GPU as the file spells it; field meanings and units stand in the file's ``about``."""
+    """Row of the table as the file spells it; the file's ``about`` has the fields' meanings and units."""
 
     product: str
     aliases: tuple[str, ...]
@@ -114,7 +114,7 @@ def _spec(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where a row of the table is from, for readers."""
+    """Origin of a row of the table, for readers."""
 
     aliases: tuple[str, ...]
     source: str

@@ -1,4 +1,4 @@
-"""What is measured of fingerprints, and the protocol of what can be measured.
+"""Measurements of fingerprints, and the protocol of what can be measured.
 
 ``daemon`` implements :class:`ProfileTarget`; ``fingerprint.profile`` drives it; estimators read the
 :class:`Profile` that results. Nothing here predicts.
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineInfo:
-    """Where a profile was taken. ``device`` carries measured peak figures on a CPU, datasheet ones on a GPU."""
+    """Machine of a profile. ``device`` carries measured peak figures on a CPU, datasheet ones on a GPU."""
 
     device: GpuSpec
     num_devices: int
@@ -43,8 +43,11 @@ class MachineInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Bytes on one rank, as the engine itself counts them; ``runtime_bytes`` is the process beside them
-    (CUDA context on a GPU; resident memory less the counted tensors on a CPU)."""
+    """Bytes on one rank, as the engine itself counts them.
+
+    ``runtime_bytes`` is the rest of the process (CUDA context on a GPU; resident memory less the counted tensors
+    on a CPU).
+    """
 
     rank: int
     stage: int
@@ -56,7 +59,7 @@ class RankMemory:
     graph_bytes: int = 0  # captured CUDA graphs, where the engine counts them apart
     kv_room_tokens: int = 0  # that ``kv_bytes`` hold, block by block; 0: the engine does not say
     kv_block_tokens: int = 0
-    kv_blocks: int = 0  # that the engine would have made had nobody limited them
+    kv_blocks: int = 0  # that the engine would have made without a limit
     budget_bytes: int = 0  # of the GPU that the engine gave itself, for all of these together; 0: it does not say
 
 
@@ -80,7 +83,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReading:
-    """One engine step, timed on the device's own timeline (``daemon/step_timer``)."""
+    """Timing of one engine step on the device's own timeline (``daemon/step_timer``)."""
 
     tokens: int  # computed, over all sequences
     sequences: int
@@ -100,7 +103,7 @@ class StepReading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReading:
-    """One run: ``batch`` prompts handed over at once, ``output_tokens`` each.
+    """Timing of one run: ``batch`` prompts handed over at once, ``output_tokens`` each.
 
     ``device_s`` is time in the model's forward (CUDA events on a GPU, wall-clock inside the forward on a CPU,
     of the slowest stage summed over stages); ``host_s`` is the rest of the run's wall-clock.
@@ -164,7 +167,7 @@ class Profile:
     memory: tuple[MemoryPoint, ...]
     timing: tuple[TimingPoint, ...]
     notes: tuple[str, ...] = ()  # what was left out, and why
-    skipped: tuple[DeploymentConfig, ...] = ()  # of that, what only its wish had no need of; another may
+    skipped: tuple[DeploymentConfig, ...] = ()  # of that, what only its request had no need of; another may
     unreached: tuple[Unreached, ...] = ()  # what the budget ended before
 
 
@@ -190,7 +193,7 @@ class ProfileSession(Protocol):
         ...
 
     def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
-        """One burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
+        """Run one burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:
@@ -262,7 +265,7 @@ class ProfileTarget(Protocol):
         """Launch a worker on tp * pp devices.
 
         Raises:
-            EngineError: the worker did not come up.
+            EngineError: the worker did not start.
             InfeasibleError: fewer devices than that are free.
         """
         ...

@@ -1,7 +1,8 @@
-"""Text that somebody else chose, made harmless where people read it: terminal, log, report.
+"""Text from outside, made harmless where people read it: terminal, log, report.
 
-What a terminal obeys (control characters, escape sequences among them), what turns the direction of what follows,
-what begins a line and what cannot be encoded is shown as JSON writes it, so that JSON stays the same JSON.
+Characters that a terminal obeys (control characters, escape sequences among them), that change the direction of
+writing, that begin a line or that cannot be encoded are shown as JSON writes them, so that JSON stays the same
+JSON.
 """
 
 from __future__ import annotations
@@ -24,5 +25,5 @@ def printable(text: str) -> str:
 
 
 def is_plain(text: str) -> bool:
-    """Whether ``text`` is one line that can be shown as it is."""
+    """Return whether ``text`` is one line that can be shown as it is."""
     return not _UNPRINTABLE.search(text) and "\n" not in text and "\t" not in text

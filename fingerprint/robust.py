@@ -35,7 +35,7 @@ def t_quantile_95(dof: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where repeated values lie. One value alone has the standard error ``inf`` and 0 degrees of freedom."""
+    """Location of repeated values. One value alone has the standard error ``inf`` and 0 degrees of freedom."""
 
     value: float
     standard_error: float

@@ -1,7 +1,7 @@
 """Degrees of tensor parallelism for which there are not enough GPUs, profiled as one rank on one GPU per stage.
 
 The rank's shape (``shard_config``) is loaded with tp = 1 and run through the same plan; its points are marked
-``shard``, and estimators add what a group does beside (``estimators.all_reduce``). Everything else is
+``shard``, and estimators add the work of a group (``estimators.all_reduce``). Everything else is
 ``depth_tied_profile``: once for all degrees that there are GPUs for, and once for each that there are not.
 """
 

@@ -1,4 +1,4 @@
-"""What a tensor of a checkpoint is, and the few kinds of module that layers are made of. It counts elements."""
+"""Tensors of a checkpoint, and the few kinds of module that layers are made of. It counts elements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Role", "TensorShape", "elements", "linear", "norm"]
 
 
 class Role(StrEnum):
-    """What a tensor is for: decides how it is counted and how a dummy of it is filled."""
+    """Purpose of a tensor: decides how it is counted and how a dummy of it is filled."""
 
     LINEAR = "linear"  # a matrix that quantization and pruning change
     EXPERT = "expert"  # likewise, of one expert
@@ -24,7 +24,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """One tensor of a checkpoint."""
+    """Name, shape and role of one tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,5 +1,8 @@
-"""What a check of one running configuration measured. Values only: who measures is ``iserve``, what follows for
-the model's other estimates is ``fingerprint.estimators.corrected``."""
+"""Measurements of a check of one running configuration.
+
+Values only: ``iserve`` measures, and ``fingerprint.estimators.corrected`` derives what follows for the model's
+other estimates.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alone:
-    """What one request took on the same worker, with nobody beside it."""
+    """Times of one request on the same worker without any other request."""
 
     workload: Workload
     ttft_s: Reading
@@ -43,7 +46,7 @@ class Alone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """One configuration, launched with its whole model and checked under one workload.
+    """Result of a check: one configuration, launched with its whole model and run under one workload.
 
     Times are served ones: from the request's first byte to the answer's last, over HTTP. The measurement is kept,
     not its ratio to the prediction of that day: the error of an old profile must not correct a better one.
@@ -56,6 +59,6 @@ class Verification:
     measured_at: str  # ISO 8601, UTC
     ttft_s: Reading  # of the whole batch
     tpot_s: Reading | None  # None: the workload has one output token
-    memory_bytes_per_gpu: int | None  # of the fullest GPU, with the cache for ``room``; None: nobody counts it
+    memory_bytes_per_gpu: int | None  # of the fullest GPU, with the cache for ``room``; None: not counted
     kv_tokens: int | None  # room of the KV cache as the engine reports it; None: it does not
     alone: Alone | None = None  # None: ``workload`` is one request, or there was no time for it

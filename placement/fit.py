@@ -1,4 +1,4 @@
-"""Whether a configuration fits the free memory of a cluster, and where it goes. Knows nothing of intents or costs.
+"""Fit of a configuration into the free memory of a cluster: whether, and on which GPUs. Knows no intents or costs.
 
 A stage is a TP group of tp GPUs of one node and its room is its least free member. ``fit`` finds a placement
 exactly when one exists, whatever the policy:
@@ -7,8 +7,8 @@ exactly when one exists, whatever the policy:
     with room >= r, then i * tp GPUs have r free, so the i-th sorted group has room >= r too. The sorted groups
     therefore dominate every other grouping, rank by rank; and the pp largest of all nodes dominate every choice.
 *   Roles. The layers a stage can hold grow with its room, so the dominating groups can take over the roles of any
-    placement that exists. Which group comes first (embedding) and which last (head) is tried out: pp * (pp - 1)
-    pairs.
+    placement that exists. The groups of the first stage (embedding) and of the last (head) are tried out: pp * (pp
+    - 1) pairs.
 
 So one pass over the sorted GPUs answers "does any order fit?" (step II). The policy then decides which GPUs are
 used (step III), in this order of importance:
@@ -79,7 +79,7 @@ def fit(
     *,
     link_group_size: int | None = None,
 ) -> Placement | Refusal:
-    """Where ``demand`` goes on ``snapshot`` under ``policy``, or why it goes nowhere.
+    """Return where ``demand`` goes on ``snapshot`` under ``policy``, or why it goes nowhere.
 
     To ask about many demands on one snapshot, build one :class:`Placer`.
 
@@ -109,7 +109,7 @@ _link: _Island = attrgetter("link")
 
 
 class _Seats(NamedTuple):
-    """Those of a tier that are left, twice."""
+    """GPUs of a tier that are left, in two orders."""
 
     order: list[_Seat]  # as the policy prefers
     by_room: list[_Seat]  # most free memory first, and those that are alike as they are preferred
@@ -127,7 +127,7 @@ def _roominess(seat: _Seat) -> tuple[int, int]:
 
 
 class Placer:
-    """One snapshot under one policy, sorted once, for any number of demands."""
+    """Placer on one snapshot under one policy, sorted once, for any number of demands."""
 
     def __init__(
         self, snapshot: ClusterSnapshot, policy: PlacementPolicy, *, link_group_size: int | None = None
@@ -157,7 +157,7 @@ class Placer:
         return left
 
     def _among(self, tier: int, keys: tuple[Key, ...]) -> list[_Seat]:
-        """Those of a seated tier; first asked while all of it are there."""
+        """Return the seats of a seated tier by their keys; first called while all of the tier are there."""
         if tier not in self._named:
             self._named[tier] = {(seat.node, seat.gpu.device_id): seat for seat in self._seated[tier].order}
         return [self._named[tier][key] for key in keys if key in self._named[tier]]
@@ -184,7 +184,7 @@ class Placer:
         return _Seats(order, _by_room(order))
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal:
-        """Where ``demand`` goes, or why it goes nowhere (see the module's docstring for what is preferred)."""
+        """Return where ``demand`` goes, or why it goes nowhere (the module's docstring has the preferences)."""
         if min(demand.tp, demand.pp, demand.num_layers) < 1 or min(_sizes(demand)) < 0:
             raise ConfigError(f"a demand has at least one layer, one GPU and no negative size, got {demand}")
         if demand.pp > demand.num_layers:
@@ -248,7 +248,7 @@ def _top_rooms(by_room: Iterable[_Seat], island: _Island, demand: BlockDemand) -
 
 
 def capacity(room_bytes: int, extra_bytes: int, demand: BlockDemand, longest: int) -> int:
-    """Layers that go into a room beside the fixed part and ``extra_bytes``; below 1 when not even one does."""
+    """Return how many layers fit in a room after the fixed part and ``extra_bytes``; below 1: not even one."""
     spare = room_bytes - demand.fixed_bytes - extra_bytes
     if demand.layer_bytes == 0:
         return longest if spare >= 0 else 0
@@ -310,9 +310,12 @@ def _by_room(order: list[_Seat]) -> list[_Seat]:
 
 
 def _select(order: list[_Seat], island: _Island, demand: BlockDemand, longest: int) -> list[_Seat]:
-    """The tp * pp GPUs to use: the shortest prefix of ``order`` that fits ends in a GPU that is needed; keep it,
-    and shorten the prefix of what is left in the same way. For a single stage that comes to the first tp GPUs with
-    room of the island that has so many first."""
+    """Return the tp * pp GPUs to use.
+
+    The shortest prefix of ``order`` that fits ends in a GPU that is needed; keep it, and shorten the prefix of
+    what is left in the same way. For a single stage this gives the first tp GPUs with room of the island that
+    first has so many.
+    """
     if demand.pp == 1:
         need_bytes, roomy = demand.stage_bytes(0, demand.num_layers), dict[object, list[_Seat]]()
         for seat in order:

@@ -1,4 +1,4 @@
-"""Which GPU lends spare memory and time to a profile: the quietest that has the room."""
+"""Choice of the GPU that lends spare memory and time to a profile: the quietest that has the room."""
 
 from __future__ import annotations
 

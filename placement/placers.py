@@ -1,4 +1,4 @@
-"""What a placement policy's name stands for: an order of GPUs for ``fit``, look-ahead, or the exact placer."""
+"""Placers by the name of a placement policy: an order of GPUs for ``fit``, look-ahead, or the exact placer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ILP = "ilp"
 
 
 class FindsPlaces(Protocol):
-    """One snapshot under one policy, for any number of demands."""
+    """Placer on one snapshot under one policy, for any number of demands."""
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal: ...
 

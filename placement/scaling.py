@@ -1,4 +1,4 @@
-"""How many replicas a deployment needs for what comes: more when they would be too busy, none when nothing comes.
+"""Scaling: how many replicas a deployment needs for its load; more when they are too busy, none without requests.
 
 Going up and going down have limits of their own (``target`` above ``low``), so that a load between them changes
 nothing: once n replicas were asked for at the work w, there are fewer only after it fell below
@@ -58,7 +58,7 @@ class Scaling:
 
 
 def replicas_for(state: DeploymentState, rule: Scaling) -> int:
-    """How many ``state`` is to have; as many as it has where nothing is to change."""
+    """Return how many replicas ``state`` is to have; as many as it has where nothing is to change."""
     now = state.wanted
     if now == 0:
         return rule.min_replicas if state.waiting > 0 else 0

@@ -1,4 +1,4 @@
-"""Measured configurations before predicted ones, and which of them cannot be told apart.
+"""Preference of measured configurations over predicted ones, and sets that intervals cannot distinguish.
 
 A configuration that was not run on this machine is estimated from another one by the ratio of two rooflines, and
 may be wrong by a factor. So it takes the place of a measured one only where no truth within their intervals speaks
@@ -26,7 +26,7 @@ class Ends(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What the choice between rows rests on besides their order.
+    """Evidence of the choice between rows besides their order.
 
     Attributes:
         measured: the rows whose configuration was run.

@@ -1,11 +1,11 @@
-"""Why the better-ranked candidates were refused; with nothing feasible, what it would take. Changes no verdict.
+"""Explanation of a plan: why better-ranked candidates were refused; with none feasible, what it would take.
 
-Each relaxation is of one limit alone: following its advice makes the plan feasible. ``nearest`` may take several
-at once, and ``together`` then says to what each. Among all candidates that can run at all it prefers those that
-fit the hardware there is, then those that keep the quality, then the smallest sum of |ln(needed / allowed)| over
-the violated limits, then the better rank. Where nothing fits, it prefers fewer missing GPUs to all that, and of
-equals what is least short of memory. Where requests wait too long, the limit can give way or the rate can: each
-candidate is told by the smaller change.
+It changes no verdict. Each relaxation is of one limit alone: following its advice makes the plan feasible.
+``nearest`` may take several at once, and ``together`` then says to what each. Among all candidates that can run at
+all it prefers those that fit the hardware there is, then those that keep the quality, then the smallest sum of
+|ln(needed / allowed)| over the violated limits, then the better rank. Where nothing fits, it prefers fewer missing
+GPUs to all that, and of equals what is least short of memory. Where requests wait too long, the limit can give way
+or the rate can: each candidate is described by the smaller change.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _Room:
         self._fitting: set[int] = set()
 
     def lack(self, row: int) -> NoRoom | None:
-        """Why the candidate goes nowhere; None when it has a place."""
+        """Return why the candidate goes nowhere; None when it has a place."""
         if row not in self._answers and row not in self._fitting:
             estimate = self.refused[row].estimate
             assert estimate is not None, "only candidates with an estimate are asked about"
@@ -167,7 +167,9 @@ class _Room:
         return next((row for row in rows if self.lack(row) is None), None)
 
     def objective(self, row: int, changes: Sequence[Change]) -> float | None:
-        """With ``changes`` made: a latency at a rate is then that at the rate which is needed."""
+        """Return the objective with ``changes`` made: a latency at a rate is then that at the rate which is
+        needed.
+        """
         rate = next((change.needed for change in changes if change.limit is LimitKind.RATE), None)
         if rate is None or self._served is None:
             return self.refused[row].objective
@@ -254,7 +256,7 @@ def _least_homeless(rows: Rows, steps: Column, far: _Distances, room: _Room) -> 
 
 
 class _Distances:
-    """How far candidates are from keeping every limit: as asked, or at a lower rate, by the smaller change."""
+    """Distances of candidates from keeping every limit: as asked, or at a lower rate, by the smaller change."""
 
     def __init__(self, asked: Sequence[Check], slower: Sequence[Check]) -> None:
         self._quality = [check for check in asked if check.limit.kind is LimitKind.QUALITY]
@@ -265,14 +267,16 @@ class _Distances:
         self._endless = [check.missed for check in asked if check.limit.kind is LimitKind.RATE]
 
     def steps(self, rows: Rows) -> Column:
-        """Of quality."""
+        """Return the distance in steps of quality."""
         found = np.zeros(len(rows))
         for check in self._quality:
             found += np.where(check.missed[rows], check.actual.of(rows) - check.limit.allowed, 0.0)
         return found
 
     def nearest(self, rows: Rows, admits: Callable[[int], bool]) -> int | None:
-        """By the sum of |ln(actual / allowed)| over all limits but quality; of equals the first of ``rows``."""
+        """Return the nearest by the sum of |ln(actual / allowed)| over all limits but quality; of equals the
+        first.
+        """
         return smallest(rows, self._bounds(rows), self._exact, self._reach, admits)
 
     def told_slower(self, rows: Rows) -> Mask:
@@ -314,7 +318,7 @@ def _ratio(check: Check, rows: Rows, *, bounds: bool) -> Column:
 
 
 def _within(checks: Sequence[Check], rows: Rows, value: float) -> Mask:
-    """Whether the sum may be ``value``: each limit may reach what the others, at their least, leave to it."""
+    """Return whether the sum may be ``value``: each limit may reach what the rest, at their least, leave to it."""
     may = np.ones(len(rows), np.bool_)
     least = _sum(checks, rows, bounds=True)
     for check in checks:
@@ -340,8 +344,10 @@ def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Neare
 
 
 def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: str) -> Together | None:
-    """What the limits that the nearest point misses would all have to be; None where it is one alone, or where no
-    number would do: GPUs are missing, or only a rate of 0 keeps the SLO."""
+    """Return what all the limits that the nearest point misses would have to be together.
+
+    None where it is one alone, or where no number would do: GPUs are missing, or only a rate of 0 keeps the SLO.
+    """
     lack = room.lack(row)
     if len(missed) < 2 or (lack is not None and lack.missing_gpus) or any(v.actual <= 0 for v in missed):
         return None
@@ -352,7 +358,7 @@ def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: s
 
 
 def _change(violation: Violation) -> Change:
-    """What the limit of ``violation`` would have to be, rounded to 3 digits such that it is enough."""
+    """Return what the limit of ``violation`` would have to be, rounded to 3 digits such that it is enough."""
     limit, allowed, actual, _ = violation
     if limit in (LimitKind.QUALITY, LimitKind.MEMORY):
         return Change(limit, allowed, actual)

@@ -1,4 +1,4 @@
-"""Which configurations there are to choose from, and which of them the model's own shape rules out.
+"""Space of configurations to choose from, and those that the model's own shape rules out.
 
 Does not know what an engine can run (that is ``EngineCapabilities``) nor what fits. What is in the space and what
 is left out of it is decided in docs/decisions/0003-configuration-space.md.
@@ -68,7 +68,7 @@ def configuration_space(
 
 
 def shape_refusal(spec: ModelSpec, config: DeploymentConfig, num_gpus: int) -> str | None:
-    """Why no engine can cut ``spec`` as ``config`` asks, with both numbers; None when it can be cut."""
+    """Return why no engine can cut ``spec`` as ``config`` asks, with both numbers; None when it can be cut."""
     tp, pp = config.tp, config.pp
     if config.num_gpus > num_gpus:
         return f"tp={tp},pp={pp} needs {config.num_gpus} GPUs, there are {num_gpus}"

@@ -1,4 +1,7 @@
-"""Tokens of one step, laid flat: where each sequence's piece lies, and which of its tokens want logits."""
+"""Tokens of one step, laid flat: where each sequence's piece lies, and which of its tokens want logits.
+
+Knows nothing of models; refuses plans that the loaded limits do not cover.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Messages between rank 0 and the other ranks: length-prefixed JSON on a socket pair."""
+"""Messages between rank 0 and the other ranks: length-prefixed JSON on a socket pair.
+
+Never pickle. An answer may be followed by raw float32 logits, whose shape it gives.
+"""
 
 from __future__ import annotations
 

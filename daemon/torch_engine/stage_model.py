@@ -1,4 +1,8 @@
-"""Pipeline stage as transformers' own model class, holding only its layers and only its rank's weights."""
+"""Pipeline stage as transformers' own model class, holding only its layers and only its rank's weights.
+
+The class is built on the meta device from the model's config with the stage's number of layers; what belongs to
+other stages becomes Identity. Nothing here knows how an architecture computes.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,10 @@ def _is_tokenizers_failure(error: BaseException) -> bool:
 
 
 class Detokenizer:
-    """Decoder of tokens to text as they arrive, never half a character, no character changed once given out."""
+    """Decoder of tokens to text as they arrive, never half a character, no character changed once given out.
+
+    A token's text depends on the one before (leading spaces), so each piece is decoded together with the last.
+    """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], special: frozenset[int], prompt: Sequence[int]

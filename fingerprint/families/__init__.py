@@ -1,4 +1,4 @@
-"""From a parsed config.json, and the checkpoint's headers where they are there, to a model's counts and tensors.
+"""Reader of models: a parsed config.json, and the checkpoint's headers where known, become counts and tensors.
 
 A family with a row of the table is described by the list of its tensors, from which the counts of
 :class:`ModelSpec` and the files of a dummy checkpoint both come; no torch is needed. Every other is described by
@@ -118,7 +118,7 @@ def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _facts_of(spec: ModelSpec) -> dict[str, object]:
-    """As a config.json says them."""
+    """Return the model's facts as a config.json gives them."""
     windows = [window for window in spec.windows if window is not None]
     return {
         "num_hidden_layers": spec.num_layers,
@@ -157,7 +157,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
 
 
 def is_tabled(config: Mapping[str, object]) -> bool:
-    """Whether the family has a row of the table, which multimodal models have not."""
+    """Return whether the family has a row of the table, which multimodal models have not."""
     name = config.get("model_type")
     return isinstance(name, str) and name in FAMILIES and not is_multimodal(config)
 

@@ -1,4 +1,4 @@
-"""Families without a row of their own: what transformers' class itself builds, on torch's meta device.
+"""Families without a row of their own: read from transformers' own class, built on torch's meta device.
 
 The class is instantiated from config.json without memory behind its tensors, which gives names, shapes and the
 stack of layers; one forward pass there gives the shapes of K and V. Only classes that come with transformers are
@@ -176,7 +176,10 @@ def _is_tied(model: Any) -> bool:
 
 
 def _ends(model: Any, layout: ModuleLayout) -> Ends:
-    """Beside the vocabulary's two matrices: tables (positions) go with the embedding, vectors with the norm."""
+    """Return the tensors outside the layers.
+
+    In addition to the vocabulary's two matrices, tables (positions) go with the embedding, vectors with the norm.
+    """
     embedding: list[TensorShape] = []
     ends = Ends(embedding=embedding, final_norm=[], head=[])
     for name, parameter in model.named_parameters():
@@ -210,7 +213,10 @@ def _kv_shape(fields: Fields, model: Any) -> tuple[int, int]:
 
 
 def _windows(fields: Fields, config: Any, num_layers: int) -> Windows:
-    """By ``layer_types`` where the class has them; else all count as full, so that KV is never too small."""
+    """Return the windows by ``layer_types`` where the class has them.
+
+    All other layers count as full, so that KV is never too small.
+    """
     named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     types = named or ["full_attention"] * num_layers
     if set(types) - _KINDS:

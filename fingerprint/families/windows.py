@@ -1,4 +1,4 @@
-"""How far back each layer looks: a number of tokens, or None for all the way to the beginning.
+"""Attention windows by layer: a number of tokens, or None for all the way to the beginning.
 
 Layers that look back differently are of different kinds: beyond the window they cost different times and KV.
 """
@@ -34,7 +34,7 @@ def one_window(fields: Fields, num_layers: int, *, default: int | None) -> Windo
 def windows_by_turns(
     fields: Fields, num_layers: int, *, default: int, turn_key: str = "", turn_default: int = 2
 ) -> Windows:
-    """Of every so many layers the last looks all the way back (Gemma 2 and 3, GPT-OSS).
+    """Return windows by turns: of every so many layers the last looks all the way back (Gemma 2 and 3, GPT-OSS).
 
     Args:
         default: the window, when the field is left out.
@@ -59,12 +59,12 @@ def qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def qwen3_moe_windows(fields: Fields, num_layers: int) -> Windows:
-    """One switch and one window for all layers."""
+    """Return one window for all layers, by its switch."""
     return (_switched(fields),) * num_layers
 
 
 def _by_type(fields: Fields, num_layers: int, window: int | None, slides: Callable[[int], bool]) -> Windows:
-    """As ``layer_types`` says; where it is left out, as the class fills it in."""
+    """Return windows by ``layer_types``; where it is left out, as the class fills it in."""
     types = fields.layer_types(num_layers)
     if types is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -28,7 +28,7 @@ _LABEL_WIDTH = 44.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCurve:
-    """One line of a chart: a quantity of one input length."""
+    """Line of a chart: a quantity of one input length."""
 
     input_tokens: int
     color: str  # a class of the style sheet

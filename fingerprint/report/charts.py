@@ -1,7 +1,7 @@
 """Charts as SVG, from values to markup; no plotting library.
 
 Colours are classes (``c-16bit``, ``m-weights``) that the page's style sheet gives a light and a dark value. Every
-mark carries a ``<title>``, every chart a name; the numbers behind each stand in a table beside it.
+mark carries a ``<title>``, every chart a name; a table next to it has the numbers.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _span(interval: Interval, x: Scale, title: str, class_: str) -> Markup:
 
 
 def memory_bar(stage: StageMemory, most_bytes: int, name: str, *, with_runtime: bool = True) -> Markup:
-    """One configuration's bytes on its fullest GPU as a stacked bar, ``most_bytes`` long at most."""
+    """Draw a configuration's bytes on its fullest GPU as a stacked bar, ``most_bytes`` long at most."""
     x, parts = 0.0, []
     for part, said in MEMORY_PARTS if with_runtime else MEMORY_PARTS[:-1]:
         size = int(getattr(stage, f"{part}_bytes"))
@@ -190,7 +190,7 @@ def memory_bar(stage: StageMemory, most_bytes: int, name: str, *, with_runtime: 
 
 @dataclass(frozen=True, slots=True)
 class ParetoPoint:
-    """One configuration in the plane of cost and latency. ``number``: on the front, counted from the cheapest."""
+    """Configuration in the plane of cost and latency. ``number``: on the front, counted from the cheapest."""
 
     cost: float
     e2e_s: float
@@ -203,9 +203,10 @@ class ParetoPoint:
 
 
 def pareto_front(values: Sequence[tuple[float, float]]) -> list[int]:
-    """Indexes of the (cost, latency) that no other is at most as large in both and smaller in one, cheapest first.
+    """Return indexes of the (cost, latency) points that no other dominates, cheapest first.
 
-    Of equal points the first stands for all.
+    A point dominates another when it is at most as large in both and smaller in one. Of equal points the first is
+    kept.
     """
     front: list[int] = []
     best = float("inf")

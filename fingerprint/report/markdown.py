@@ -23,7 +23,7 @@ Element = ElementTree.Element
 
 
 def render_markdown(report: Report) -> str:
-    """One Markdown file (with GitHub's tables). Nothing in it is HTML, whatever the model's name."""
+    """Return one Markdown file (with GitHub's tables). Nothing in it is HTML, whatever the model's name."""
     blocks = _blocks(ElementTree.fromstring(page_body(report)), 0)
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -118,7 +118,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _drawn(drawing: Element) -> str:
-    """What each mark of a drawing stands for; the drawing's own name over it."""
+    """Return a table of what each mark of a drawing means; the drawing's own name over it."""
     own, *marks = [_plain(title) for title in drawing.iter("title")]
     rows = [[_SPECIAL.sub(r"\\\1", part) for part in mark.partition(": ")[::2]] for mark in dict.fromkeys(marks)]
     return _table([_SPECIAL.sub(r"\\\1", own), ""], rows)

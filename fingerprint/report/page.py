@@ -30,7 +30,7 @@ _SECTIONS: tuple[tuple[str, str, Section], ...] = (
 
 
 def render_report(report: Report) -> str:
-    """One HTML page that needs nothing else: works from a file, offline, in light and dark."""
+    """Return a self-contained HTML page: works from a file, offline, in light and dark."""
     return html_page(f"{report.model}: iServe report", page_body(report))
 
 

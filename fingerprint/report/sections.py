@@ -1,4 +1,4 @@
-"""What each section of the page says, but for the rankings."""
+"""Sections of the page, but for the rankings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def head(report: Report) -> Markup:
 
 
 def _verdict(report: Report, said: Verdict) -> Markup:
-    """What the first of the intents chooses, before everything else."""
+    """Return what the first of the intents chooses, before everything else."""
     refused = f" {said.refused}." if said.refused else ""
     return el(
         "div",
@@ -125,7 +125,7 @@ def _machine(machine: MachineInfo) -> list[tuple[str, str]]:
 
 
 def times(report: Report) -> Markup | None:
-    """Charts for the burst nearest the workload; the others and the numbers to open."""
+    """Return charts for the burst nearest the workload; the remaining ones and the numbers to open."""
     if not report.panels:
         return None
     shapes = sorted({(p.batch, p.input_tokens) for p in report.panels})
@@ -212,7 +212,7 @@ def _points_table(panels: Sequence[TimePanel]) -> Markup:
 
 
 def layer_effects(report: Report) -> Markup | None:
-    """One layer's time in prefill and decode, and whether the runs tell it from zero."""
+    """Return one layer's time in prefill and decode, and whether the runs distinguish it from zero."""
     effects = report.layer_effects
     if not effects:
         return None
@@ -287,7 +287,7 @@ def memory(report: Report) -> Markup | None:
 
 
 def _bar_rows(predicted: Sequence[tuple[Configuration, Estimate, StageMemory]]) -> tuple[list[Markup], bool]:
-    """One row each, on one scale; whether the runtime hides the rest, which then gets a bar of its own."""
+    """Return one row each, on one scale, and whether the runtime hides the rest, which then has its own bar."""
     most = max(stage.total_bytes for _, _, stage in predicted)
     most_counted = max(stage.total_bytes - stage.runtime_bytes for _, _, stage in predicted)
     has_thin = most_counted < _VISIBLE * most

@@ -33,6 +33,6 @@ def dot(x: float, y: float, class_: str, title: str) -> Markup:
 
 
 def diamond(x: float, y: float, color: str, title: str) -> Markup:
-    """A truth beside what was predicted; with the class ``open`` a dot below it stays visible."""
+    """Draw a measured value next to its prediction; with the class ``open`` a dot below it stays visible."""
     shape = corners([(x, y - 6), (x + 6, y), (x, y + 6), (x - 6, y)])
     return el("polygon", el("title", title), points=shape, class_=f"truth {color}")

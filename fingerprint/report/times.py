@@ -32,7 +32,7 @@ class MeasuredTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSeries:
-    """One pair of formats. ``line`` reaches from one layer to the whole model; empty where nothing was fitted."""
+    """Times of one pair of formats. ``line`` reaches from one layer to the whole model; empty without a fit."""
 
     weights: WeightFormat
     kv: KvFormat
@@ -42,14 +42,14 @@ class TimeSeries:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimePanel:
-    """One quantity of one burst under one (tp, pp)."""
+    """Quantity of one burst under one (tp, pp)."""
 
     quantity: str  # TTFT or TPOT
     tp: int
     pp: int
     batch: int
     input_tokens: int
-    output_tokens: int  # of the longer runs, from which TPOT comes
+    output_tokens: int  # of the longer runs, from which TPOT is computed
     series: tuple[TimeSeries, ...]
 
 

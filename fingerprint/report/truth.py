@@ -1,4 +1,4 @@
-"""The section that sets predictions beside what whole models were measured to take."""
+"""Section of the page that compares predictions with measurements of whole models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Search space of AlpaServe's placement: buckets of models, ranges of GPUs, groups and their degrees."""
+"""Search space of AlpaServe's placement: buckets of models, ranges of GPUs, groups and their degrees.
+
+After Li et al., "AlpaServe: Statistical Multiplexing with Model Parallelism for Deep Learning Serving" (OSDI 2023,
+arXiv 2302.11665), section 4.2, with its prunings: models of similar size share a bucket; the groups of a bucket
+have one size and one pair of degrees, but for what is left over.
+"""
 
 from __future__ import annotations
 

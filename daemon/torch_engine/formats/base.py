@@ -1,4 +1,7 @@
-"""Definition of a weight format: how one linear of a hidden layer is stored and applied."""
+"""Definition of a weight format: how one linear of a hidden layer is stored and applied.
+
+A new format is one file with one :class:`LinearFormat`, added to the table in ``formats/__init__.py``.
+"""
 
 from __future__ import annotations
 
