@@ -41,7 +41,7 @@ class Gateway:
     """ASGI 3 application over one routes file.
 
     Args:
-        token: of who may ask for the demand, the controller; empty: nobody may.
+        token: of the controller, which may ask for the demand; empty: no client may.
     """
 
     def __init__(self, routes_path: Path, token: str = "") -> None:

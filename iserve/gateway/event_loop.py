@@ -1,4 +1,4 @@
-"""Which event loop the gateway runs on: uvloop's where it can be loaded, else asyncio's own.
+"""Event loop of the gateway: uvloop's where it can be loaded, else asyncio's own.
 
 They do the same; uvloop's takes less processor time. The gateway alone asks: the other servers stay on asyncio's.
 """

@@ -1,4 +1,4 @@
-"""One inference request: to a worker, and its answer back. Decides what is tried again and how a failure is told.
+"""Proxy of one inference request: to a worker, and its answer back. Decides on retries and on reporting failures.
 
 Three promises. Nothing is sent twice to a worker once a byte of its answer has gone to the client. A stream that
 cannot be finished ends in an error frame. A client that leaves takes its request off the worker at once.
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferenceRequest:
-    """A checked request, ready to be sent on as it came."""
+    """Inference request that was checked, ready to be sent on as it arrived."""
 
     endpoint: str  # "/v1/chat/completions"
     body: bytes
@@ -46,7 +46,7 @@ class InferenceRequest:
     ticket: int  # rises with arrival
     arrived_s: float  # on the event loop's clock
     request_id: bytes
-    flight: Flight | None = None  # of a deployment that refuses who would be late
+    flight: Flight | None = None  # of a deployment that rejects late requests
 
 
 class _NotBegunError(Exception):
@@ -93,7 +93,7 @@ async def forward(
             failed_before = True
         finally:
             deployment.release(target, request.flight)
-        if answer is not None:  # its slot is free: nobody waits, or is late, for the connection's sake
+        if answer is not None:  # its slot is free: no request waits, or is late, for the connection's sake
             await _end(answer)
             return
         avoid = target.url
@@ -109,8 +109,10 @@ async def _attempt(
     reply: Reply,
     metrics: GatewayMetrics,
 ) -> WorkerAnswer:
-    """One worker's try; what it answered is for ``_end``. ``max_wait_s`` bounds the longest silence of the worker,
-    not the longest answer."""
+    """Try one worker; what it answered is for ``_end``.
+
+    ``max_wait_s`` bounds the longest silence of the worker, not the longest answer.
+    """
     silence_s, seen = deployment.max_wait_s, _Seen(deployment, request.flight)
     try:
         response = await workers.post(
@@ -126,7 +128,7 @@ async def _attempt(
         else:
             await _relay_whole(name, response, silence_s, reply, metrics, seen)
     except BaseException:
-        response.close()  # ends the worker's side at once; it must not generate for nobody
+        response.close()  # ends the worker's side at once; it must not generate without a reader
         raise
     return response
 
@@ -143,7 +145,7 @@ async def _end(answer: WorkerAnswer) -> None:
 
 
 class _Seen:
-    """Tells who judges lateness how an answer comes, if anybody does."""
+    """Observer of an answer's progress for the judge of lateness, if there is one."""
 
     __slots__ = ("_flight", "_punctual")
 

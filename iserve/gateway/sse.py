@@ -33,7 +33,7 @@ class FrameBuffer:
     """Cuts a byte stream at frame ends, and remembers its tail."""
 
     def __init__(self) -> None:
-        self._held = b""  # the beginning of a frame whose end has not come
+        self._held = b""  # the beginning of a frame whose end has not arrived
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
         self.broken_frame = False  # a piece of an overlong frame was passed on without its end
@@ -59,17 +59,17 @@ class FrameBuffer:
         return data
 
     def is_plain(self, chunk: bytes) -> bool:
-        """Whether ``feed`` would give it back as it is, and the stream cannot end with it."""
+        """Return whether ``feed`` would give it back as it is, and the stream cannot end with it."""
         return not self._held and chunk.endswith(_ENDS) and b"[DONE]" not in chunk
 
     @property
     def is_done(self) -> bool:
-        """Whether the stream said that it is complete."""
+        """True when the stream said that it is complete."""
         return self._last_data() == b"[DONE]"
 
     @property
     def ended_in_error(self) -> bool:
-        """Whether the worker itself put an error frame last."""
+        """True when the worker itself put an error frame last."""
         return self._last_data().startswith(b'{"error"')
 
     def usage(self) -> Usage | None:
