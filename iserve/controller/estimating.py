@@ -29,7 +29,8 @@ def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimat
 
 
 def contradictions(profile: Profile) -> dict[MeasuredKey, str]:
-    """Where fingerprints of more layers were faster than those of fewer, beyond the noise of their runs; and how.
+    """Return where fingerprints of more layers were faster than those of fewer, beyond the noise of their runs;
+    and how.
 
     A profile of repeated forwards was looked through as it was taken (``fingerprint.profile_checks``).
     """

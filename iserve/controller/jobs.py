@@ -1,4 +1,4 @@
-"""Long work in the background, one after the other, which whoever began it asks for by its id."""
+"""Background jobs, one after the other, each asked for by its id."""
 
 from __future__ import annotations
 

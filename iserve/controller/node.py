@@ -96,7 +96,7 @@ def without(node: NodeStatus, gone: Sequence[WorkerSpec] = (), full: Collection[
 
 
 def check_one_kind(node: NodeStatus | NodeDocument) -> None:
-    """What one GPU was measured to do would be taken for what another kind does.
+    """Refuse GPUs of several kinds: measurements of one would be taken for what another does.
 
     Raises:
         InfeasibleError: the node offers GPUs of several kinds.
@@ -129,10 +129,13 @@ def _called(serving: tuple[DeploymentState, ...]) -> set[str]:
 
 
 def _load_of_those_there(device: DeviceStatus, *, may_be_busy: bool) -> float:
-    """0 where nobody holds memory: what was seen of the last 120 s is then of who has left, such as the engine of
-    a profile that was taken a moment ago. A CPU's memory is always held: there it is 0 without a worker of ours
-    that ``may_be_busy``, one that is called or of which nothing is told, for what else runs on it ran beside the
-    profile too and is in its times."""
+    """Return the load of the workers that are on a device.
+
+    It is 0 where no process holds memory: what was seen of the last 120 s is then of a worker that has left, such
+    as the engine of a profile that was taken a moment ago. A CPU's memory is always held: there it is 0 without a
+    worker of ours that ``may_be_busy`` (one with requests, or of unknown demand), for any other program ran during
+    the profile too and is in its times.
+    """
     if device.kind == "cpu" and not may_be_busy:
         return 0.0
     if device.total_bytes - device.free_bytes < _HELD * device.total_bytes:
@@ -146,15 +149,16 @@ _HERE = frozenset({WorkerState.STARTING, WorkerState.READY, WorkerState.RESTARTI
 def serving_on(
     node: NodeStatus, rows: Iterable[DeploymentRow], demand: Demand | None
 ) -> tuple[DeploymentState, ...]:
-    """The deployments with a worker on ``node`` of which the gateway told how often they are called.
+    """Return the deployments with a worker on ``node`` whose request rates the gateway reported.
 
-    What a request takes is what was predicted when the configuration was chosen, of one as long as was planned
-    for; or less, by how busy the devices of its workers were seen that have been there all the time and keep up.
-    Those that were not seen for long, or have only begun to queue, are taken to be asked for all of their time at
-    most. Of those that batch how long a request stays is told besides, by itself and in a full batch.
+    The service time of a request is the prediction of the chosen configuration, for a request as long as was
+    planned for; or less, by the observed load of the devices of its workers, where they have been there all the
+    time and keep up. Deployments that were not observed for long, or have only begun to queue, are taken to be
+    busy for all of their time at most. For deployments that batch, how long a request stays is given as well, by
+    itself and in a full batch.
 
     Args:
-        demand: None: the gateway is away, and nobody tells.
+        demand: None: the gateway is away, and rates are unknown.
     """
     asked = {} if demand is None else {one.name: one for one in demand.deployments}
     workers = [worker for worker in node.workers if worker.state in _HERE]
@@ -174,7 +178,7 @@ def _state(
     requests_per_s: float,
     node: NodeStatus,
 ) -> DeploymentState:
-    """Requests go to whoever has the fewest: each replica has as many as the others."""
+    """Return the state of a deployment whose replicas share its requests evenly."""
     plan = _recorded_plan(row)
     specs, number = [_as_planned(worker.spec, plan) for worker in workers], len(workers)
     most = sum(_most_batches(spec) for spec in specs)
@@ -244,7 +248,7 @@ def _recorded_plan(row: DeploymentRow) -> PlanDocument | None:
 
 
 def _planned(plan: PlanDocument | None, spec: WorkerSpec) -> EstimateDocument | None:
-    """Of the whole batch."""
+    """Return the estimate of the whole batch."""
     candidates = () if plan is None else plan.candidates
     return next((one.estimate for one in candidates if one.config == spec.config), None)
 
@@ -256,8 +260,11 @@ def _planned_service_s(plan: PlanDocument | None, spec: WorkerSpec) -> float:
 
 
 def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:
-    """None: it does not batch, or its plan did not tell of a request by itself. A prompt beside others that decode
-    takes what it adds to their step: the weights are read for them in any case."""
+    """Return the planned times in service; None: no batching, or a plan without the time of a request by itself.
+
+    A prompt that joins sequences that decode takes what it adds to their step: the weights are read for them in
+    any case.
+    """
     full = _planned(plan, spec)
     if plan is None or full is None or plan.alone is None:
         return None
@@ -270,7 +277,7 @@ def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:
 
 
 def _as_busy(stays: Stays, spec: WorkerSpec, requests_per_s: float, seen: float, node_id: str) -> Stays:
-    """Of requests that are shorter, where the worker was ``seen`` busy for less of the time."""
+    """Return the times in service of shorter requests, where the worker was ``seen`` busy for less of the time."""
     tenant = Batching(
         requests_per_s=requests_per_s,
         alone_s=stays.alone_s,
@@ -311,7 +318,7 @@ def _placement(spec: WorkerSpec, node_id: str) -> Placement:
 
 
 def devices_of(node: NodeStatus) -> tuple[Device, ...]:
-    """What of the devices of ``node`` does not change."""
+    """Return the facts of the devices of ``node`` that do not change."""
     return tuple(
         Device(
             device_id=device.device_id,

@@ -1,5 +1,7 @@
-"""What a profile measures: the formats and degrees that the engine runs and somebody may want, as far as they can
-still change the decision that it is taken for."""
+"""Taking of a profile: the formats and degrees that the engine runs and that may be wanted.
+
+Only those are measured that can still change the decision that the profile is taken for.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,14 @@ _DEGREES = ((1, 1), (2, 1), (1, 2))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """One profile to be taken.
+    """Order of one profile.
 
     Attributes:
         table: what the engine runs of checkpoints as they are.
         node: before any worker of this profile.
         serving: on the node, with their rates, where these are known.
-        wish: measure what may serve it best; None: everything that may serve some wish of that quality.
-        known: holds on the node, with measurements left out that the wish needs: these are added to it.
+        wish: measure what may serve it best; None: everything that may serve some request of that quality.
+        known: holds on the node, with measurements left out that the request needs: these are added to it.
         shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
             and where it carries our step timer of all GPUs together.
@@ -221,8 +223,11 @@ def _named(key: MeasuredKey) -> str:
 
 
 def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Every forward repeated to the model's depth. A format takes two engine starts of its own, so those that the
-    wished quality does not allow are left out, as is what cannot become the best any more."""
+    """Take a profile in which every forward is repeated to the model's depth.
+
+    A format takes two engine starts of its own, so formats that the requested quality does not allow are left out,
+    and so is what cannot become the best any more.
+    """
     device = target.machine().device
     weights, degrees = _formats_and_degrees(order.source.spec, order, device)
     allowed = tuple(w for w in weights if allows(order.quality, DeploymentConfig(weights=w)))
@@ -303,7 +308,7 @@ def _measured(
     fingerprints: Fingerprints,
     skipped: list[DeploymentConfig],
 ) -> Profile:
-    """What of ``plan`` there is room for; what turns out needless on the way is added to ``skipped``."""
+    """Measure what of ``plan`` there is room for; what turns out needless on the way is added to ``skipped``."""
     spec = order.source.spec
     room = fitting(plan, spec, device, quietest(order.node.devices))
     alone = _ranks_alone(order, device, room)
@@ -336,7 +341,7 @@ def _measured(
 
 
 def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int], ...]:
-    """Of the degrees there are no GPUs for, those to take as one rank alone."""
+    """Return which of the degrees without enough GPUs are taken as one rank alone."""
     if order.shards is Shards.NEVER:
         return ()
     given, name = order.source.spec.as_given, order.table.engine
@@ -353,7 +358,10 @@ def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int
 def _formats_and_degrees(
     spec: ModelSpec, order: Order, gpu: GpuSpec
 ) -> tuple[tuple[WeightFormat, ...], tuple[tuple[int, int], ...]]:
-    """What the engine runs of the model on the node's devices. Raises UnsupportedModelError: nothing at all."""
+    """Return what the engine runs of the model on the node's devices.
+
+    Raises UnsupportedModelError: nothing at all.
+    """
     table, name = order.table, order.table.engine
 
     def runs(config: DeploymentConfig) -> bool:

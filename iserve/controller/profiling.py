@@ -81,7 +81,9 @@ _ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
 def ask_daemon(
     daemon: Callable[[], DaemonClient], question: Callable[[DaemonClient], T], *, patience_s: float = 30.0
 ) -> T:
-    """What the daemon answers. One that is killed meanwhile is back within a few seconds, and is asked again.
+    """Return what the daemon answers.
+
+    One that is killed meanwhile is back within a few seconds, and is asked again.
 
     Args:
         question: may be asked twice, the answer to the first being lost.
@@ -233,8 +235,10 @@ class Profiler:
 
     @contextlib.contextmanager
     def paused(self, go_on: Callable[[], None]) -> Iterator[None]:
-        """Inside, no profile is taken by anybody else, and nobody else is inside: what a device has free is not
-        on loan to a profiling worker, nor about to be promised to another deployment.
+        """Hold off every other profile and deployment while the block runs.
+
+        Inside, no other profile is taken: what a device has free is not on loan to a profiling worker, nor about
+        to be promised to another deployment.
 
         Args:
             go_on: called every second while a profile under way is waited for; what it raises ends the waiting.
@@ -248,7 +252,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def paused_now(self) -> Iterator[bool]:
-        """As :meth:`paused`; False, and no such promise, where somebody else is inside."""
+        """Do as :meth:`paused`; yield False, and hold nothing off, where another caller is inside."""
         got = self._one_at_a_time.acquire(blocking=False)
         try:
             yield got
@@ -266,7 +270,7 @@ class Profiler:
             self._workers = frozenset()
 
     def estimator(self, profile: Profile, engine: Engine, node: NodeStatus) -> CorrectedEstimator:
-        """What was measured of the model's fingerprints, corrected by the checks of its deployments."""
+        """Return the estimator by the model's fingerprints, corrected by the checks of its deployments."""
         rows = self._store.verifications(
             shape_hash=profile.spec.shape_hash, engine=engine.name, machine_key=machine_key(node, engine)
         )
@@ -294,7 +298,9 @@ class Profiler:
     def lacking(
         self, profile: Profile, engine: Engine, node: NodeStatus, wish: PlanOptions
     ) -> tuple[DeploymentConfig, ...]:
-        """What was left out of ``profile`` as needless for another wish, and may change what this one chooses."""
+        """Return what was left out of ``profile`` as needless for another request, and may change what this one
+        chooses.
+        """
         return lacking(profile, node, engine.capabilities().unprepared(), wish, self._serving(node))
 
     def unused(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> tuple[str, ...]:
@@ -322,15 +328,16 @@ class Profiler:
         unless: Callable[[], Profile | None] = lambda: None,
         go_on: Callable[[], None] = lambda: None,
     ) -> Profile:
-        """Measure the model's fingerprints on devices that are free now, and keep the result. A profile that holds
-        and is not :meth:`enough` for ``wish`` is kept, with what it lacks.
+        """Measure the model's fingerprints on devices that are free now, and keep the result.
+
+        A profile that holds and is not :meth:`enough` for ``wish`` is kept, with what it lacks.
 
         Args:
             wish: what it is taken for, if for anything in particular.
-            quality: which formats are worth a start of the engine, where there is no wish.
+            quality: which formats are worth a start of the engine, where there is no request.
             shards: which degrees may be taken as one tensor-parallel rank alone.
             progress: what it raises ends the profile.
-            unless: asked when this profile's turn has come; one that another took meanwhile is returned instead.
+            unless: asked when this profile's turn is reached; one that another took meanwhile is returned instead.
             go_on: called while that turn is waited for; what it raises ends the waiting.
 
         Raises:
@@ -368,7 +375,7 @@ class Profiler:
             return measured
 
     def _measured(self, order: Order, engine: Engine, daemon: Callable[[], DaemonClient]) -> Profile:
-        """As :meth:`take`; fingerprints and workers are gone afterwards."""
+        """Measure as :meth:`take`; fingerprints and workers are gone afterwards."""
         folder = self._folder / uuid.uuid4().hex
         fingerprints = Fingerprints(order.source, folder, weights=not order.table.own_environment)
         try:
@@ -458,8 +465,10 @@ def _measure_unlisted(engine: Engine, node: NodeStatus, go_on: Callable[[], None
 
 
 def last_words(engine: Engine, spec: WorkerSpec, error: EngineError, log: str) -> IserveError:
-    """What a profiling worker's engine died of, which often only its log knows: the engine runs in processes of
-    its own. Of a log of several starts the last one's part counts."""
+    """Return the error that a profiling worker's engine ended with, which often only its log has.
+
+    The engine runs in processes of its own. Of a log of several starts the last one's part counts.
+    """
     return engine.explain_failure(spec, 1, f"{log.rpartition(LOAD_MARK)[2]}\n{error}")
 
 

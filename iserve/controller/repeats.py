@@ -1,6 +1,6 @@
 """Repeated deploy requests: known by their idempotency key, or by the deployment that the same request made.
 
-A key is stored in the transaction that accepts the deployment, so a request that was refused, or never came,
+A key is stored in the transaction that accepts the deployment, so a request that was refused, or never arrived,
 leaves none; it outlives the deployment, so that a late repeat does not bring back what was removed meanwhile.
 """
 
@@ -27,7 +27,7 @@ _SINCE_BATCH_MAY_BE_NULL = "engine_args"  # a recorded request without this fiel
 
 
 def answered_before(store: Store, key: str, body: DeployBody) -> DeploymentDocument | None:
-    """What the request that came with ``key`` in the last 24 hours was answered; None when there was none.
+    """Return the answer to the request with ``key`` in the last 24 hours; None when there was none.
 
     Raises:
         ConflictError: it asked for something else.

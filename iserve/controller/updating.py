@@ -1,13 +1,12 @@
-"""Update of a deployment: new workers start beside the former ones and take their place; these drain.
+"""Update of a deployment: new workers start next to the former ones and take their place; these drain.
 
 Where it is asked to stop first, the former workers drain and end before the new ones start, and the gateway has
-requests wait: ``ready`` -> ``draining`` -> ``replacing`` -> ``ready``; or, if the new ones do not come up,
+requests wait: ``ready`` -> ``draining`` -> ``replacing`` -> ``ready``; or, if the new ones do not start,
 ``replacing`` -> ``restoring`` -> ``ready`` with the former ones.
 
 Each step is recorded before it is taken. Until the new workers serve, the deployment is what it was; one
 transaction then makes it what it was asked to become, and the routes follow. A controller that is killed in
-between finds the record and goes on; an update that comes to nothing leaves the former workers serving and says
-why.
+between finds the record and goes on; an update that fails leaves the former workers serving and says why.
 """
 
 from __future__ import annotations
