@@ -60,7 +60,7 @@ class CandidateDocument:
     layers_per_stage: tuple[int, ...] | None = None  # where it fits
     conditions: tuple[
         str, ...
-    ] = ()  # what running it takes beside the GPUs: an engine flow, a prepared checkpoint
+    ] = ()  # what running it takes in addition to the GPUs: an engine flow, a prepared checkpoint
     miss_probability: float | None = None  # of the SLO's tightest limit, with a rate
     utilisation: float | None = None  # with a rate
     slowdown: float = 1.0  # by what runs on its GPUs; in the cost, the objective and the limits, not in the times
@@ -348,7 +348,7 @@ def _profile(profile: Profile) -> ProfileDocument:
 
 
 def _cut_short(profile: Profile | None) -> tuple[str, ...]:
-    """What the profile did not come to, and what measures it."""
+    """Return what the profile did not reach, and what measures it."""
     if profile is None or not profile.unreached:
         return ()
     run = {(point.tp, point.pp, point.weights, point.kv) for point in profile.timing}
@@ -392,13 +392,13 @@ def _at_one_length(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
 
 
 def _named(config: DeploymentConfig) -> str:
-    """As a profile's notes name what it runs."""
+    """Return the name of ``config`` that a profile's notes use."""
     kv = "" if config.kv is KvFormat.BITS16 else f" kv={config.kv}"
     return f"tp={config.tp} pp={config.pp} {config.weights}{kv}"
 
 
 def _less_sure(plan: Plan) -> tuple[str, ...]:
-    """What is better than the chosen one by its estimate, and was not measured."""
+    """Return what is better than the chosen one by its estimate, and was not measured."""
     if not plan.passed_over:
         return ()
     first, more = plan.passed_over[0].reason, len(plan.passed_over) - 1
@@ -410,7 +410,7 @@ def _less_sure(plan: Plan) -> tuple[str, ...]:
 
 
 def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
-    """What the figures are of, where there are several replicas."""
+    """Return what the figures are of, where there are several replicas."""
     if replicas == 1:
         return ()
     share = f" at its share of the rate, {intent.rate_per_s:.4g} requests/s" if intent.rate_per_s else ""
@@ -418,7 +418,7 @@ def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
 
 
 def _beside(plan: Plan, device: str) -> tuple[str, ...]:
-    """What the load of the devices, GPUs or CPU devices, has to do with the choice."""
+    """Return what the load of the devices, GPUs or CPU devices, has to do with the choice."""
     notes = [] if plan.better_idle is None else [plan.better_idle.text]
     if plan.room is not None and plan.best is not None:
         notes.append(plan.room.text(plan.best.config))

@@ -1,4 +1,4 @@
-"""Whether this machine could run what was planned for GPUs that need not be here. Looks; changes nothing."""
+"""Check of whether this machine could run what was planned for GPUs that need not be here. Changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_WEIGHTS = "only the model's config.json is here, not its weights"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeployableDocument:
-    """Whether the chosen configuration can be deployed here, and all that is missing where it cannot."""
+    """Deployability of the chosen configuration here, and all that is missing where it cannot be deployed."""
 
     here: bool
     missing: tuple[str, ...] = ()

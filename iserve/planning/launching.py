@@ -23,13 +23,13 @@ __all__ = ["LaunchDocument", "PlannedDeployment", "worker_slug", "worker_spec"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchDocument:
-    """What a deploy would start, and on what; nothing is started by asking."""
+    """Workers and devices that a deploy would start; nothing is started by asking."""
 
     plan: PlanDocument
     worker: WorkerSpec  # the first, where there are several replicas
     devices: tuple[Device, ...]  # of the worker
     release: str | None  # of the engine that was measured; None: nothing was
-    has_weights: bool  # beside the config.json that was planned with
+    has_weights: bool  # in addition to the config.json that was planned with
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,15 @@ class PlannedDeployment:
         profile: Profile | None,
         options: EngineOptions = NO_OPTIONS,
     ) -> tuple[WorkerSpec, ...]:
-        """The launch of the best, of each replica. Raises InfeasibleError: there is none; the message says what
-        comes nearest.
+        """Return the launch of the best configuration, of each replica.
 
         Args:
             worker_id: of one; of several with ``-r1`` and so on, which no id that ends in a number looks like.
             profile: that it was planned with; None: with datasheets.
             options: for the engine itself.
+
+        Raises:
+            InfeasibleError: there is none; the message says what is nearest.
         """
         best, capacity = self.best, self.capacity
         if best is None or capacity is None:
@@ -79,7 +81,7 @@ class PlannedDeployment:
         profile: Profile | None,
         options: EngineOptions = NO_OPTIONS,
     ) -> LaunchDocument:
-        """What a deploy of ``name`` would start. Raises as :meth:`workers`."""
+        """Return what a deploy of ``name`` would start. Raises as :meth:`workers`."""
         worker = replace(
             self.workers(name, source, worker_slug(name), workload, profile, options)[0],
             worker_id=worker_slug(name),
@@ -145,7 +147,7 @@ def _engine_release(profile: Profile) -> str | None:
 
 
 def _why_nothing(document: PlanDocument) -> str:
-    """Of a plan in which nothing is feasible: what comes nearest, and what would help."""
+    """Return the reason of a plan in which nothing is feasible: what is nearest, and what would help."""
     why = document.why_not
     parts = ["no configuration is feasible"]
     if why.nearest is not None:

@@ -54,7 +54,7 @@ _TOKENS_APART = 64  # of two sizes of the KV cache that are compared
 
 @dataclass(frozen=True, slots=True)
 class ServingCapacity:
-    """What each worker of a plan's best candidate is started for."""
+    """Capacity that each worker of a plan's best candidate is started for."""
 
     engine: str
     workload: Workload  # the planned lengths, with the requests at once and the longest one that are served
@@ -224,9 +224,9 @@ def served_memory(
 ) -> MemoryEstimate:
     """Return the memory of ``config`` while it serves ``served``, its largest step included.
 
-    An engine with slots runs steps no larger than were planned, so that a long prompt holds up nobody: activations
-    are those of such a step with logits and attention scores of the larger batch and context. Where requests share
-    pages of the KV cache, the last pages of each are partly empty.
+    An engine with slots runs steps no larger than were planned, so that a long prompt holds up no request:
+    activations are those of such a step with logits and attention scores of the larger batch and context. Where
+    requests share pages of the KV cache, the last pages of each are partly empty.
     """
     memory = estimator.estimate(config, served).memory
     if served == planned:

@@ -99,7 +99,7 @@ def plan_lines(document: PlanDocument) -> list[Line]:
 def estimate_lines(
     work: Workload, verdict: VerdictDocument, estimate: EstimateDocument, config: DeploymentConfig
 ) -> list[Line]:
-    """What the verdict on one configuration says below its sentence."""
+    """Return what the verdict on one configuration says below its sentence."""
     assert verdict.figures is not None, "one configuration has figures, whether or not it runs"
     measured = estimate.rests_on == config or _is_checked(estimate)
     return [
@@ -200,7 +200,7 @@ def _labelled(label: str, lines: Iterable[str]) -> list[Line]:
 def _load_words(
     work: Workload, figures: FiguresDocument, served: ServedDocument | None, replicas: int
 ) -> list[str]:
-    """What requests get and how many are served; with a rate, how many miss a limit."""
+    """Return what requests get and how many are served; with a rate, how many miss a limit."""
     price = _price_words(figures)
     if served is not None:
         return _served_words(work, served, price, replicas)
@@ -277,7 +277,7 @@ def _is_checked(estimate: EstimateDocument) -> bool:
 
 
 def _remarks(document: PlanDocument, chosen: CandidateDocument) -> list[str]:
-    """What the figures rest on besides: a check, a model of waiting, a profile that was cut short."""
+    """Return what the figures rest on besides: a check, a model of waiting, a profile that was cut short."""
     found = []
     if chosen.estimate is not None and chosen.estimate.correction is not None:
         found.append("corrected by a check (below)")
@@ -289,7 +289,7 @@ def _remarks(document: PlanDocument, chosen: CandidateDocument) -> list[str]:
 
 
 def _runner_up_words(rival: RunnerUpDocument | None, chosen: DeploymentConfig, document: PlanDocument) -> str:
-    """What comes second, by how much, and what would make it the first."""
+    """Return what is second, by how much, and what would make it the first."""
     if rival is None:
         others = sum(candidate.feasible for candidate in document.candidates) - 1
         return "none: the other feasible ones have the same figures" if others else "none: all others are refused"
@@ -343,7 +343,7 @@ def _deployable_lines(found: DeployableDocument | None) -> list[Line]:
 
 
 def _infeasible_lines(why: WhyNotDocument, verdict: VerdictDocument) -> list[Line]:
-    """What comes nearest, and the ways out, the least change first."""
+    """Return what is nearest, and the ways out, the least change first."""
     nearest = [] if why.nearest is None else [("Nearest", why.nearest.text)]
     first = [] if verdict.relax_first is None else [verdict.relax_first]
     others = [advice for advice in why.advice if advice not in first]

@@ -99,7 +99,7 @@ def spoken(
     layers_per_stage: Sequence[int] | None = None,
     replicas: int = 1,
 ) -> str:
-    """What runs where, in one line that a person says aloud.
+    """Return what runs where, in one line that a person says aloud.
 
     ``Llama-2-70B on 2 of 8 A6000 by tensor parallelism, int8 weights, on vLLM``.
 
