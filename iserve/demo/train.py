@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: a byte-level BPE without merges, and two special tokens."""
+    """Return a tokenizer of one token per byte: a byte-level BPE without merges, and two special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {BOS: 0, EOS: 1} | {symbol: i + 2 for i, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -23,7 +23,7 @@ def _server(argv: tuple[str, ...]) -> str:
 
 
 def docker_command(worker: ExportedWorker) -> str:
-    """``docker run`` in the foreground, for a POSIX shell; the engine's files are written beside it first."""
+    """Return ``docker run`` in the foreground, for a POSIX shell; the engine's files are written first."""
     folder = f"./{worker.label}"
     options = [
         f"--name {shlex.quote(worker.label)}",

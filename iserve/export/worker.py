@@ -25,7 +25,7 @@ _SHARED_BYTES = 8 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedWorker:
-    """One worker. Its times are those that a daemon gives a worker."""
+    """Worker to export. Its times are those that a daemon gives a worker."""
 
     label: str  # its name in letters, digits and '-'
     engine: str
@@ -107,7 +107,7 @@ def exported_worker(
 
 
 def _numbered(devices: tuple[Device, ...], *, anew: bool) -> dict[str, Device]:
-    """By id; ``anew``: numbered from 0 in the order of the node, as a container sees the GPUs that it is given."""
+    """Return devices by id; ``anew``: numbered from 0 in the node's order, as a container sees its GPUs."""
     ordered = sorted(devices, key=lambda device: device.index)
     return {d.device_id: replace(d, index=index) if anew else d for index, d in enumerate(ordered)}
 

@@ -19,7 +19,7 @@ _ASTRAL = re.compile(r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})")
 
 
 def document(value: Mapping[str, Value]) -> str:
-    """One YAML document, keys in their order."""
+    """Return a YAML document, keys in their order."""
     return "\n".join(_lines(value)) + "\n"
 
 

@@ -50,7 +50,7 @@ MOST_REQUESTS = 20_000  # of a trace that AlpaServe searches: minutes
 
 
 class Baseline(StrEnum):
-    """Who decides what is deployed."""
+    """Planner that decides what is deployed."""
 
     ISERVE = "iserve"
     MAX_TP = "max-tp"  # TensorRT-LLM as people launch it
@@ -64,7 +64,7 @@ class Baseline(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is simulated, as far as a baseline may know it."""
+    """Simulated world, as far as a baseline may know it."""
 
     gpu: GpuSpec
     models: Mapping[str, SimulatedModel]
@@ -123,7 +123,7 @@ def parse_planner(text: str) -> tuple[Baseline, Path | None]:
 
 
 def check_steerable(baseline: Baseline) -> None:
-    """Raises ConfigError: it has placed every replica beforehand, so that none can come, go or move."""
+    """Raise ConfigError where the baseline has placed every replica beforehand, so that none can change."""
     if baseline in (Baseline.ALPASERVE, Baseline.ALPASERVE_ALL):
         raise ConfigError(
             f"{baseline} places every replica beforehand, knowing the trace; --replicas MIN:MAX, --scale-to-zero, "
@@ -134,8 +134,8 @@ def check_steerable(baseline: Baseline) -> None:
 def served_contexts(baseline: Baseline, world: World, replicas: int) -> dict[str, int]:
     """Return the longest request, prompt and answer together, that each model's first replica serves.
 
-    A baseline serves the planned ones. iServe serves what memory holds: on the idle cluster, where others that are
-    deployed before may leave less.
+    A baseline serves the planned ones. iServe serves what memory holds: on the idle cluster, where deployments
+    made before may leave less.
 
     Args:
         replicas: of a model, planned together.
@@ -161,16 +161,16 @@ def prepare(
     answers: Path | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> tuple[Prepared, Iterable[Request]]:
-    """``world`` as ``baseline`` serves it, and the requests, which AlpaServe has read to their end.
+    """Return ``world`` as ``baseline`` serves it, and the requests, which AlpaServe has read to their end.
 
     Args:
         slo: of all requests; AlpaServe needs one.
         answers: AIConfigurator's.
-        labels: each model's name as AIConfigurator was asked for it; None: the names in ``world``.
+        labels: each model's name in AIConfigurator's answers; None: the names in ``world``.
 
     Raises:
         ConfigError: what the baseline needs is missing, or beyond it.
-        InfeasibleError: AlpaServe, told to drop none, found no place for all.
+        InfeasibleError: AlpaServe, asked to drop none, found no place for all.
         BadInputError: ``answers`` cannot be read.
     """
     match baseline:

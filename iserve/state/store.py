@@ -73,7 +73,10 @@ class Store:
 
     @classmethod
     def read_only(cls, where: Path | str) -> Store:
-        """The store there, beside the controller that owns it. Raises ConfigError as :meth:`open`."""
+        """Return the store there, for a reader next to the controller that owns it.
+
+        Raises ConfigError as :meth:`open`.
+        """
         return cls(open_database(where, read_only=True))
 
     def migrate(self, to: str = "head") -> None:
@@ -84,7 +87,7 @@ class Store:
         self._database.hold()
 
     def is_new(self) -> bool:
-        """Whether no iServe has ever kept anything here."""
+        """Return whether no iServe has ever kept anything here."""
         return self._database.is_new()
 
     def close(self) -> None:
@@ -165,7 +168,7 @@ class Store:
             connection.execute(sa.insert(verifications).values(values))
 
     def verifications(self, **key: str) -> tuple[VerificationRow, ...]:
-        """Those whose ``shape_hash``, ``engine`` and ``machine_key`` are as given, the oldest first."""
+        """Return those whose ``shape_hash``, ``engine`` and ``machine_key`` are as given, the oldest first."""
         query = sa.select(verifications).filter_by(**key).order_by(verifications.c.created_at)
         with self._read() as connection:
             rows = connection.execute(query).mappings().all()
@@ -183,7 +186,7 @@ class Store:
         )
 
     def forget_verifications(self, shape_hash: str) -> int:
-        """How many there were, on every engine and machine."""
+        """Remove the verifications of a shape, on every engine and machine, and return how many there were."""
         with self._write() as connection:
             return connection.execute(sa.delete(verifications).filter_by(shape_hash=shape_hash)).rowcount
 
@@ -233,7 +236,7 @@ class Store:
         return row
 
     def kept_answer(self, key: str, *, made_after: float) -> KeptAnswer | None:
-        """That of the request which came with ``key``."""
+        """Return the answer to the request with ``key``."""
         query = sa.select(idempotency_keys).where(
             (idempotency_keys.c.key == key) & (idempotency_keys.c.created_at >= made_after)
         )
@@ -387,7 +390,7 @@ class Store:
     def add_event(self, deployment_id: int | None, kind: str, message: str) -> None:
         """Append to the log of what happened; the oldest beyond 10,000 go.
 
-        Of a deployment that has been deleted meanwhile it is kept all the same, as nobody's.
+        An event of a deployment that has been deleted meanwhile is kept all the same, without an owner.
         """
         with self._write() as connection:
             _add_event(connection, deployment_id, kind, message)
@@ -455,7 +458,9 @@ def _add_event(connection: sa.Connection, deployment_id: int | None, kind: str, 
 
 
 def _storable(message: str) -> str:
-    """Of what a log or a file's name may hold: PostgreSQL keeps no zero byte, neither of them half a character."""
+    """Escape what a log or a file's name may hold: PostgreSQL keeps no zero byte, and no database half a
+    character.
+    """
     return message.replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 
 

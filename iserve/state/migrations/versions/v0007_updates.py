@@ -27,7 +27,7 @@ def downgrade() -> None:
         try:
             asked = {name: value for name, value in json.loads(request).items() if name not in _FIELDS}
         except (ValueError, AttributeError):
-            continue  # it cannot be read, and is told so when somebody asks
+            continue  # it cannot be read, which is reported when it is asked for
         if asked.get("batch", 1) is None:
             asked["batch"] = 1
         connection.execute(
