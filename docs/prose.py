@@ -50,7 +50,7 @@ _WORD = re.compile(
 )
 # Phrases in which such a word is the usual one, each with its reason.
 ALLOWED = {
-    r"\bstands?[- ]in\b": "a test double",
+    r"\bstand(?:s[- ]in|[- ]ins?)\b": "a test double",
     r"\bstands? alone\b": "rule 1 itself",
     r"\bfirst[- ]come,? first[- ]served\b": "the queue discipline",
     r"\bstanding costs?\b": "the cost per second of a placement, whatever is sent to it",
