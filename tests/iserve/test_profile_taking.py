@@ -357,7 +357,7 @@ def test_what_an_exact_wish_left_out_is_what_a_near_one_lacks() -> None:
 
 @pytest.mark.parametrize("second", [NEAR, wished(IntentKind.MIN_LATENCY), wished(IntentKind.MAX_THROUGHPUT)])
 def test_what_is_lacking_is_measured_beside_what_is_there(second: PlanOptions) -> None:
-    """The second profile measures nothing twice and loses nothing, and the second request is answered as if it had been the first."""
+    """The second profile measures nothing twice, loses nothing, and answers as if it had been the first."""
     exact, machine = profiled(StepTimedMachine(), wish=EXACT), StepTimedMachine()
     both = profiled(machine, wish=second, known=exact)
     assert (1, 1, FP8) in started(machine)

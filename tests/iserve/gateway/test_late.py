@@ -88,7 +88,7 @@ def test_one_that_asks_for_less_is_taken(gateway: GatewayProcess, make_worker: C
 def test_an_idle_deployment_lets_one_through_that_it_cannot_serve_in_time(
     gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
 ) -> None:
-    """Requests are let through again and again, one at a time; with another running, one is told not to wait."""
+    """Requests are let through again and again, one at a time; with another running, one is asked not to wait."""
     worker = make_worker()
     gateway.publish(late_route(worker.target(), slots=1, e2e_s=0.001))
     assert [gateway.complete(NAME).status for _ in range(5)] == [200] * 5
