@@ -1,4 +1,4 @@
-"""Writes the reference pages (``PAGES``) and README.md's answers from the code.
+"""Writer of the reference pages (``PAGES``) and README.md's answers from the code.
 
 ``python docs/generate.py``; with ``--check`` it only compares.
 """
@@ -52,7 +52,7 @@ CONFIGS = {
 
 
 def cli_reference() -> str:
-    """Every command with its help, as ``--help`` prints it."""
+    """Return every command with its help, as ``--help`` prints it."""
     from typer import Context
 
     from iserve.cli.app import make_app
@@ -77,7 +77,7 @@ def cli_reference() -> str:
 
 
 def rest_reference() -> str:
-    """Every route of the REST API with its body and answer."""
+    """Return every route of the REST API with its body and answer."""
     from iserve.controller.app import create_app
     from iserve.controller.service import Controller
     from iserve.settings import Settings
@@ -106,7 +106,7 @@ def rest_reference() -> str:
                 parts.append(inspect.cleandoc(text) + "\n")
             body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
             for status, answer in route["responses"].items():
-                if int(status) < 400:  # the others are alike, and in the page's head
+                if int(status) < 400:  # the rest are alike, and in the page's head
                     content = answer.get("content", {}).get("application/json", {}).get("schema", {})
                     parts.append(f"Answer {status}: {_type(content) or 'text or nothing'}.\n")
             if body:
@@ -193,7 +193,7 @@ def readme() -> str:
 
 
 def _answer(command: list[str], folder: Path) -> str:
-    """What the command prints where nothing is set and nothing has ever run."""
+    """Return what the command prints where nothing is set and nothing has ever run."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
     done = subprocess.run(
         [sys.executable, "-c", "from iserve.cli import main; main()", *command[1:]],
@@ -220,7 +220,7 @@ PAGES = {
 
 
 def main() -> int:
-    """1 when ``--check`` finds a page that the code no longer says."""
+    """Write or check the pages; return 1 when ``--check`` finds a page that the code no longer says."""
     stale = []
     for path, make in PAGES.items():
         text = make().rstrip() + "\n"

@@ -247,7 +247,7 @@ class DeployBody(_ReplicatedWish, _EngineOptions):
     def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
         wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
         check_refuse_late(self.refuse_late, wish.intent.slo)
-        # Who is late is forecast with the plan's times, which are of the planned number of requests at once.
+        # Lateness is forecast with the plan's times, which are of the planned number of requests at once.
         return replace(wish, more_requests=wish.more_requests and not self.refuse_late)
 
 
@@ -401,7 +401,7 @@ class DeploymentDocument:
     scale_to_zero_s: float | None = None
     num_replicas: int = 1  # asked for
     num_ready: int = 0
-    refuses_late: bool = False  # the gateway answers 503 to who would miss the SLO
+    refuses_late: bool = False  # the gateway answers 503 to requests that would miss the SLO
     replicas: tuple[ReplicaDocument, ...] = ()  # those that were chosen
     updating: bool = False  # new workers are being prepared; these serve until then
 

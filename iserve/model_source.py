@@ -1,7 +1,7 @@
-"""Where a MODEL argument leads: a registered name, a local directory, or a Hugging Face id.
+"""Resolution of a MODEL argument: a registered name, a local directory, or a Hugging Face id.
 
 It finds files and reads the config; it loads no weight and judges no checkpoint (``fingerprint.checkpoint`` does).
-From the hub come safetensors, JSON and tokenizer files only: no pickle, no code.
+The hub provides safetensors, JSON and tokenizer files only: no pickle, no code.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def existing_path(model: str) -> Path | None:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether ``model`` can be a Hugging Face id."""
+    """Return whether ``model`` can be a Hugging Face id."""
     return bool(_HUB_ID.fullmatch(model)) and not model.endswith(".git") and not re.search(r"\.\.|--", model)
 
 
@@ -116,7 +116,9 @@ def _local(name: str, directory: Path) -> ModelSource:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Whether all the files are there; of an index that cannot be read, its presence (reading it will explain)."""
+    """Return whether all the files are there; of an index that cannot be read, whether it is (reading it will
+    explain).
+    """
     if (directory / SINGLE_FILE).exists():
         return True
     if not (directory / INDEX_FILE).exists():
@@ -150,7 +152,7 @@ def _of_hub(model: str, directory: Path) -> ModelSource:
 
 
 def _spec_of_hub(model: str, directory: Path) -> ModelSpec:
-    """By its tensors where its family has no table, on the hub if need be; by its config where no hub answers."""
+    """Return the spec by its tensors where its family has no table, on the hub if need be; else by its config."""
     config = read_config(directory)
     if is_tabled(config) or _has_weights(directory):
         return load_spec(directory)

@@ -45,7 +45,7 @@ class PathList(tuple[Path, ...]):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One installation. The variable of a field is ``ISERVE_`` and its name in capitals."""
+    """Settings of one installation. The variable of a field is ``ISERVE_`` and its name in capitals."""
 
     home: Annotated[Path, "state, logs, records; mode 0700"] = field(default_factory=default_home)
     database_url: Annotated[
@@ -112,7 +112,7 @@ class Settings:
 
     @property
     def state(self) -> Path | str:
-        """Where the state is kept: the path of a SQLite file, or PostgreSQL's URL."""
+        """Location of the state: the path of a SQLite file, or PostgreSQL's URL."""
         return self.home / "state.db" if self.database_url is None else self.database_url
 
     @property

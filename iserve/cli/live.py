@@ -25,10 +25,10 @@ def client(settings: Settings | None = None, *, start: bool = True) -> Controlle
 
 
 def client_for_plan(settings: Settings) -> ControllerClient:
-    """This home's controller, for a plan of the devices here. Says so where it brings the home up.
+    """Return this home's controller, for a plan of the devices here. Says so where it starts the home.
 
     Raises:
-        UnavailableError: it does not come up; the message names the way to plan without it.
+        UnavailableError: it does not start; the message names the way to plan without it.
     """
     from iserve.client import controller_record
     from iserve.planning.words import ELSEWHERE
@@ -57,7 +57,9 @@ def folder_argument(folder: str) -> str:
 
 
 def model_argument(model: str, settings: Settings) -> str:
-    """What the controller is given for MODEL: a registered name as it is, which comes first, else a folder."""
+    """Return what the controller is given for MODEL: a registered name as it is, which takes precedence, or a
+    folder.
+    """
     return model if model in registered_models(model, settings) else folder_argument(model)
 
 
@@ -78,7 +80,7 @@ def registered_models(model: str, settings: Settings) -> dict[str, Path]:
 
 
 def gateway_url() -> str:
-    """Where the OpenAI API of this home answers.
+    """Return the URL of this home's OpenAI API.
 
     Raises:
         UnavailableError: no gateway runs.

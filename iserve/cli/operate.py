@@ -73,7 +73,7 @@ def _daemon(settings: Settings) -> DaemonClient | None:
 def take_down(settings: Settings) -> Iterator[str]:
     """End controller, gateway, workers and daemon, in that order, and say what was ended.
 
-    One that has no record yet is ended as well: it would come up a moment later, and stay.
+    A process that has no record yet is ended as well: it would appear a moment later, and stay.
 
     Raises:
         UnavailableError: something would not end.
@@ -81,7 +81,7 @@ def take_down(settings: Settings) -> Iterator[str]:
     if end_controllers(settings):
         yield "controller ended"
     if isinstance(settings.state, Path):
-        # A killed controller leaves commits in the log beside the file. The next start would join them too.
+        # A killed controller leaves commits in the log next to the file. The next start would join them too.
         with contextlib.suppress(ConflictError, StateUnavailableError):
             join_log(settings.state)
     if gateway_companion(settings).stop():
@@ -100,7 +100,7 @@ def take_down(settings: Settings) -> Iterator[str]:
 
 
 def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
-    """What is right and wrong with this installation."""
+    """Return what is right and wrong with this installation."""
     findings = [_home(settings.home), *_state(settings)]
     for state in process_states(settings)[:3]:
         ok = state.pid is not None
@@ -134,7 +134,7 @@ def _engines(settings: Settings) -> Iterator[Finding]:
 
 
 def _home(home: Path) -> Finding:
-    """It is not made here: looking changes nothing."""
+    """Check the home, which is not made here: looking changes nothing."""
     there = next(folder for folder in (home, *home.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return Finding(False, f"home {home} cannot be used: {there} cannot be written to; set ISERVE_HOME")

@@ -184,7 +184,7 @@ def _width(columns: Sequence[Column], gap: int) -> int:
 
 
 def _table(columns: Sequence[Column], gap: int) -> Table:
-    """As wide as its cells, the first row in green."""
+    """Return a table as wide as its cells, the first row in green."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
     for name, side, cells in columns:
         table.add_column(name, justify=side, no_wrap=True, min_width=max(map(len, (name, *cells))))
@@ -222,7 +222,7 @@ def _mark(estimate: EstimateDocument) -> str:
 
 
 def _corrections(candidates: Iterable[CandidateDocument]) -> list[str]:
-    """What ``iserve verify`` changed in these estimates, each check once."""
+    """Return what ``iserve verify`` changed in these estimates, each check once."""
     estimates = [c.estimate for c in candidates if c.estimate is not None and c.estimate.correction is not None]
     found = {(e.correction.config, e.correction.workload): e.correction for e in estimates if e.correction}
     carried = any(not e.correction.exact for e in estimates if e.correction)
@@ -231,7 +231,7 @@ def _corrections(candidates: Iterable[CandidateDocument]) -> list[str]:
 
 
 def correction_words(correction: Correction) -> str:
-    """By which check, and by how much."""
+    """Return by which check, and by how much."""
     more = correction.memory_bytes
     return (
         f"by the check of {short(correction.config)}, {workload_words(correction.workload)}, "
@@ -241,7 +241,7 @@ def correction_words(correction: Correction) -> str:
 
 
 def _print_better(out: Console, document: PlanDocument) -> None:
-    """What the intent alone would prefer, the first of each reason."""
+    """Print what the intent alone would prefer, the first of each reason."""
     if not document.why_not.better:
         return
     first_of_reason = {_NUMBER.sub("#", better.reason): better for better in reversed(document.why_not.better)}

@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How a deployment is called, and how many workers serve it when. As typed."""
+    """Options on how a deployment is called, and how many workers serve it when. As typed."""
 
     name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None
     replicas: o.Replicas = 1
@@ -71,7 +71,7 @@ class Serving:
             check_refuse_late(self.refuse_late, wish.limits)
 
     def body(self) -> dict[str, Any]:
-        """As the REST API takes it."""
+        """Return the fields as the REST API takes them."""
         return {
             "name": self.name,
             "replicas": self.replicas,

@@ -32,7 +32,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What is there, what is deployed on it, and what happens to it."""
+    """Options on the cluster, what is deployed on it, and what happens to it."""
 
     models: Annotated[
         str, typer.Option("--models", help="[NAME=]MODEL,...: what is deployed, under which names requests call.")
@@ -94,7 +94,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """How requests are served, and how many may wait."""
+    """Options on how requests are served, and how many may wait."""
 
     overhead: Annotated[
         float, typer.Option("--overhead", help="Seconds of each request beside its steps, such as HTTP.")
@@ -145,7 +145,7 @@ class ServiceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SteeringOptions:
-    """What may change once it runs."""
+    """Options on what may change once it runs."""
 
     replicas: Annotated[
         str, typer.Option("--replicas", help="Of every model: N, or MIN:MAX, scaled between by the load.")
@@ -208,7 +208,7 @@ class SteeringOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Which of the trace's requests come, and for whom."""
+    """Options on which of the trace's requests arrive, and for which models."""
 
     popularity: Annotated[
         str | None,

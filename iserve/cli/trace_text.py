@@ -58,7 +58,9 @@ def print_statistics(name: str, requests: RequestStream, found: TraceStatistics)
 
 
 def sparkline(curve: RateCurve, columns: int = _COLUMNS) -> tuple[str, float, float]:
-    """The rate in up to ``columns`` characters, blank where nothing came; a column's seconds; the highest rate."""
+    """Return the rate in up to ``columns`` characters, blank without requests; a column's seconds; the highest
+    rate.
+    """
     slots = len(curve.rates_per_s)
     width = -(-slots // columns)
     rates = [
