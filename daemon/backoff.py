@@ -29,7 +29,7 @@ class RestartHistory:
         self._starts_s.append(now_s)
 
     def delay_s(self, now_s: float) -> float | None:
-        """Seconds to wait before the next start; None when there were too many lately: give up."""
+        """Return the seconds to wait before the next start; None when there were too many lately: give up."""
         while self._starts_s and self._starts_s[0] <= now_s - self.policy.window_s:
             self._starts_s.popleft()
         recent = len(self._starts_s)

@@ -21,7 +21,7 @@ _REAP_S = 5.0
 
 
 def become_subreaper() -> None:
-    """From now on orphans of our descendants become our children, whatever their group or session."""
+    """Make orphans of our descendants our children from now on, whatever their group or session."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -54,7 +54,7 @@ class DeviceSource(Protocol):
         ...
 
     def read(self) -> Mapping[str, DeviceReading]:
-        """A fresh look at every device; a device that fails has its ``error`` set, and nothing is raised."""
+        """Look at every device afresh; a device that fails has its ``error`` set, and nothing is raised."""
         ...
 
     def close(self) -> None: ...
@@ -99,7 +99,7 @@ class CpuDevices:
         return None
 
     def read(self) -> Mapping[str, DeviceReading]:
-        """Each share of what is available now, workers' own use included (the monitor adds that back)."""
+        """Return each share of what is available now, workers' own use included (the monitor adds that back)."""
         machine = read_machine(proc=self._proc, cgroup=self._cgroup)
         share_bytes = machine.available_bytes // len(self._devices)
         return {device.device_id: DeviceReading(free_bytes=share_bytes) for device in self._devices}
@@ -109,14 +109,14 @@ class CpuDevices:
 
 
 def _share(cores: tuple[int, ...], index: int, count: int) -> tuple[int, ...]:
-    """The ``index``-th of ``count`` runs of cores; with fewer cores than devices, devices share cores."""
+    """Return the ``index``-th of ``count`` runs of cores; with fewer cores than devices, devices share cores."""
     if len(cores) < count:
         return (cores[index % len(cores)],)
     return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
 
 
 def read_machine(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Machine:
-    """Cores and memory that affinity and control group (version 1 or 2) leave to this process."""
+    """Return the cores and memory that affinity and control group (version 1 or 2) leave to this process."""
     meminfo = _key_values(proc / "meminfo")
     memory_bytes = meminfo["MemTotal:"] * 1024
     available_bytes = meminfo.get("MemAvailable:", meminfo["MemFree:"]) * 1024
@@ -151,7 +151,7 @@ _V1 = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 
 
 def _cgroup_folders(proc: Path, cgroup: Path) -> list[tuple[Path, _MemoryFiles]]:
-    """The control groups this process is in, each with its ancestors, whose limits hold too."""
+    """Return the control groups this process is in, each with its ancestors, whose limits hold too."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -170,7 +170,7 @@ def _cgroup_folders(proc: Path, cgroup: Path) -> list[tuple[Path, _MemoryFiles]]
 
 
 def _quota_cores(folder: Path) -> float | None:
-    """Cores' worth of time that the group may use; None for no limit."""
+    """Return the cores' worth of time that the group may use; None for no limit."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()[:2]
     except (OSError, ValueError):
@@ -187,7 +187,7 @@ def _number(path: Path) -> int | None:
 
 
 def _key_values(path: Path) -> dict[str, int]:
-    """First number of each line by its first word."""
+    """Return the first number of each line by its first word."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -57,7 +57,7 @@ class JsonHttp:
         headers: Mapping[str, str] | None = None,
         timeout_s: float,
     ) -> T:
-        """The answer as a ``kind``."""
+        """Return the answer as a ``kind``."""
         answer = self.request(method, path, body=body, headers=headers, timeout_s=timeout_s)
         try:
             return from_json(answer, kind, what=f"the answer of {self._who} to {method} {path}")
@@ -92,7 +92,7 @@ class JsonHttp:
         return answer
 
     def _error(self, status: int, answer: bytes) -> IserveError:
-        """The project's error that the answer names, or the one nearest to the HTTP status."""
+        """Return the project's error that the answer names, or the one nearest to the HTTP status."""
         nearest = {400: BadInputError, 404: NotFoundError, 409: ConflictError}.get(status, UnavailableError)
         try:
             body = from_json(answer, dict[str, Any], what="the error")

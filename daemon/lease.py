@@ -110,7 +110,7 @@ def write_file(path: Path, value: KeeperOrder | Lease | ExitRecord) -> None:
 
 
 def read_file(path: Path, kind: type[T]) -> T:
-    """The ``kind`` in ``path``.
+    """Return the ``kind`` in ``path``.
 
     Raises:
         LeaseFileError: missing, too large, not JSON, or with other fields than ``kind`` has.

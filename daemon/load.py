@@ -14,7 +14,7 @@ __all__ = ["BusyCounter", "LoadWindow", "union_fraction"]
 
 
 def union_fraction(fractions: Iterable[float]) -> float:
-    """Part of an interval in which at least one of several workers was busy, from the part each was.
+    """Return the part of an interval in which at least one of several workers was busy, from the part each was.
 
     Counters do not say how the busy moments overlap: the union lies between the largest part and the (clipped)
     sum. This takes the moments for independent, 1 - prod(1 - f): exact for one worker and for one always busy.
@@ -30,7 +30,7 @@ class BusyCounter:
     _busy_s: float = 0.0
 
     def fraction_since_last(self, at_s: float, busy_s: float) -> float | None:
-        """Busy part of the time since the last reading, 0 to 1; None for the first reading or no time passed.
+        """Return the busy part of the time since the last reading, 0 to 1; None for the first or no time passed.
 
         A counter that went down belongs to a worker that started anew: what it shows was all done since.
         """
@@ -69,7 +69,7 @@ class LoadWindow:
             self._samples.popleft()
 
     def load_fraction(self, now_s: float) -> float:
-        """Busy seconds over observed seconds, both within the window that ends at ``now_s``; 0 without samples."""
+        """Return busy over observed seconds, both within the window that ends at ``now_s``; 0 without samples."""
         begin_s = now_s - self.window_s
         observed_s = busy_s = 0.0
         for from_s, to_s, fraction in self._samples:

@@ -55,7 +55,7 @@ class Monitor:
         self._readings, self.read_at_s = readings, self._clock()
 
     def reading(self, device_id: str) -> DeviceReading:
-        """The last look at a device."""
+        """Return the last look at a device."""
         return self._readings.get(device_id, DeviceReading(free_bytes=None, error="not read yet"))
 
     def observe(self, uses: Sequence[WorkerUse]) -> None:
@@ -105,7 +105,7 @@ class Monitor:
         return max(union_fraction(known), min(1.0, max(0.0, driver)))
 
     def statuses(self, uses: Sequence[WorkerUse]) -> tuple[DeviceStatus, ...]:
-        """Every device, as of the last look, with the promises to ``uses`` taken off."""
+        """Return every device, as of the last look, with the promises to ``uses`` taken off."""
         now_s = self._clock()
         return tuple(self._status(device, uses, now_s) for device in self.devices.values())
 

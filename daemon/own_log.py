@@ -32,7 +32,7 @@ class _OneLine(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """From now on, whatever is logged from INFO on."""
+    """Log to stderr from now on, from INFO on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -64,7 +64,7 @@ def why_silent(path: Path) -> str:
 
 
 def bound_own_log(path: Path, *, max_bytes: int = _LOG_BYTES, look_s: float = _LOOK_S) -> None:
-    """From now on, while this process's output goes to ``path``, keep it to about ``max_bytes``.
+    """Keep the log at ``path`` to about ``max_bytes`` from now on, while this process's output goes there.
 
     All of the output, tracebacks and libraries' included: the descriptors are turned to a new file. Looked at once
     in ``look_s`` by a thread; output that goes elsewhere, a terminal say, is left alone.

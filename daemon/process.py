@@ -57,7 +57,7 @@ class ProcessRecord:
 
 
 def own_record(*, url: str, token: str, settings: Mapping[str, str | None] | None = None) -> ProcessRecord:
-    """The record of the calling process, with the settings that it was started with."""
+    """Return the record of the calling process, with the settings that it was started with."""
     stat = read_stat(os.getpid())
     assert stat is not None
     return ProcessRecord(
@@ -176,7 +176,7 @@ def spawn_detached(argv: Sequence[str], log_path: Path, env: Mapping[str, str] |
 
 
 def group_members(group_id: int) -> tuple[int, ...]:
-    """Ids of the running processes of a process group, zombies not counted."""
+    """Return ids of the running processes of a process group, zombies not counted."""
     return tuple(stat.pid for stat in processes() if stat.group_id == group_id)
 
 

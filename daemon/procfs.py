@@ -74,7 +74,7 @@ def read_stat(pid: int, *, proc: Path = Path("/proc")) -> ProcessStat | None:
 
 
 def processes(*, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Every process that is not a zombie and may be read; about 20 microseconds each.
+    """Yield every process that is not a zombie and may be read; about 20 microseconds each.
 
     Raises:
         OSError: the list would not be whole.
@@ -88,7 +88,7 @@ def processes(*, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
 
 
 def pids_with(variable: str, value: str, *, proc: Path = Path("/proc")) -> Iterator[int]:
-    """Processes that were started with this environment variable, those whose environment we may read.
+    """Return processes that were started with this environment variable, those whose environment we may read.
 
     Raises:
         OSError: the list would not be whole.
@@ -101,7 +101,7 @@ def pids_with(variable: str, value: str, *, proc: Path = Path("/proc")) -> Itera
 
 
 def started_as(words: Sequence[str], *, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Processes with these words in a row on their command line.
+    """Return processes with these words in a row on their command line.
 
     Raises:
         OSError: the list would not be whole.
@@ -114,7 +114,7 @@ def started_as(words: Sequence[str], *, proc: Path = Path("/proc")) -> Iterator[
 
 
 def running_from(folder: Path, *, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Processes whose command line names a file in ``folder``, such as the Python of an environment."""
+    """Return processes whose command line names a file in ``folder``, such as the Python of an environment."""
     within = b"\0" + os.fsencode(folder) + b"/"
     for stat in processes(proc=proc):
         with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ def start_time_ticks(pid: int) -> int | None:
 
 @lru_cache(maxsize=1)
 def boot_id() -> str:
-    """The kernel's name of this boot; empty where it cannot be read."""
+    """Return the kernel's name of this boot; empty where it cannot be read."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

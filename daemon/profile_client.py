@@ -124,7 +124,7 @@ class WorkerProfileTarget:
         return self._machine
 
     def open_step_timed(self, *, tp: int, pp: int) -> WorkerProfileSession:
-        """:meth:`open`, of an engine whose capabilities say ``step_timed``."""
+        """Open as :meth:`open`, an engine whose capabilities say ``step_timed``."""
         return self.open(tp=tp, pp=pp)
 
     def open(self, *, tp: int, pp: int) -> WorkerProfileSession:
@@ -208,7 +208,7 @@ class WorkerProfileSession:
         self._closed = False
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Until ``/health`` says 200.
+        """Wait until ``/health`` says 200.
 
         Raises:
             EngineError: the worker has ended, or took longer than ``timeout_s``.
@@ -286,7 +286,7 @@ class WorkerProfileSession:
             self._handle.stop()
 
     def _check_alive(self, *, patience_s: float = 0.0) -> None:
-        """Raises EngineError: it has ended, or does within that time."""
+        """Raise EngineError if it has ended, or does within that time."""
         end_s = time.monotonic() + patience_s
         while (failure := self._handle.failure()) is None and time.monotonic() < end_s:
             time.sleep(_POLL_S)
@@ -357,7 +357,7 @@ class _HungUpAfter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises TimeoutError: the time was over."""
+        """End the watch. Raises TimeoutError: the time was over."""
         self._timer.cancel()
         if self._over.is_set():
             raise TimeoutError(f"no whole answer within {self._timeout_s:g} s") from error

@@ -65,7 +65,7 @@ class _Sight:
 
 
 def _signal_name(number: int) -> str:
-    """ " (SIGKILL)"; nothing for a real-time signal, most of which have no name."""
+    """Return " (SIGKILL)"; nothing for a real-time signal, most of which have no name."""
     try:
         return f" ({signal.Signals(number).name})"
     except ValueError:
@@ -310,7 +310,7 @@ class SupervisedWorker:
             self._give_up("")
 
     def _look_at_memory(self, now_s: float) -> None:
-        """Resident bytes of a CPU worker, seldom: it means reading all of /proc."""
+        """Read the resident bytes of a CPU worker, seldom: it means reading all of /proc."""
         kinds = {self._devices[d].kind for s in self.spec.stages for d in s.device_ids if d in self._devices}
         if "cpu" not in kinds or now_s - self._resident_at_s < self._settings.resident_period_s:
             return
@@ -344,7 +344,7 @@ class SupervisedWorker:
     # --- starting and ending -----------------------------------------------------------------------------------
 
     async def launch(self) -> None:
-        """First start. Raises EngineError, UnavailableError: nothing runs, nothing is left."""
+        """Start for the first time. Raises EngineError, UnavailableError: nothing runs, nothing is left."""
         async with self._lock:
             await asyncio.to_thread(self.process.remove)  # what an ended worker of this id left
             try:
@@ -382,7 +382,7 @@ class SupervisedWorker:
         return [self._devices[d] for d in named]
 
     def _device_env(self) -> tuple[tuple[str, str], ...]:
-        """Exactly its devices, in stage order; a CPU worker sees no GPU."""
+        """Return the variables that show exactly its devices, in stage order; a CPU worker sees no GPU."""
         gpus = ",".join(device.device_id for device in self._own_devices() if device.kind == "cuda")
         cores = {d.device_id: ",".join(map(str, d.cores)) for d in self._own_devices() if d.kind == "cpu"}
         env = [("CUDA_VISIBLE_DEVICES", gpus)]
@@ -391,7 +391,7 @@ class SupervisedWorker:
         return tuple(env)
 
     async def _on_exit(self) -> None:
-        """The engine is gone and so is its keeper: clear up, and decide whether to start again."""
+        """Clear up after the engine and its keeper are gone, and decide whether to start again."""
         self._unwatch_exit()
         await asyncio.to_thread(self.process.end, grace_s=0.0)  # what a killed keeper left behind
         record = self.process.exit_record()

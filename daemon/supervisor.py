@@ -143,7 +143,10 @@ class Supervisor:
         return [worker.use(pids) for worker in self._workers.values() if not (worker.stopped or worker.gave_up)]
 
     def devices(self) -> tuple[DeviceStatus, ...]:
-        """Raises UnavailableError: the driver has not answered for long, so nothing is known."""
+        """Return the devices.
+
+        Raises UnavailableError: the driver has not answered for long, so nothing is known.
+        """
         read_at_s = self._monitor.read_at_s
         if read_at_s is None or time.monotonic() - read_at_s > _READ_STALE_S:
             raise UnavailableError(f"the devices of this node have not answered for {_READ_STALE_S:.0f} s")
@@ -159,12 +162,12 @@ class Supervisor:
         )
 
     def workers(self) -> tuple[WorkerStatus, ...]:
-        """Every worker but the stopped ones."""
+        """Return every worker but the stopped ones."""
         pids = self._listed_pids()
         return tuple(self._status(worker, pids) for worker in self._workers.values() if not worker.stopped)
 
     def worker(self, worker_id: str) -> WorkerStatus:
-        """Raises NotFoundError: never heard of, or stopped long ago."""
+        """Return one worker. Raises NotFoundError: never heard of, or stopped long ago."""
         return self._status(self._worker(worker_id), self._listed_pids())
 
     def log_path(self, worker_id: str) -> Path:

@@ -73,7 +73,10 @@ def _config_hash(spec_json: bytes) -> str:
 
 
 def read_spec(folder: Path, lease: Lease) -> WorkerSpec:
-    """Raises BadInputError: missing, damaged, another worker's, or not what the leased one was started with."""
+    """Read the spec.
+
+    Raises BadInputError: missing, damaged, another worker's, or not what the lease was started with.
+    """
     try:
         text = (folder / SPEC_FILE).read_bytes()
     except OSError as error:
@@ -207,7 +210,7 @@ class WorkerProcess:
             return None
 
     def exit_record(self) -> ExitRecord | None:
-        """The keeper's last word; None when it was killed before it could say it."""
+        """Return the keeper's last word; None when it was killed before it could say it."""
         with contextlib.suppress(LeaseFileError):
             return read_file(self.folder / EXIT_FILE, ExitRecord)
         return None
@@ -232,7 +235,7 @@ class WorkerProcess:
         )
 
     def pids(self) -> frozenset[int]:
-        """Running processes of the worker, the keeper's own not counted, while its keeper or engine runs.
+        """Return running processes of the worker, the keeper's own not counted, while its keeper or engine runs.
 
         Raises:
             OSError: /proc cannot be read whole.

@@ -22,7 +22,7 @@ def new_token() -> str:
 
 
 def read_token(folder: Path) -> str | None:
-    """The token in a worker's folder; None where none was given to it.
+    """Return the token in a worker's folder; None where none was given to it.
 
     Raises:
         OSError: there is one and it cannot be read.
@@ -35,7 +35,7 @@ def read_token(folder: Path) -> str | None:
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """Headers of a request to a worker that has ``token``."""
+    """Return headers of a request to a worker that has ``token``."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 

@@ -110,7 +110,7 @@ class Note(Selection):
     beforehand: bool = False  # the checkpoint itself must have been prepared; iServe prepares none
 
     def is_met_by(self, config: DeploymentConfig) -> bool:
-        """A checkpoint that is served as it is stored was prepared."""
+        """Return whether the checkpoint was prepared: one that is served as it is stored was."""
         return self.beforehand and self.weights is not None and config.weights is WeightFormat.STORED
 
     def needs_another(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
@@ -276,7 +276,7 @@ class EngineCapabilities:
         return f"{self.engine}: not run yet with this family, these formats and degrees on this GPU"
 
     def unprepared(self) -> EngineCapabilities:
-        """The table for a checkpoint that is in 16 bits and whole: what needs a prepared one is refused."""
+        """Return the table for a checkpoint that is in 16 bits and whole: what needs a prepared one is refused."""
         taken = [field.name for field in fields(Selection)]
         needing = (note for note in self.notes if note.beforehand)
         added = []

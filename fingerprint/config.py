@@ -178,7 +178,7 @@ class Workload:
 
 
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Layers per stage, as even as possible, the longer stages first.
+    """Return layers per stage, as even as possible, the longer stages first.
 
     Raises:
         ConfigError: more stages than layers.

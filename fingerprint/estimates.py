@@ -79,7 +79,7 @@ class MemoryEstimate:
     source: Source
 
     def stage(self, index: int, num_layers: int) -> StageMemory:
-        """Memory of stage ``index`` (of ``pp``) when it holds ``num_layers`` layers.
+        """Return the memory of stage ``index`` (of ``pp``) when it holds ``num_layers`` layers.
 
         A stage that is both first and last holds a tied embedding once: the estimator then gives the head 0.
         """
@@ -98,11 +98,11 @@ class MemoryEstimate:
         return tuple(self.stage(i, n) for i, n in enumerate(layers_per_stage))
 
     def per_gpu_bytes(self, layers_per_stage: tuple[int, ...]) -> int:
-        """The fullest GPU."""
+        """Return the bytes of the fullest GPU."""
         return max(stage.total_bytes for stage in self.stages(layers_per_stage))
 
     def total_bytes(self, layers_per_stage: tuple[int, ...]) -> int:
-        """Over all tp * pp GPUs."""
+        """Return the bytes over all tp * pp GPUs."""
         return self.tp * sum(stage.total_bytes for stage in self.stages(layers_per_stage))
 
 

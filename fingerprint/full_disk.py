@@ -16,7 +16,9 @@ _FULL = {
 
 
 def why_not_written(error: OSError, folder: Path) -> str:
-    """In a few words; where there is no room, how much is left in ``folder`` and that some has to be freed."""
+    """Say why in a few words; where there is no room, how much is left in ``folder`` and that some has to be
+    freed.
+    """
     full = _FULL.get(error.errno or 0)
     if full is None:
         return error.strerror or str(error)

@@ -185,7 +185,7 @@ def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], 
 
 
 def _tabled(config: Mapping[str, object]) -> Blueprint | None:
-    """None: the family has no row, or the model is otherwise than its row."""
+    """Return the blueprint; None: the family has no row, or the model is otherwise than its row."""
     try:
         return read_blueprint(config) if is_tabled(config) else None
     except UnsupportedModelError:
@@ -280,7 +280,7 @@ def _select(checkpoint: Checkpoint, layers: str, blueprint: Blueprint, chosen: t
 
 
 def _modules_without(suffixes: Iterable[str], blueprint: Blueprint) -> list[str]:
-    """Matrices of a layer of which a quantized checkpoint stores nothing, whatever it calls the parts."""
+    """Return matrices of a layer of which a quantized checkpoint stores nothing, whatever it calls the parts."""
     starts = {suffix[: at.start()] for suffix in suffixes for at in re.finditer(r"[._](?=[^._]*$)|\.", suffix)}
     starts |= set(suffixes)
     return [t.name for t in blueprint.layer if t.name.removesuffix(".weight") not in starts]

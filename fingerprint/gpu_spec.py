@@ -56,7 +56,7 @@ class GpuSpec:
         return self.flops_fp8_per_s is not None
 
     def slowest_link_bytes_per_s(self, group: int) -> float:
-        """One-direction bandwidth of the slowest link between two of ``group`` adjacent GPUs."""
+        """Return the one-direction bandwidth of the slowest link between two of ``group`` adjacent GPUs."""
         if group <= 1:
             return float("inf")
         return self.link_bytes_per_s if group <= self.link_group_size else self.pcie_bytes_per_s

@@ -129,12 +129,13 @@ def provenance(name: str) -> Provenance:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Names of the table's GPUs as the file lists them: NVIDIA's from small to large, then AMD's."""
+    """Return names of the table's GPUs as the file lists them: NVIDIA's from small to large, then AMD's."""
     return tuple(_table().gpus)
 
 
 def gpu_spec(name: str) -> GpuSpec:
-    """The datasheet row called ``name``: a listed name, an alias (``h200``, ``a100-40gb``) or the product name.
+    """Return the datasheet row called ``name``: a listed name, an alias (``h200``, ``a100-40gb``) or the product
+    name.
 
     Upper and lower case are the same. ``price_usd_per_gpu_hour`` is the median of the listed on-demand prices;
     None where none was found.
@@ -210,7 +211,7 @@ def _same(name: str, described: GpuSpec) -> GpuSpec:
 
 
 def match_device(nvml_name: str) -> GpuSpec | None:
-    """The datasheet row of the device that NVML calls ``nvml_name``; None when it is not listed.
+    """Return the datasheet row of the device that NVML calls ``nvml_name``; None when it is not listed.
 
     Exact product names only: an H200 NVL, an RTX 4090 D or a MIG slice is not the part whose name it contains.
     """

@@ -209,7 +209,7 @@ class ProfileSession(Protocol):
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """Memory of what is loaded, activation peak since ``load``."""
+        """Return the memory of what is loaded, activation peak since ``load``."""
         ...
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class StepTimedSession(Protocol):
         until_s: float,
         steps: bool = True,
     ) -> tuple[RunReading, ...]:
-        """Bursts of dummy requests back to back: at least one, until ``most`` or ``until_s``.
+        """Run bursts of dummy requests back to back: at least one, until ``most`` or ``until_s``.
 
         Args:
             repeat: times that each step's forward is run on the same inputs, so that the fingerprint takes the

@@ -42,7 +42,7 @@ class LayerKind:
         return context if self.window is None else min(context, self.window)
 
     def attended_pairs(self, length: int) -> float:
-        """(query, key) pairs of one causal prompt of ``length`` tokens, in one head."""
+        """Return (query, key) pairs of one causal prompt of ``length`` tokens, in one head."""
         window = min(self.window or length, length)
         return window * (window + 1) / 2 + (length - window) * window
 
@@ -120,7 +120,7 @@ class ModelSpec:
         return any(shape.state_bytes for shape in self.layer_shapes)
 
     def kv_bytes_per_token_per_layer(self, kv: KvFormat) -> float:
-        """Bytes that one token occupies in a layer that keeps most of it, over all TP ranks if none is replicated.
+        """Return bytes of one token in a layer that keeps most of it, over all TP ranks if none is replicated.
 
         Scales of quantized formats are not included (at most 4 / head_dim of an element).
         """

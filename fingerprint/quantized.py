@@ -156,7 +156,7 @@ def _test(entry: str, stack: str) -> Callable[[str], bool]:
 
 
 def _rows(tensor: TensorShape) -> tuple[int, int]:
-    """Outputs, of all experts that are joined, and inputs."""
+    """Return outputs, of all experts that are joined, and inputs."""
     if len(tensor.shape) == 3:
         experts, inputs, outputs = tensor.shape
         return experts * outputs, inputs

@@ -39,7 +39,7 @@ def refuses_shards(family: str) -> str | None:
 
 
 def shard_config(config: Mapping[str, object], tp: int) -> dict[str, object]:
-    """``config`` for one rank of ``tp``.
+    """Return ``config`` for one rank of ``tp``.
 
     The vocabulary is rounded up, as engines pad it until it divides. Special tokens beyond it are dropped.
 
@@ -76,7 +76,7 @@ def shard_config(config: Mapping[str, object], tp: int) -> dict[str, object]:
 
 
 def _keep_below(shard: dict[str, object], name: str, vocab: int) -> None:
-    """Token ids of ``name`` that the shard's vocabulary has; engines index its logits with them."""
+    """Return token ids of ``name`` that the shard's vocabulary has; engines index its logits with them."""
     given = shard[name]
     kept = [token for token in (given if isinstance(given, list) else [given]) if _is_below(token, vocab)]
     if not kept:

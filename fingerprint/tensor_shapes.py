@@ -32,17 +32,17 @@ class TensorShape:
 
 
 def elements(tensors: Iterable[TensorShape], *roles: Role) -> int:
-    """Number of elements of the tensors that have one of ``roles`` (of all, when none is given)."""
+    """Return the number of elements of the tensors that have one of ``roles`` (of all, when none is given)."""
     return sum(prod(tensor.shape) for tensor in tensors if not roles or tensor.role in roles)
 
 
 def linear(name: str, out_width: int, in_width: int, *, bias: bool, role: Role = Role.LINEAR) -> list[TensorShape]:
-    """A matrix of (out, in), as torch stores it, and its bias."""
+    """Return a matrix of (out, in), as torch stores it, and its bias."""
     weight = TensorShape(f"{name}.weight", (out_width, in_width), role)
     return [weight, TensorShape(f"{name}.bias", (out_width,), Role.BIAS)] if bias else [weight]
 
 
 def norm(name: str, width: int, *, bias: bool) -> list[TensorShape]:
-    """A norm's weight and its bias."""
+    """Return a norm's weight and its bias."""
     weight = TensorShape(f"{name}.weight", (width,), Role.NORM)
     return [weight, TensorShape(f"{name}.bias", (width,), Role.BIAS)] if bias else [weight]

@@ -102,7 +102,7 @@ def _target(path: str, query: dict[str, object]) -> str:
 
 
 def controller_record(settings: Settings) -> ProcessRecord | None:
-    """The record of the living controller of this home; None when none lives."""
+    """Return the record of the living controller of this home; None when none lives."""
     record = read_record(settings.run_folder / "controller.json")
     return record if is_alive(record) else None
 

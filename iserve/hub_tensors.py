@@ -239,7 +239,7 @@ class _Repository:
 
     @contextlib.asynccontextmanager
     async def _answer(self, file: str, begin: int, num_bytes: int) -> AsyncIterator[Any]:
-        """The last answer after redirects, none of whose bodies is read."""
+        """Yield the last answer after redirects, none of whose bodies is read."""
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self._model, file, revision=self._commit)

@@ -48,7 +48,8 @@ class ModelSource:
 def resolve(
     model: str, registered: Mapping[str, Path] = MappingProxyType({}), *, need_weights: bool = True
 ) -> ModelSource:
-    """The model that ``model`` names; registered names first, then local directories, then Hugging Face ids.
+    """Return the model that ``model`` names; registered names first, then local directories, then Hugging Face
+    ids.
 
     An id is looked up in the local cache first. What is missing there is downloaded: the config, and, once that is
     found to be of a supported model, the weights unless ``need_weights`` is False.
@@ -81,7 +82,7 @@ def resolve(
 
 
 def existing_path(model: str) -> Path | None:
-    """The file or folder that ``model`` leads to, ``~`` understood; None when there is none."""
+    """Return the file or folder that ``model`` leads to, ``~`` understood; None when there is none."""
     if not model:  # Path("") would be the current directory
         return None
     try:
@@ -97,7 +98,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def plain_path(path: str) -> str:
-    """``path`` itself.
+    """Return ``path`` itself.
 
     Raises:
         NotFoundError: it has bytes that are not UTF-8, which could neither be sent as JSON nor stored, or
@@ -167,7 +168,7 @@ def _spec_of_hub(model: str, directory: Path) -> ModelSpec:
 
 
 def _not_here(model: str, registered: Iterable[str]) -> str:
-    """The places of this machine that do not have ``model``; a registered name has no ``/``."""
+    """Return the places of this machine that do not have ``model``; a registered name has no ``/``."""
     no_folder = f"there is no directory {model!r}"
     if "/" in model:
         return no_folder

@@ -117,7 +117,7 @@ class ExactPlacer:
         self._gpus = by_key(snapshot)
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal:
-        """The best place; a refusal is that of ``Placer``, which refuses exactly when nothing fits."""
+        """Return the best place; a refusal is that of ``Placer``, which refuses exactly when nothing fits."""
         answer = self._placer.fit(demand)
         if isinstance(answer, Refusal):
             return answer
@@ -169,7 +169,7 @@ class _Search:
         )
 
     def _heuristics(self) -> tuple[Placed, ...]:
-        """The best of placing one by one: most models, then least cost."""
+        """Return the best of placing one by one: most models, then least cost."""
         answers = [
             one_by_one(wanted, self._snapshot, policy, link_group_size=self._link, weigh_load=weigh_load)[0]
             for policy in (LeastLoaded(), Hybrid(), Packing())
@@ -194,7 +194,7 @@ class _Search:
         ]
 
     def _solve(self, wanted: Sequence[Wanted], *, leave_out: int | None) -> tuple[float, tuple[Placed, ...]]:
-        """The objective's bound, and the layout found; nothing where none was found in time."""
+        """Return the objective's bound, and the layout found; nothing where none was found in time."""
         bound = 0.0
         for margin in _MARGINS_BYTES:
             program = Program(
@@ -258,7 +258,7 @@ def _holds(placement: Placement, offered: ClusterSnapshot) -> bool:
 
 
 def _undominated(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Without those that another of the same degrees beats or equals in cost and in every size."""
+    """Leave out those that another of the same degrees beats or equals in cost and in every size."""
     kept: list[Choice] = []
     for choice in sorted(choices, key=_figures):
         figures = _figures(choice)

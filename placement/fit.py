@@ -49,7 +49,7 @@ GIB = 2**30
 
 
 def demand(memory: MemoryEstimate) -> BlockDemand:
-    """The blocks of ``memory`` at the upper end of its interval: every part times ``1 + relative_error``.
+    """Return the blocks of ``memory`` at the upper end of its interval: every part times ``1 + relative_error``.
 
     Raises:
         ConfigError: a relative error that is negative or not a number.
@@ -149,7 +149,7 @@ class Placer:
         self._gone: tuple[Key, ...] = ()
 
     def without(self, placement: Placement) -> Placer:
-        """The same where the GPUs of ``placement``, which it gave, are not there: nothing is sorted again."""
+        """Return the same without the GPUs of ``placement``, which it gave: nothing is sorted again."""
         left = copy(self)
         keys = tuple((stage.node_id, device) for stage in placement.stages for device in stage.device_ids)
         left._gone = self._gone + keys
@@ -211,7 +211,11 @@ class Placer:
 
 
 def _check(snapshot: ClusterSnapshot) -> None:
-    """Raises: ConfigError: a device listed twice, or a load that is not a fraction."""
+    """Check the snapshot.
+
+    Raises:
+        ConfigError: a device listed twice, or a load that is not a fraction.
+    """
     seen: set[tuple[str, str]] = set()
     for gpu in snapshot.gpus:
         if (gpu.node_id, gpu.device_id) in seen:
@@ -222,7 +226,7 @@ def _check(snapshot: ClusterSnapshot) -> None:
 
 
 def free_bytes(gpu: GpuState) -> int:
-    """Never more than the GPU has nor less than nothing, whatever was reported."""
+    """Return the free bytes: never more than the GPU has nor less than nothing, whatever was reported."""
     return max(0, min(gpu.free_bytes, gpu.total_bytes))
 
 
@@ -231,7 +235,7 @@ def _sizes(demand: BlockDemand) -> tuple[int, int, int, int]:
 
 
 def _top_rooms(by_room: Iterable[_Seat], island: _Island, demand: BlockDemand) -> list[int]:
-    """Rooms of the (at most) pp roomiest groups, largest first."""
+    """Return rooms of the (at most) pp roomiest groups, largest first."""
     waiting: dict[object, int] = {}
     rooms: list[int] = []
     for seat in by_room:
@@ -256,7 +260,7 @@ def capacity(room_bytes: int, extra_bytes: int, demand: BlockDemand, longest: in
 
 
 def _most_layers(rooms: Sequence[int], demand: BlockDemand, longest: int) -> int:
-    """The most layers that ``rooms`` hold, each from one to ``longest``; 0 if some room holds none."""
+    """Return the most layers that ``rooms`` hold, each from one to ``longest``; 0 if some room holds none."""
     if len(rooms) < demand.pp:
         return 0
     first_extra, last_extra = demand.first_stage_bytes, demand.last_stage_bytes
@@ -284,7 +288,9 @@ def _holds(rooms: Sequence[int], demand: BlockDemand, longest: int) -> bool:
 
 
 def _shortest_longest_stage(rooms: Sequence[int], demand: BlockDemand) -> int | None:
-    """The smallest bound on a stage's layers under which ``rooms`` still hold the model; None: they never do."""
+    """Return the smallest bound on a stage's layers under which ``rooms`` still hold the model; None: they never
+    do.
+    """
     even, loosest = -(-demand.num_layers // demand.pp), demand.num_layers - demand.pp + 1
     if _holds(rooms, demand, even):
         return even
@@ -294,7 +300,7 @@ def _shortest_longest_stage(rooms: Sequence[int], demand: BlockDemand) -> int | 
 
 
 def _first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The smallest value in [low, high] for which the monotone ``holds`` is true; it is for ``high``."""
+    """Return the smallest value in [low, high] for which the monotone ``holds`` is true; it is for ``high``."""
     while low < high:
         middle = (low + high) // 2
         if holds(middle):
@@ -305,7 +311,7 @@ def _first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _by_room(order: list[_Seat]) -> list[_Seat]:
-    """Most free memory first, and those that are alike as they were."""
+    """Return most free memory first, and those that are alike as they were."""
     return sorted(order, key=attrgetter("free_bytes"), reverse=True)
 
 
@@ -342,7 +348,7 @@ def _select(order: list[_Seat], island: _Island, demand: BlockDemand, longest: i
 
 
 def _arrange(seats: list[_Seat], island: _Island, demand: BlockDemand, longest: int) -> Placement:
-    """Groups from the chosen GPUs, their order as stages, and the layers of each."""
+    """Make groups from the chosen GPUs, their order as stages, and the layers of each."""
     neighbours = _groups(seats, island, demand.tp, key=lambda s: (s.gpu.gpu_index, s.gpu.device_id))
     if _holds(sorted((_room(group) for group in neighbours), reverse=True), demand, longest):
         groups = neighbours
@@ -384,7 +390,7 @@ def _room(group: list[_Seat]) -> int:
 
 
 def _role_pairs(pp: int) -> list[tuple[int, int]]:
-    """(first, last) in order of preference: the natural order of the groups before any other."""
+    """Yield (first, last) in order of preference: the natural order of the groups before any other."""
     if pp == 1:
         return [(0, 0)]
     pairs = [(f, s) for f in range(pp) for s in range(pp) if f != s]
@@ -399,7 +405,8 @@ def _stage_capacities(rooms: Sequence[int], demand: BlockDemand, longest: int) -
 
 
 def split_layers(num_layers: int, capacities: Sequence[int]) -> tuple[int, ...] | None:
-    """The most even split of ``num_layers`` into stages of at least one layer and at most ``capacities`` each.
+    """Return the most even split of ``num_layers`` into stages of at least one layer and at most ``capacities``
+    each.
 
     Every stage is filled to one common level or to its capacity; what is left over goes to the first stages, as in
     ``fingerprint.config.even_split``, which this equals when no capacity binds. None when they do not go in.
@@ -433,7 +440,7 @@ def _placement(stages: list[list[_Seat]], layers: tuple[int, ...], demand: Block
 
 
 def _refusal(demand: BlockDemand, rooms: list[int]) -> Refusal:
-    """Both numbers of the refusal, and the smallest equal addition of free memory per GPU that would do."""
+    """Return the refusal with both numbers, and the smallest equal addition of memory per GPU that suffices."""
     missing = demand.pp - len(rooms)
     padded = rooms + [0] * missing  # a further GPU brings what it has: it starts at nothing
     loosest = demand.num_layers - demand.pp + 1

@@ -122,7 +122,7 @@ def _across(gpus: Sequence[GpuState], link_group_size: int) -> float:
 def cost_of(
     choice: Choice, placement: Placement, gpus: Mapping[Key, GpuState], *, link_group_size: int | None = None
 ) -> float:
-    """The module docstring's cost. ``gpus``: at least those of the placement."""
+    """Return the module docstring's cost. ``gpus``: at least those of the placement."""
     link = link_group_size or 1
     loads = {key: gpu.load_fraction for key, gpu in gpus.items()}
     tenant = Tenant(1.0, shares(placement))

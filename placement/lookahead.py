@@ -103,7 +103,7 @@ class LookAhead:
         self._score = score or self._standing_cost
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal:
-        """The cheapest proposal, of equals the first order's; a refusal where no order finds room."""
+        """Return the cheapest proposal, of equals the first order's; a refusal where no order finds room."""
         proposals: dict[Placement, None] = {}
         for placer in self._placers:
             answer = placer.fit(demand)

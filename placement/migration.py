@@ -51,7 +51,7 @@ def load_s(placement: Placement, rule: Migration) -> float:
 
 
 def best_move(snapshot: ClusterSnapshot, rule: Migration, *, link_group_size: int | None = None) -> Move | None:
-    """The one move that pays most, or None: none pays, or one is under way (its effect is not seen yet)."""
+    """Return the one move that pays most, or None: none pays, or one is under way (its effect is not seen yet)."""
     if any(deployment.moving for deployment in snapshot.deployments):
         return None
     cluster = LoadedCluster.of(snapshot)

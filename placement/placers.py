@@ -23,7 +23,8 @@ class FindsPlaces(Protocol):
 
 
 def check_placement(name: str, *, sees_load: bool = True) -> None:
-    """
+    """Check the name of a placement policy.
+
     Args:
         sees_load: whether snapshots tell what is deployed and its load, which look-ahead needs.
 
@@ -45,7 +46,7 @@ def need_solver(name: str) -> None:
 def make_placer(
     name: str, snapshot: ClusterSnapshot, *, threshold: float | None = None, link_group_size: int | None = None
 ) -> FindsPlaces:
-    """The policy ``name`` on ``snapshot``; ``threshold`` is hybrid's load limit L, of no use to any other.
+    """Return the policy ``name`` on ``snapshot``; ``threshold`` is hybrid's load limit L, of no use to any other.
 
     Raises:
         ConfigError: an unknown name, or a snapshot that contradicts itself.

@@ -93,7 +93,7 @@ POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
 
 
 def make_policy(name: str = DEFAULT_POLICY, *, threshold: float | None = None) -> PlacementPolicy:
-    """The policy of that name; ``threshold`` is hybrid's load limit L.
+    """Return the policy of that name; ``threshold`` is hybrid's load limit L.
 
     Raises:
         ConfigError: an unknown name, or a threshold for a policy that has none.

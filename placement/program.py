@@ -101,7 +101,7 @@ class Program:
             self._problem.setObjective(pulp.lpSum(self._cost(option) for option in self._options))
 
     def solve(self, time_limit_s: float) -> Solved:
-        """The best there is, or the best found in time."""
+        """Return the best there is, or the best found in time."""
         solver = pulp.HiGHS(
             msg=False,
             threads=1,
@@ -167,7 +167,7 @@ class Program:
             yield [(gpu, layers) for gpu, layers in held if layers >= least]
 
     def _groups(self, demand: BlockDemand, role: int) -> Iterator[tuple[tuple[GpuState, ...], int]]:
-        """TP groups with room for a stage of that role, and the layers that go in."""
+        """Yield TP groups with room for a stage of that role, and the layers that go in."""
         for roomy in self._roomy(demand, role):
             for group in combinations(roomy, demand.tp):
                 yield tuple(gpu for gpu, _ in group), min(layers for _, layers in group)
@@ -245,7 +245,7 @@ def _is(variable: pulp.LpVariable) -> bool:
 
 
 def _roles(pp: int) -> list[tuple[int, int]]:
-    """The roles of a pipeline's stages, and how many have each."""
+    """Return the roles of a pipeline's stages, and how many have each."""
     if pp == 1:
         return [(_FIRST, 1)]
     return [(_FIRST, 1), *([(_MIDDLE, pp - 2)] if pp > 2 else []), (_LAST, 1)]

@@ -67,7 +67,7 @@ class ReplicaPlacer:
         return Replicas(tuple(placed))
 
     def _after(self, placer: FindsPlaces, placed: list[Placement]) -> FindsPlaces:
-        """For what the ``placed`` left, of whom ``placer`` gave the last."""
+        """Return the placer for what the ``placed`` left, of which ``placer`` gave the last."""
         if isinstance(placer, Placer):
             return placer.without(placed[-1])
         return self._placer(

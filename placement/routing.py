@@ -42,7 +42,7 @@ class Router(Protocol):
     def name(self) -> str: ...
 
     def choose(self, replicas: Sequence[Replica], turn: int) -> int:
-        """Index of the replica for the ``turn``-th request (from 0); there is at least one replica."""
+        """Return the index of the replica for the ``turn``-th request (from 0); there is at least one replica."""
         ...
 
 
@@ -87,7 +87,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 def make_router(name: str = DEFAULT_ROUTER) -> Router:
-    """The policy of that name.
+    """Return the policy of that name.
 
     Raises:
         ConfigError: an unknown name.

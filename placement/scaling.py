@@ -53,7 +53,7 @@ class Scaling:
             )
 
     def within(self, replicas: int) -> int:
-        """The nearest number that may be."""
+        """Return the nearest number that may be."""
         return max(self.min_replicas, min(self.max_replicas, replicas))
 
 
@@ -75,7 +75,7 @@ def replicas_for(state: DeploymentState, rule: Scaling) -> int:
 
 
 def scale(snapshot: ClusterSnapshot, rule: Scaling) -> tuple[Scale, ...]:
-    """An order for every deployment that is to have another number of replicas."""
+    """Return an order for every deployment that is to have another number of replicas."""
     wanted = ((state, replicas_for(state, rule)) for state in snapshot.deployments)
     return tuple(Scale(name=state.name, replicas=number) for state, number in wanted if number != state.wanted)
 

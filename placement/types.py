@@ -117,7 +117,7 @@ class PlacementPolicy(Protocol):
     def name(self) -> str: ...
 
     def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
-        """Groups of GPUs to try in order, each sorted best first; ties end in node and index."""
+        """Return groups of GPUs to try in order, each sorted best first; ties end in node and index."""
         ...
 
 

@@ -113,7 +113,7 @@ class Figures:
         return replace(self, **late, **drawn)
 
     def take(self, rows: npt.NDArray[np.intp]) -> Figures:
-        """The same columns with ``rows`` only, in that order."""
+        """Return the same columns with ``rows`` only, in that order."""
         return Figures(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
@@ -134,7 +134,7 @@ class Prices:
 
 
 def total_bytes(memory: MemoryEstimate) -> int:
-    """Bytes over all tp * pp GPUs: the same for every layer split, so that ranking needs no placement."""
+    """Return bytes over all tp * pp GPUs: the same for every layer split, so that ranking needs no placement."""
     fixed = memory.activation_bytes + memory.pp_buffer_bytes + memory.runtime_bytes
     layer = memory.layer_weight_bytes + memory.layer_kv_bytes
     ends = memory.first_stage_bytes + memory.last_stage_bytes
@@ -142,7 +142,7 @@ def total_bytes(memory: MemoryEstimate) -> int:
 
 
 def figures(estimates: Sequence[Estimate]) -> Figures:
-    """The columns of ``estimates``, in their order."""
+    """Return the columns of ``estimates``, in their order."""
     values = np.fromiter(chain.from_iterable(map(_row, estimates)), np.float64, _ROW * len(estimates))
     columns = values.reshape(-1, _ROW).T.copy()  # contiguous
     batch, inputs, outputs, gpus, size, size_error, *times, power, power_low, power_high = columns

@@ -48,7 +48,9 @@ _DIGITS = 9  # of a distance; what differs by less is equally far
 
 
 def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
-    """The refused that rank above the chosen one, or the best of all where there is none; in the plan's order."""
+    """Return the refused that rank above the chosen one, or the best of all where there is none; in the plan's
+    order.
+    """
     chosen = ordered[0] if ordered and ordered[0].feasible else None
     found: list[Better] = []
     for ranked in ordered:
@@ -65,7 +67,9 @@ def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
 
 
 def passed_over(feasible: Sequence[Ranked], unit: str) -> tuple[PassedOver, ...]:
-    """The feasible ones that have a better value than the first of them, the chosen one, in the plan's order."""
+    """Return the feasible ones that have a better value than the first of them, the chosen one, in the plan's
+    order.
+    """
     ahead = [one for one in feasible[1:] if one.row < feasible[0].row]
     if not ahead:
         return ()
@@ -74,7 +78,7 @@ def passed_over(feasible: Sequence[Ranked], unit: str) -> tuple[PassedOver, ...]
 
 
 def _why_passed_over(one: Ranked, measured: Ranked, unit: str) -> str:
-    """Args: measured: the best of the measured ones."""
+    """Return why ``one`` was passed over for ``measured``, the best of the measured ones."""
     mine, theirs = one.weight_interval, measured.weight_interval
     may_miss = mine and theirs and (mine[1] < theirs[0] or theirs[1] < mine[0])
     why = (
@@ -88,7 +92,7 @@ def _why_passed_over(one: Ranked, measured: Ranked, unit: str) -> str:
 
 
 def _told_value(ranked: Ranked, unit: str) -> str:
-    """A configuration with what it is ranked by, and the interval of that."""
+    """Return a configuration with what it is ranked by, and the interval of that."""
     within = "" if ranked.weight_interval is None else ", {:.4g} to {:.4g}".format(*ranked.weight_interval)
     value = "unknown" if ranked.weight is None else f"{ranked.weight:.4g} {unit}"
     others = "" if ranked.weight == ranked.objective else ", delays of what runs there now included"
@@ -105,7 +109,7 @@ def what_it_takes(
     cost_unit: str,
     served: Attainment | None,
 ) -> WhyNot:
-    """The nearest point and the relaxations of a plan in which nothing is feasible.
+    """Return the nearest point and the relaxations of a plan in which nothing is feasible.
 
     Args:
         refused: every candidate that has an estimate, best objective first: the rows of ``asked``, ``seen`` and
@@ -181,13 +185,13 @@ class _Room:
 
 
 def _missed_alone(checks: Sequence[Check], able: Mask) -> list[tuple[Check, Rows]]:
-    """Per limit, the candidates that miss nothing else."""
+    """Return, per limit, the candidates that miss nothing else."""
     lone = able & (num_missed(checks, len(able)) == 1)
     return [(check, np.flatnonzero(lone & check.missed)) for check in checks]
 
 
 def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxation | None:
-    """The smallest change of one limit that admits one of ``rows``, which miss nothing else."""
+    """Return the smallest change of one limit that admits one of ``rows``, which miss nothing else."""
     cells, sign = check.actual, -1.0 if check.limit.kind is LimitKind.RATE else 1.0
     row = smallest(
         rows,
@@ -205,7 +209,7 @@ def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxa
 
 
 def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
-    """The smallest addition of free memory on the GPUs there are."""
+    """Return the smallest addition of free memory on the GPUs there are."""
     short = [
         (lack.shortfall_bytes, row)
         for row in homeless
@@ -221,7 +225,7 @@ def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
 def _nearest(
     able: Mask, asked: Sequence[Check], slower: Sequence[Check], room: _Room
 ) -> tuple[int, tuple[Violation, ...]] | None:
-    """The row that is nearest, and all that it misses, memory included."""
+    """Return the row that is nearest, and all that it misses, memory included."""
     far = _Distances(asked, slower)
     rows = np.flatnonzero(able)
     steps = far.steps(rows)
@@ -244,7 +248,7 @@ def _nearest(
 
 
 def _least_homeless(rows: Rows, steps: Column, far: _Distances, room: _Room) -> int | None:
-    """Fewest missing GPUs, then the least change of quality, then the nearest, then the least short of memory."""
+    """Return the one with fewest missing GPUs, then least change of quality, nearest, least short of memory."""
     lacks = [lack for row in rows.tolist() if (lack := room.lack(row)) is not None]
     assert len(lacks) == len(rows), "only asked where nothing fits"
     if not lacks:
@@ -308,7 +312,7 @@ def _sum(checks: Sequence[Check], rows: Rows, *, bounds: bool = False) -> Column
 
 
 def _ratio(check: Check, rows: Rows, *, bounds: bool) -> Column:
-    """|ln(actual / allowed)| of the rows that miss it; a rate of 0 is infinitely far."""
+    """Return |ln(actual / allowed)| of the rows that miss it; a rate of 0 is infinitely far."""
     found, missed = np.zeros(len(rows)), np.flatnonzero(check.missed[rows])
     read = check.actual.bounds if bounds else check.actual.of
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -382,7 +386,7 @@ def _told(change: Change, cost_unit: str) -> str:
 
 
 def _up(value: float) -> float:
-    """Rounded up to 3 digits, so that the number that is printed is enough."""
+    """Round up to 3 digits, so that the number that is printed is enough."""
     return _rounded(value, math.ceil)
 
 

@@ -70,7 +70,7 @@ _NEAR_WEIGHTS = (*_AS_GIVEN, WeightFormat.INT8, WeightFormat.FP8)
 
 
 def quality_needed(config: DeploymentConfig) -> Quality:
-    """The strictest quality that still allows ``config``."""
+    """Return the strictest quality that still allows ``config``."""
     if config.pruning is not Pruning.NONE or config.weights not in _NEAR_WEIGHTS:
         return Quality.ANY
     if config.weights in _AS_GIVEN and config.kv is KvFormat.BITS16:

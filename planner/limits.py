@@ -99,13 +99,13 @@ class Verdicts:
 
 
 def _ends_of(intervals: Ends, row: int) -> tuple[float, float] | None:
-    """Both ends; None of an interval without end."""
+    """Return both ends; None of an interval without end."""
     low, high = float(intervals.low[row]), float(intervals.high[row])
     return (low, high) if np.isfinite(high) else None
 
 
 def _alike(one: Check, other: Check) -> bool:
-    """To the last digit, all numbers worked out."""
+    """Return a column equal to the last digit, all numbers computed."""
     columns = [(one.actual, other.actual)]
     if one.risk is not None and other.risk is not None:
         columns.append((one.risk, other.risk))
@@ -153,8 +153,11 @@ def checks_as_asked(
 
 
 def kept_at_the_upper_end(intent: Intent, served: Attainment | None, num_rows: int) -> Mask:
-    """The rows that keep the SLO under the rate were the truth the upper end of the estimate's interval. Without a
-    rate that is what ``checks_as_asked`` asks already, as it does of budget and rate."""
+    """Return the rows that keep the SLO under the rate were the truth the upper end of the estimate's interval.
+
+    Without a
+    rate that is what ``checks_as_asked`` asks already, as it does of budget and rate.
+    """
     kept, rate = np.ones(num_rows, np.bool_), intent.rate_per_s
     if served is None or rate is None:
         return kept
@@ -164,7 +167,7 @@ def kept_at_the_upper_end(intent: Intent, served: Attainment | None, num_rows: i
 
 
 def _capacity(intent: Intent, served: Attainment) -> Column:
-    """Requests per second that are served for sure."""
+    """Return the requests per second that are served for sure."""
     return np.asarray(1 / served.service_at(max(_UPPER_END, intent.percentile)))
 
 
@@ -351,7 +354,7 @@ def num_missed(checks: Sequence[Check], num_rows: int) -> npt.NDArray[np.int64]:
 
 
 def limits_missed(checks: Sequence[Check], num_rows: int) -> list[tuple[Limit, ...]]:
-    """Per candidate, the limits it misses in the order of ``checks``."""
+    """Return, per candidate, the limits it misses in the order of ``checks``."""
     limits: list[tuple[Limit, ...]] = [()] * num_rows
     which = sum((check.missed << bit for bit, check in enumerate(checks)), start=np.zeros(num_rows, np.int64))
     for pattern in np.unique(which[which > 0]).tolist():  # one value for candidates that miss the same limits

@@ -127,7 +127,7 @@ def _groups(times: Array) -> npt.NDArray[np.intp]:
 
 
 def _stays(times: Array) -> float:
-    """At least one window, at most all of them."""
+    """Return the windows of one stay: at least one, at most all of them."""
     off = times - times.mean()
     size = 2 * len(off)
     covariance = np.fft.irfft(np.abs(np.fft.rfft(off, size)) ** 2, size)[: len(off)]

@@ -137,7 +137,8 @@ def _waiting(slots: int, arrival_cv: float, service_cv: float) -> Array:
 
 @lru_cache(maxsize=64)
 def _tails(arrival_cv: float, most: float) -> Array:
-    """[scale, decay over 1 - utilisation, until times its root], a column per ``service_cv`` from 0 to ``most``.
+    """Return [scale, decay over 1 - utilisation, until times its root], a column per ``service_cv`` from 0 to
+    ``most``.
 
     Near saturation the decay falls as the idle share and ``until`` rises as its inverse root, both without end:
     only what is left after dividing by that is smooth enough to lie on a line between two knots.
@@ -167,7 +168,8 @@ def _until(late: Array, decay: Array) -> Array:
 
 
 def _decay(loads: Array, arrival_cv: float, service_cv: float) -> Array:
-    """The positive root d of ``log(1 + a d / load) / a + log(1 - s d) / s = 0``, a and s the squares of the two.
+    """Return the positive root d of ``log(1 + a d / load) / a + log(1 - s d) / s = 0``, a and s the squares of the
+    two.
 
     Bisection: the left side rises from 0 and falls through the root, and d is below ``1 / s``.
     """

@@ -136,7 +136,8 @@ def best_of(
 def rivals_of(
     measured: Candidate, predicted: Sequence[Candidate], intent: Intent, prices: Prices = _NO_PRICES
 ) -> list[Candidate]:
-    """The candidates that are chosen before the best ``measured`` one on idle GPUs if they fit, the best first.
+    """Return the candidates that are chosen before the best ``measured`` one on idle GPUs if they fit, the best
+    first.
 
     Args:
         predicted: candidates that were not measured; all keep every limit on idle GPUs, as ``measured`` does.
@@ -322,7 +323,7 @@ def _checks(table: _Table, intent: Intent, cost: Cost) -> list[Check]:
 
 
 def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainment:
-    """On idle GPUs."""
+    """Return the service on idle GPUs."""
     alone = None
     if any(row.alone is not None for row in rows):
         found = (row.alone or row.estimate for row in rows)
@@ -331,7 +332,7 @@ def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainm
 
 
 def _askable(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[Estimate | None]:
-    """The estimates of the rows that can run at all."""
+    """Return the estimates of the rows that can run at all."""
     refusals = _refusals(table, intent, objective, cost)
     return [None if refusal else row.estimate for row, refusal in zip(table.rows, refusals, strict=True)]
 
@@ -345,7 +346,7 @@ def _first_of(table: _Table, rows: Mask, evidence: Evidence) -> tuple[Deployment
 def _beside(
     table: _Table, sites: Sites, intent: Intent, objective: Objective, cost: Cost, prices: Prices
 ) -> tuple[_Table, list[Check]]:
-    """The idle ``table`` where each of its rows goes."""
+    """Return the idle ``table`` where each of its rows goes."""
     position = {id(row.estimate): at for at, row in enumerate(table.rows)}  # of the rows of ``sites``
 
     def there() -> tuple[_Table, list[Check], Rows]:
@@ -401,7 +402,7 @@ def _judge(
     cost: Cost,
     fits: Fits,
 ) -> list[Ranked]:
-    """The verdict on every candidate of ``table``."""
+    """Return the verdict on every candidate of ``table``."""
     judged: list[Ranked] = []
     values = _or_none(table.objectives)
     is_weighed = table.load.taken.any() or table.load.later.any()

@@ -28,7 +28,7 @@ _PRUNING = (Pruning.SPARSEGPT, Pruning.WANDA, Pruning.WANDA_2_4, Pruning.WANDA_4
 
 
 def formats(spec: ModelSpec, gpu: GpuSpec) -> tuple[tuple[WeightFormat, KvFormat, Pruning], ...]:
-    """Every (weights, KV, pruning) of the space: quantized but not pruned, or pruned but at 16 bits.
+    """Return every (weights, KV, pruning) of the space: quantized but not pruned, or pruned but at 16 bits.
 
     An already quantized checkpoint stays as it is: its KV cache alone may be of several formats.
     fp8 is there where the GPU multiplies it; ``llm-pruner-25`` where every query head has its own KV head.
@@ -46,7 +46,7 @@ def formats(spec: ModelSpec, gpu: GpuSpec) -> tuple[tuple[WeightFormat, KvFormat
 def configuration_space(
     spec: ModelSpec, gpu: GpuSpec, num_gpus: int, engine_of: EngineOf
 ) -> tuple[DeploymentConfig, ...]:
-    """Every configuration of ``spec`` on ``num_gpus`` GPUs like ``gpu``, whether or not it can run.
+    """Return every configuration of ``spec`` on ``num_gpus`` GPUs like ``gpu``, whether or not it can run.
 
     Args:
         engine_of: names the engine for a configuration, whose own ``engine`` is then still empty.

@@ -63,7 +63,7 @@ class Gamma:
 
 
 def Poisson(rate_per_s: float) -> Gamma:
-    """Exponential gaps: arrivals that know nothing of each other."""
+    """Return exponential gaps: arrivals that know nothing of each other."""
     return Gamma(rate_per_s)
 
 

@@ -118,7 +118,7 @@ class Outcomes:
         return np.asarray((self.last_token_s - self.first_token_s) / after_first)
 
     def select(self, rows: NDArray[np.bool_]) -> Outcomes:
-        """The requests where ``rows`` is true."""
+        """Return the requests where ``rows`` is true."""
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         gaps_s, num_gaps = self.gaps_s, self.num_gaps
         if num_gaps is not None:
@@ -126,7 +126,7 @@ class Outcomes:
         return Outcomes(deployments=self.deployments, gaps_s=gaps_s, num_gaps=num_gaps, **columns)
 
     def by_deployment(self) -> Sequence[tuple[str, Outcomes]]:
-        """The requests of each deployment that had any."""
+        """Return the requests of each deployment that had any."""
         parts = [(name, self.select(self.deployment == i)) for i, name in enumerate(self.deployments)]
         return [(name, part) for name, part in parts if len(part)]
 

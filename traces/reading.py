@@ -99,7 +99,7 @@ def open_trace(
     strict: bool = False,
     zero_lengths: ZeroLengths | None = None,
 ) -> OpenTrace:
-    """The requests of a trace file, plain or gzip.
+    """Return the requests of a trace file, plain or gzip.
 
     Args:
         path: the file.

@@ -46,7 +46,7 @@ class StandIn:
 
 
 def standin(name: str) -> StandIn:
-    """A stand-in by name.
+    """Return a stand-in by name.
 
     Raises:
         NotFoundError: there is none of that name.

@@ -76,7 +76,7 @@ class TraceStatistics:
 
 
 def statistics_of(requests: Iterable[Request]) -> TraceStatistics:
-    """Statistics of a stream, which is consumed.
+    """Return statistics of a stream, which is consumed.
 
     Raises:
         BadInputError: it has no requests.

@@ -107,7 +107,7 @@ class Summary:
 
 
 def percentiles(values: Floats) -> Percentiles | None:
-    """NaN is left out; None when nothing remains."""
+    """Return percentiles without NaN; None when nothing remains."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
     if not known.size:
@@ -125,7 +125,7 @@ def percentiles(values: Floats) -> Percentiles | None:
 
 
 def summarize(outcomes: Outcomes, slo: Slo | None = None, *, duration_s: float | None = None) -> Summary:
-    """The figures of a run.
+    """Return the figures of a run.
 
     Args:
         duration_s: what rates are over; None: from the first scheduled send to the last token.
@@ -215,7 +215,7 @@ def kept(outcomes: Outcomes, slo: Slo) -> NDArray[np.bool_]:
 
 
 def _over(values_s: Floats, limit_s: float | None) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """NaN is over no limit."""
+    """Return which values are over the limit; NaN is over no limit."""
     if limit_s is None:
         return np.zeros(values_s.shape, np.bool_)
     return np.asarray(values_s > limit_s)

@@ -31,7 +31,7 @@ _LEAST_CV, _MOST_CV = 0.25, 100.0
 
 
 def traffic_of(requests: Iterable[Request], *, window_s: float = WINDOW_S) -> Traffic:
-    """The traffic of a stream, which is consumed; memory grows with its time, ten counts a window.
+    """Return the traffic of a stream, which is consumed; memory grows with its time, ten counts a window.
 
     Raises:
         BadInputError: it spans fewer than eight windows.
@@ -66,7 +66,7 @@ def traffic_of(requests: Iterable[Request], *, window_s: float = WINDOW_S) -> Tr
 
 
 def _rates(counts: NDArray[np.int64]) -> tuple[float, ...]:
-    """Over their mean, of the counts of windows; none where they vary no more than Poisson's."""
+    """Return the counts of windows over their mean; none where they vary no more than Poisson's."""
     mean = float(counts.mean())
     dispersion = float(counts.var()) / mean
     if dispersion <= 1:

@@ -190,7 +190,7 @@ class Engine(Protocol):
         ...
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
-        """The worker's own account from what ``stats_path`` answered.
+        """Return the worker's own account from what ``stats_path`` answered.
 
         Raises:
             EngineError: it is not what this engine is documented to answer.

@@ -50,7 +50,7 @@ class Installation:
     source: Source = "here"  # named by the setting, an environment under the home, or the running interpreter
 
     def version(self, distribution: str) -> str:
-        """Empty for one that is not there."""
+        """Return the version of a distribution; empty for one that is not there."""
         return dict(self.versions).get(distribution, "")
 
     def package(self, distribution: str) -> Path:
@@ -165,7 +165,7 @@ class Interpreter:
         return (command if self.installable else "") + self._how_to_set
 
     def _look(self, place: _Place) -> Installation:
-        """Raises EngineError: the engine is not there, or ``place`` is no Python."""
+        """Look at ``place``. Raises EngineError: the engine is not there, or ``place`` is no Python."""
         python, name = place.python, place.name
         if place.source == "here":
             answer = _read_answer({**look(list(self._names)), "path": []}, self._names)
@@ -260,7 +260,7 @@ class ForeignEngine(ABC):
 
     @abstractmethod
     def check(self, found: Installation) -> None:
-        """Raises EngineError: what is installed there is not what this adapter knows; says what to install."""
+        """Raise EngineError if this adapter does not know what is installed there; it says what to install."""
 
     def standing(self, found: Installation) -> str:
         """Return how far ``found`` is verified: ``run`` on a GPU, ``read`` in its sources, or ``unknown``."""
@@ -304,14 +304,14 @@ class ForeignEngine(ABC):
         return (("engine", f"{self.name} {found.version(own)}"), *beside)
 
     def check_options(self, options: EngineOptions) -> None:
-        """Raises ConfigError: anything is given, unless the adapter takes it."""
+        """Raise ConfigError if any option is given, unless the adapter takes it."""
         refuse_options(self.name, options)
 
 
 def guarded(
     spec: WorkerSpec, argv: tuple[str, ...], *, python_path: str = "", token_variable: str = ""
 ) -> tuple[str, ...]:
-    """``argv`` under our guard (``daemon.engines.guard``).
+    """Return ``argv`` under our guard (``daemon.engines.guard``).
 
     The guard refuses a port that is in use (exit code 98), ends every process of the engine with the engine, with
     itself and with the keeper, and hides our own ``PYTHONPATH`` from the engine's interpreter.

@@ -72,7 +72,7 @@ class _Guard:
         self._to_hand_on: list[int] = []
 
     def run(self) -> int:
-        """Until nothing of the engine is left. Its exit status; negative for the signal that ended it."""
+        """Run until nothing of the engine is left; return its exit status, negative for a signal that ended it."""
         wakeup, wakeup_write = os.pipe()
         for end in (wakeup, wakeup_write):
             os.set_blocking(end, False)
@@ -140,7 +140,7 @@ def end_like(status: int) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The engine's exit status; 98 when the port is in use, 127 when the engine cannot be started."""
+    """Run the guard; return the engine's exit status, 98: the port is in use, 127: it cannot be started."""
     parser = argparse.ArgumentParser(prog="python -m daemon.engines.guard")
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)

@@ -76,7 +76,7 @@ NO_OPTIONS = EngineOptions()
 
 
 def read_engine_args(given: list[str]) -> dict[str, str | None]:
-    """``KEY=VALUE`` words by key; ``KEY`` alone is a flag.
+    """Return ``KEY=VALUE`` words by key; ``KEY`` alone is a flag.
 
     Raises:
         ConfigError: a key is given twice.
@@ -91,7 +91,7 @@ def read_engine_args(given: list[str]) -> dict[str, str | None]:
 
 
 def option_words(options: EngineOptions) -> tuple[str, ...]:
-    """The arguments as words of a command line, each ``--name=value`` so that no value is taken for an option."""
+    """Return the arguments as words, each ``--name=value`` so that no value is taken for an option."""
     return tuple(f"--{name}" if value is None else f"--{name}={value}" for name, value in options.arguments)
 
 

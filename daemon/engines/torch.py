@@ -164,7 +164,7 @@ def _version(distribution: str) -> str:
 
 
 def _reported(log_tail: str) -> str | None:
-    """The message of the last ``{"error", "message"}`` line that ``exit_codes.report_failure`` printed."""
+    """Return the message of the last ``{"error", "message"}`` line that ``exit_codes.report_failure`` printed."""
     for line in reversed(log_tail.splitlines()):
         if line.startswith('{"error"'):
             try:

@@ -199,7 +199,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_formats(order: dict[str, Any], config: dict[str, Any]) -> None:
-    """Raises WorkError: the weights asked for are not those that TensorRT-LLM would make of this checkpoint."""
+    """Raise WorkError if the weights asked for are not those that TensorRT-LLM would make of this checkpoint."""
     stored = config.get("quantization_config") or (Path(order["checkpoint"]) / "hf_quant_config.json").exists()
     if (order["weights"] != "16bit") != bool(stored):
         raise WorkError(
@@ -212,7 +212,7 @@ def _check_formats(order: dict[str, Any], config: dict[str, Any]) -> None:
 
 
 def _check_kinds(config: dict[str, Any]) -> None:
-    """Raises WorkError: layers that look back differently far."""
+    """Raise WorkError for layers that look back differently far."""
     if len(set(config.get("layer_types") or ())) > 1 or config.get("sliding_window_pattern"):
         raise WorkError(
             "ConfigError",

@@ -39,7 +39,7 @@ class Rank:
         return answer["value"]
 
     def lives(self) -> bool:
-        """A process that ended and was not waited for is gone as well."""
+        """Return whether a process lives; one that ended and was not waited for is gone as well."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:

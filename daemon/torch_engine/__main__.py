@@ -89,7 +89,7 @@ def _read_token(folder: Path) -> str | None:
 
 
 def _bind(spec: WorkerSpec) -> socket.socket:
-    """The listening socket, before anything slow, so that a taken port is known at once.
+    """Return the listening socket, before anything slow, so that a taken port is known at once.
 
     Raises:
         ConflictError: the port is in use.

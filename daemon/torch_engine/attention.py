@@ -119,7 +119,7 @@ def _attend_piece(
     scaling: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Several tokens: causal among themselves, all of what is cached before them within the window."""
+    """Attend several tokens: causal among themselves, all of what is cached before them within the window."""
     gqa = query.shape[1] != keys.shape[1]
     whole_prompt = span.start == 0 and (sliding_window is None or span.count <= sliding_window)
     if whole_prompt:
@@ -137,7 +137,7 @@ def _mask_of(batch: FlatBatch, span: Span, keys: torch.Tensor, sliding_window: i
 
 
 def _causal_mask(span: Span, num_keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-    """[count, num_keys] bool, True where the query may look; the last key is the last query's own."""
+    """Return [count, num_keys] bool, True where the query may look; the last key is the last query's own."""
     queries = torch.arange(span.start, span.end, device=device)[:, None]
     keys = torch.arange(span.end - num_keys, span.end, device=device)[None, :]
     allowed = keys <= queries

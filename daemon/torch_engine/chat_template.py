@@ -45,7 +45,9 @@ class ChatTemplate:
         self._closed = False
 
     def render(self, messages: Sequence[Mapping[str, str]], max_chars: int) -> str:
-        """The conversation's text, up to where the assistant's answer begins. Blocks: not for an event loop.
+        """Return the conversation's text, up to where the assistant's answer begins.
+
+        Blocks: not for an event loop.
 
         Raises:
             BadInputError: the template refuses these messages, with its own words, or takes too long or too much

@@ -19,7 +19,7 @@ _ALL = 2**20
 
 
 def measure_device(*, memory_bytes: int) -> GpuSpec:
-    """The device torch computes on now. Takes about half a second on a CPU.
+    """Measure the device torch computes on now. Takes about half a second on a CPU.
 
     Args:
         memory_bytes: what a worker may use of it (a CPU share has no driver to ask).

@@ -214,7 +214,7 @@ class Engine:
         return self.call(first_steps)
 
     def memory(self) -> Future[tuple[RankMemory, ...]]:
-        """A fresh reading, made between two steps."""
+        """Read memory afresh, between two steps."""
         return self.call(self._read_memory)
 
     def submit(self, requests: Sequence[SequenceRequest]) -> tuple[int, ...]:
@@ -262,7 +262,7 @@ class Engine:
         return not self._thread.is_alive()
 
     def stats(self, model: str) -> WorkerStats:
-        """A consistent account; memory as last read, refreshed in the background."""
+        """Return a consistent account; memory as last read, refreshed in the background."""
         if time.perf_counter() - self._memory_at_s > _MEMORY_REFRESH_S and self._scheduler is not None:
             self._memory_at_s = time.perf_counter()
             self.call(self._read_memory)

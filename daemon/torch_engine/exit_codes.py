@@ -28,7 +28,7 @@ STARTUP_ERROR_FILE = "startup_error.json"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's own, CUDA's, and that of torch's CPU allocator, which has no class of its own."""
+    """Return whether an error is a lack of memory: Python's, CUDA's, torch's CPU allocator's without a class."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -45,7 +45,7 @@ class WorkerMetrics:
         self._registry.register(self)
 
     def observe_sequence(self, start_s: float, first_s: float, last_s: float, tokens: int) -> None:
-        """A sequence ended: when it was submitted, its first and last token, how many tokens it has."""
+        """Observe a sequence that ended: its submission, its first and last token, how many tokens it has."""
         self._ttft.observe(first_s - start_s)
         self._e2e.observe(last_s - start_s)
         if tokens > 1:

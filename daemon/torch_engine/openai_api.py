@@ -190,7 +190,7 @@ class Usage:
 
 
 def parse_completion(raw: bytes) -> Generation:
-    """The body of ``POST /v1/completions``.
+    """Return the body of ``POST /v1/completions``.
 
     Raises:
         ApiError: 400, naming the field.
@@ -204,7 +204,7 @@ def parse_completion(raw: bytes) -> Generation:
 
 
 def parse_chat(raw: bytes) -> Generation:
-    """The body of ``POST /v1/chat/completions``.
+    """Return the body of ``POST /v1/chat/completions``.
 
     Raises:
         ApiError: 400, naming the field.
@@ -252,7 +252,7 @@ def _short(value: object) -> str:
 
 
 def _prompts(prompt: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """A prompt in one of its four shapes, as texts or as lists of token ids."""
+    """Return a prompt in one of its four shapes, as texts or as lists of token ids."""
     if isinstance(prompt, str):
         return (prompt,), ()
     if not isinstance(prompt, list) or not prompt:
@@ -370,7 +370,7 @@ def response(
     *,
     created: int | None = None,
 ) -> dict[str, Any]:
-    """The whole answer, or one chunk of a stream when the request asked for one."""
+    """Return the whole answer, or one chunk of a stream when the request asked for one."""
     kind = "text_completion"
     if generation.chat:
         kind = "chat.completion.chunk" if generation.stream else "chat.completion"
@@ -387,7 +387,7 @@ def response(
 
 
 def as_api_error(error: IserveError) -> ApiError:
-    """The project's own errors in the words of this API."""
+    """Return the project's own errors in the words of this API."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadInputError):

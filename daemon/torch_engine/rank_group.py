@@ -143,7 +143,7 @@ class RankGroup:
             child.control.settimeout(STEP_TIMEOUT_S)
 
     def load(self, order: LoadOrder) -> Stage:
-        """Every rank loads its part. A refused load leaves the ranks alive, and empty, for the next one."""
+        """Load every rank's part. A refused load leaves the ranks alive, and empty, for the next one."""
         self._tell(Order(Verb.LOAD, load=order))
         stage: Stage | None = None
         failed: IserveError | None = None
@@ -170,7 +170,7 @@ class RankGroup:
         return stage
 
     def step(self, stage: Stage, plan: StepPlan) -> tuple[torch.Tensor, tuple[RankTiming, ...]]:
-        """Logits [items, vocab] and every rank's timing, by rank.
+        """Return logits [items, vocab] and every rank's timing, by rank.
 
         Raises:
             EngineError: a rank is gone, failed, or out of memory; the group is then ended.
@@ -259,7 +259,7 @@ class RankGroup:
         return [answers[rank] for rank in sorted(answers)]
 
     def _lost(self, child: _Child, error: Exception) -> EngineError:
-        """A child is gone: end the group and say how it went."""
+        """End the group, of which a child is gone, and say how it went."""
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(1.0)  # its exit code says how it went
         code = child.process.poll()

@@ -122,7 +122,7 @@ def _check_config(config: DeploymentConfig) -> None:
 
 
 def _result(logits: torch.Tensor, timings: tuple[RankTiming, ...], tp: int) -> StepResult:
-    """Timings are by rank; ranks of one stage lie together."""
+    """Return the result by ranks' timings; ranks of one stage lie together."""
     stages = [timings[first : first + tp] for first in range(0, len(timings), tp)]
     handover_s = sum(
         max(after.input_ready_at for after in receivers) - max(before.output_begun_at for before in senders)

@@ -135,7 +135,7 @@ class Scheduler:
         return True
 
     def plan(self) -> tuple[Work, ...]:
-        """The next step, admitting waiting sequences into free slots; empty when there is nothing to do."""
+        """Return the next step, admitting waiting sequences into free slots; empty when there is nothing to do."""
         work = [_work(s, 1) for s in self._running.values() if s.generated]
         budget = self.max_batched_tokens - len(work)
         assert budget >= 0, "each decoder came out of a step that held its last prompt token beside all the others"

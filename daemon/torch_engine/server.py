@@ -93,7 +93,7 @@ class Worker:
     # Requests.
 
     async def prepare(self, generation: Generation) -> list[SequenceRequest]:
-        """Token ids, ends and lengths of each prompt of a request.
+        """Return token ids, ends and lengths of each prompt of a request.
 
         Raises:
             ApiError: unknown model, no tokenizer, ids out of range, longer than the context.
@@ -204,7 +204,7 @@ class _Answer:
         self._index = {sequence_id: index for index, sequence_id in enumerate(self.stream.ids)}
 
     def push(self, event: TokenEvent) -> tuple[int, str]:
-        """The event's choice and its new text.
+        """Take an event; return its choice and its new text.
 
         Raises:
             ApiError: the sequence has ended by an error, or the tokenizer fails on its tokens.
@@ -357,7 +357,7 @@ def _error_response(error: ApiError) -> web.Response:
 async def _errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every refusal has an OpenAI body."""
+    """Give every refusal an OpenAI body."""
     try:
         return await handler(request)
     except IserveError as error:
@@ -393,7 +393,7 @@ def _authentication(token: str) -> Middleware:
 
 
 def make_app(worker: Worker, token: str | None = None) -> web.Application:
-    """All routes of a worker; the profiling ones only with ``spec.profiling``.
+    """Return all routes of a worker; the profiling ones only with ``spec.profiling``.
 
     Args:
         token: wanted for every route but ``/health``; None: for none.

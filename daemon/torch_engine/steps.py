@@ -74,7 +74,7 @@ class Runner(Protocol):
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """Live bytes per rank as counted, activation peak since ``load``.
+        """Return live bytes per rank as counted, activation peak since ``load``.
 
         Raises:
             EngineError: a rank is gone; the runner is unusable afterwards.

@@ -101,7 +101,7 @@ class Choice:
             self._detokenizer = self.codec.detokenizer(self.request.prompt)
 
     def push(self, event: TokenEvent) -> str:
-        """The text to give out now. Sets ``finish``, to ``stop`` also when a stop string is complete."""
+        """Return the text to give out now. Sets ``finish``, to ``stop`` also when a stop string is complete."""
         assert event.token is not None
         self.tokens.append(event.token)
         self.first_at_s = self.first_at_s or event.at_s

@@ -84,7 +84,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _bounded(work: Callable[[], str], max_cpu_s: int) -> dict[str, Any]:
-    """The answer to what ``work`` returns or raises. Past its CPU time the kernel ends the process."""
+    """Answer what ``work`` returns or raises. Past its CPU time the kernel ends the process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     used_s = math.ceil(usage.ru_utime + usage.ru_stime)

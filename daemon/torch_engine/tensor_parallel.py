@@ -42,7 +42,7 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
 
     def style(self, name: str) -> str | None:
-        """The style of a module or of a parameter that the plan lists by its own name."""
+        """Return the style of a module or of a parameter that the plan lists by its own name."""
         return self.plan.get(re.sub(r"\.\d+(?=\.)", ".*", name))
 
     def check(self, model: nn.Module) -> None:

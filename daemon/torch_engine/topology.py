@@ -59,7 +59,7 @@ class Groups:
 
 
 def make_groups(place: RankPlace) -> Groups:
-    """All ranks call this together, once the default process group is there (one rank: it need not be).
+    """Make the process groups; all ranks call this together, once the default group is there (if several ranks).
 
     A single stage is the default group: another one of the same ranks would be a second communicator, with buffers
     of its own on each GPU, and a second one to abort.

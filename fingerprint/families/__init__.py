@@ -85,7 +85,7 @@ def load_spec(path: Path, tensors: Mapping[str, StoredTensor] | None = None) -> 
 
 
 def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
-    """``config`` with what it leaves out to its class: by the row of its text model, else by transformers' class.
+    """Return ``config`` with what it leaves out to its class: by the row of its text model, else by the class.
 
     Raises:
         MissingExtraError: transformers is needed for that and not installed.
@@ -140,7 +140,7 @@ def _has_headers(directory: Path) -> bool:
 
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
-    """The architecture that a parsed config.json describes. Offline; code that a model brings is never run.
+    """Return the architecture that a parsed config.json describes. Offline; code that a model brings is never run.
 
     Of a family without a row, transformers' class is built on the meta device: seconds, the first time.
 
@@ -163,7 +163,7 @@ def is_tabled(config: Mapping[str, object]) -> bool:
 
 
 def read_blueprint(config: Mapping[str, object]) -> Blueprint:
-    """The tensors of a model with one stack of equal layers, which it is cut and run by.
+    """Return the tensors of a model with one stack of equal layers, which it is cut and run by.
 
     Raises:
         As :func:`read_spec`, and UnsupportedModelError: layers that differ, or a multimodal model.
@@ -177,7 +177,7 @@ def read_blueprint(config: Mapping[str, object]) -> Blueprint:
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """The row of the table, else what transformers' class amounts to; errors as :func:`read_spec`."""
+    """Return the row of the table, else what transformers' class amounts to; errors as :func:`read_spec`."""
     name = family_name(config, FAMILIES)
     family = FAMILIES.get(name) or general_family(config, name)
     if family is None:

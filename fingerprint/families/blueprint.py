@@ -82,7 +82,7 @@ def blueprint_of(
     layer_windows: Windows | None = None,
     gated_mlp: bool = True,
 ) -> Blueprint:
-    """Sizes as read, counts from the tensors.
+    """Return the blueprint: sizes as read, counts from the tensors.
 
     Args:
         layer_windows: how far back each layer looks; None: all to the beginning.

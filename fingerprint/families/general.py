@@ -34,7 +34,8 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 
 def general_family(config: Mapping[str, object], name: str) -> Family | None:
-    """The row that transformers' class of ``name`` amounts to for this config; None: it has no causal-LM class.
+    """Return the row that transformers' class of ``name`` amounts to for this config; None: it has no causal-LM
+    class.
 
     Raises:
         ConfigError: the class refuses the sizes, or they are out of bounds.
@@ -68,7 +69,7 @@ def _family(text: str, name: str) -> Family | None:
 
 
 def _build(fields: Fields, text: str) -> Any:
-    """The causal-LM model on the meta device."""
+    """Return the causal-LM model on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -150,7 +151,7 @@ def _described(fields: Fields, model: Any, layout: ModuleLayout, architecture: s
 
 
 def _first(config: Any, names: tuple[str, ...], fields: Fields, most: int, default: int | None = None) -> int:
-    """The first of ``names`` that the class's config has, its defaults included."""
+    """Return the first of ``names`` that the class's config has, its defaults included."""
     found = {name: getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)}
     return Fields(found, fields.family).count(*list(found)[:1] or names[:1], default=default, most=most)
 
@@ -195,7 +196,7 @@ def _ends(model: Any, layout: ModuleLayout) -> Ends:
 
 
 def _kv_shape(fields: Fields, model: Any) -> tuple[int, int]:
-    """KV heads and their width, of what one forward pass leaves in the cache."""
+    """Return KV heads and their width, of what one forward pass leaves in the cache."""
     import torch
 
     def run() -> list[tuple[int, ...]]:

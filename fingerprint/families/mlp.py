@@ -27,7 +27,7 @@ class Mlp:
 
 
 def gated(fields: Fields, hidden: int, *, reads_bias: bool = False) -> Mlp:
-    """Gate, up and down; ``reads_bias``: the family reads ``mlp_bias``."""
+    """Return gate, up and down; ``reads_bias``: the family reads ``mlp_bias``."""
     inner = fields.count("intermediate_size")
     bias = reads_bias and fields.flag("mlp_bias", default=False)
     return Mlp(tensors=_gated("mlp", hidden, inner, bias=bias), intermediate_size=inner)

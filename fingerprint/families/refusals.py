@@ -30,7 +30,7 @@ _PART_CONFIGS = ("vision_config", "audio_config", "text_config", "speech_config"
 
 
 def supported(families: Iterable[str]) -> str:
-    """The end of every refusal: what is served."""
+    """Return the end of every refusal: what is served."""
     return "supported are decoder-only " + ", ".join(families) + ", and others that transformers has"
 
 
@@ -66,7 +66,7 @@ def refuse_other_kinds(config: Mapping[str, object]) -> None:
 
 
 def family_name(config: Mapping[str, object], families: Iterable[str]) -> str:
-    """The model's family, be it one of ``families`` or none.
+    """Return the model's family, be it one of ``families`` or none.
 
     Raises:
         ConfigError: no model_type.

@@ -27,7 +27,7 @@ def no_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def one_window(fields: Fields, num_layers: int, *, default: int | None) -> Windows:
-    """The same for all layers."""
+    """Return the same window for all layers."""
     return (_window(fields, default),) * num_layers
 
 
@@ -45,13 +45,13 @@ def windows_by_turns(
 
 
 def qwen_windows(fields: Fields, num_layers: int) -> Windows:
-    """Full below ``max_window_layers``, sliding from there on, if the switch is on at all."""
+    """Return full windows below ``max_window_layers``, sliding from there on, if the switch is on at all."""
     first_sliding = fields.count("max_window_layers", default=28, least=0, most=MAX_WIDTH)
     return _by_type(fields, num_layers, _switched(fields), lambda layer: layer >= first_sliding)
 
 
 def qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
-    """Every second layer below ``max_window_layers`` slides, if the switch is on at all."""
+    """Let every second layer below ``max_window_layers`` slide, if the switch is on at all."""
     first_full = fields.count("max_window_layers", default=28, least=0, most=MAX_WIDTH)
     return _by_type(
         fields, num_layers, _switched(fields), lambda layer: layer < first_full and (layer + 1) % 2 != 0
@@ -76,7 +76,7 @@ def _switched(fields: Fields) -> int | None:
 
 
 def _window(fields: Fields, default: int | None) -> int | None:
-    """A null switches it off, an absent field means the class's default."""
+    """Return the window: a null switches it off, an absent field means the class's default."""
     if fields.given("sliding_window")[1] is None:
         return None if fields.has("sliding_window") else default
     return fields.count("sliding_window", most=MAX_CONTEXT)

@@ -14,7 +14,7 @@ __all__ = ["AccuracyRecord", "AccuracyRow", "machine_key"]
 
 
 def machine_key(machine: MachineInfo) -> str:
-    """Equal for machines on which one full model's measurement speaks for another: devices and versions.
+    """Return a key that is equal for machines whose full-model measurements agree: devices and versions.
 
     A CPU's measured peaks and its free memory differ from launch to launch and are left out.
     """

@@ -49,7 +49,7 @@ def time_chart(
     width: float = 330,
     height: float = 210,
 ) -> Markup:
-    """Measured depths with their spread, the fitted lines on to the whole model, their 90% bands.
+    """Draw measured depths with their spread, the fitted lines on to the whole model, their 90% bands.
 
     Args:
         most_s: top of the time axis, so that neighbouring panels can share it.
@@ -118,13 +118,13 @@ def _layer_ticks(num_layers: int) -> list[int]:
 
 
 def whisker(interval: Interval, most: float, least: float, title: str) -> Markup:
-    """A value with its interval on a line that shows where zero is; stretches to its table cell."""
+    """Draw a value with its interval on a line that shows where zero is; it stretches to its table cell."""
     x = linear(min(least, 0.0), most, 1, 199)
     return _span(interval, x, title, "unresolved" if interval.low <= 0 else "resolved")
 
 
 def error_bar(error: Interval, limit: float, title: str, *, inside: bool) -> Markup:
-    """A prediction's error and its interval about the measured value, which is the line; cut at ``limit``."""
+    """Draw a prediction's error and its interval about the measured value, which is the line; cut at ``limit``."""
     value, low, high = (min(max(end, -limit), limit) for end in (error.value, error.low, error.high))
     x = linear(-limit, limit, 1, 199)
     return _span(Interval(value, low, high), x, title, "resolved" if inside else "unresolved")
@@ -218,7 +218,7 @@ def pareto_front(values: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def pareto_chart(points: Sequence[ParetoPoint], *, cost_unit: str, width: float, height: float) -> Markup:
-    """E2E latency against cost: feasible ones as discs, refused ones as crosses, the front as a stepped line."""
+    """Draw E2E latency against cost: feasible ones as discs, refused ones as crosses, the front as steps."""
     x = spread([p.cost for p in points], 54, width - 14)
     y = spread([p.e2e_s for p in points], height - 42, 12)
     scale, unit = time_unit(y.high)
@@ -245,7 +245,7 @@ def pareto_chart(points: Sequence[ParetoPoint], *, cost_unit: str, width: float,
 
 
 def _steps(front: Sequence[ParetoPoint], x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """Above and right of this line everything is worse than some point of the front."""
+    """Draw the line above and right of which everything is worse than some point of the front."""
     corners = [(x(front[0].cost), y.end)]
     for here, after in zip(front, [*front[1:], None], strict=True):
         corners.append((x(here.cost), y(here.e2e_s)))

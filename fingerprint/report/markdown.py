@@ -29,7 +29,7 @@ def render_markdown(report: Report) -> str:
 
 
 def _blocks(node: Element, depth: int) -> Iterator[str]:
-    """The children of ``node``, ``depth`` folds deep."""
+    """Yield the children of ``node``, ``depth`` folds deep."""
     for child in node:
         match child.tag:
             case "h1" | "h2" | "h3":
@@ -70,12 +70,12 @@ def _heading(level: int, text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """A line that begins no list, heading or rule."""
+    """Return a line that begins no list, heading or rule."""
     return _LINE_START.sub(r"\1\\\2", text)
 
 
 def _text(node: Element) -> str:
-    """All words in one line, a semicolon before a block; small ones in parentheses, what is only seen left out."""
+    """Return all words in one line, a semicolon before a block; small ones in parentheses, drawings left out."""
     words, small = [node.text or ""], []
     for child in node:
         if child.tag == "small":

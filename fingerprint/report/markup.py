@@ -29,7 +29,7 @@ Child: TypeAlias = "str | Sequence[Child] | None"
 
 
 def join(*children: Child) -> Markup:
-    """All children one after the other."""
+    """Return all children one after the other."""
     parts: list[str] = []
     for child in children:
         if child is None:

@@ -35,7 +35,7 @@ def render_report(report: Report) -> str:
 
 
 def page_body(report: Report) -> Markup:
-    """All that the page says."""
+    """Return all that the page says."""
     filled = tuple((anchor, name, of(report)) for anchor, name, of in _SECTIONS)
     return sectioned(sections.head(report), filled, _footer(report))
 

@@ -121,7 +121,7 @@ def _figures(found: Configuration) -> list[Markup]:
 
 
 def all_configurations(report: Report) -> Markup:
-    """Every configuration of the space, the refused ones with their reason."""
+    """Return every configuration of the space, the refused ones with their reason."""
     rows = [
         el(
             "tr",

@@ -235,7 +235,7 @@ _ITEMS: tuple[tuple[str, Callable[[CountedItems], float]], ...] = (
 
 
 def counted_memory(report: Report) -> Markup | None:
-    """The engine's items of each fingerprint, and the whole model's."""
+    """Return the engine's items of each fingerprint, and the whole model's."""
     counted = [(model, model.memory) for model in report.whole if model.memory is not None]
     if not counted:
         return None

@@ -28,7 +28,7 @@ def html_page(title: str, *body: Child) -> str:
 
 
 def sectioned(head: Child, sections: tuple[tuple[str, str, Markup | None], ...], footer: Child) -> Markup:
-    """Head, contents, and of each (anchor, heading, body) that has something to say a section."""
+    """Return head, contents, and of each (anchor, heading, body) that has something to say a section."""
     filled = [(anchor, name, body) for anchor, name, body in sections if body is not None]
     return el(
         "main",

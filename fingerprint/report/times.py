@@ -54,7 +54,7 @@ class TimePanel:
 
 
 def time_panels(profile: Profile) -> tuple[TimePanel, ...]:
-    """Every (burst, quantity, tp, pp) that was run, in this order.
+    """Return every (burst, quantity, tp, pp) that was run, in this order.
 
     TTFT is the time of the runs with the shortest output; TPOT the difference of the longest and the shortest over
     the tokens between (equation 1 of the paper), each run located by its trimmed mean.

@@ -163,7 +163,7 @@ class WholeModel:
 
 
 def whole_models(estimator: DepthTiedEstimator, workload: Workload) -> tuple[WholeModel, ...]:
-    """Every configuration that ``estimator`` has repeated points of, with times for the workload's output."""
+    """Return every configuration with repeated points in ``estimator``, with times for the workload's output."""
     profile, found = estimator.profile, []
     for key, whole in estimator.l3.points.items():
         config = DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=profile.engine)
@@ -185,7 +185,7 @@ class _Times:
         return TimeAt(batch=batch, input_tokens=input_tokens, ttft_s=found.ttft_s, tpot_s=found.tpot_s)
 
     def line(self, input_tokens: int, ran: Sequence[int]) -> BatchLine:
-        """Over the batches that were run with that input, and the powers of two between."""
+        """Return the times over the batches that were run with that input, and the powers of two between."""
         between = {2**i for i in range(32) if min(ran) < 2**i < max(ran)}
         batches = sorted(between | set(ran))
         return BatchLine(input_tokens=input_tokens, times=tuple(self.at(b, input_tokens) for b in batches))

@@ -265,7 +265,7 @@ def _check_volume(kind: ExportKind, volume: str) -> None:
 
 
 def _check_target(target: Path) -> None:
-    """Before anything slow: whether a new file can be put there."""
+    """Check, before anything slow, whether a new file can be put there."""
     with o.usage_errors("--output"):
         output_file(target)
     if target.is_symlink() or target.exists():

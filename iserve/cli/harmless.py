@@ -30,7 +30,7 @@ class _Harmless:
 
 
 def harmless_output() -> None:
-    """From now on, of this process's standard output and error."""
+    """Make this process's standard output and error harmless from now on."""
     sys.stdout, sys.stderr = _Harmless(sys.stdout), _Harmless(sys.stderr)
 
 

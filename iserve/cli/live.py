@@ -45,7 +45,7 @@ def client_for_plan(settings: Settings) -> ControllerClient:
 
 
 def folder_argument(folder: str) -> str:
-    """A folder that is there, made absolute: the controller has another working directory.
+    """Return a folder that is there, made absolute: the controller has another working directory.
 
     Raises:
         NotFoundError: a path with control characters or bytes that are not UTF-8.
@@ -64,7 +64,7 @@ def model_argument(model: str, settings: Settings) -> str:
 
 
 def registered_models(model: str, settings: Settings) -> dict[str, Path]:
-    """The registered models and the demo, when ``model`` can be a registered name; no controller is needed."""
+    """Return the registered models and the demo, when ``model`` can be a registered name; needs no controller."""
     from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 
     demo = {DEMO_MODEL_NAME: demo_model_path()}

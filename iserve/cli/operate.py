@@ -48,7 +48,7 @@ class Finding:
 
 
 def process_states(settings: Settings) -> tuple[ProcessState, ...]:
-    """Controller, gateway, daemon and workers, as their records and the kernel say."""
+    """Return controller, gateway, daemon and workers, as their records and the kernel say."""
     states = []
     for name in ("controller", "gateway", "daemon"):
         record = read_record(settings.run_folder / f"{name}.json")
@@ -143,7 +143,7 @@ def _home(home: Path) -> Finding:
 
 
 def _state(settings: Settings) -> Iterator[Finding]:
-    """The database, where it is not a file of the home. Its URL is not shown: it may hold a password."""
+    """Check the database, where it is not a file of the home. Its URL is not shown: it may hold a password."""
     if settings.database_url is None:
         return
     from iserve.state.store import Store
@@ -169,7 +169,7 @@ def living_workers(settings: Settings) -> Iterator[WorkerProcess]:
 
 
 def _leftovers(settings: Settings, *, fix: bool) -> Iterator[Finding]:
-    """Workers that live although no daemon watches them."""
+    """Return workers that live although no daemon watches them."""
     if _daemon(settings) is not None:
         yield Finding(True, "workers: watched by the daemon")
         return

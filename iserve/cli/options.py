@@ -176,13 +176,13 @@ def usage_errors(option: str | None = None) -> Iterator[None]:
 
 
 def replicated(options: PlanOptions, replicas: int) -> PlanOptions:
-    """``options`` for so many replicas, checked."""
+    """Return ``options`` for so many replicas, checked."""
     with usage_errors("--replicas"):
         return replace(options, replicas=replicas)
 
 
 def workload_of(batch: int, input_tokens: int, output_tokens: int, longest_tokens: int | None = None) -> Workload:
-    """The checked workload of these options."""
+    """Return the checked workload of these options."""
     with usage_errors():
         return Workload(
             batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, longest_tokens=longest_tokens or 0

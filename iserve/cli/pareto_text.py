@@ -33,7 +33,7 @@ class _Point:
 
 
 def print_pareto(document: PlanDocument) -> None:
-    """To standard output; a narrow terminal gets a line instead of the picture."""
+    """Print to standard output; a narrow terminal gets a line instead of the picture."""
     out = console()
     if out.width < LEAST_WIDTH:
         out.print(f"no picture: it takes a terminal of {LEAST_WIDTH} columns, this one has {out.width}")
@@ -91,7 +91,7 @@ def _plot(points: Sequence[_Point], front: Sequence[_Point], width: int) -> list
 
 
 def _bottom(x: Scale, columns: int) -> list[Text]:
-    """The axis of costs and its labels, those that would run into each other left out."""
+    """Return the axis of costs and its labels, those that would run into each other left out."""
     axis, labels = ["-"] * columns, [" "] * (columns + _LABEL_WIDTH)
     free_from = 0
     for value in x.ticks(5):

@@ -47,7 +47,7 @@ _SOURCE_WORDS = {"sharded": "shard on one GPU + modelled all-reduce"}
 
 
 def console(*, at_least: int = 0) -> Console:
-    """Standard output; width 120 where it is not a terminal, so that logs keep whole rows.
+    """Return standard output; width 120 where it is not a terminal, so that logs keep whole rows.
 
     Lines of up to ``at_least`` characters are a narrower terminal's to wrap. What is printed is plain text: names
     of models, folders and errors may hold what rich takes for markup.
@@ -60,7 +60,7 @@ def console(*, at_least: int = 0) -> Console:
 def print_plan(
     document: PlanDocument, *, rows: int = _ROWS, refused: bool = False, deployed: bool = False
 ) -> None:
-    """The verdict, the ranked table, and the refusals.
+    """Print the verdict, the ranked table, and the refusals.
 
     Args:
         refused: list each refused configuration; else they are counted.
@@ -98,7 +98,7 @@ def print_plan(
 
 
 def print_verdict(verdict: VerdictDocument, lines: Sequence[tuple[str, str]]) -> None:
-    """The sentence, and under it the lines with their labels."""
+    """Print the sentence, and under it the lines with their labels."""
     out = console()
     out.print(Text(verdict.sentence, style="bold red" if verdict.figures is None else "bold green"))
     margin = 2 + max((len(label) for label, _ in lines), default=0) + 2
@@ -112,7 +112,7 @@ def print_verdict(verdict: VerdictDocument, lines: Sequence[tuple[str, str]]) ->
 def _candidate_table(
     candidates: Sequence[CandidateDocument], document: PlanDocument, width: int
 ) -> tuple[Table, int]:
-    """The table and its width, at most ``width`` if it can be.
+    """Return the table and its width, at most ``width`` if it can be.
 
     Never a figure cut short: what a narrow terminal has no room for is left out, the least needed first, and what
     still does not fit is the terminal's to wrap.
@@ -133,7 +133,7 @@ Column = tuple[str, "JustifyMethod", list[str]]  # name, side and cells
 
 
 def _without(spare: str, column: Column) -> Column | None:
-    """``column`` without what ``spare`` names: all of it, or the intervals in its cells."""
+    """Return ``column`` without what ``spare`` names: all of it, or the intervals in its cells."""
     name, side, cells = column
     if spare == f"{name} interval":
         return name, side, [cell.partition(" [")[0] for cell in cells]
@@ -173,7 +173,7 @@ def _candidate_columns(candidates: Sequence[CandidateDocument], document: PlanDo
 
 
 def _objective(candidate: CandidateDocument) -> str:
-    """The value with its interval, where that is known."""
+    """Return the value with its interval, where that is known."""
     low, high = candidate.objective_low, candidate.objective_high
     within = "" if low is None or high is None else f" {ends(low, high)}"
     return f"{figure(candidate.objective)}{within}"
@@ -194,7 +194,7 @@ def _table(columns: Sequence[Column], gap: int) -> Table:
 
 
 def _print_refused(out: Console, document: PlanDocument) -> None:
-    """Every refused configuration with its whole reason, those of one kind together."""
+    """Print every refused configuration with its whole reason, those of one kind together."""
     from iserve.planning.verdict_text import REFUSED_FOR
 
     verdict = document.verdict
@@ -261,7 +261,7 @@ def _print_indented(out: Console, lines: Iterable[str]) -> None:
 
 
 def print_estimate(document: OneEstimateDocument) -> None:
-    """The verdict on one configuration, then the configuration itemised."""
+    """Print the verdict on one configuration, then the configuration itemised."""
     from iserve.planning.verdict_text import conditions_left, estimate_lines
 
     out = console()
@@ -291,7 +291,7 @@ def print_estimate(document: OneEstimateDocument) -> None:
 
 
 def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A plain aligned table."""
+    """Print a plain aligned table."""
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(header))
     for name in header:
         table.add_column(name, overflow="fold")

@@ -54,7 +54,7 @@ class Load:
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts, and of who gets a request.")] = 0
 
     def options(self) -> ScheduleOptions:
-        """Raises BadInputError: a value that cannot be."""
+        """Return the core's options. Raises BadInputError: a value that cannot be."""
         from traces.replay.schedule import ScheduleOptions
 
         return ScheduleOptions(
@@ -98,7 +98,7 @@ class Sending:
     )
 
     def options(self, seed: int) -> ReplayOptions:
-        """Raises BadInputError: a value that cannot be."""
+        """Return the core's options. Raises BadInputError: a value that cannot be."""
         from traces.replay.prompts import PromptOptions
         from traces.replay.runner import ReplayOptions
 
@@ -218,7 +218,7 @@ def _deployed(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _run(run: Replay, *, quiet: bool) -> tuple[Outcomes, int]:
-    """The outcomes, and the signal that ended the run, or 0."""
+    """Run, and return the outcomes and the signal that ended the run, or 0."""
     import asyncio
     import signal
 

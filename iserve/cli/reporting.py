@@ -220,7 +220,7 @@ def hardware_here(controller: ControllerClient, gpu: GpuSpec) -> tuple[NodeDocum
 
 
 def check_target(target: Path) -> None:
-    """Before anything slow: whether a file can be put there.
+    """Check, before anything slow, whether a file can be put there.
 
     Raises:
         ConfigError: as :func:`output_file`.

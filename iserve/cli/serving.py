@@ -58,7 +58,7 @@ class Serving:
     ] = False
 
     def check(self, wish: o.Wish) -> None:
-        """Raises typer.BadParameter: a value that cannot be used."""
+        """Raise typer.BadParameter for a value that cannot be used."""
         from iserve.api_types import check_name, check_refuse_late
         from placement.scaling import Scaling
 

@@ -128,7 +128,7 @@ def update(
 
 
 def _number(option: str, value: str) -> int | None:
-    """The number that ``option`` was given; None for ``none``."""
+    """Return the number that ``option`` was given; None for ``none``."""
     if value == "none":
         return None
     try:

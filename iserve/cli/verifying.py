@@ -87,7 +87,7 @@ def verify(
 
 
 def _target(controller: ControllerClient, model: str, settings: Settings) -> dict[str, str]:
-    """The deployment of that name where there is one, else the model."""
+    """Return the deployment of that name where there is one, else the model."""
     from iserve.api_types import DeploymentDocument
     from iserve.cli.live import model_argument
 

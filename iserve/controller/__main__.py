@@ -127,7 +127,7 @@ def _terminate(_signum: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """0 after a signal, 1 refused with one line on stderr."""
+    """Run the controller; return 0 after a signal, 1 refused with one line on stderr."""
     raise_file_limit()
     log_to_stderr()
     logging.getLogger("alembic").setLevel(logging.WARNING)

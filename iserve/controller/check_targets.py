@@ -135,7 +135,7 @@ class Targets:
         return name, find
 
     def _running(self, row: DeploymentRow, status: WorkerStatus) -> CheckTarget:
-        """The worker of ``status``, which ``row`` records.
+        """Return the worker of ``status``, which ``row`` records.
 
         Raises:
             ConflictError: the deployment was updated meanwhile, or another release of the engine is installed.
@@ -303,5 +303,5 @@ def check_same_engine(engine: Engine, running: tuple[tuple[str, str], ...], name
 
 
 def used_bytes(node: NodeStatus) -> dict[str, int]:
-    """Bytes in use by device, where a driver counts them."""
+    """Return bytes in use by device, where a driver counts them."""
     return {device.device_id: device.used_bytes for device in node.devices if device.used_bytes is not None}

@@ -250,7 +250,7 @@ class Deployer:
         return specs
 
     def _free_id(self, row: DeploymentRow) -> str:
-        """The id of new workers. Living workers keep theirs: those of before an update may still drain."""
+        """Return the id of new workers. Living workers keep theirs: those of before an update may still drain."""
         worker_id = f"{worker_slug(row.name)}-{row.id}"
         node = ask_daemon(self._daemon, DaemonClient.node)
         living = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
@@ -261,7 +261,7 @@ class Deployer:
     def workers_of(
         self, row: DeploymentRow, planned: PlannedDeployment, measured: Measured, worker_id: str
     ) -> tuple[WorkerSpec, ...]:
-        """The launch of ``planned``, on the version of the engine that it was planned for.
+        """Return the launch of ``planned``, on the version of the engine that it was planned for.
 
         Raises:
             InfeasibleError: nothing runs here.

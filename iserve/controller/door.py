@@ -25,7 +25,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 def problem(name: str, message: str, status: int) -> JSONResponse:
-    """The body of every error: the class of ``fingerprint.errors``, and one line."""
+    """Return the body of every error: the class of ``fingerprint.errors``, and one line."""
     headers = {"Retry-After": "1"} if status == 503 else None
     return JSONResponse({"error": name, "message": message}, status, headers=headers)
 

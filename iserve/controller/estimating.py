@@ -17,7 +17,7 @@ __all__ = ["contradictions", "estimator_for", "step_tokens_of"]
 
 
 def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
-    """Estimator of what was measured, with the roofline of the same device and engine to scale it by."""
+    """Return the estimator of what was measured, scaled by the roofline of the same device and engine."""
     engine = ENGINES.get(profile.engine)
     eager = frozenset({profile.engine}) if engine is not None and engine.capabilities().eager else frozenset()
     roofline = RooflineEstimator(profile.spec, profile.machine.device, eager=eager)

@@ -33,7 +33,7 @@ class Metrics:
         self._requests.labels(method, str(status)).inc()
 
     def render(self) -> bytes:
-        """Prometheus text."""
+        """Return Prometheus text."""
         for gauge in (self._deployments, self._free, self._load):
             gauge.clear()
         for document in self._controller.deployments():

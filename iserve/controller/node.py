@@ -46,7 +46,7 @@ _WINDOW_S = 120.0  # over which the daemon tells loads, and the gateway rates
 def hardware_of(
     node: NodeStatus | NodeDocument, gpu: GpuSpec, serving: tuple[DeploymentState, ...] = ()
 ) -> Hardware:
-    """The devices of ``node``, with what is free on them and their load now.
+    """Return the devices of ``node``, with what is free on them and their load now.
 
     Args:
         gpu: what one device can do, as the profile recorded it or the datasheet says.
@@ -76,7 +76,7 @@ def hardware_of(
 
 
 def without(node: NodeStatus, gone: Sequence[WorkerSpec] = (), full: Collection[str] = ()) -> NodeStatus:
-    """``node`` as if the workers of ``gone`` had ended and the devices in ``full`` had nothing free."""
+    """Return ``node`` as if the workers of ``gone`` had ended and the devices in ``full`` had nothing free."""
     ended = {worker.spec.worker_id for worker in workers_seen(gone, node.workers)}
     freed = Counter[str]()
     for worker in node.workers:
@@ -118,7 +118,7 @@ _HELD = 0.02  # of a device's memory: less is the driver's own
 
 
 def _called(serving: tuple[DeploymentState, ...]) -> set[str]:
-    """The devices of those that anybody calls."""
+    """Return the devices of the deployments with requests."""
     return {
         device
         for d in serving
@@ -221,7 +221,7 @@ def _state(
 
 
 def _as_planned(spec: WorkerSpec, plan: PlanDocument | None) -> WorkerSpec:
-    """``spec`` with as many requests at once as the plan's times are of, where it serves more."""
+    """Return ``spec`` with as many requests at once as the plan's times are of, where it serves more."""
     planned = spec.limits.max_batch if plan is None else plan.workload.batch
     return replace(spec, limits=replace(spec.limits, max_batch=min(spec.limits.max_batch, planned)))
 
@@ -231,13 +231,13 @@ def _batches(spec: WorkerSpec) -> int:
 
 
 def _most_batches(spec: WorkerSpec) -> float:
-    """Under way on average while its longest stage is always busy."""
+    """Return the batches under way on average while the worker's longest stage is always busy."""
     layers = [stage.num_layers for stage in spec.stages]
     return min(_batches(spec), sum(layers) / max(layers))
 
 
 def _recorded_plan(row: DeploymentRow) -> PlanDocument | None:
-    """None: there is none, or it is of an iServe of another version."""
+    """Return the plan; None: there is none, or it is of an iServe of another version."""
     if row.plan is None:
         return None
     try:
@@ -254,7 +254,7 @@ def _planned(plan: PlanDocument | None, spec: WorkerSpec) -> EstimateDocument | 
 
 
 def _planned_service_s(plan: PlanDocument | None, spec: WorkerSpec) -> float:
-    """Seconds of the worker that a request takes while the batch is full; 0: not known."""
+    """Return the seconds of the worker that a request takes while the batch is full; 0: not known."""
     full = _planned(plan, spec)
     return 0.0 if plan is None or full is None else full.e2e_s.value / plan.workload.batch
 
@@ -291,8 +291,9 @@ def _as_busy(stays: Stays, spec: WorkerSpec, requests_per_s: float, seen: float,
 
 
 def _most_busy(spec: WorkerSpec, node: NodeStatus) -> float:
-    """The batches that can have been under way, as busy as the worker's devices were: each stage runs for its
-    layers' share of every one. Of one batch that is the share of the time that the worker was busy."""
+    """Return the batches that can have been under way, as busy as the worker's devices were: each stage runs for
+    its layers' share of every one. Of one batch that is the share of the time that the worker was busy.
+    """
     seen = {device.device_id: device.load_fraction for device in node.devices}
     layers = sum(stage.num_layers for stage in spec.stages)
     return min(

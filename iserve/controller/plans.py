@@ -96,7 +96,7 @@ class Plans:
         return planned.launch(name, source, options.workload, profile, body.engine_options)
 
     def _planned(self, body: PlanBody, options: PlanOptions) -> tuple[PlannedDeployment, ModelSource, Profile]:
-        """A plan for what is free here now, the model and the profile that it rests on.
+        """Return a plan for what is free here now, the model and the profile that it rests on.
 
         Raises:
             NotMeasuredError: no profile holds here.

@@ -59,7 +59,7 @@ class Companion:
         self.log_path = settings.log_folder / f"{name}.log"
 
     def record(self) -> ProcessRecord | None:
-        """The record of the living process; None when none lives."""
+        """Return the record of the living process; None when none lives."""
         record = read_record(self.record_path)
         return record if is_alive(record) else None
 
@@ -159,7 +159,7 @@ def end_controllers(settings: Settings, *, grace_s: float = 30.0) -> bool:
 
 
 def _of_home(found: Iterable[ProcessStat], settings: Settings) -> tuple[ProcessStat, ...]:
-    """Without those of a container that has a home of the same name."""
+    """Leave out those of a container that has a home of the same name."""
     return tuple(stat for stat in found if sees(stat.pid, settings.home))
 
 
@@ -183,7 +183,7 @@ def _end(name: str, record_path: Path, found: Callable[[], tuple[ProcessStat, ..
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says something."""
+    """Return the last line of a log that says something."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))

@@ -50,7 +50,7 @@ class Room:
 
 
 def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequence[DeviceStatus]) -> Room:
-    """The points and degrees of ``plan`` that fit what ``devices`` have free now.
+    """Return the points and degrees of ``plan`` that fit what ``devices`` have free now.
 
     Args:
         devices: in the order in which they are used: tp * pp of them from the first on.

@@ -96,7 +96,7 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
 
 
 def _refuse_more_than_a_step(order: Order) -> None:
-    """Raises ConfigError: one token of each sequence does not fit a step, and the engine would not start."""
+    """Raise ConfigError if one token of each sequence does not fit a step: the engine would not start."""
     if order.workload.batch > STEP_TOKENS:
         raise ConfigError(
             f"batch={order.workload.batch:,} is more than the {STEP_TOKENS:,} tokens of one step that "
@@ -105,7 +105,7 @@ def _refuse_more_than_a_step(order: Order) -> None:
 
 
 def _refuse_without_pattern(source: ModelSource) -> None:
-    """A forward repeated to the model's depth has the whole model's mix of layers only where that repeats.
+    """Refuse repeats of a model without a pattern: only a pattern has the whole model's mix of layers.
 
     Raises:
         UnsupportedModelError: it does not.
@@ -125,7 +125,7 @@ def _refuse_without_pattern(source: ModelSource) -> None:
 
 
 def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Fingerprints as they are, on an engine that loads one after the other in a moment.
+    """Measure fingerprints as they are, on an engine that loads one after the other in a moment.
 
     Raises:
         NotMeasuredError: as :func:`consistent`.
@@ -388,7 +388,9 @@ class Fingerprints:
         self._source, self._folder, self._weights = source, folder, weights
 
     def __call__(self, layers: int | Sequence[int], tp: int = 1) -> Path:
-        """These layers, or the first so many; above ``tp`` 1 the shape of one rank of so many, without weights."""
+        """Return a fingerprint of these layers, or the first so many; above ``tp`` 1 one rank's shape, without
+        weights.
+        """
         chosen = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
         name = "layers-" + "-".join(map(str, chosen))
         target = self._folder / (name if tp == 1 else f"{name}-of-{tp}")

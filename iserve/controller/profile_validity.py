@@ -29,7 +29,7 @@ _UNWATCHED = frozenset({"python"})  # recorded with an engine's packages; a prof
 
 
 def machine_key(node: NodeStatus, engine: Engine) -> str:
-    """Equal while a profile stays valid: the same devices, driver and engine versions.
+    """Return a key that is equal while a profile stays valid: the same devices, driver and engine versions.
 
     Memory is counted in whole GiB, because a CPU share's changes a little from boot to boot.
     """
@@ -39,7 +39,7 @@ def machine_key(node: NodeStatus, engine: Engine) -> str:
 
 
 def key_without_driver(node: NodeStatus, engine: Engine) -> str:
-    """The key where there is no driver; and, on GPUs, the one by which older profiles are stored."""
+    """Return the key where there is no driver; and, on GPUs, the one by which older profiles are stored."""
     return _hashed(_identity(node, engine))
 
 
@@ -89,7 +89,7 @@ def _started_for(profile: Profile) -> int:
 
 
 def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: int) -> str:
-    """A sentence on a profile that is there and does not hold now.
+    """Return a sentence on a profile that is there and does not hold now.
 
     Args:
         versions: of the engine, now.

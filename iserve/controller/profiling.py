@@ -103,7 +103,8 @@ def ask_daemon(
 
 
 def launched(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus:
-    """The worker of ``spec``: the one that is there, a stopped one not counted, or one that is launched now.
+    """Return the worker of ``spec``: the one that is there, a stopped one not counted, or one that is launched
+    now.
 
     A worker with the same id and another spec is ended: a state that was put back gives out ids again.
 
@@ -136,7 +137,7 @@ def _the_one_there(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus | Non
 def wait_until_ready(
     daemon: Callable[[], DaemonClient], worker_id: str, timeout_s: float, *, go_on: Callable[[], None]
 ) -> WorkerStatus:
-    """The worker's status once it serves; a daemon that is away for a while is waited for.
+    """Return the worker's status once it serves; a daemon that is away for a while is waited for.
 
     Args:
         go_on: called between looks; what it raises ends the waiting.
@@ -262,7 +263,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def owning(self, worker_id: str) -> Iterator[None]:
-        """Inside (and inside ``paused``), this worker is no orphan, and is not ended where it drains."""
+        """Hold a worker inside (and inside ``paused``): it is no orphan, and is not ended where it drains."""
         self._workers = frozenset({worker_id})
         try:
             yield
@@ -277,7 +278,7 @@ class Profiler:
         return CorrectedEstimator(estimator_for(profile), [row.verification for row in rows])
 
     def stored(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> Profile | None:
-        """The profile that holds on ``node`` now, for up to ``batch`` requests at once.
+        """Return the profile that holds on ``node`` now, for up to ``batch`` requests at once.
 
         Raises:
             InfeasibleError: the node has GPUs of several kinds, of which a profile measures one.
@@ -291,7 +292,7 @@ class Profiler:
         return found if found is not None and covers(found, batch) else None
 
     def enough(self, source: ModelSource, engine: Engine, node: NodeStatus, wish: PlanOptions) -> Profile | None:
-        """The stored profile, where nothing was left out of it that ``wish`` may need."""
+        """Return the stored profile, where nothing was left out of it that ``wish`` may need."""
         found = self.stored(source, engine, node, batch=wish.workload.batch)
         return None if found is None or self.lacking(found, engine, node, wish) else found
 
@@ -304,7 +305,7 @@ class Profiler:
         return lacking(profile, node, engine.capabilities().unprepared(), wish, self._serving(node))
 
     def unused(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> tuple[str, ...]:
-        """A sentence on every profile of this model and engine that is there and does not hold now."""
+        """Return a sentence on every profile of this model and engine that is there and does not hold now."""
         used = self.stored(source, engine, node, batch=batch)
         same = (source.spec.shape_hash, engine.name)
         return tuple(
@@ -389,7 +390,7 @@ class Profiler:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _keep(self, measured: Profile, key: str, *, patience_s: float = 60.0) -> None:
-        """A minute of measuring is not lost to a database that is being restarted."""
+        """Keep the profile: a minute of measuring is not lost to a database that is being restarted."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -401,7 +402,8 @@ class Profiler:
             time.sleep(0.5)
 
     def _without_leftovers(self, daemon: DaemonClient) -> NodeStatus:
-        """The node, after ending the profiling workers of a controller that was killed, and its fingerprints.
+        """Return the node, after ending the profiling workers of a controller that was killed, and its
+        fingerprints.
 
         They would take memory and time from what is measured now.
         """
@@ -473,7 +475,7 @@ def last_words(engine: Engine, spec: WorkerSpec, error: EngineError, log: str) -
 
 
 def _check_usable(measured: Profile, workload: Workload) -> None:
-    """Raises NotMeasuredError: too little was measured; kept, it would stand in the way of a better one."""
+    """Raise NotMeasuredError if too little was measured; kept, it would be in the way of a better one."""
     try:
         estimator_for(measured).estimate(DeploymentConfig(engine=measured.engine), workload)
     except NotMeasuredError as error:
@@ -485,7 +487,7 @@ def _check_usable(measured: Profile, workload: Workload) -> None:
 
 
 def _check_same_engine(engine: Engine, before: Sequence[tuple[str, str]], measured: Profile) -> None:
-    """Raises ConflictError: what was measured is not, or not all, of what is installed."""
+    """Raise ConflictError if what was measured is not, or not all, of what is installed."""
     now = engine.versions()
     if now != before or not set(now) <= set(measured.machine.versions):
         then = described(measured.machine.versions)
@@ -496,7 +498,7 @@ def _check_same_engine(engine: Engine, before: Sequence[tuple[str, str]], measur
 
 
 def within_what_is_free(spec: WorkerSpec, node: NodeStatus) -> WorkerSpec:
-    """``spec`` with most of what its devices have free now; a CPU's memory changes from second to second."""
+    """Return ``spec`` with most of what its devices have free now; a CPU's memory changes every second."""
     used = {device_id for stage in spec.stages for device_id in stage.device_ids}
     free_bytes = share_of_free_bytes(device for device in node.devices if device.device_id in used)
     limits = replace(spec.limits, memory_bytes_per_device=free_bytes)

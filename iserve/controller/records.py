@@ -60,18 +60,19 @@ def recorded_update(row: DeploymentRow) -> DeployBody:
 
 
 def recorded_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
-    """The workers that were chosen, one for each replica; none before that, and where they cannot be read: then
-    they are chosen anew."""
+    """Return the workers that were chosen, one for each replica; none before that, and where they cannot be read:
+    then they are chosen anew.
+    """
     return _workers_of(row, row.workers)
 
 
 def update_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
-    """The workers that an update under way has chosen, likewise."""
+    """Return the workers that an update under way has chosen, likewise."""
     return _workers_of(row, row.update_workers)
 
 
 def draining_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
-    """The workers of before the last update that still finish requests."""
+    """Return the workers of before the last update that still finish requests."""
     return _workers_of(row, row.draining)
 
 

@@ -87,7 +87,7 @@ def deployed_before(store: Store, name: str, body: DeployBody) -> DeploymentRow 
 
 
 def _asked(body: DeployBody) -> dict[str, object]:
-    """The fields of a request that say what is deployed; left out and given as its default are the same."""
+    """Return the fields of a request that say what is deployed; left out and given as its default are the same."""
     return body.model_dump(mode="json", exclude={"name"}) | {"model": body.model or DEMO_MODEL_NAME}
 
 

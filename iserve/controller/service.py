@@ -96,14 +96,14 @@ class Controller:
     # the running world
 
     def daemon(self) -> DaemonClient:
-        """The daemon of this node, or UnavailableError while it is away."""
+        """Return the daemon of this node, or UnavailableError while it is away."""
         record = self.daemon_process.record()
         if record is None:
             raise UnavailableError("this node's daemon is away; it is being started again")
         return DaemonClient(record.url, record.token)
 
     def observe(self) -> NodeStatus | None:
-        """The node now; None while the daemon is away."""
+        """Return the node now; None while the daemon is away."""
         try:
             return self.daemon().node()
         except UnavailableError:
@@ -151,7 +151,7 @@ class Controller:
     # models
 
     def registered(self) -> dict[str, Path]:
-        """Registered names and their folders, the bundled demo model among them."""
+        """Return registered names and their folders, the bundled demo model among them."""
         return {DEMO_MODEL_NAME: demo_model_path()} | {m.name: Path(m.directory) for m in self.store.models()}
 
     def resolve(self, model: str | None, *, need_weights: bool = True) -> ModelSource:
@@ -379,7 +379,7 @@ class Controller:
                 self._progress[name] = progress
 
     def _accepted(self, name: str, body: DeployBody) -> DeploymentDocument:
-        """The answer to a deploy, known before it is recorded: it is stored in the same transaction."""
+        """Return the answer to a deploy, known before it is recorded: it is stored in the same transaction."""
         gateway = self.gateway_process.record()
         return DeploymentDocument(
             name=name,

@@ -182,8 +182,11 @@ class Updater:
             log.info("%s: its workers are others than before, so that its update is taken up again", row.name)
 
     def _choose(self, row: DeploymentRow, measured: Measured) -> tuple[WorkerSpec, ...]:
-        """The best workers next to the former ones, or in their place, recorded before any is launched. Their ids
-        are new."""
+        """Return the best workers next to the former ones, or in their place, recorded before any is launched.
+
+        Their ids
+        are new.
+        """
         if row.update_stop_first:
             planned = self._deployer.plan(*measured[:5], gone=recorded_workers(row))
         else:
@@ -199,7 +202,8 @@ class Updater:
         return specs
 
     def _plan_beside(self, row: DeploymentRow, measured: Measured) -> PlannedDeployment:
-        """The best plan next to the present workers that serves as much as they do, or as it would without them.
+        """Return the best plan next to the present workers that serves as much as they do, or as it would without
+        them.
 
         Where the best place has too little memory, the device that limits it is left out, and so on.
 

@@ -36,7 +36,7 @@ def prompt_text(question: str) -> str:
 
 
 def is_held_out(question: str) -> bool:
-    """True for about one input in twenty, by hash."""
+    """Return True for about one input in twenty, by hash."""
     return int.from_bytes(hashlib.sha256(question.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
 

@@ -13,7 +13,10 @@ _LOOK_S = 10
 
 
 def kubernetes_objects(worker: ExportedWorker, claim: str) -> str:
-    """The objects, one document each. ``claim``: the PersistentVolumeClaim that has the checkpoint in its root."""
+    """Return the objects, one document each.
+
+    ``claim``: the PersistentVolumeClaim that has the checkpoint in its root.
+    """
     objects = [_deployment(worker, claim), _service(worker)]
     if worker.files:
         objects.insert(0, _config_map(worker))
@@ -95,7 +98,7 @@ def _service(worker: ExportedWorker) -> dict[str, Value]:
 
 
 def _literal(text: str) -> str:
-    """Kubernetes replaces ``$(NAME)`` in commands and variables."""
+    """Escape ``$(NAME)``, which Kubernetes replaces in commands and variables."""
     return text.replace("$(", "$$(")
 
 

@@ -60,7 +60,7 @@ def exported_worker(
     image: str | None = None,
     bare: bool = False,
 ) -> ExportedWorker:
-    """The worker of ``launch`` in a container.
+    """Return the worker of ``launch`` in a container.
 
     Args:
         elsewhere: planned for GPUs that are not this node's.
@@ -115,7 +115,7 @@ def _numbered(devices: tuple[Device, ...], *, anew: bool) -> dict[str, Device]:
 def _environment(
     worker: WorkerSpec, devices: dict[str, Device], container: Container
 ) -> tuple[tuple[str, str], ...]:
-    """The engine's, and what a daemon adds to it: exactly its devices, in stage order."""
+    """Return the engine's variables, and a daemon's: exactly its devices, in stage order."""
     used = [devices[device_id] for stage in worker.stages for device_id in stage.device_ids]
     gpus = ",".join(str(device.index) for device in used if device.kind == "cuda")
     added = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpus}

@@ -111,7 +111,7 @@ class Deployment:
             self._arrivals.count()
 
     async def acquire(self, ticket: int, avoid: str = "", flight: Flight | None = None) -> WorkerTarget:
-        """A worker with room; the caller releases it. Waits its turn, in order of tickets.
+        """Return a worker with room; the caller releases it. Waits its turn, in order of tickets.
 
         Args:
             avoid: URL of a worker that should not be taken while another has room.
@@ -153,7 +153,7 @@ class Deployment:
             raise
 
     def release(self, target: WorkerTarget, flight: Flight | None = None) -> None:
-        """A request has left ``target``."""
+        """Note that a request has left ``target``."""
         self._last_s = time.monotonic()
         if self.punctual is not None and flight is not None:
             self.punctual.left(flight, target.url)
@@ -165,7 +165,7 @@ class Deployment:
         self._serve()
 
     def mark_down(self, target: WorkerTarget) -> None:
-        """``target`` refused a connection: leave it alone for ``DOWN_S``, whatever the table says."""
+        """Leave ``target``, which refused a connection, alone for ``DOWN_S``, whatever the table says."""
         loop = asyncio.get_running_loop()
         self._down_until_s[target.url] = loop.time() + DOWN_S
         loop.call_later(DOWN_S + 0.01, self._serve)
@@ -209,7 +209,7 @@ class Deployment:
             raise ApiError.would_be_late(self.route.name, late)
 
     def _take(self, ticket: int, avoid: str, flight: Flight | None) -> WorkerTarget | Late | None:
-        """The best that has room, None: none has; or why it would be late even there."""
+        """Take the best that has room, None: none has; or say why it would be late even there."""
         punctual = self.punctual
         best, best_rank, best_late = None, (True, True, math.inf, 0), None
         for worker in self.route.workers:

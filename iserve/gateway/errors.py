@@ -121,6 +121,6 @@ class ApiError(IserveError):
 
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> bytes:
-    """``{"error": {...}}`` as OpenAI clients parse it."""
+    """Return ``{"error": {...}}`` as OpenAI clients parse it."""
     kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

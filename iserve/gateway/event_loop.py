@@ -19,7 +19,7 @@ class EventLoop:
 
 
 def event_loop() -> EventLoop:
-    """Never fails: a wheel for another machine is as good as none."""
+    """Return the event loop. Never fails: a wheel for another machine is as good as none."""
     try:
         import uvloop  # noqa: F401
     except ImportError as error:

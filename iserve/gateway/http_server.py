@@ -34,7 +34,7 @@ _MAX_PIPELINED = 8  # requests that wait for the answer before them; each is hel
 
 
 def max_connections() -> int:
-    """Bound on clients' connections, each of which may need another one to a worker."""
+    """Return the bound on clients' connections, each of which may need another one to a worker."""
     return most_connections(_MAX_CONNECTIONS, files_each=2)
 
 
@@ -185,14 +185,16 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _write_now(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """A piece of a stream, without a message and a coroutine; False where ``send`` would wait or drop it."""
+        """Write a piece of a stream, without a message and a coroutine; False where ``send`` would wait or drop
+        it.
+        """
         if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
             return False  # not chunked: not begun, or of a known length
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """The client would like another protocol (some ask for HTTP/2 with every request) and is not given it.
+        """Go on without the protocol that the client would like (some ask for HTTP/2 with every request).
 
         llhttp takes what follows the head for the other protocol; it is the body, which a new parser reads.
         """

@@ -92,7 +92,7 @@ def check_headers(headers: Headers) -> None:
 
 
 def check_content_type(headers: Headers) -> None:
-    """Only application/json: what a web page can send unasked to a loopback address is of other types."""
+    """Refuse all but application/json: a web page can send only other types unasked to a loopback address."""
     for name, value in headers:
         if name == b"content-type" and value.split(b";")[0].strip().lower() == b"application/json":
             return
@@ -143,7 +143,7 @@ async def read_body(receive: Receive, headers: Headers, *, max_body_bytes: int, 
 
 
 def parse_head(body: bytes) -> RequestHead:
-    """The routing fields of a body, which is checked to be one JSON object, not too deep.
+    """Return the routing fields of a body, which is checked to be one JSON object, not too deep.
 
     Raises:
         ApiError: 400 with ``param`` where one field is at fault.

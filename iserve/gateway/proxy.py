@@ -134,7 +134,9 @@ async def _attempt(
 
 
 async def _end(answer: WorkerAnswer) -> None:
-    """The client has all of it, or never will: wait a moment for the worker's end of one that is complete."""
+    """End an answer: the client has all of it, or never will; wait a moment for the worker's end of a complete
+    one.
+    """
     try:
         with suppress(TimeoutError, WorkerLostError):
             await answer.read(_LINGER_S)
@@ -154,7 +156,7 @@ class _Seen:
         self._punctual = None if flight is None else deployment.punctual
 
     def frames(self, data: bytes) -> None:
-        """Each is taken for a token: engines send one for each step."""
+        """Count each frame as a token: engines send one for each step."""
         if self._punctual is not None and self._flight is not None:
             frames = data.count(b"\n\n") or data.count(b"\r\n\r\n")
             self._punctual.came(self._flight, frames - data.count(b"[DONE]"))
@@ -210,7 +212,7 @@ async def _relay_stream(
     failure = "the worker went away"
 
     def pass_on(chunk: bytes) -> bool:
-        """The way of nearly all: whole frames of a stream that has begun, to a client that keeps up."""
+        """Pass on whole frames of a stream that has begun, to a client that keeps up, as nearly all do."""
         if not frames.is_plain(chunk) or not reply.piece_now(chunk):
             return False
         frames.feed(chunk)

@@ -43,7 +43,7 @@ class Punctual:
         return flight
 
     def joins(self, flight: Flight, url: str) -> Late | None:
-        """Would it be late at that worker, which has room?"""
+        """Return whether it would be late at that worker, which has room."""
         return self._judge.joins(flight, self._running(url), time.monotonic())
 
     def waits(self, flight: Flight, urls: Sequence[str], before: Iterable[Flight]) -> Late | None:
@@ -65,7 +65,7 @@ class Punctual:
             self._at.pop(url, None)
 
     def came(self, flight: Flight, tokens: int) -> None:
-        """So many tokens of a stream."""
+        """Note so many tokens of a stream."""
         self._judge.came(flight, tokens, time.monotonic())
 
     def ended(self, flight: Flight, usage: Usage | None) -> None:

@@ -83,7 +83,7 @@ class Reply:
         await self._start(status, [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")], content_type)
 
     async def piece(self, data: bytes) -> None:
-        """Waits while the client is slower than the worker."""
+        """Send a piece; wait while the client is slower than the worker."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     def piece_now(self, data: bytes) -> bool:

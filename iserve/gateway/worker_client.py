@@ -143,7 +143,7 @@ class WorkerAnswer:
         return await self._connection.read(silence_s, take)
 
     def release(self) -> None:
-        """Done with it: the connection is kept if the answer is complete."""
+        """Release the connection: it is kept if the answer is complete."""
         self._connection.release()
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._fail("the worker closed the connection" if exc is None else str(exc))
 
     def eof_received(self) -> None:
-        """The transport closes now, but not before the worker has read all of the request."""
+        """Close the transport, but not before the worker has read all of the request."""
         if self._answer is not None and not self._is_framed:
             self._over = True
             self._wake()
@@ -364,7 +364,7 @@ def _authorization(token: str | None) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _address(url: str) -> tuple[str, int, bytes]:
-    """Host, port, and what goes into ``Host:``."""
+    """Return host, port, and what goes into ``Host:``."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None

@@ -296,7 +296,9 @@ def plan_document(
     verdict: VerdictDocument | None = None,
     capacity: CapacityDocument | None = None,
 ) -> PlanDocument:
-    """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning.making``)."""
+    """Return the document of ``plan``; ``conditions_of`` is asked of what can run at all
+    (``iserve.planning.making``).
+    """
     return PlanDocument(
         model=model,
         intent=str(plan.intent.kind),

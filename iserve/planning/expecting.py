@@ -82,7 +82,7 @@ def expected(
 
 
 def _gpu_s_of(candidates: Sequence[Candidate], rate_per_s: float | None) -> dict[DeploymentConfig, float]:
-    """GPU-seconds of a request."""
+    """Return the GPU-seconds of a request."""
     if rate_per_s is None:
         return {one.config: _gpu_s(_of(one)) for one in candidates}
     stays = [
@@ -104,7 +104,7 @@ def _mean_gpu_s(
     gpu_s: Mapping[DeploymentConfig, float],
     least: DeploymentConfig,
 ) -> float:
-    """GPU-seconds of a request of this plan's in the shapes of those that are there."""
+    """Return the GPU-seconds of a request of this plan's in the shapes of the existing deployments."""
     slowest_first = sorted((_of(one) for one in candidates), key=lambda one: one.e2e_s.value, reverse=True)
     fastest = {(one.config.tp, one.config.pp): one.config for one in slowest_first}
     shapes = (one.replicas[0].placement.stages for one in there if one.replicas)

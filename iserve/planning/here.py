@@ -28,7 +28,7 @@ class DeployableDocument:
 
 
 def gpus_here() -> Mapping[str, int]:
-    """Number of GPUs on this machine, by name in the datasheet table or, unlisted, by the driver's name."""
+    """Return the number of GPUs on this machine, by name in the datasheet table or the driver's name."""
     names = gpu_names()
     specs = [match_device(name) for name in names]
     return Counter(name if spec is None else spec.name for spec, name in zip(specs, names, strict=True))

@@ -107,7 +107,8 @@ def worker_spec(
     step_tokens: int | None = None,
     served: Workload | None = None,
 ) -> WorkerSpec:
-    """The launch that enforces what ``config`` was estimated and placed with on devices with ``free_bytes``.
+    """Return the launch that enforces what ``config`` was estimated and placed with on devices with
+    ``free_bytes``.
 
     Args:
         step_tokens, served: as for :func:`iserve.planning.serving_capacity.launch_limits`.
@@ -142,7 +143,7 @@ def worker_slug(name: str) -> str:
 
 
 def _engine_release(profile: Profile) -> str | None:
-    """``0.24.0`` of a profile taken with ``vllm 0.24.0``."""
+    """Return ``0.24.0`` of a profile taken with ``vllm 0.24.0``."""
     return dict(profile.machine.versions).get("engine", "").rpartition(" ")[2] or None
 
 

@@ -187,7 +187,7 @@ def space(
     engines: Sequence[EngineCapabilities],
     options: PlanOptions,
 ) -> list[Candidate]:
-    """The configuration space of ``spec`` on ``num_gpus`` GPUs, estimated."""
+    """Return the configuration space of ``spec`` on ``num_gpus`` GPUs, estimated."""
     chooser = EngineChooser(spec, gpu, engines)
     candidates = []
     for config in configuration_space(spec, gpu, num_gpus, chooser.name):
@@ -238,7 +238,7 @@ class _Everywhere:
 
 
 def ranked_anywhere(candidates: Sequence[Candidate], options: PlanOptions, gpu: GpuSpec) -> Plan:
-    """``candidates`` as if all had room, on idle GPUs."""
+    """Return ``candidates`` as if all had room, on idle GPUs."""
     return rank(candidates, options.replica_intent, fits=lambda _: _Everywhere(), prices=prices_of(gpu))
 
 
@@ -258,7 +258,7 @@ def alone_of(estimator: Estimator, config: DeploymentConfig, work: Workload) -> 
 
 
 def check_context(spec: ModelSpec, workload: Workload) -> None:
-    """Raises ConfigError: the workload is longer than the model's context."""
+    """Raise ConfigError if the workload is longer than the model's context."""
     if workload.longest_tokens > spec.max_context_tokens:
         raise ConfigError(
             f"requests of {workload.longest_tokens} tokens are longer than the model's context of "
@@ -343,11 +343,11 @@ class FitsOn:
         return _answer(self._placer, estimate)
 
     def slowdown(self, layout: Layout) -> float:
-        """At the slowest replica."""
+        """Return the slowdown at the slowest replica."""
         return max(self._others.slowdown(placement) for placement in placements_of(layout))
 
     def taken(self, layout: Layout) -> float:
-        """On average over the replicas, each of which serves as many requests."""
+        """Return the mean over the replicas, each of which serves as many requests."""
         placements = placements_of(layout)
         return sum(self._others.lost(placement) for placement in placements) / len(placements)
 
@@ -372,7 +372,7 @@ def _answer(placer: FindsPlaces | ReplicaPlacer, estimate: Estimate) -> Placemen
 
 
 def _with_more(hardware: Hardware, count: int) -> Hardware:
-    """The same hardware and ``count`` more idle devices of the largest size there is, on the first node."""
+    """Return the same hardware and ``count`` more idle devices of the largest size there is, on the first node."""
     gpus = hardware.snapshot.gpus
     largest = max(gpus, key=lambda gpu: gpu.total_bytes)
     last = max(gpu.gpu_index for gpu in gpus)

@@ -73,7 +73,7 @@ class _Order(NamedTuple):
         return bool(self.measured)
 
     def slowed(self, times: Callable[[Estimate], float]) -> _Order:
-        """The same candidates in the order of as many times their values."""
+        """Return the same candidates in the order of as many times their values."""
         weighed = []
         for candidate, value, worst in self.weighed:
             assert candidate.estimate is not None, "what is ranked has an estimate"
@@ -183,8 +183,9 @@ class RankedModel:
         return None if best is None else _chosen(best)
 
     def _best_beside(self, order: _Order, hardware: Hardware, fits: FitsOn) -> Ranked | None:
-        """The best where each would go; of a latency, which is all that those who are expected are for, as many
-        times its own as they make it."""
+        """Return the best where each would go; of a latency, which is all that those who are expected are for, as
+        many times its own as they make it.
+        """
         if fits.expected is not None:
             order = order.slowed(fits.expected.slowest)
         found = _BestBeside(self.options, hardware, fits)
@@ -230,7 +231,7 @@ class RankedModel:
 
 
 def _worst(ranked: Ranked, value: float, maximize: bool) -> float:
-    """The worse end of the interval of ``ranked``; ``value``, which excludes nothing, where there is none."""
+    """Return the worse end of the interval of ``ranked``; without one ``value``, which excludes nothing."""
     if ranked.interval is None:
         return value
     low, high = ranked.interval

@@ -166,7 +166,7 @@ def _bound(options: PlanOptions) -> CapacityBound:
 
 
 def _growing(options: PlanOptions) -> PlanOptions:
-    """``options`` without what the intent rules out: more memory, or more requests than planned at a rate."""
+    """Return ``options`` without what the intent rules out: more memory, or at a rate more requests."""
     grows = options.intent.kind is not IntentKind.MIN_MEMORY
     more_requests = grows and options.more_requests and options.intent.rate_per_s is None
     return replace(options, more_requests=more_requests, longer_requests=grows and options.longer_requests)
@@ -179,7 +179,7 @@ def promised_bytes(stage: StagePlacement, free_bytes: Mapping[str, int]) -> int:
 
 
 def _wanted_kv_tokens(planned: Workload, options: PlanOptions, engine: str, spec: ModelSpec) -> int:
-    """The largest KV cache that is made unless it is planned for."""
+    """Return the largest KV cache that is made unless it is planned for."""
     if not (options.more_requests or options.longer_requests):
         return 0
     if engine in SLOT_ENGINES:
@@ -191,7 +191,9 @@ def _wanted_kv_tokens(planned: Workload, options: PlanOptions, engine: str, spec
 
 
 def _served(planned: Workload, kv_tokens: int, options: PlanOptions, engine: str, spec: ModelSpec) -> Workload:
-    """The workload that a KV cache of ``kv_tokens`` serves; what was given stays, and never less than planned."""
+    """Return the workload that a KV cache of ``kv_tokens`` serves; what was given stays, and never less than
+    planned.
+    """
     slots = engine in SLOT_ENGINES
     usual, context, batch = planned.input_tokens + planned.output_tokens, planned.context_tokens, planned.batch
     if options.longer_requests:
@@ -204,7 +206,7 @@ def _served(planned: Workload, kv_tokens: int, options: PlanOptions, engine: str
 
 
 def _room_by_device(hardware: Hardware, options: PlanOptions, config: DeploymentConfig) -> Mapping[str, int]:
-    """Bytes of each device that a deployment may take for more than was planned.
+    """Return bytes of each device that a deployment may take for more than was planned.
 
     Where further deployments are expected, a device is divided among as many as it will hold.
     """
@@ -247,7 +249,7 @@ def served_memory(
 
 
 def _step_tokens(planned: Workload, engine: str, served: Workload) -> int:
-    """Tokens of the largest step that an engine is started for, where no measurement says it."""
+    """Return tokens of the largest step that an engine is started for, where no measurement gives them."""
     one = served
     least = 0
     if engine in SLOT_ENGINES and served != planned:
@@ -256,7 +258,7 @@ def _step_tokens(planned: Workload, engine: str, served: Workload) -> int:
 
 
 def _with_memory(placement: Placement, memory: MemoryEstimate) -> Placement:
-    """``placement`` with the upper bound of ``memory`` in place of its own."""
+    """Return ``placement`` with the upper bound of ``memory`` in place of its own."""
     blocks = demand(memory)
     return Placement(
         tuple(

@@ -108,7 +108,7 @@ def verdict(
 def figures_of(
     estimate: Estimate, gpu: GpuSpec, *, served: Served | None = None, replicas: int = 1
 ) -> FiguresDocument:
-    """The figures of one configuration on ``gpu``.
+    """Return the figures of one configuration on ``gpu``.
 
     Args:
         served: what one replica gives under its share of the rate; None: the batch is kept full.

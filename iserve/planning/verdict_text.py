@@ -69,7 +69,7 @@ _MOST_LEADS = 2
 
 
 def plan_lines(document: PlanDocument) -> list[Line]:
-    """All that a plan's verdict says below its sentence; nothing of a plan that was stored without one."""
+    """Return all that a plan's verdict says below its sentence; nothing of a plan that was stored without one."""
     verdict = document.verdict
     if verdict is None:
         return []
@@ -110,20 +110,20 @@ def estimate_lines(
 
 
 def refused_words(verdict: VerdictDocument) -> str:
-    """All refusals in one line: ``179 refused: 105 quality, 42 rate not served, 32 no engine``."""
+    """Return all refusals in one line: ``179 refused: 105 quality, 42 rate not served, 32 no engine``."""
     total = sum(refusal.count for refusal in verdict.refusals)
     counts = ", ".join(f"{refusal.count} {REFUSED_FOR[refusal.reason]}" for refusal in verdict.refusals)
     return f"{total} refused: {counts}" if total else ""
 
 
 def note_lines(document: PlanDocument) -> list[str]:
-    """Notes below the table: conditions of the chosen configuration, then those on the whole plan."""
+    """Return notes below the table: conditions of the chosen configuration, then those on the whole plan."""
     conditions = () if document.chosen is None else document.candidates[document.chosen].conditions
     return [*conditions_left(conditions, document.verdict), *document.notes]
 
 
 def alike_words(document: PlanDocument, shown: int) -> str:
-    """Rows whose intervals overlap that of the first, of which ``shown`` are listed."""
+    """Describe rows whose intervals overlap that of the first, of which ``shown`` are listed."""
     rows = [index + 1 for index in document.indistinguishable]
     listed, more = [row for row in rows if row <= shown], sum(row > shown for row in rows)
     if listed == rows and len(rows) == 1:
@@ -138,7 +138,7 @@ def alike_words(document: PlanDocument, shown: int) -> str:
 
 
 def _ranges(rows: Sequence[int]) -> str:
-    """Ascending numbers, runs of three and more as ``2-9``."""
+    """Return ascending numbers, runs of three and more as ``2-9``."""
     runs: list[list[int]] = []
     for row in rows:
         if runs and row == runs[-1][-1] + 1:
@@ -149,14 +149,14 @@ def _ranges(rows: Sequence[int]) -> str:
 
 
 def conditions_left(conditions: Iterable[str], verdict: VerdictDocument | None) -> list[str]:
-    """Conditions of running a configuration, without those that its verdict lists as missing here."""
+    """Return conditions of running a configuration, without those that its verdict lists as missing here."""
     deployable = None if verdict is None else verdict.deployable
     missing = () if deployable is None else deployable.missing
     return [condition for condition in conditions if not any(condition.endswith(text) for text in missing)]
 
 
 def _capacity_words(document: PlanDocument) -> list[str]:
-    """Requests that one worker serves, and why no more; nothing of a plan stored without."""
+    """Describe the requests that one worker serves, and why no more; nothing of a plan stored without."""
     capacity, work = document.capacity, document.workload
     if capacity is None:
         return []
@@ -213,13 +213,13 @@ def _load_words(
 
 
 def _rate_words(one_per_s: float, replicas: int, form: str) -> str:
-    """The rate of all replicas and, of several, that of one: ``12 requests/s in total (6 per replica)``."""
+    """Describe the rate of all replicas and, of several, of one: ``12 requests/s in total (6 per replica)``."""
     in_all = f"{one_per_s * replicas:{form}} requests/s"
     return in_all if replicas == 1 else f"{in_all} in total ({one_per_s:{form}} per replica)"
 
 
 def _price_words(figures: FiguresDocument) -> str:
-    """Dollars per million output tokens; empty where the GPU has no known price."""
+    """Describe dollars per million output tokens; empty where the GPU has no known price."""
     if figures.usd_per_million_output_tokens is None or figures.usd_per_gpu_hour is None:
         return ""
     cost, per_hour = dollars(figures.usd_per_million_output_tokens), dollars(figures.usd_per_gpu_hour)
@@ -259,7 +259,7 @@ def _sure_words(figures: FiguresDocument, remarks: Iterable[str], *, under_load:
 
 
 def _basis_words(config: DeploymentConfig, estimate: EstimateDocument, measured: bool) -> str:
-    """Measurements behind an estimate; "measured" is said of the configuration only where it was run."""
+    """Describe measurements behind an estimate; "measured" is said of the configuration only where it was run."""
     source, basis = estimate.tpot_s.source, estimate.rests_on
     if measured:
         if _is_checked(estimate):

@@ -90,7 +90,7 @@ class ReportOptions:
 def find_profile(
     profiles: Sequence[Profile], model: str, shape_hash: str | None, *, argument: str | None = None
 ) -> Profile:
-    """The latest profile of that name, else of a model of that shape.
+    """Return the latest profile of that name, else of a model of that shape.
 
     Args:
         argument: names the model in a command, where its name alone does not.
@@ -110,7 +110,7 @@ def find_profile(
 
 
 def read_accuracy(path: Path) -> AccuracyRecord:
-    """The record that ``tests/bench/full_model_accuracy.py`` wrote.
+    """Return the record that ``tests/bench/full_model_accuracy.py`` wrote.
 
     Raises:
         NotFoundError: it cannot be read, or is larger than any such record.
@@ -240,7 +240,7 @@ class _Planner:
         profile: Profile | None,
         deployable_of: Callable[[DeploymentConfig], DeployableDocument] | None,
     ) -> Verdict:
-        """The words of a plan that was made here."""
+        """Return the words of a plan that was made here."""
         there = None if deployable_of is None or plan.best is None else deployable_of(plan.best.config)
         wish = self._options.wish(plan.intent)
         found = verdict(
@@ -307,13 +307,13 @@ class _Planner:
 
 
 def _first(plan: Plan) -> Ranked | None:
-    """The best feasible candidate, else the best that anything is predicted of."""
+    """Return the best feasible candidate, else the best that anything is predicted of."""
     known = (ranked for ranked in plan.candidates if ranked.estimate is not None and ranked.objective is not None)
     return plan.best or next(known, None)
 
 
 def _rounded(value: float) -> float:
-    """Upwards to three significant digits, so that what the limit came from stays inside it."""
+    """Round up to three significant digits, so that what the limit was made from stays inside it."""
     step = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / step) * step:.6g}")
 

@@ -77,7 +77,7 @@ class World:
 
 
 def knowledge_of(model: SimulatedModel, gpu: GpuSpec, cluster: ClusterSnapshot) -> Knowledge:
-    """All that the planner would rank, but for what the model's shape or every engine refuses."""
+    """Return all that the planner would rank, but for what the model's shape or every engine refuses."""
     num_gpus = len(cluster.gpus)
     chooser = EngineChooser(model.spec, gpu, model.engines)
     space = configuration_space(model.spec, gpu, num_gpus, chooser.name)
@@ -105,7 +105,7 @@ class Prepared:
 
 
 def parse_planner(text: str) -> tuple[Baseline, Path | None]:
-    """A baseline by name, and of ``aiconfigurator:FILE`` the file of its answers.
+    """Return a baseline by name, and of ``aiconfigurator:FILE`` the file of its answers.
 
     Raises:
         ConfigError: there is no such baseline, or the file is missing or one too many.
@@ -277,7 +277,7 @@ def _check_alpaserve(deploys: Sequence[Deploy], num_requests: int, slos: Mapping
 
 
 def static_deployer(baseline: Baseline, world: World) -> Deployer:
-    """The deployer of a baseline that needs to know nothing of the trace."""
+    """Return the deployer of a baseline that needs to know nothing of the trace."""
     cluster = world.scenario.cluster
     known = {name: knowledge_of(model, world.gpu, cluster) for name, model in world.models.items()}
     match baseline:
@@ -308,7 +308,7 @@ def _first_fit(baseline: Baseline, world: World, known: Mapping[str, Knowledge])
 
 
 def _batches(world: World, common: int = 0) -> dict[str, int]:
-    """1 where nothing is batched, else ``common``, and where that is 0 the workload's own."""
+    """Return 1 where nothing is batched, else ``common``, and where that is 0 the workload's own."""
     if not world.scenario.service.batches:
         return dict.fromkeys(world.models, 1)
     return {name: common or model.options.workload.batch for name, model in world.models.items()}

@@ -103,7 +103,7 @@ def simulation_document(
     notes: tuple[str, ...] = (),
     model_contexts: Mapping[str, int] | None = None,
 ) -> SimulationDocument:
-    """The figures of ``result``, with ``slo`` judged on each request.
+    """Return the figures of ``result``, with ``slo`` judged on each request.
 
     Args:
         model_contexts: the most tokens of a sequence by each deployment's model; None: not known.
@@ -205,7 +205,7 @@ def intent_words(intent: Intent) -> str:
 
 
 def late_words(document: SimulationDocument) -> str:
-    """Rejection of late requests, in words that follow the service; empty where none is rejected."""
+    """Describe the rejection of late requests, in words that follow the service; empty without any."""
     if not document.refuses_late:
         return ""
     return f", late requests rejected by {'forecast' if document.forecasts_late else 'their exact times'}"

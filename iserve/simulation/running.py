@@ -183,7 +183,7 @@ class PlannedDeployer:
         return self._deployed(asked, chosen.config, (chosen.placement,), snapshot)[0]
 
     def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
-        """The best configuration that fits so often, each on GPUs of its own.
+        """Return the best configuration that fits so often, each on GPUs of its own.
 
         Raises:
             ConfigError: more than a deployment may have.
@@ -301,7 +301,7 @@ def simulate_cluster(
     steering: Steering | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
-    """:func:`traces.simulator.simulation.simulate` with the policies that decide in production.
+    """Run :func:`traces.simulator.simulation.simulate` with the policies that decide in production.
 
     Args:
         deployer: None: the planner.

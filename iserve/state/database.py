@@ -86,12 +86,12 @@ class Database(ABC):
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """For one query, of what has been committed."""
+        """Read for one query, of what has been committed."""
         with self._reported("read"), self._engine.connect() as connection:
             yield connection
 
     def migrate(self, to: str = "head") -> None:
-        """All of it or nothing: a process that is killed in the middle leaves the old schema.
+        """Migrate all of it or nothing: a process that is killed in the middle leaves the old schema.
 
         Raises:
             ConflictError: another controller runs on this database.
@@ -238,7 +238,7 @@ class _Server(Database):
         super().close()
 
     def _prepare(self) -> None:
-        """Raises ConflictError when another controller has the lock and keeps it."""
+        """Take the lock. Raises ConflictError when another controller has it and keeps it."""
         self._take(ConflictError, _OPENING_PATIENCE_S)
 
     def _keep(self) -> None:

@@ -56,7 +56,7 @@ class Store:
 
     @classmethod
     def open(cls, where: Path | str) -> Store:
-        """The store at a path (SQLite) or URL (PostgreSQL), created or migrated to the newest schema.
+        """Return the store at a path (SQLite) or URL (PostgreSQL), created or migrated to the newest schema.
 
         Raises:
             ConfigError: not such a URL, or PostgreSQL's driver is not installed.
@@ -143,7 +143,7 @@ class Store:
         return None if body is None else _readable(body, Profile)
 
     def profiles(self) -> tuple[Profile, ...]:
-        """All of them, newest first."""
+        """Return all of them, newest first."""
         query = sa.select(profiles.c.body).order_by(profiles.c.created_at.desc())
         with self._read() as connection:
             found = [_readable(body, Profile) for body in connection.execute(query).scalars()]
@@ -257,7 +257,7 @@ class Store:
         return DeploymentRow(**row)
 
     def deployment_by_id(self, deployment_id: int) -> DeploymentRow | None:
-        """None when it has been deleted."""
+        """Return a deployment; None when it has been deleted."""
         with self._read() as connection:
             query = sa.select(deployments).where(deployments.c.id == deployment_id)
             row = connection.execute(query).mappings().first()
@@ -376,7 +376,7 @@ class Store:
             _add_event(connection, deployment_id, "update-failed", error)
 
     def forget_drained(self, deployment_id: int, draining: str) -> None:
-        """The workers of ``draining`` are gone."""
+        """Forget the workers of ``draining``, which are gone."""
         same = (deployments.c.id == deployment_id) & (deployments.c.draining == draining)
         with self._write() as connection:
             connection.execute(sa.update(deployments).where(same).values(draining=None))
@@ -432,7 +432,7 @@ class Store:
     # routes
 
     def next_route_version(self) -> int:
-        """A number larger than any given out before, across restarts."""
+        """Return a number larger than any given out before, across restarts."""
         with self._write() as connection:
             current = connection.execute(sa.select(route_version.c.version)).scalar_one_or_none()
             if current is None:
@@ -465,7 +465,7 @@ def _storable(message: str) -> str:
 
 
 def _readable(body: str, kind: type[T]) -> T | None:
-    """None for what an iServe of another version wrote in its own way: it is measured anew."""
+    """Return the value; None for what an iServe of another version wrote in its own way: it is measured anew."""
     try:
         return from_json(body, kind, what=f"a stored {kind.__name__.lower()}")
     except BadInputError as error:

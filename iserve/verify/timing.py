@@ -134,7 +134,7 @@ def time_bursts(
 
 
 def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float, max_seconds: float) -> Workload:
-    """The workload with as much of its answer as lets the wanted pairs be run.
+    """Return the workload with as much of its answer as lets the wanted pairs be run.
 
     Raises:
         NotMeasuredError: not even the fewest of the shortest.
@@ -154,7 +154,7 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
 
 
 def _least_s(workload: Workload, first_s: float, step_s: float) -> float:
-    """The fewest pairs of the shortest answers."""
+    """Return the fewest pairs of the shortest answers."""
     return _FEWEST_PAIRS * (first_s if workload.output_tokens == 1 else 2 * first_s + step_s)
 
 
@@ -166,7 +166,7 @@ def _tight(values: Sequence[float]) -> bool:
 
 
 def _reading(values: Sequence[float]) -> Reading:
-    """Raises NotMeasuredError: the noise is larger than what is measured."""
+    """Return the reading. Raises NotMeasuredError: the noise is larger than what is measured."""
     location = locate(values)
     if location.value <= 0:
         raise NotMeasuredError(

@@ -76,7 +76,7 @@ def search(
     keep_all: bool = False,
     beam: int = 0,
 ) -> Plan:
-    """Algorithm 2 on the idle ``cluster``.
+    """Run Algorithm 2 on the idle ``cluster``.
 
     Args:
         batch_of: sequences at once that a replica of each model is launched for.
@@ -104,7 +104,9 @@ def search(
 
 
 def _best_division(buckets: Sequence[Sequence[str]], gpus: tuple[GpuState, ...], ranges: _Ranges) -> _Part | None:
-    """Over all ways to give each bucket the next so many GPUs; since scores add, from the best of those before."""
+    """Return the best over all ways to give each bucket the next so many GPUs; since scores add, from the best
+    before.
+    """
     until: dict[int, _Part] = {0: _Part(_NOTHING, ())}
     for number, bucket in enumerate(buckets, start=1):
         still = len(buckets) - number  # each needs a GPU
@@ -152,7 +154,7 @@ class _Ranges:
 
 
 def _moved(placed: Placed, old: Sequence[GpuState], new: Sequence[GpuState]) -> Placed:
-    """The same on other GPUs of the same shape."""
+    """Return the same on other GPUs of the same shape."""
     to = {(a.node_id, a.device_id): b for a, b in zip(old, new, strict=True)}
     stages = tuple(
         replace(
@@ -239,7 +241,9 @@ def deployment_of(
     *,
     name: str,
 ) -> tuple[Scenario, Fixed]:
-    """``scenario`` with as many replicas of each deployment as were chosen, and the deployer that places them."""
+    """Return ``scenario`` with the chosen number of replicas of each deployment, and the deployer that places
+    them.
+    """
     planned: dict[str, list[Deployed]] = {}
     for placed in replicas:
         batch = batch_of[placed.model]

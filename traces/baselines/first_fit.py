@@ -63,8 +63,10 @@ def common_batch(
     cluster: ClusterSnapshot,
     places: Places,
 ) -> int:
-    """The largest batch up to ``MOST_BATCH`` with which ``deployments`` (replicas of each) fit side by side on the
-    idle ``cluster``, each in its first configuration that fits alone; 0: not even one sequence of each does."""
+    """Return the largest batch up to ``MOST_BATCH`` with which ``deployments`` (replicas of each) fit side by side
+    on the idle ``cluster``, each in its first configuration that fits alone; 0: not even one sequence of each
+    does.
+    """
     firsts = []
     for model, configs, count in deployments:
         alone = (c for c in configs if not isinstance(places.find_apart(model, c, 1, cluster, count), Refusal))

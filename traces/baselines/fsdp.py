@@ -47,7 +47,7 @@ class Sharding:
 
 
 def transfer_s(spec: ModelSpec, gpu: GpuSpec, sharding: Sharding) -> float:
-    """Seconds to have one layer whole on every GPU, its part of embedding and head with it."""
+    """Return the seconds to have one layer whole on every GPU, its part of embedding and head with it."""
     n = sharding.num_gpus
     layer_bytes = _weight_bytes(spec) / spec.num_layers
     link = gpu.collective_bytes_per_s(n)
@@ -76,7 +76,7 @@ class FsdpEstimator:
         self._transfer_s = transfer_s(spec, gpu, sharding)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """Raises NotMeasuredError: as the estimator of one GPU does."""
+        """Estimate. Raises NotMeasuredError: as the estimator of one GPU does."""
         own = replace(workload, batch=-(-workload.batch // self._sharding.num_gpus))
         alone = self._alone.estimate(config, own)
         return replace(
@@ -122,7 +122,7 @@ class FsdpDeployer:
         return found if isinstance(found, NotDeployed) else found[0]
 
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
-        """Over as many GPUs as answer soonest now."""
+        """Return a replica over as many GPUs as answer soonest now."""
         return self(model, snapshot)
 
     def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
@@ -192,7 +192,7 @@ class FsdpDeployer:
 
 
 def sharded_bytes(model: Knowledge, config: DeploymentConfig, sharding: Sharding, batch: int) -> int:
-    """Bytes on each GPU (module docstring), at the upper end of the estimate's interval.
+    """Return bytes on each GPU (module docstring), at the upper end of the estimate's interval.
 
     Args:
         batch: of all GPUs together.

@@ -26,7 +26,7 @@ class Group:
 
 
 def in_order(cluster: ClusterSnapshot) -> tuple[GpuState, ...]:
-    """Neighbours side by side: a group is a range of these."""
+    """Return neighbours next to one another: a group is a range of these."""
     return tuple(sorted(cluster.gpus, key=lambda gpu: (gpu.node_id, gpu.gpu_index, gpu.device_id)))
 
 
@@ -51,14 +51,17 @@ def shape(gpus: Sequence[GpuState]) -> tuple[tuple[int, ...], ...]:
 
 
 def group_sizes(num_gpus: int) -> list[int]:
-    """Powers of two, and what divides ``num_gpus``."""
+    """Return powers of two, and what divides ``num_gpus``."""
     powers = {2**i for i in range(num_gpus.bit_length())}
     return sorted(powers | {size for size in range(1, num_gpus + 1) if not num_gpus % size})
 
 
 def partitions(gpus: Sequence[GpuState], degrees: Iterable[tuple[int, int]]) -> Iterator[tuple[Group, ...]]:
-    """Every cut of ``gpus`` into groups of one size and one pair of ``degrees`` (tp, pp). What is left over is cut
-    into the largest powers of two, with as much of that TP as goes in."""
+    """Yield every cut of ``gpus`` into groups of one size and one pair of ``degrees`` (tp, pp).
+
+    What is left over is cut
+    into the largest powers of two, with as much of that TP as goes in.
+    """
     known = sorted(set(degrees))
     for size in group_sizes(len(gpus)):
         for tp, pp in known:

@@ -53,7 +53,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._after(exchange)
 
     def _after(self, exchange: Exchange) -> None:
-        """The outcome is known: keep the connection if its answer is complete, or will be in a moment."""
+        """Keep the connection, whose outcome is known, if its answer is complete, or will be in a moment."""
         if exchange.reusable:
             self.exchange = None
             if self._linger is not None:
@@ -142,7 +142,7 @@ class Connections:
             connection.close()
 
     async def closed(self) -> None:
-        """After ``close``: nothing of ours is left in the event loop."""
+        """Wait after ``close`` until nothing of ours is left in the event loop."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -97,7 +97,7 @@ def replay_run(
     options: ReplayOptions,
     deployed: tuple[str, ...] = (),
 ) -> ReplayRun:
-    """The settings of a run, gathered."""
+    """Return the settings of a run, gathered."""
     prompts = options.prompts
     return ReplayRun(
         trace=trace,
@@ -119,7 +119,7 @@ def replay_run(
 def make_document(
     run: ReplayRun, outcomes: Outcomes, slo: Slo | None, examples: Mapping[Failure, str]
 ) -> ReplayDocument:
-    """Everything that is shown of a run."""
+    """Return everything that is shown of a run."""
     summary = summarize(outcomes, slo)
     done = outcomes.select(outcomes.completed)
     return ReplayDocument(

@@ -34,7 +34,7 @@ class Endpoint:
 
 
 def resolve_endpoint(url: str) -> Endpoint:
-    """The endpoint of ``http://host:port``, with or without ``/v1``.
+    """Return the endpoint of ``http://host:port``, with or without ``/v1``.
 
     Raises:
         ConfigError: not such a URL.

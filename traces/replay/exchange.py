@@ -94,7 +94,7 @@ class Exchange:
             self.done = False  # the outcome is final, the connection of no more use
 
     def closed(self, error: Exception | None) -> None:
-        """The connection is gone."""
+        """Note that the connection is gone."""
         if self.over:
             return
         if error is None and self._http.status:

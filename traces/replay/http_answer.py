@@ -51,7 +51,7 @@ class HttpAnswer:
         return self._part is _Part.COMPLETE
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the body in ``data``.
+        """Return the part of the body in ``data``.
 
         Raises:
             MalformedError: not HTTP/1.1, or a line without an end.
@@ -69,7 +69,7 @@ class HttpAnswer:
         return b"" if self._part is _Part.HEAD else self._chunks(data)
 
     def end(self) -> None:
-        """The connection is closed.
+        """Note that the connection is closed.
 
         Raises:
             MalformedError: in the middle of the answer.
@@ -163,7 +163,7 @@ class HttpAnswer:
             raise MalformedError(f"a chunk's size line of more than {MAX_HEAD_BYTES} bytes")
 
     def _line(self, line: bytes) -> None:
-        """A line between chunks."""
+        """Take a line between chunks."""
         if self._part is _Part.CHUNK_END:
             if line:
                 raise MalformedError(f"a chunk is longer than it said, by {line[:40]!r}")
@@ -183,7 +183,7 @@ class HttpAnswer:
 
 
 def _parse_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
-    """Status and headers; a header given twice keeps its last value."""
+    """Return status and headers; a header given twice keeps its last value."""
     first, *lines = head.split(b"\r\n")
     version, _, rest = first.partition(b" ")
     code = rest[:3]
@@ -209,7 +209,7 @@ class EventLines:
         self._data_bytes = 0
 
     def feed(self, body: bytes) -> list[bytes]:
-        """The data of the events that ``body`` completes.
+        """Return the data of the events that ``body`` completes.
 
         Raises:
             MalformedError: a line of no known kind, or an event of more than ``MAX_EVENT_BYTES``.

@@ -56,7 +56,7 @@ _decode_piece = msgspec.json.Decoder(Piece).decode
 
 
 def read_piece(data: bytes) -> Piece:
-    """The data of one event.
+    """Return the data of one event.
 
     Raises:
         MalformedError: no chunk of an OpenAI stream.
@@ -84,7 +84,7 @@ class _CodedBody(msgspec.Struct):
 
 
 def error_code(body: bytes) -> str | None:
-    """``code`` of an OpenAI error's body; None: it has none, or is none."""
+    """Return ``code`` of an OpenAI error's body; None: it has none, or is none."""
     try:
         return msgspec.json.decode(body, type=_CodedBody).error.code
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -92,7 +92,7 @@ def error_code(body: bytes) -> str | None:
 
 
 def error_words(body: bytes | Any) -> str:
-    """The message in an error's body or frame; else the beginning of it."""
+    """Return the message in an error's body or frame; else the beginning of it."""
     try:
         found = msgspec.json.decode(body, type=_ErrorBody).error if isinstance(body, bytes) else body
         found = found.message if isinstance(found, _ErrorMessage) else found

@@ -154,7 +154,7 @@ class Replay:
             self._begin(row, body, due_s)
 
     async def _sleep_until(self, due_s: float) -> None:
-        """Or until the run is stopped."""
+        """Sleep until then, or until the run is stopped."""
         while (left_s := due_s - self._loop.time()) > 0 and not self._stop.is_set():
             await asyncio.sleep(min(left_s, _LOOK_FOR_STOP_S))
 
@@ -185,7 +185,7 @@ class Replay:
             exchange.abandon()  # the server must not go on without a reader
 
     def _record(self, exchange: Exchange) -> None:
-        """The outcome of a request is known."""
+        """Record the outcome of a request."""
         self._in_flight.pop(exchange).cancel()
         row = exchange.row
         if exchange.pieces:
@@ -205,7 +205,7 @@ class Replay:
             self._idle.set()
 
     async def _answers(self) -> None:
-        """Until none is in flight, or the run is stopped. Each has its own timer, so this ends."""
+        """Wait until none is in flight, or the run is stopped. Each has its own timer, so this ends."""
         if not self._in_flight:
             return
         waits = [self._loop.create_task(event.wait()) for event in (self._idle, self._stop)]

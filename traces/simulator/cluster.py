@@ -105,7 +105,7 @@ class Cluster:
         return any(gpu.node_id == node_id for gpu, _ in self._held[server])
 
     def schedule(self, server: Server, at_s: float) -> None:
-        """The one event of ``server`` is at ``at_s``; any earlier one is void."""
+        """Schedule the one event of ``server`` at ``at_s``; any earlier one is void."""
         server.version += 1
         server.queued = True
         self._number += 1
@@ -130,7 +130,7 @@ class Cluster:
                 self.stop(server, now_s)
 
     def cut(self, server: Server, now_s: float) -> None:
-        """A request has joined during a run, which may now end sooner."""
+        """Cut a run that a request has joined, which may now end sooner."""
         done_s = server.done_s(now_s)
         work_s = server.cut(done_s)
         if work_s < server.work_s:

@@ -19,5 +19,5 @@ Contention: TypeAlias = Callable[[Sequence[tuple[float, Sequence[float]]]], floa
 
 
 def processor_sharing(stages: Sequence[tuple[float, Sequence[float]]]) -> float:
-    """The module docstring's model; the stages' shares add up to 1, but for rounding."""
+    """Return the speed by the module docstring's model; stages' shares add up to 1, but for rounding."""
     return min(1.0, 1.0 / sum(share * (1.0 + max(others)) for share, others in stages))

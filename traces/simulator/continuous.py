@@ -107,7 +107,7 @@ class ContinuousWorker(Server):
         return steps.run_s(n, self._cached / n + 1, rounds)
 
     def _admit_all(self) -> None:
-        """To the step after the one that begins."""
+        """Admit requests to the step after the one that begins."""
         room = self._room
         while room.takes_next:
             self._prompts.append(self._admitted())
@@ -185,15 +185,16 @@ class ContinuousWorker(Server):
         return not self._chunks
 
     def step_s(self, work_s: float) -> float:
-        """The first step of the run that was begun, which takes ``work_s``."""
+        """Return the time of the first step of the run that was begun, which takes ``work_s``."""
         if self._rounds == 1:
             return work_s
         n = len(self._decoders)
         return self._steps.decode_s(n, self._cached / n + 1)
 
     def step_at(self, done_s: float) -> tuple[int, float]:
-        """The step that a run of decode steps is in: its number, from 1 on, and when it ends, as work since the
-        run's beginning."""
+        """Return the step that a run of decode steps is in: its number, from 1 on, and when it ends, as work since
+        the run's beginning.
+        """
         n = len(self._decoders)
         return self._steps.step_at(n, self._cached / n + 1, done_s)
 
@@ -210,7 +211,7 @@ class ContinuousWorker(Server):
         return work_s if self.shorten(rounds) else self.work_s
 
     def shorten(self, rounds: int) -> bool:
-        """A run of decode steps ends after so many; False: it does in any case."""
+        """Shorten a run of decode steps to so many; False: it ends by then in any case."""
         if rounds >= self._rounds:
             return False
         self._rounds = rounds
@@ -230,7 +231,7 @@ class ContinuousWorker(Server):
         return waiting
 
     def evict(self, done_s: float) -> list[tuple[int, int, int]]:
-        """A step that is under way gives no tokens; prompts that were begun are begun anew."""
+        """Evict running requests; a step under way gives no tokens, and prompts that were begun are begun anew."""
         left = [(row, input_tokens, output_tokens) for row, input_tokens, output_tokens, _ in self._prompts]
         done = 0
         if self._decoders and not self._chunks and self._rounds > 1 and done_s > 0:

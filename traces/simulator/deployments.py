@@ -112,7 +112,7 @@ class Deployments:
         self.retry(now_s)
 
     def profile(self, action: Profile, now_s: float) -> None:
-        """On spare memory, or later when there is some."""
+        """Start a profile on spare memory, or later when there is some."""
         snapshot = self.snapshot(now_s)
         state = ask("harvest", lambda: self._policies.harvest(snapshot, action.memory_bytes))
         if state is None:
@@ -192,7 +192,7 @@ class Deployments:
         return bool(orders)
 
     def turn(self, server: Server, now_s: float) -> None:
-        """``server`` ended a run or is ready: one that drains may be through, a replacement takes over."""
+        """Handle ``server`` at a run's end or when ready: it may be drained, or take over for another."""
         deployment = self._of[server]
         if server in deployment.draining and not server.outstanding:
             self._through(deployment, server, now_s)
@@ -360,7 +360,7 @@ class Deployments:
         deployment.queue.clear()
 
     def _fill(self, deployment: Deployment, now_s: float) -> None:
-        """Until all that are wanted are there, or the next finds no place on what those before left."""
+        """Fill until all that are wanted are there, or the next finds no place on what those before left."""
         while deployment.missing:
             answer = self._decide(deployment, self.snapshot(now_s))
             if isinstance(answer, NotDeployed):
@@ -370,7 +370,7 @@ class Deployments:
                 self._launch(deployment, decided, now_s)
 
     def _decide(self, deployment: Deployment, snapshot: ClusterSnapshot) -> Sequence[Deployed] | NotDeployed:
-        """The next replica; all of them, where the deployer knows what replicas are and there is none yet."""
+        """Decide the next replica; all of them, if the deployer knows what replicas are and there is none."""
         deployer, model, missing = self._policies.deployer, deployment.model, deployment.missing
         if not snapshot.gpus:
             return NotDeployed(reason="no GPU is left")

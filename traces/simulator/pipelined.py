@@ -51,14 +51,14 @@ class _Batch:
         self.step_s = 0.0  # its run's first step alone, a round's worth of its work
 
     def step(self, clock: float) -> tuple[float, int]:
-        """The one that it is in: when it ends, and its number in a run of decode steps."""
+        """Return when the current step ends, and its number in a run of decode steps."""
         if not self.of.decodes_only:
             return self.end, 1
         rounds, work_s = self.of.step_at(self.done_s(clock))
         return self.begun + work_s / self.step_s, rounds
 
     def done_s(self, clock: float) -> float:
-        """Work of its run that is behind it."""
+        """Return the work of its run that is behind it."""
         return (clock - self.begun) * self.step_s
 
 
@@ -165,7 +165,7 @@ class PipelinedWorker(Server):
         return max(done_s, (until - self._clock) * self._round_s)
 
     def _cut_the_next(self, clock: float) -> float:
-        """All are in flight: when the first of their steps ends; its batch's run ends there."""
+        """Cut the batch whose step ends first, as all are in flight: its run ends there."""
         next_end, next_rounds, found = math.inf, 0, self._flying[0]
         for batch in self._flying:
             end, rounds = batch.step(clock)

@@ -61,7 +61,7 @@ class Punctual:
         return flight
 
     def _running(self, server: Server) -> Collection[Flight]:
-        """There now; what has ended is learned from."""
+        """Return what runs there now; what has ended is learned from."""
         at, requests = self._at.get(server, {}), self._requests
         for row, flight in tuple(at.items()):
             last_s = requests.last_s[row]

@@ -56,7 +56,7 @@ class Requests:
         self.failure[row] = failure
 
     def fail_unfinished(self, failure: Failure) -> None:
-        """Whatever has not ended."""
+        """Fail whatever has not ended."""
         for row in range(len(self)):
             if not self.failure[row] and self.last_s[row] != self.last_s[row]:
                 self.failure[row] = failure

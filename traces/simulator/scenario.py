@@ -134,7 +134,7 @@ class ReplicaDeployer(Deployer, Protocol):
     """
 
     def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
-        """All of a deployment that has none, or none of them."""
+        """Place all replicas of a deployment that has none, or none of them."""
         ...
 
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:

@@ -65,7 +65,7 @@ class Server:
         return self.max_batch
 
     def done_s(self, now_s: float) -> float:
-        """Work of the run that is behind it."""
+        """Return the work of the run that is behind it."""
         return self.work_s - self.left_s + (now_s - self.at_s) * self.speed
 
     def begin(self) -> float:
@@ -78,7 +78,7 @@ class Server:
         raise NotImplementedError
 
     def cut(self, done_s: float) -> float:
-        """The whole length of the run now that a request has joined; by default it is not cut."""
+        """Return the whole length of the run now that a request has joined; by default it is not cut."""
         return self.work_s
 
     def clear(self) -> tuple[list[int], list[int]]:

@@ -162,7 +162,9 @@ class StepModel:
         return max(alone_s, prompts_s, min(both_s, prompts_s + alone_s))
 
     def run_s(self, sequences: int, mean_context: float, steps: int) -> float:
-        """``steps`` decode steps in a row, the first at ``mean_context``, each later one at one token more."""
+        """Return the time of ``steps`` decode steps, the first at ``mean_context``, each later one at one token
+        more.
+        """
         knots, slopes, bases = self._knots, self._slope[sequences], self._base[sequences]
         segment = bisect_right(knots, mean_context)
         total_s = 0.0
@@ -183,7 +185,7 @@ class StepModel:
         return self.step_at(sequences, mean_context, elapsed_s)[0]
 
     def step_at(self, sequences: int, mean_context: float, elapsed_s: float) -> tuple[int, float]:
-        """:meth:`steps_until`, and :meth:`run_s` of so many."""
+        """Return :meth:`steps_until`, and :meth:`run_s` of so many."""
         knots, slopes, bases = self._knots, self._slope[sequences], self._base[sequences]
         segment, before, before_s = bisect_right(knots, mean_context), 0, 0.0
         while segment < len(knots):
@@ -208,7 +210,7 @@ class StepModel:
         return before + j, before_s + j * (base + slope * (mean_context + (j - 1) / 2))
 
     def prompt_s(self, tokens: int) -> float:
-        """TTFT of one prompt alone, in chunks of the largest step."""
+        """Return the TTFT of one prompt alone, in chunks of the largest step."""
         step = self.limits.max_batched_tokens
         whole, rest = divmod(tokens, step)
         chunks_s = whole * self.tokens_s[step] + (self.tokens_s[rest] if rest else 0.0)
@@ -222,7 +224,7 @@ def plans_ahead(config: DeploymentConfig) -> bool:
 
 
 def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> StepModel:
-    """The tables of ``config`` from some two hundred answers of ``estimator``.
+    """Tabulate ``config`` from some two hundred answers of ``estimator``.
 
     Raises:
         ConfigError: an answer that is not a positive, finite time.
@@ -270,7 +272,7 @@ def linear_steps(
     context_token_s: float = 0.0,
     prompt_token_s: float = 0.0,
 ) -> StepModel:
-    """Steps of ``step_s``, and so much more per decoding sequence, token of their contexts, and prompt token."""
+    """Return steps of ``step_s``, and so much more per decoding sequence, token of context, and prompt token."""
     batch = np.arange(1, limits.max_batch + 1, dtype=np.float64)[:, None]
     contexts = np.array([1.0, float(max(limits.max_context_tokens, 2))])
     return StepModel(
@@ -327,7 +329,7 @@ def _attention_table(ttft_s: _Ttft, limits: Limits, tokens_s: Table, hidden_s: f
 
 
 def _never_falling(times: Sequence[float] | Table) -> Table:
-    """The longest that are none longer: where an estimator's fall, it is the fewest tokens that it guesses at."""
+    """Return the longest that are none longer: where an estimator's fall, it guesses at the fewest tokens."""
     return np.asarray(np.minimum.accumulate(np.asarray(times)[::-1])[::-1])
 
 
@@ -337,7 +339,7 @@ def _doubled(largest: int) -> list[int]:
 
 
 def _lengths(largest: int) -> list[int]:
-    """Knots from 1 to ``largest``: powers of two at first, then closer together."""
+    """Return knots from 1 to ``largest``: powers of two at first, then closer together."""
     knots = {largest, *(x for x in _doubled(_DENSE_FROM) if x < largest)}
     knot = float(_DENSE_FROM)
     while (knot := knot * _DENSE_RATIO) < largest:

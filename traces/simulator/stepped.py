@@ -44,7 +44,7 @@ class Batcher(Protocol):
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None: ...
     def plan(self) -> Sequence[Chunk]: ...
     def complete(self, plan: Sequence[Chunk]) -> Sequence[int]:
-        """The plan ran: the rows that had their last token."""
+        """Complete a plan that ran: return the rows that had their last token."""
         ...
 
 
@@ -82,7 +82,7 @@ class SteppedWorker(Server):
         self._waiting.append((row, input_tokens, output_tokens))
 
     def _hand_over(self) -> None:
-        """To the batcher: those who wait, as far as there is KV for them."""
+        """Hand waiting requests over to the batcher, as far as there is KV for them."""
         while self._waiting and sum(self._waiting[0][1:]) <= self._kv_free:
             request = row, *lengths = self._waiting.popleft()
             self._held[row] = sum(lengths)

@@ -64,7 +64,9 @@ class Face:
         self.draining = False
 
     def runner(self) -> web.AppRunner:
-        """A client that leaves cancels its handler, which takes the request off the engine."""
+        """Make the server's runner; a client that leaves cancels its handler, which takes the request off the
+        engine.
+        """
         return BoundedRunner(
             self._app(),
             most=most_connections(_MAX_CONNECTIONS, files_each=2),
@@ -109,7 +111,7 @@ class Face:
     # --- how it is -----------------------------------------------------------------------------------------------
 
     async def _health(self, _request: web.Request) -> web.Response:
-        """The engine binds its port before it loads and listens afterwards: no connection means loading."""
+        """Answer ``/health``; no connection means loading: the engine binds its port before it listens."""
         state = "draining" if self.draining else "loading"
         if not self.draining:
             try:
@@ -130,7 +132,7 @@ class Face:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _stats(self, _request: web.Request) -> web.Response:
-        """``WorkerStats``; 503 before the first iteration, of which alone the engine tells its KV room."""
+        """Answer ``WorkerStats``; 503 before the first iteration, of which alone the engine tells its KV room."""
         if self._has_news and self._drain is None:
             self._has_news = self._in_flight > 0
             self._drain = asyncio.create_task(self._drain_records())
@@ -240,7 +242,7 @@ def _refuse(status: int, message: str, *, code: str | None = None, param: str | 
 
 
 def _named(spec: WorkerSpec) -> Path:
-    """The checkpoint under the name that clients use, for the engine calls a model by its folder's name."""
+    """Return the checkpoint under the name that clients use, for the engine calls a model by its folder's name."""
     name = spec.served_model
     checkpoint = Path(spec.checkpoint).resolve()
     if "/" in name or name in ("", ".", ".."):
@@ -260,7 +262,7 @@ def _free_port(host: str) -> int:
 
 
 async def _run(spec: WorkerSpec, argv: Sequence[str], token: str | None) -> int:
-    """Until the engine has ended; its return code."""
+    """Run until the engine has ended; return its return code."""
     port = _free_port(spec.host)
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
     face = Face(spec, f"http://{host}:{port}", token)
@@ -295,7 +297,7 @@ async def _run(spec: WorkerSpec, argv: Sequence[str], token: str | None) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The engine's exit status; 98 when the port is in use, 127 when the engine cannot be started.
+    """Run the face; return the engine's exit status, 98 when the port is in use, 127 when it cannot be started.
 
     Args:
         argv: the worker's spec.json, then the engine's command; ``{model}`` in it becomes the checkpoint.

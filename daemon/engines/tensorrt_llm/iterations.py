@@ -69,7 +69,7 @@ class Iterations:
             self._output_tokens += batch.decoding + batch.prefilling
 
     def stats(self, spec: WorkerSpec, *, idle: bool) -> WorkerStats | None:
-        """The account so far; None before the first iteration, of which alone the engine tells its KV room.
+        """Return the account so far; None before the first iteration, of which alone the engine tells its KV room.
 
         Busy seconds are those of the whole worker, for each of its devices: the engine does not tell a pipeline's
         stages apart. Nor does it tell what each rank holds (``gpuMemUsage`` is everybody's on the device).

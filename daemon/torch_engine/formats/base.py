@@ -25,7 +25,7 @@ class LinearFormat(Protocol):
         ...
 
     def replace(self, linear: nn.Linear) -> nn.Module:
-        """The module that takes the place of ``linear`` (which is on the meta device), on meta too.
+        """Return the module that takes the place of ``linear`` (which is on the meta device), on meta too.
 
         Its tensors have their final shapes and dtypes, so that bytes can be counted before anything is read.
         """

@@ -30,7 +30,7 @@ def downgrade() -> None:
 
 
 def _first(workers: str) -> str | None:
-    """None where it cannot be read: it is chosen anew."""
+    """Return the first; None where it cannot be read: it is chosen anew."""
     try:
         return json.dumps(json.loads(workers)[0])
     except (ValueError, LookupError, TypeError):
