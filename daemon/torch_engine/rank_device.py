@@ -23,7 +23,8 @@ CORES_VARIABLE = "ISERVE_DEVICE_CORES"
 def cores_of(device_id: str, text: str | None = None) -> tuple[int, ...]:
     """Return a CPU device's cores by ``text``, else by the environment.
 
-    Either is ``cpu:0=0,1;cpu:1=2`` or ``{"cpu:0": [0, 1]}``. Empty when nothing is said of the device: it is then not pinned.
+    Either is ``cpu:0=0,1;cpu:1=2`` or ``{"cpu:0": [0, 1]}``. Empty when nothing is said of the device: it is then
+    not pinned.
 
     Raises:
         ConfigError: the value is neither.
