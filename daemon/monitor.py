@@ -164,8 +164,11 @@ class Monitor:
 
     @staticmethod
     def _used_on_gpu(reading: DeviceReading, use: WorkerUse, promised_bytes: int) -> int:
-        """Bytes the worker holds, by the driver's process list; where that does not show it (containers hide
-        process ids), a ready worker has taken all it was promised and a loading one nothing."""
+        """Return the bytes the worker holds, by the driver's process list.
+
+        Where that does not show it (containers hide process ids), a ready worker has taken all it was promised and
+        a loading one nothing.
+        """
         by_pid = reading.process_bytes or {}
         listed = [size for pid, size in by_pid.items() if pid in use.pids and size is not None]
         if listed:

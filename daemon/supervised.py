@@ -123,7 +123,7 @@ class SupervisedWorker:
         return f"http://{host}:{self.spec.port}"
 
     def state(self) -> WorkerState:
-        """Worked out now: the processes are looked at; health is as of the last probe."""
+        """State of the worker, computed now: the processes are looked at; health is as of the last probe."""
         if self.stopped:
             return WorkerState.STOPPED
         if self.stopping:

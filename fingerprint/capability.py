@@ -75,7 +75,7 @@ def _cuts_groups(spec: ModelSpec, tp: int, group_size: int) -> bool:
 
 
 def _cuts_stored_groups(spec: ModelSpec, tp: int) -> bool:
-    """Return the same as :func:`_cuts_groups` for a checkpoint that is quantized.
+    """Return whether :func:`_cuts_groups` holds for a checkpoint that is quantized.
 
     Blocks of several outputs are checked only where they are split, outputs too.
     """

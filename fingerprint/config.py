@@ -170,8 +170,11 @@ class Workload:
         return max(self.batch * self.input_tokens, self.longest_tokens)
 
     def kv_tokens(self, engine: str) -> int:
-        """Room of the KV cache. Where every sequence has a slot of its own, ``batch`` of the longest; where they
-        share pages, ``batch`` of the usual length and at least one of the longest: many long ones at once wait."""
+        """Return the tokens that the KV cache has room for.
+
+        Where every sequence has a slot of its own, that is ``batch`` of the longest; where they share pages,
+        ``batch`` of the usual length and at least one of the longest: many long ones at once wait.
+        """
         if engine in SLOT_ENGINES:
             return self.batch * self.context_tokens
         return max(self.batch * (self.input_tokens + self.output_tokens), self.context_tokens)

@@ -117,7 +117,7 @@ class Fields:
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return a boolean.
+        """Return the value of a field that is true or false.
 
         Raises:
             ConfigError: another type.

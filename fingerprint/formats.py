@@ -183,7 +183,7 @@ def layer_state_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig, sequenc
 
 
 def _mean_of_the_fullest_stage(spec: ModelSpec, pp: int, of_kinds: Sequence[float]) -> float:
-    """Mean over the layers of the stage, of an even split, where it is largest; ``of_kinds``: for each kind."""
+    """Return the mean over the layers of the fullest stage of an even split; ``of_kinds``: for each kind."""
     if len(of_kinds) == 1:
         return of_kinds[0]
     means, first = [], 0
@@ -237,7 +237,10 @@ def embedding_bytes(spec: ModelSpec) -> float:
 
 
 def head_bytes(spec: ModelSpec) -> float:
-    """Bytes of the output head over all TP ranks. A tied head is the input embedding's matrix: the same bytes,
-    held once where the first stage is also the last, and a second time where it is not."""
+    """Return the bytes of the output head over all TP ranks.
+
+    A tied head is the input embedding's matrix: the same bytes, held once where the first stage is also the last,
+    and a second time where it is not.
+    """
     params = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else spec.head_params
     return params * WEIGHT_16BIT_BYTES

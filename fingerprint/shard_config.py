@@ -76,7 +76,7 @@ def shard_config(config: Mapping[str, object], tp: int) -> dict[str, object]:
 
 
 def _keep_below(shard: dict[str, object], name: str, vocab: int) -> None:
-    """Return token ids of ``name`` that the shard's vocabulary has; engines index its logits with them."""
+    """Keep the token ids of ``name`` that the shard's vocabulary has; engines index its logits with them."""
     given = shard[name]
     kept = [token for token in (given if isinstance(given, list) else [given]) if _is_below(token, vocab)]
     if not kept:

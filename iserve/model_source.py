@@ -41,7 +41,7 @@ class ModelSource:
 
     @property
     def argument(self) -> str:
-        """Return the MODEL argument of a command that is printed for a person to run, quoted for a shell."""
+        """MODEL argument of a command that is printed for a person to run, quoted for a shell."""
         return shlex.quote(self.given or self.name)
 
 

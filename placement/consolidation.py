@@ -16,7 +16,7 @@ __all__ = ["consolidate"]
 
 
 def consolidate(snapshot: ClusterSnapshot, rule: Scaling) -> tuple[Drain, ...]:
-    """Drain at most one replica of each deployment that has more than it needs, of at least two that are ready."""
+    """Return at most one drain for each deployment with more replicas than it needs, two or more of them ready."""
     tenants: dict[Key, int] = {}
     for deployment in snapshot.deployments:
         for replica in deployment.replicas:

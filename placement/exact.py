@@ -258,7 +258,7 @@ def _holds(placement: Placement, offered: ClusterSnapshot) -> bool:
 
 
 def _undominated(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Leave out those that another of the same degrees beats or equals in cost and in every size."""
+    """Return the choices without those that another of the same degrees beats or equals in cost and every size."""
     kept: list[Choice] = []
     for choice in sorted(choices, key=_figures):
         figures = _figures(choice)

@@ -390,7 +390,7 @@ def _room(group: list[_Seat]) -> int:
 
 
 def _role_pairs(pp: int) -> list[tuple[int, int]]:
-    """Yield (first, last) in order of preference: the natural order of the groups before any other."""
+    """Return (first, last) in order of preference: the natural order of the groups before any other."""
     if pp == 1:
         return [(0, 0)]
     pairs = [(f, s) for f in range(pp) for s in range(pp) if f != s]
@@ -470,6 +470,6 @@ def _refusal(demand: BlockDemand, rooms: list[int]) -> Refusal:
 
 
 def _largest_even_stage(demand: BlockDemand) -> int:
-    """Bytes per GPU of the fullest stage of the even split: with this much free everywhere, it fits."""
+    """Return the bytes per GPU of the fullest stage of the even split: with this much free everywhere, it fits."""
     longest = -(-demand.num_layers // demand.pp)
     return max(demand.stage_bytes(stage, longest) for stage in range(demand.pp))

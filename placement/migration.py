@@ -45,8 +45,11 @@ class Migration:
 
 
 def load_s(placement: Placement, rule: Migration) -> float:
-    """From the order to the first request: the start, and the fullest GPU's memory at the stated speed (KV room
-    counted as weights, which makes it longer than it is)."""
+    """Return the seconds from the order to the first request.
+
+    They are the start, and the fullest GPU's memory at the stated speed (KV room counted as weights, which makes
+    it longer than it is).
+    """
     return rule.start_s + max(stage.bytes_per_gpu for stage in placement.stages) / rule.load_bytes_per_s
 
 
@@ -108,8 +111,10 @@ class _Groups:
         self._of: dict[int, list[tuple[float, tuple[GpuState, ...]]]] = {}
 
     def for_another(self, placement: Placement, held: frozenset[Key]) -> Iterator[Placement]:
-        """Placements of the same shape on GPUs with room that its deployment has not ``held``. Of a pipeline all
-        stages go, to groups next to one another in the order of preference."""
+        """Yield placements of the same shape on GPUs with room that its deployment has not ``held``.
+
+        All stages of a pipeline go, to groups next to one another in the order of preference.
+        """
         tp = len(placement.stages[0].device_ids)
         need_bytes = max(stage.bytes_per_gpu for stage in placement.stages)
         fitting: list[tuple[GpuState, ...]] = []

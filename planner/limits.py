@@ -105,7 +105,7 @@ def _ends_of(intervals: Ends, row: int) -> tuple[float, float] | None:
 
 
 def _alike(one: Check, other: Check) -> bool:
-    """Return a column equal to the last digit, all numbers computed."""
+    """Return whether two checks are equal to the last digit, all numbers computed."""
     columns = [(one.actual, other.actual)]
     if one.risk is not None and other.risk is not None:
         columns.append((one.risk, other.risk))

@@ -446,8 +446,10 @@ def _or_none(column: Column) -> list[float | None]:
 
 
 def _order(predicted: Sequence[Candidate], seen: Figures, ascending: Column) -> npt.NDArray[np.intp]:
-    """Rows by objective, then fewer GPUs, less memory, and the order of configurations; those without end by their
-    batch's E2E, unknown ones last."""
+    """Return the rows by objective, then fewer GPUs, less memory, and the order of configurations.
+
+    Rows without end are ordered by their batch's E2E, unknown ones are last.
+    """
     endless_s = np.where(np.isposinf(ascending), seen.e2e_s, 0.0)
     keys = (seen.total_bytes, seen.num_gpus, endless_s, ascending)  # lexsort: the last counts most, NaN sorts last
     order = np.lexsort(keys)

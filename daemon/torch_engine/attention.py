@@ -84,8 +84,10 @@ def _attend_written_out(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``softmax([cap(q k / sqrt d), sink])`` without the sink's share, times v. The heads that share a key go
-    in as rows of one query block."""
+    """Return ``softmax([cap(q k / sqrt d), sink])`` without the sink's share, times v.
+
+    The heads that share a key go in as rows of one query block.
+    """
     heads, count, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
     grouped = query.reshape(kv_heads, heads // kv_heads * count, -1)
     logits = torch.matmul(grouped, keys[0].transpose(1, 2)).reshape(heads, count, -1) * scaling

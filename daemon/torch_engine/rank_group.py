@@ -279,8 +279,10 @@ class RankGroup:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _abort_when_gone(self, child: _Child) -> None:
-        """A kernel that waits for a dead peer's data never ends by itself; gloo's calls do. Each group has a
-        communicator of its own, and what hangs may be of any of them."""
+        """Wait for the child's end, then abort every group's communicator: what hangs may be of any of them.
+
+        A kernel that waits for a dead peer's data never ends by itself; gloo's calls do.
+        """
         child.process.wait()
         if not self._closed:
             own = self._groups.tensor if self._groups is not None else None

@@ -55,7 +55,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def load_spec(path: Path, tensors: Mapping[str, StoredTensor] | None = None) -> ModelSpec:
-    """:func:`read_spec` of the config.json at ``path`` (the file, or a directory that holds it).
+    """Return :func:`read_spec` of the config.json at ``path`` (the file, or a directory that holds it).
 
     A family without a row is described by the headers of the checkpoint's files where they are there.
 

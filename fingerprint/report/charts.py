@@ -245,7 +245,7 @@ def pareto_chart(points: Sequence[ParetoPoint], *, cost_unit: str, width: float,
 
 
 def _steps(front: Sequence[ParetoPoint], x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """Draw the line above and right of which everything is worse than some point of the front."""
+    """Return the corners of the line above and right of which all is worse than some point of the front."""
     corners = [(x(front[0].cost), y.end)]
     for here, after in zip(front, [*front[1:], None], strict=True):
         corners.append((x(here.cost), y(here.e2e_s)))

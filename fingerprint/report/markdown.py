@@ -29,7 +29,7 @@ def render_markdown(report: Report) -> str:
 
 
 def _blocks(node: Element, depth: int) -> Iterator[str]:
-    """Yield the children of ``node``, ``depth`` folds deep."""
+    """Yield the Markdown of the children of ``node``, ``depth`` folds deep."""
     for child in node:
         match child.tag:
             case "h1" | "h2" | "h3":

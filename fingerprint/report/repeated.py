@@ -111,7 +111,7 @@ def _figure(
 
 
 def _truths(report: Report, model: WholeModel) -> list[AccuracyRow]:
-    """Times measured on the whole model in this configuration."""
+    """Return the times measured on the whole model in this configuration."""
     rows = () if report.accuracy is None else report.accuracy.rows
     return [
         row

@@ -18,7 +18,7 @@ __all__ = ["client", "client_for_plan", "folder_argument", "gateway_url", "model
 
 
 def client(settings: Settings | None = None, *, start: bool = True) -> ControllerClient:
-    """This home's controller, started when ``start``."""
+    """Return this home's controller, started when ``start``."""
     from iserve.client import connect
 
     return connect(settings or load_settings(), start=start)

@@ -43,8 +43,11 @@ def print_pareto(document: PlanDocument) -> None:
 
 
 def pareto_picture(document: PlanDocument, width: int) -> list[Text]:
-    """Lines of at most ``width`` characters, which must be ``LEAST_WIDTH`` or more; none where nothing has both
-    figures. The front is that of the configurations that would work, numbered from the cheapest."""
+    """Return lines of at most ``width`` characters, which must be ``LEAST_WIDTH`` or more.
+
+    There are none where nothing has both figures. The front is that of the configurations that would work,
+    numbered from the cheapest.
+    """
     points = [
         _Point(c.estimate.cost, c.estimate.e2e_s.value, c.feasible, f"{short(c.config)} on {c.config.engine}")
         for c in document.candidates

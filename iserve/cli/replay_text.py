@@ -129,7 +129,7 @@ def _deployment(summary: Summary) -> tuple[str, ...]:
 
 
 def _charts(document: ReplayDocument) -> list[str]:
-    """Print charts over the run, a column per bin; nothing where there is nothing."""
+    """Return charts over the run, a column per bin; nothing where there is nothing."""
     bins = document.timeline
     if len(bins) < 3:
         return []

@@ -296,7 +296,7 @@ def _numbers(parts: list[str], text: str, option: str, form: str, counts: tuple[
 
 
 def _told_models(requests: Iterator[Request], names: tuple[str, ...]) -> Iterator[Request]:
-    """Assign a request that names no model to the only one there is."""
+    """Yield the requests; one that names no model is assigned to the only one there is."""
     from dataclasses import replace
 
     for request in requests:

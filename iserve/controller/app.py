@@ -380,5 +380,5 @@ def _error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     def bug(_request: Request, error: Exception) -> JSONResponse:
-        """Log the traceback, which does not go to the client."""
+        """Answer 500 for a bug; the traceback goes to the log, not to the client."""
         return problem("IserveError", f"internal error: {type(error).__name__}; the controller's log has it", 500)

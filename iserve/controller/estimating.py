@@ -46,8 +46,10 @@ def contradictions(profile: Profile) -> dict[MeasuredKey, str]:
 
 
 def step_tokens_of(profile: Profile) -> int | None:
-    """Tokens of the largest step that the engine was measured with, where it counts its own memory for a step of
-    as many; None where activations were measured step by step, so that every size of step has its estimate.
+    """Return the tokens of the largest step that the engine was measured with.
+
+    That is where it counts its own memory for a step of as many; None where activations were measured step by
+    step, so that every size of step has its estimate.
     """
     if not (_is_depth_tied(profile) or _is_counted(profile)):
         return None

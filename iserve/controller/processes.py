@@ -159,7 +159,7 @@ def end_controllers(settings: Settings, *, grace_s: float = 30.0) -> bool:
 
 
 def _of_home(found: Iterable[ProcessStat], settings: Settings) -> tuple[ProcessStat, ...]:
-    """Leave out those of a container that has a home of the same name."""
+    """Return the processes of this home, without those of a container with a home of the same name."""
     return tuple(stat for stat in found if sees(stat.pid, settings.home))
 
 

@@ -172,8 +172,10 @@ def _engine_sizes(spec: ModelSpec, workload: Workload, plan: ProfilePlan) -> Eng
 
 
 def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfilePlan], Profile]) -> Profile:
-    """``measured``; what contradicts itself in it (two layers faster than one) is measured once more, in as much
-    time as it had, and left out where it does so again. Nothing is extrapolated from it.
+    """Return ``measured`` without contradictions (two layers faster than one).
+
+    A contradiction is measured once more, in as much time as it had, and left out where it occurs again. Nothing
+    is extrapolated from it.
 
     Raises:
         NotMeasuredError: nothing else is left.
@@ -248,8 +250,10 @@ def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fi
 def _added(
     known: Profile, wish: PlanOptions, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
 ) -> Profile:
-    """``known`` and what it lacks for ``wish``. It stays good for what it holds: what there is no room for now is
-    not added, and what fails is not tried again."""
+    """Return ``known`` with what it lacks for ``wish``.
+
+    It stays good for what it holds: what there is no room for now is not added, and what fails is not tried again.
+    """
     given_s = known.spent_s + order.max_seconds
     while known.spent_s < given_s and (missing := lacking(known, order.node, order.table, wish, order.serving)):
         config = missing[0]

@@ -263,7 +263,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def owning(self, worker_id: str) -> Iterator[None]:
-        """Hold a worker inside (and inside ``paused``): it is no orphan, and is not ended where it drains."""
+        """Own a worker inside (and inside ``paused``): it is no orphan, and is not ended where it drains."""
         self._workers = frozenset({worker_id})
         try:
             yield

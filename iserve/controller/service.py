@@ -308,7 +308,7 @@ class Controller:
             *recorded_workers(row),
             *update_workers(row),
             *draining_workers(row),
-        ):  # those that cannot be read have no owner once the row is gone
+        ):  # those that cannot be read have no owner without the row
             end_workers(self.daemon(), workers)
         self.store.delete_deployment(row.id)
         self.store.add_event(None, "removed", f"{row.name}: removed")

@@ -29,7 +29,7 @@ def comment(lines: Iterable[str]) -> str:
 
 
 def _lines(value: Mapping[str, Value] | Sequence[Value]) -> list[str]:
-    """Yield lines of a collection that is not empty."""
+    """Return lines of a collection that is not empty."""
     lines: list[str] = []
     if isinstance(value, Mapping):
         for key, item in value.items():

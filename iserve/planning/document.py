@@ -236,7 +236,7 @@ class PlanDocument:
 def estimate_document(
     estimate: Estimate, *, cost: float | None, layers_per_stage: tuple[int, ...] | None = None
 ) -> EstimateDocument:
-    """``layers_per_stage``: the split of the placement; the even one where there is none."""
+    """Return the document of an estimate; ``layers_per_stage``: the placement's split, else the even one."""
     memory = estimate.memory
     split = layers_per_stage or even_split(memory.num_layers, memory.pp)
     return EstimateDocument(

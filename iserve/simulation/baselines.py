@@ -224,7 +224,7 @@ def alpaserve(
     keep_all: bool = False,
     beam: int = 0,
 ) -> Prepared:
-    """AlpaServe's placement for the whole of ``requests``; how many replicas each deployment has is its choice.
+    """Return AlpaServe's placement for the whole of ``requests``; each deployment's replicas are its choice.
 
     Args:
         slos: of each deployment, by name.

@@ -47,14 +47,19 @@ class Preference:
 
 
 def max_tp(model: Knowledge) -> tuple[DeploymentConfig, ...]:
-    """TensorRT-LLM with the maximum TP degree (iServe paper, section 8): 16 bits, the most TP that the model's
-    shape and the node allow; PP only where that alone does not hold the model."""
+    """Return TensorRT-LLM with the maximum TP degree (iServe paper, section 8).
+
+    16 bits, the most TP that the model's shape and the node allow; PP only where that alone does not hold the
+    model.
+    """
     return tuple(sorted(sixteen_bit(model.configs), key=lambda c: (-c.tp, c.pp, c)))
 
 
 def max_pp(model: Knowledge) -> tuple[DeploymentConfig, ...]:
-    """TensorRT-LLM with the maximum PP degree (iServe paper, section 8): 16 bits, as many stages as there are GPUs
-    and layers for; TP only where that alone does not hold the model."""
+    """Return TensorRT-LLM with the maximum PP degree (iServe paper, section 8).
+
+    16 bits, as many stages as there are GPUs and layers for; TP only where that alone does not hold the model.
+    """
     return tuple(sorted(sixteen_bit(model.configs), key=lambda c: (-c.pp, c.tp, c)))
 
 

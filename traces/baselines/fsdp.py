@@ -76,7 +76,7 @@ class FsdpEstimator:
         self._transfer_s = transfer_s(spec, gpu, sharding)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """Estimate. Raises NotMeasuredError: as the estimator of one GPU does."""
+        """Return the estimate. Raises NotMeasuredError: as the estimator of one GPU does."""
         own = replace(workload, batch=-(-workload.batch // self._sharding.num_gpus))
         alone = self._alone.estimate(config, own)
         return replace(

@@ -31,8 +31,10 @@ def in_order(cluster: ClusterSnapshot) -> tuple[GpuState, ...]:
 
 
 def bucketings(size_of: Mapping[str, float], most: int) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Ways to put models of similar size into at most ``most`` buckets: one bucket, then cut where two neighbours
-    differ most (by ratio), then there and at the second largest difference, and so on. Equal models are never cut.
+    """Yield ways to put models of similar size into at most ``most`` buckets.
+
+    The first has one bucket; then the cut is where two neighbours differ most (by ratio), then there and at the
+    second largest difference, and so on. Equal models are never cut.
 
     Args:
         size_of: a positive number of each model; AlpaServe's is its latency on one GPU.

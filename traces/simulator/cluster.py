@@ -184,7 +184,7 @@ class Cluster:
 
     @staticmethod
     def _mark_shared(held: Iterable[tuple[Gpu, int]]) -> None:
-        """On whom contention can bear, and where: of a stage's GPUs with the same tenants, one tells."""
+        """Mark the servers that contention affects, and where: one of GPUs with equal tenants suffices."""
         affected: dict[Server, None] = {}
         for gpu, _ in held:
             affected.update(dict.fromkeys(gpu.tenants))

@@ -75,8 +75,10 @@ class Deployments:
         self.retry(now_s)
 
     def node_fails(self, node_id: str, now_s: float) -> None:
-        """All that has a GPU there ends. Deployments are planned again at once, without the node; then requests
-        that waited go to the replicas that are left, or are not served where there is none."""
+        """End all that has a GPU on a failed node, and plan its deployments again at once, without the node.
+
+        Requests that waited then go to the replicas that are left, or are not served where there is none.
+        """
         self._cluster.dead_nodes.add(node_id)
         orphans: dict[str, list[int]] = {}
         for server in self._cluster.servers:
@@ -290,8 +292,11 @@ class Deployments:
         return self._of.get(server)
 
     def _give(self, deployment: Deployment, row: int, now_s: float) -> bool:
-        """To the replica that the router chooses among those with room, or refused, if it is too late for that;
-        False: none has room."""
+        """Give a request to the replica that the router chooses among those with room, or reject it if it is too
+        late.
+
+        False: none has room.
+        """
         replicas = deployment.replicas
         if len(replicas) == 1:
             server = replicas[0]

@@ -68,8 +68,10 @@ class Deployment:
 
 
 def service_s(steps: StepModel, input_tokens: float, output_tokens: float, slots: int) -> float:
-    """Seconds of a replica that a request of such a length takes while ``slots`` run at once: its prompt's time,
-    and its share of the decode steps of all."""
+    """Return the seconds of a replica that a request of such a length takes while ``slots`` run at once.
+
+    That is its prompt's time, and its share of the decode steps of all.
+    """
     decode_s = steps.run_s(slots, input_tokens + 1, max(0, round(output_tokens) - 1))
     return steps.prompt_s(round(input_tokens)) + decode_s / slots
 

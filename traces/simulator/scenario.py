@@ -134,7 +134,7 @@ class ReplicaDeployer(Deployer, Protocol):
     """
 
     def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
-        """Place all replicas of a deployment that has none, or none of them."""
+        """Return the placement of all replicas of a deployment that has none, or of none of them."""
         ...
 
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:

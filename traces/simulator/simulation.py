@@ -174,7 +174,7 @@ class _World:
             self.stopped = self._overload(deployment)
 
     def end(self) -> SimulationResult:
-        """Finish after the last arrival."""
+        """Return the result, after the last arrival."""
         figures = tuple(
             DeploymentFigures(
                 name=deployment.name,

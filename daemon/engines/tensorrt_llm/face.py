@@ -223,7 +223,7 @@ class Face:
 
 
 def _longest(prompt: str | list[object] | None) -> int:
-    """Tokens of the longest prompt given as token ids; 0 for text, which only the engine can count."""
+    """Return the tokens of the longest prompt given as token ids; 0 for text, which only the engine can count."""
     if not isinstance(prompt, list) or not prompt:
         return 0
     if isinstance(prompt[0], int):

@@ -20,8 +20,10 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """An update under way is given up, its workers end. A number of requests that memory decides becomes one,
-    and what is said of the engine itself is left out."""
+    """Give up an update under way and end its workers.
+
+    A number of requests that memory decides becomes one, and what is said of the engine itself is left out.
+    """
     connection = op.get_bind()
     for row_id, request in connection.execute(sa.text("SELECT id, request FROM deployments")).all():
         try:
