@@ -88,7 +88,7 @@ def processes(*, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
 
 
 def pids_with(variable: str, value: str, *, proc: Path = Path("/proc")) -> Iterator[int]:
-    """Return processes that were started with this environment variable, those whose environment we may read.
+    """Yield processes that were started with this environment variable, those whose environment we may read.
 
     Raises:
         OSError: the list would not be whole.
@@ -101,7 +101,7 @@ def pids_with(variable: str, value: str, *, proc: Path = Path("/proc")) -> Itera
 
 
 def started_as(words: Sequence[str], *, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Return processes with these words in a row on their command line.
+    """Yield processes with these words in a row on their command line.
 
     Raises:
         OSError: the list would not be whole.
@@ -114,7 +114,7 @@ def started_as(words: Sequence[str], *, proc: Path = Path("/proc")) -> Iterator[
 
 
 def running_from(folder: Path, *, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Return processes whose command line names a file in ``folder``, such as the Python of an environment."""
+    """Yield processes whose command line names a file in ``folder``, such as the Python of an environment."""
     within = b"\0" + os.fsencode(folder) + b"/"
     for stat in processes(proc=proc):
         with contextlib.suppress(OSError):

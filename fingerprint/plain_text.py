@@ -20,7 +20,7 @@ _UNPRINTABLE = re.compile(f"[{UNPRINTABLE}]")
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with each such character as ``\u001b``; emoji and any script are left as they are."""
+    """Return ``text`` with each such character as ``\\u001b``; emoji and any script are left as they are."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -311,7 +311,7 @@ def _first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _by_room(order: list[_Seat]) -> list[_Seat]:
-    """Return most free memory first, and those that are alike as they were."""
+    """Return the seats by free memory, most first, those that are alike in the given order."""
     return sorted(order, key=attrgetter("free_bytes"), reverse=True)
 
 

@@ -20,7 +20,7 @@ def outcome_line(words: str, summary: Summary) -> Markup:
 
 
 def tiles(figures: Sequence[tuple[str, str]]) -> Markup:
-    """Return names and figures, each in a box of its own."""
+    """Return a panel of names and figures, each in a box of its own."""
     made = [el("div", el("b", value), el("span", name), class_="tile") for name, value in figures]
     return el("div", made, class_="tiles")
 

@@ -105,7 +105,7 @@ class WeightReader:
         return self._files[name]
 
     def _renamed(self, name: str) -> Iterator[str]:
-        """Return names that checkpoints of this family use for ``name``, by transformers' own table."""
+        """Yield names that checkpoints of this family use for ``name``, by transformers' own table."""
         for change in self._converters:
             if type(change) is WeightRenaming:
                 for source, target in zip(change.source_patterns, change.target_patterns, strict=True):

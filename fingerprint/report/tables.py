@@ -15,7 +15,7 @@ __all__ = ["bullets", "facts", "fold", "legend", "quantity", "table", "time_cell
 def table(
     head: Sequence[str], rows: Iterable[Markup], *, caption: str | None = None, left: Sequence[int] = (0,)
 ) -> Markup:
-    """Return column names over ``rows`` (made of ``tr``); scrolls by itself where it is wider than the page."""
+    """Return a table of column names over ``rows`` (made of ``tr``); scrolls by itself where it is wider than the page."""
     names = [el("th", name, scope="col", class_="l" if i in left else None) for i, name in enumerate(head)]
     said = None if caption is None else el("caption", caption)
     made = el("table", said, el("thead", el("tr", names)), el("tbody", list(rows)))
@@ -45,7 +45,7 @@ def verdict(found: Verdict) -> Markup:
 
 
 def facts(pairs: Iterable[tuple[str, Child]]) -> Markup:
-    """Return names and values."""
+    """Return a list of names and values."""
     return el("dl", [[el("dt", name), el("dd", value)] for name, value in pairs])
 
 
@@ -75,5 +75,5 @@ def bullets(lines: Iterable[str]) -> Markup:
 
 
 def fold(summary: Child, *children: Child, is_open: bool = False, class_: str | None = None) -> Markup:
-    """Return something to open; works without any script."""
+    """Return a part to open; works without any script."""
     return el("details", el("summary", summary), *children, open="open" if is_open else None, class_=class_)

@@ -169,7 +169,7 @@ def living_workers(settings: Settings) -> Iterator[WorkerProcess]:
 
 
 def _leftovers(settings: Settings, *, fix: bool) -> Iterator[Finding]:
-    """Return workers that live although no daemon watches them."""
+    """Check for workers that live although no daemon watches them."""
     if _daemon(settings) is not None:
         yield Finding(True, "workers: watched by the daemon")
         return

@@ -43,11 +43,11 @@ class Punctual:
         return flight
 
     def joins(self, flight: Flight, url: str) -> Late | None:
-        """Return whether it would be late at that worker, which has room."""
+        """Return how late it would be at that worker, which has room; None: in time."""
         return self._judge.joins(flight, self._running(url), time.monotonic())
 
     def waits(self, flight: Flight, urls: Sequence[str], before: Iterable[Flight]) -> Late | None:
-        """Return whether it would be late behind ``before``, which wait for a worker of ``urls``."""
+        """Return how late it would be behind ``before``, which wait for a worker of ``urls``; None: in time."""
         return self._judge.waits(flight, [self._running(url) for url in urls], before, time.monotonic())
 
     def counts_anew(self, flight: Flight) -> None:

@@ -238,7 +238,7 @@ class _Everywhere:
 
 
 def ranked_anywhere(candidates: Sequence[Candidate], options: PlanOptions, gpu: GpuSpec) -> Plan:
-    """Return ``candidates`` as if all had room, on idle GPUs."""
+    """Return the plan of ``candidates`` as if all had room, on idle GPUs."""
     return rank(candidates, options.replica_intent, fits=lambda _: _Everywhere(), prices=prices_of(gpu))
 
 
