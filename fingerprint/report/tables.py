@@ -15,7 +15,7 @@ __all__ = ["bullets", "facts", "fold", "legend", "quantity", "table", "time_cell
 def table(
     head: Sequence[str], rows: Iterable[Markup], *, caption: str | None = None, left: Sequence[int] = (0,)
 ) -> Markup:
-    """Return a table of column names over ``rows`` (made of ``tr``); scrolls by itself where it is wider than the page."""
+    """Return a table of ``rows`` (made of ``tr``) with column names; it scrolls where the page is narrower."""
     names = [el("th", name, scope="col", class_="l" if i in left else None) for i, name in enumerate(head)]
     said = None if caption is None else el("caption", caption)
     made = el("table", said, el("thead", el("tr", names)), el("tbody", list(rows)))

@@ -308,7 +308,7 @@ def _first_fit(baseline: Baseline, world: World, known: Mapping[str, Knowledge])
 
 
 def _batches(world: World, common: int = 0) -> dict[str, int]:
-    """Return each model's batch: 1 where nothing is batched, else ``common``, and where that is 0 the workload's own."""
+    """Return each model's batch: 1 without batching, else ``common``, and where that is 0 the workload's own."""
     if not world.scenario.service.batches:
         return dict.fromkeys(world.models, 1)
     return {name: common or model.options.workload.batch for name, model in world.models.items()}
