@@ -34,7 +34,7 @@ __all__ = ["COMPANION_FILES", "GenerateResult", "generate", "generate_dummy", "g
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
 DUMMY_STD = 0.02  # the initializer_range of most families: activations stay in range whatever the depth
-# What a model directory holds beside its weights and that a fingerprint keeps: never code.
+# What a model directory holds in addition to its weights and that a fingerprint keeps: never code.
 COMPANION_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -54,7 +54,7 @@ _DUMMY_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateResult:
-    """What a generation cost."""
+    """Size of a generation: layers, and bytes read and written."""
 
     directory: Path
     layers: tuple[int, ...]  # source layer indexes, in order
@@ -162,8 +162,8 @@ def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], 
     For an engine that makes random weights itself.
 
     Args:
-        tp: above 1, the shape is that of one rank of so many (``shard_config``). It comes without the tokenizer
-            and the generation settings, which speak of tokens beyond a rank's vocabulary.
+        tp: above 1, the shape is that of one rank of so many (``shard_config``). It has no tokenizer and no
+            generation settings, which speak of tokens beyond a rank's vocabulary.
 
     Raises:
         BadInputError: as :func:`generate_dummy`, or ``tp`` does not divide the model (``shard_config``).
@@ -185,7 +185,7 @@ def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], 
 
 
 def _tabled(config: Mapping[str, object]) -> Blueprint | None:
-    """None: the family has no row, or the model is otherwise than its row."""
+    """Return the blueprint; None: the family has no row, or the model is otherwise than its row."""
     try:
         return read_blueprint(config) if is_tabled(config) else None
     except UnsupportedModelError:
@@ -193,10 +193,10 @@ def _tabled(config: Mapping[str, object]) -> Blueprint | None:
 
 
 def _first_layers(layers: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """As :func:`_chosen`, the model's first: what a class makes of a layer by its index is what it was.
+    """Return the chosen layers, which must be the model's first: a class makes a layer by its index.
 
     Raises:
-        UnsupportedModelError: others.
+        UnsupportedModelError: any other layers.
     """
     chosen = _chosen(layers, num_layers)
     if chosen != tuple(range(len(chosen))):
@@ -222,14 +222,17 @@ def _checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         if type(layer) is not int or not 0 <= layer < num_layers:
             raise BadInputError(f"layer {show(layer)} is not one of 0 to {num_layers - 1}")
     # A repeated layer would be stored twice and cost what a different one costs; an engine that wants full depth
-    # in little memory ties layers itself. So the order is the model's and each layer comes once.
+    # in little memory ties layers itself. So the order is the model's and each layer is stored once.
     if any(after <= before for before, after in pairwise(chosen)):
         raise BadInputError(f"layers must be strictly increasing, got {show(list(chosen))}")
     return chosen
 
 
 def _cut_config(config: Mapping[str, object], blueprint: Blueprint, chosen: tuple[int, ...]) -> dict[str, object]:
-    """Which layers slide is written out where the class would else count it anew from the kept ones' places."""
+    """Return the config with the chosen layers only.
+
+    Which layers slide is written out where the class would otherwise derive it from the kept layers' positions.
+    """
     windows = blueprint.spec.layer_windows
     if windows and config.get("layer_types") is None:
         types = ["full_attention" if window is None else "sliding_attention" for window in windows]
@@ -238,10 +241,10 @@ def _cut_config(config: Mapping[str, object], blueprint: Blueprint, chosen: tupl
 
 
 def _select(checkpoint: Checkpoint, layers: str, blueprint: Blueprint, chosen: tuple[int, ...]) -> dict[str, str]:
-    """New name -> old name of each tensor to keep: every tensor outside the layers, and those of the chosen ones.
+    """Return new name -> old name of each tensor to keep: all outside the layers, and those of the chosen layers.
 
     Raises:
-        CheckpointError: a layer has fewer tensors or elements than the others or than config.json says.
+        CheckpointError: a layer has fewer tensors or elements than the rest or than config.json says.
     """
     prefix = layers + "."
     of_layer: dict[int, dict[str, str]] = {layer: {} for layer in chosen}
@@ -277,7 +280,7 @@ def _select(checkpoint: Checkpoint, layers: str, blueprint: Blueprint, chosen: t
 
 
 def _modules_without(suffixes: Iterable[str], blueprint: Blueprint) -> list[str]:
-    """Matrices of a layer of which a quantized checkpoint stores nothing, whatever it calls the parts."""
+    """Return matrices of a layer of which a quantized checkpoint stores nothing, whatever it calls the parts."""
     starts = {suffix[: at.start()] for suffix in suffixes for at in re.finditer(r"[._](?=[^._]*$)|\.", suffix)}
     starts |= set(suffixes)
     return [t.name for t in blueprint.layer if t.name.removesuffix(".weight") not in starts]

@@ -17,7 +17,7 @@ __all__ = ["contradictions", "estimator_for", "step_tokens_of"]
 
 
 def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
-    """Estimator of what was measured, with the roofline of the same device and engine to scale it by."""
+    """Return the estimator of what was measured, scaled by the roofline of the same device and engine."""
     engine = ENGINES.get(profile.engine)
     eager = frozenset({profile.engine}) if engine is not None and engine.capabilities().eager else frozenset()
     roofline = RooflineEstimator(profile.spec, profile.machine.device, eager=eager)
@@ -29,7 +29,8 @@ def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimat
 
 
 def contradictions(profile: Profile) -> dict[MeasuredKey, str]:
-    """Where fingerprints of more layers were faster than those of fewer, beyond the noise of their runs; and how.
+    """Return where fingerprints of more layers were faster than those of fewer, beyond the noise of their runs;
+    and how.
 
     A profile of repeated forwards was looked through as it was taken (``fingerprint.profile_checks``).
     """
@@ -45,8 +46,10 @@ def contradictions(profile: Profile) -> dict[MeasuredKey, str]:
 
 
 def step_tokens_of(profile: Profile) -> int | None:
-    """Tokens of the largest step that the engine was measured with, where it counts its own memory for a step of
-    as many; None where activations were measured step by step, so that every size of step has its estimate.
+    """Return the tokens of the largest step that the engine was measured with.
+
+    That is where it counts its own memory for a step of as many; None where activations were measured step by
+    step, so that every size of step has its estimate.
     """
     if not (_is_depth_tied(profile) or _is_counted(profile)):
         return None
