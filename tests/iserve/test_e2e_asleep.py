@@ -13,6 +13,7 @@ import pytest
 
 from iserve.demo import demo_model_path
 from iserve.state.store import Store
+from tests.waiting import PATIENCE_S
 
 NAME = "napper"
 WORK = ("--input-tokens", "64", "--output-tokens", "64", "--engine", "torch")
@@ -39,7 +40,7 @@ class Call:
             self.error = error
 
     def end(self) -> Call:
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the request hangs"
         return self
 

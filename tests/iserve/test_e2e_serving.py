@@ -12,6 +12,8 @@ import openai
 import pytest
 import yaml
 
+from tests.waiting import PATIENCE_S
+
 DEMO = "iserve-demo"
 # Long enough for a prompt and an answer of the demo model (one byte is one token).
 WORK = ("--input-tokens", "128", "--output-tokens", "64", "--context", "256")
@@ -184,7 +186,7 @@ def test_a_deploy_can_be_left_and_taken_up_again(served: Any, watched: str) -> N
         assert left.stderr is not None
         assert left.stderr.readline() == "accepted\n"
         left.send_signal(signal.SIGINT)
-        said = left.communicate(timeout=60)[1]
+        said = left.communicate(timeout=PATIENCE_S)[1]
         if left.returncode != 0:
             break
         served.run("rm", watched)  # it was ready before the signal came
@@ -218,9 +220,9 @@ def test_the_log_is_followed_over_a_restart_to_the_removal(
     assert quiet.stdout is not None
     assert quiet.stdout.readline()
     quiet.send_signal(signal.SIGINT)
-    assert (quiet.communicate(timeout=60)[1], quiet.returncode) == ("", 130)
+    assert (quiet.communicate(timeout=PATIENCE_S)[1], quiet.returncode) == ("", 130)
     served.run("rm", watched)
-    assert follower.wait(timeout=60) == 0
+    assert follower.wait(timeout=PATIENCE_S) == 0
     assert follower.stderr is not None
     assert follower.stderr.read() == "the log ends: no deployment is named 'watched'\n"
 

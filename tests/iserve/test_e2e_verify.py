@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 DEMO = "iserve-demo"
 WORK = ("--input-tokens", "24", "--output-tokens", "24", "--batch", "2")  # long beside a busy machine's noise
 SHORT = ("--max-seconds", "8")  # for the whole workload, also on a machine that is busy
@@ -167,7 +169,7 @@ def only_worker(home: Any) -> tuple[str, int]:
 
 
 def said(command: subprocess.Popen[str]) -> str:
-    out, err = command.communicate(timeout=60)
+    out, err = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 1
     assert out == ""
     return err.splitlines()[-1]

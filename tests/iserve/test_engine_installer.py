@@ -23,7 +23,8 @@ from iserve.state.store import Store
 from tests.daemon.engines.standin import make_vllm, set_version
 from tests.daemon.engines.vllm_worker_spec import worker
 from tests.iserve.command_line import Done, iserve
-from tests.iserve.conftest import COMMAND, wait_until
+from tests.iserve.conftest import COMMAND
+from tests.waiting import wait_until
 
 __all__ = ["iserve"]  # a fixture
 

@@ -26,8 +26,9 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError, InfeasibleError
 from iserve.controller.profiling import last_words, start_profiling_worker, within_what_is_free
 from tests.daemon import fake_nvml
-from tests.daemon.conftest import Node, wait_for
+from tests.daemon.conftest import Node
 from tests.daemon.stranger import Stranger
+from tests.waiting import wait_until
 
 GIB = 2**30
 TOTAL = 48 * GIB
@@ -235,9 +236,9 @@ def test_a_profile_sends_nothing_to_a_stranger_on_its_worker_s_port(tmp_path: Pa
         node.start()
         with ThreadPoolExecutor(1) as pool:
             started = pool.submit(start_profiling_worker, lambda: node.client, node.spec(), 60.0)
-            wait_for(node.client.workers)
+            wait_until(node.client.workers)
             with stranger.listening(node.client.worker("w1").spec.port):
-                wait_for(lambda: node.client.worker("w1").error)
+                wait_until(lambda: node.client.worker("w1").error)
                 assert not started.done()
             (tmp_path / "loaded").touch()
             assert started.result().url == node.client.worker("w1").url

@@ -20,6 +20,7 @@ from fingerprint.codec import from_json
 from iserve.cli import main
 from tests.iserve.conftest import COMMAND
 from tests.traces.replay.stand_in import GAP_S, TTFT_S, StandIn, stand_in
+from tests.waiting import PATIENCE_S
 from traces.replay.document import ReplayDocument
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -131,7 +132,7 @@ def test_a_terminal_gets_one_line_that_is_written_again(tmp_path: Path, trace: P
             shown += piece
     except OSError:  # the other end is closed
         pass
-    assert done.wait(60) == 0
+    assert done.wait(PATIENCE_S) == 0
     os.close(ours)
     assert b"\n" not in shown
     assert shown.count(b"\r\x1b[K") > 1
@@ -149,11 +150,11 @@ def test_interrupted_it_shows_what_there_is(tmp_path: Path, trace: Path, server:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(server.bodies) < before + 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (130, "")
     found = from_json(out, ReplayDocument)
     assert found.run.interrupted

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from iserve.routes import GatewayLimits, WorkerTarget
+from tests.waiting import PATIENCE_S
 
 STREAM = {"model": "m", "prompt": "x", "stream": True}
 
@@ -26,7 +27,7 @@ STREAM = {"model": "m", "prompt": "x", "stream": True}
 def open_stream(
     gateway, receive_bytes: int | None = None, **fields
 ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
     connection.connect()
     if receive_bytes is not None:
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -415,7 +416,7 @@ class TestProcess:
         worker.go_on.set()
         assert response.read().endswith(b"data: [DONE]\n\n")
         connection.close()
-        assert own_gateway.process.wait(20) == 0
+        assert own_gateway.process.wait(PATIENCE_S) == 0
         assert not (own_gateway.home / "run" / "gateway.json").exists()
 
     def test_after_its_grace_a_stream_ends_in_an_error_frame(
@@ -430,11 +431,11 @@ class TestProcess:
         own_gateway.process.send_signal(signal.SIGTERM)
         assert b"shutting down" in response.read()
         connection.close()
-        assert own_gateway.process.wait(20) == 0
+        assert own_gateway.process.wait(PATIENCE_S) == 0
 
     def test_a_port_in_use_is_exit_98_and_one_line(self, gateway, tmp_path) -> None:
         argv = [sys.executable, "-m", "iserve.gateway", "--home", str(tmp_path), "--port", str(gateway.port)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 98
         (line,) = done.stderr.splitlines()
         assert str(gateway.port) in line
@@ -443,7 +444,7 @@ class TestProcess:
     @pytest.mark.parametrize("port", ["-1", "65536", "http"])
     def test_a_port_that_is_none_is_a_usage_error(self, tmp_path, port) -> None:
         argv = [sys.executable, "-m", "iserve.gateway", "--home", str(tmp_path), "--port", port]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
 
@@ -472,7 +473,7 @@ class TestProcess:
 
     def test_an_address_that_is_not_ours_is_exit_1_and_one_line(self, tmp_path) -> None:
         argv = [sys.executable, "-m", "iserve.gateway", "--home", str(tmp_path), "--host", "192.0.2.1"]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 1
         assert len(done.stderr.splitlines()) == 1
 
