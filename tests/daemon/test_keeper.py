@@ -51,6 +51,8 @@ from daemon.worker_process import WorkerProcess
 from fingerprint.errors import UnavailableError
 from tests.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 
 ORDER = KeeperOrder(

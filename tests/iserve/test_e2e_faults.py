@@ -82,6 +82,7 @@ def ask(installation: Any, name: str = DEMO) -> str:
     return str(answer.choices[0].message.content)
 
 
+@pytest.mark.smoke
 def test_a_killed_controller_is_not_missed_and_the_next_one_adopts(running: Any, stream: Stream) -> None:
     worker, gateway, daemon = running.worker_pids(), running.record("gateway"), running.record("daemon")
     running.kill("controller")
@@ -95,6 +96,7 @@ def test_a_killed_controller_is_not_missed_and_the_next_one_adopts(running: Any,
     assert ask(running) == "579"
 
 
+@pytest.mark.smoke
 def test_a_killed_daemon_is_started_again_and_adopts_its_workers(
     running: Any, stream: Stream, until: Callable[..., Any]
 ) -> None:
@@ -119,6 +121,7 @@ def test_requests_are_served_all_the_while_a_daemon_is_away(running: Any, until:
     until(lambda: running.deployment()["status"] == "ready", "the worker is adopted")
 
 
+@pytest.mark.smoke
 def test_a_killed_gateway_is_back_at_once(running: Any, stream: Stream, until: Callable[..., Any]) -> None:
     worker, killed = running.worker_pids(), running.kill("gateway")
     assert isinstance(stream.end().error, openai.APIError), "its connection died with it, and it said so"
@@ -127,6 +130,7 @@ def test_a_killed_gateway_is_back_at_once(running: Any, stream: Stream, until: C
     assert running.worker_pids() == worker
 
 
+@pytest.mark.smoke
 def test_a_killed_worker_ends_its_stream_in_an_error_and_is_started_again(
     running: Any, stream: Stream, until: Callable[..., Any], kill: Callable[[int], None]
 ) -> None:

@@ -37,6 +37,7 @@ def phases(served: Any, name: str) -> list[str]:
     return [e["kind"] for e in served.get("/api/v1/events") if e["message"].startswith(f"{name}:")]
 
 
+@pytest.mark.smoke
 def test_a_deploy_plans_and_launches(served: Any) -> None:
     first = served.first
     assert (first["name"], first["status"], first["error"]) == (DEMO, "ready", None)
@@ -65,6 +66,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve(DEMO).id == DEMO
 
 
+@pytest.mark.smoke
 def test_chat_answers_what_the_model_was_trained_to(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=DEMO, messages=[{"role": "user", "content": "123+456="}], temperature=0

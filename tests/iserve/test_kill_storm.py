@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from fingerprint.errors import StateUnavailableError
-from tests.iserve.kill_storm import Outcome, Storm, wait
+from tests.iserve.kill_storm import Outcome, Storm
 from tests.iserve.postgres_server import PostgresServer
+from tests.waiting import wait_until
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -60,7 +61,7 @@ def test_a_database_that_goes_away_and_comes_back(
     storm = make_storm(postgres.make_database(), seed=1)
     moment = random.Random(2)
     storm.controllers.start()
-    wait(storm.controllers.answers, "the controller answers")
+    wait_until(storm.controllers.answers, "the controller answers")
     first = storm.controllers.pid
 
     def restart() -> None:
@@ -72,7 +73,7 @@ def test_a_database_that_goes_away_and_comes_back(
             time.sleep(moment.uniform(0.0, 0.3))
         finally:
             postgres.start()
-        wait(storm.controllers.answers, "the controller answers again")
+        wait_until(storm.controllers.answers, "the controller answers again")
 
     survived(storm, restart, 2)
     assert storm.controllers.pid == first

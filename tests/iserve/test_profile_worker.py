@@ -115,6 +115,7 @@ def test_the_fullest_of_its_gpus_decides(nvml: ModuleType) -> None:
     source.close()
 
 
+@pytest.mark.process
 def test_the_daemon_counts_a_profile_beside_a_deployment(tmp_path: Path) -> None:
     """A real daemon over the strict NVML: 20 GiB of 48 are promised to a worker that still loads."""
     node = Node(tmp_path / "home")
@@ -228,6 +229,7 @@ def test_a_worker_whose_answer_does_not_end_is_given_up() -> None:
         server.shutdown()
 
 
+@pytest.mark.process
 def test_a_profile_sends_nothing_to_a_stranger_on_its_worker_s_port(tmp_path: Path) -> None:
     node = Node(tmp_path / "home")
     node.behave(bind_file=str(tmp_path / "loaded"))
@@ -247,6 +249,7 @@ def test_a_profile_sends_nothing_to_a_stranger_on_its_worker_s_port(tmp_path: Pa
         node.clear()
 
 
+@pytest.mark.process
 def test_a_profiling_worker_that_does_not_serve_in_time_says_why_and_is_ended(tmp_path: Path) -> None:
     node = Node(tmp_path / "home")
     node.behave(slow_start_s=600)

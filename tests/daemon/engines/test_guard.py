@@ -16,6 +16,8 @@ from daemon.engines.guard import port_is_free
 from daemon.procfs import processes, read_stat
 from tests.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[3]
 
 # An engine of two processes, one of them in a session of its own and deaf; it tells their ids, then sleeps.

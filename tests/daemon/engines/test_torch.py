@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.daemon.engines.engine_conformance import EngineConformance
 
 
+@pytest.mark.smoke
 class TestTorch(EngineConformance):
     engine = "torch"

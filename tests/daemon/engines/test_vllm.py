@@ -33,6 +33,7 @@ GIB = 2**30
 GPUS = ("GPU-aaaa", "GPU-bbbb")
 
 
+@pytest.mark.smoke
 class TestVllm(EngineConformance):
     engine = "vllm"
     device = "GPU-aaaa"

@@ -417,6 +417,7 @@ def ask(url: str) -> dict[str, Any]:
         return dict(json.load(answer))
 
 
+@pytest.mark.process
 def test_the_embedded_engine_serves_as_the_file_says(tmp_path: Path) -> None:
     device = Device(device_id="cpu:0", index=0, kind="cpu", name="a CPU", total_bytes=GIB, cores=(0,))
     launch = launch_here(demo_model_path(), "torch", (device,))
