@@ -4,12 +4,20 @@ make, not at the million objects that their modules are."""
 from __future__ import annotations
 
 import gc
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_setup
+
+__all__ = ["pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtest_setup"]  # hooks
+
 settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no-clock")
+
+# Where the tests run in a shell's background it is ignored, and would be in every process that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all is imported: half of what that takes would be the collector's
 

@@ -213,6 +213,7 @@ def test_the_command_line_and_the_rest_api_wish_alike() -> None:
         assert body.options(default_policy="hybrid", load_threshold=0.25) == options
 
 
+@pytest.mark.process
 def test_what_cannot_be_written_is_one_line(model: Callable[[str], Path], tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("iserve")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
@@ -359,6 +360,7 @@ def test_an_estimate_that_no_engine_runs_says_so(
 @pytest.mark.parametrize(
     ("words", "offered"), [("iserve dep", "deploy"), ("iserve plan --int", "--intent"), ("iserve trace s", "show")]
 )
+@pytest.mark.process
 def test_a_shell_completes_commands_and_options(words: str, offered: str, tmp_path: Path) -> None:
     asked = {"_ISERVE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     kept = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}

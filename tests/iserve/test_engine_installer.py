@@ -134,6 +134,7 @@ def test_what_uv_says_is_quoted_with_its_cause(iserve: Callable[..., Done], home
     assert json.loads(iserve("engines", "--json").out)[1]["version"] is None
 
 
+@pytest.mark.process
 def test_killed_in_the_middle_nothing_counts_as_installed_and_the_same_command_goes_on(
     iserve: Callable[..., Done], home: Path, uv: Path
 ) -> None:

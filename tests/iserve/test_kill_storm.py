@@ -49,6 +49,7 @@ def survived(storm: Storm, blow: Callable[[], None], times: int) -> Outcome:
     return outcome
 
 
+@pytest.mark.process
 def test_a_few_kills(make_storm: Callable[..., Storm], tmp_path: Path) -> None:
     storm = make_storm(tmp_path / "home" / "state.db", seed=5)
     survived(storm, lambda: storm.kill(within_s=0.6), 5)

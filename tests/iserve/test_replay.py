@@ -117,6 +117,7 @@ def test_what_a_person_sees(iserve: Run, trace: Path, server: StandIn) -> None:
     assert "sent 8 of 8" in done.stderr
 
 
+@pytest.mark.process
 def test_a_terminal_gets_one_line_that_is_written_again(tmp_path: Path, trace: Path, server: StandIn) -> None:
     ours, theirs = pty.openpty()
     done = subprocess.Popen(
@@ -139,6 +140,7 @@ def test_a_terminal_gets_one_line_that_is_written_again(tmp_path: Path, trace: P
     assert shown.endswith(b"\r\x1b[K"), "nothing is left of it"
 
 
+@pytest.mark.process
 def test_interrupted_it_shows_what_there_is(tmp_path: Path, trace: Path, server: StandIn) -> None:
     rows = "".join(f"2023-11-16 18:{i // 60:02d}:{i % 60:02d}.0000000,20,2\n" for i in range(600))
     trace.write_text(AZURE + rows)
