@@ -103,12 +103,13 @@ def test_a_signal_is_handed_on_once(guard, signum):
     then = f"""
 got = []
 signal.signal({int(signum)}, lambda *_: got.append(1))
+print("listening", flush=True)
 while not got: time.sleep(0.01)
 time.sleep(0.3)
 sys.exit(40 + len(got))
 """
     process, pids = guard(then)
-    time.sleep(0.2)  # the handler is installed after the ids were told
+    assert process.stdout.readline() == "listening\n"
     os.killpg(os.getpgid(process.pid), 0)
     process.send_signal(signum)
     assert process.wait(PATIENCE_S) == 41
