@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 # The tests start hundreds of Python processes, each of which would compile the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-long accuracy evaluation lint types docs setup clean
+.PHONY: demo test test-all test-long golden accuracy evaluation lint types docs setup clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,11 @@ test: lint types
 
 test-all: lint types
 	$(TESTS) -m "not long and not gpu"
+
+# The words that users read, written anew into tests/golden; `git diff` shows what changed.
+golden: setup
+	rm -f tests/golden/*.txt
+	REWRITE_GOLDEN=1 $(BIN)/pytest -q -m "golden and not long and not gpu"
 
 test-long: setup
 	$(BIN)/pytest -m "long" --durations=25

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import gc
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.golden_words import Golden
 from tests.tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_setup
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtest_setup"]  # hooks
@@ -30,3 +32,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Golden:
+    """``golden("cli-errors", said)``: the words of this test are those of its section in ``tests/golden``."""
+    return Golden(request.node.name, {str(tmp_path): "TMP", str(tmp_path.parent): "TMP"})

@@ -37,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if PROCESS_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("process")
+        if "golden" in getattr(item, "fixturenames", ()):
+            item.add_marker("golden")
 
 
 @pytest.hookimpl(wrapper=True)
