@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 __all__ = ["FOLDER", "Golden", "read", "write"]
 
@@ -36,6 +37,8 @@ def write(surface: str, cases: Mapping[str, str]) -> None:
 class Golden:
     """The words of one test, by its own name: ``golden("cli-errors", said)``."""
 
+    _written: ClassVar[dict[tuple[str, str], str]] = {}  # in this run
+
     def __init__(self, case: str, folders: Mapping[str, str], *, rewrites: bool = REWRITES) -> None:
         self._case, self._folders, self._rewrites = case, folders, rewrites
 
@@ -47,6 +50,9 @@ class Golden:
         case = f"{self._case} {what}".strip()
         kept = read(surface)
         if self._rewrites:
+            assert self._written.setdefault((surface, case), words) == words, (
+                "two words of one case: tell them apart"
+            )
             write(surface, kept | {case: words.strip("\n")})
             return
         assert case in kept, f"tests/golden/{surface}.txt has no section `{case}`: run `make golden`"

@@ -25,6 +25,8 @@ def test_what_is_written_is_read_and_a_difference_is_found(
         Golden("test_a[x]", {}, rewrites=False)("errors", "another")
     with pytest.raises(AssertionError, match="has no section `test_b`"):
         Golden("test_b", {}, rewrites=False)("errors", "one")
+    with pytest.raises(AssertionError, match="two words of one case"):
+        Golden("test_a[y]", {}, rewrites=True)("errors", "three", "again")
     write("errors", read("errors"))
     assert len(read("errors")) == 2
 

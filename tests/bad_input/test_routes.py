@@ -158,7 +158,7 @@ def test_a_body_of_another_type_is_told_which_is_wanted(api: Api, golden: Golden
         for what, headers in (("text", {"Content-Type": "text/plain; charset=utf-8"}), ("none", {})):
             answer = api.client.request(method, path, content="{}", headers=key | headers)
             assert answer.status_code == 415
-            golden("rest-errors", answer.json()["message"], what)
+            golden("rest-errors", answer.json()["message"], f"{method} {path} {what}")
     spelled = {"Content-Type": "Application/JSON; charset=utf-8"}
     status, document = api.ask("POST", "/api/v1/plans", {"gpus": 1}, **spelled)
     assert (status, "body.gpus" in document["message"]) == (400, True)
