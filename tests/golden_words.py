@@ -17,7 +17,7 @@ __all__ = ["FOLDER", "Golden", "read", "write"]
 FOLDER = Path(__file__).with_name("golden")
 REWRITES = bool(os.environ.get("REWRITE_GOLDEN"))
 _HEAD = "## "
-_VERSION = re.compile(r"\b\d+\.\d+\.\d+\b")  # of packages, which differ from machine to machine
+_VERSION = re.compile(r"(?<![\d.])\d+\.\d+\.\d+(?!\.?\d)")  # of packages, which differ from machine to machine
 
 
 def read(surface: str) -> dict[str, str]:
