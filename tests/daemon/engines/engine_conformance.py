@@ -83,6 +83,7 @@ class Running:
         return {stat.pid for stat in processes() if stat.session_id == keeper_pid}
 
 
+@pytest.mark.smoke
 class EngineConformance:
     """Subclass it, name the engine, and prepare the node."""
 

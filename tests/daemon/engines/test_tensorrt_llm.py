@@ -75,7 +75,6 @@ def config(**changes: object) -> DeploymentConfig:
     return DeploymentConfig(engine="tensorrt-llm", **changes)
 
 
-@pytest.mark.smoke
 class TestTensorRtLlm(EngineConformance):
     engine = "tensorrt-llm"
     device = "GPU-aaaa"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.daemon.engines.engine_conformance import EngineConformance
 
 
-@pytest.mark.smoke
 class TestTorch(EngineConformance):
     engine = "torch"

@@ -33,7 +33,6 @@ GIB = 2**30
 GPUS = ("GPU-aaaa", "GPU-bbbb")
 
 
-@pytest.mark.smoke
 class TestVllm(EngineConformance):
     engine = "vllm"
     device = "GPU-aaaa"
