@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ settings.register_profile("no-clock", deadline=None, suppress_health_check=[Heal
 settings.load_profile("no-clock")
 
 # Where the tests run in a shell's background it is ignored, and would be in every process that they start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all is imported: half of what that takes would be the collector's
 
