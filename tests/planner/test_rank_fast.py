@@ -98,6 +98,7 @@ def intents(draw: st.DrawFn) -> Intent:
     batch=1,
 )
 @given(intent=intents(), seed=st.integers(0, 1000), batch=st.sampled_from([1, 16]))
+@pytest.mark.slow
 def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
     """Also where few rows are worked out at once, so that bounds have to tell the others apart."""
     candidates = many(60, seed)
