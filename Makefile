@@ -1,4 +1,4 @@
-# Two targets for users (demo, test), the rest for the people who build iServe.
+# Three targets for users (demo, test, test-all), the rest for the people who build iServe.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 # The tests start hundreds of Python processes, each of which would compile the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long accuracy evaluation lint types docs setup clean
+.PHONY: demo test test-all test-long golden accuracy evaluation lint types docs setup clean
 
 setup: $(STAMP)
 
@@ -31,8 +31,19 @@ types: setup
 	$(BIN)/mypy
 
 # Files in their order, which ends with short ones: by their number of tests the longest would come last, alone.
+TESTS := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+
+# Tiers are in docs/testing.md.
 test: lint types
-	$(BIN)/pytest -m "not long and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+	$(TESTS) -m "(smoke or not process) and not slow and not long and not gpu"
+
+test-all: lint types
+	$(TESTS) -m "not long and not gpu"
+
+# The words that users read, written anew into tests/golden; `git diff` shows what changed.
+golden: setup
+	rm -f tests/golden/*.txt
+	REWRITE_GOLDEN=1 $(BIN)/pytest -q -m "golden and not long and not gpu"
 
 test-long: setup
 	$(BIN)/pytest -m "long" --durations=25

@@ -194,6 +194,7 @@ def test_a_page_is_whole_or_the_old_one(disk: tuple[Path, Filled]) -> None:
     assert left_in(folder) == {"report.html"}
 
 
+@pytest.mark.process
 def test_a_first_start_says_that_the_disk_is_full(
     disk: tuple[Path, Filled], monkeypatch: pytest.MonkeyPatch
 ) -> None:

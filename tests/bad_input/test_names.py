@@ -27,6 +27,7 @@ from iserve.cli.render import print_rows
 from iserve.cli.terminal import HarmlessConsole
 from iserve.demo import demo_model_path
 from tests.bad_input.conftest import Api
+from tests.waiting import PATIENCE_S
 
 ESCAPE, BELL, CSI = "\x1b[31mred\x1b[2J", "a\x07b", "\x9b31m"
 TURNED = "model\u202egnp.exe\u2066x\u200f"
@@ -170,7 +171,7 @@ def test_a_refusal_of_the_command_line_is_made_harmless(tmp_path: Path) -> None:
         [sys.executable, "-c", "from iserve.cli import main; main()", "trace", f"{tmp_path}/{CSI}{TURNED}"],
         env=environment | {"ISERVE_HOME": str(tmp_path / "home")},
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     said = (done.stdout + done.stderr).decode()

@@ -6,6 +6,7 @@ No time is asserted: both runs meet the same requests, machine and minute, and a
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from planner.intent import Slo
 from planner.lateness import Pace
@@ -22,6 +23,7 @@ BATCH_S = TTFT_S + (PACE.output_tokens - 1) * GAP_S
 SLO = Slo(e2e_s=3.5 * BATCH_S)
 
 
+@pytest.mark.process
 def test_under_twice_what_is_served_more_keep_their_slo_and_most_of_the_accepted_do() -> None:
     asked = open_load(2 * SLOTS / BATCH_S, 1.5, PACE, output_cv=0.3, seed=0, model=MODEL)
     with stand_in() as server, own_gateway(server.url, MODEL, PACE, SLO) as gateway:

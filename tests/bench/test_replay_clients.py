@@ -59,6 +59,7 @@ def test_a_report_without_a_completed_request_has_no_figures() -> None:
         read_guidellm(json.dumps(report).encode(), asked=3)
 
 
+@pytest.mark.process
 def test_replay_sends_the_prompts_that_the_other_client_is_given() -> None:
     load = Load(requests_per_s=20, count=5, words=4, output_tokens=3)
     with stand_in() as server:

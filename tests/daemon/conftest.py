@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,10 +26,10 @@ from daemon.status import WorkerState, WorkerStatus
 from daemon.worker_process import WORKER_MARK
 from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.errors import UnavailableError
+from tests.waiting import PATIENCE_S, wait_until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-WAIT_S = 30.0  # far beyond what is needed: only a hang runs into it
 
 FAST = {
     "tick_s": 0.1,
@@ -39,15 +38,6 @@ FAST = {
     "cpu_devices": 2,
     "restart": {"max_starts": 3, "window_s": 600.0, "first_delay_s": 0.1, "max_delay_s": 0.4},
 }
-
-
-def wait_for(what: Callable[[], object], message: str = "it never came true") -> object:
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if result := what():
-            return result
-        time.sleep(0.02)
-    raise AssertionError(message)
 
 
 def runs(pid: int) -> bool:
@@ -82,7 +72,7 @@ class Node:
             record = read_record(record_file)
             return record is not None and record.pid == self.process.pid and is_alive(record)
 
-        wait_for(answers)
+        wait_until(answers, "the daemon answers")
         self.client = DaemonClient.from_record(record_file)
         return self.client
 
@@ -104,7 +94,7 @@ class Node:
     def signal_daemon(self, signum: int) -> None:
         assert self.process is not None
         self.process.send_signal(signum)
-        self.process.wait(WAIT_S)
+        self.process.wait(PATIENCE_S)
 
     def spec(self, worker_id: str = "w1", **changes: object) -> WorkerSpec:
         values = {
@@ -128,7 +118,7 @@ class Node:
             status = self.client.worker(worker_id)
             return status if status.state is state and (but_not_pid is None or status.pid != but_not_pid) else None
 
-        found = wait_for(there, f"{worker_id} never became {state}")
+        found = wait_until(there, f"{worker_id} is {state}")
         assert isinstance(found, WorkerStatus)
         return found
 
@@ -148,7 +138,7 @@ class Node:
                     self.client.stop(worker.spec.worker_id)
             self.process.kill()
             self.process.wait()
-        wait_for(lambda: not self._kill_workers(), "a process of a worker lives on")
+        wait_until(lambda: not self._kill_workers(), "every process of a worker is gone")
 
     def _kill_workers(self) -> bool:
         """Kill each keeper and all that carries the mark of a worker; whether there was any."""
@@ -197,7 +187,7 @@ def alive() -> Callable[[int], bool]:
 @pytest.fixture
 def until() -> Callable[..., object]:
     """Wait until a condition holds; fails after a time that only a hang reaches."""
-    return wait_for
+    return wait_until
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from daemon.bounded_http import BoundedRunner
+from tests.waiting import PATIENCE_S
 
-WAIT_S = 30.0  # only a hang runs into it
 MOST = 8
 
 
@@ -24,7 +24,7 @@ class Served:
         self._wait_s, self._up = wait_s, threading.Event()
         self._thread = threading.Thread(target=asyncio.run, args=[self._run()])
         self._thread.start()
-        assert self._up.wait(WAIT_S)
+        assert self._up.wait(PATIENCE_S)
 
     async def _run(self) -> None:
         self._loop, self._leave = asyncio.get_running_loop(), asyncio.Event()
@@ -54,7 +54,7 @@ class Served:
         self._thread.join()
 
     def connect(self, sent: bytes = b"") -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
         connection.sendall(sent)
         return connection
 
@@ -103,16 +103,16 @@ def test_a_body_that_comes_after_its_answer_keeps_no_connection(serve: Callable[
 def test_an_answer_may_take_longer_than_a_request(serve: Callable[[float], Served]) -> None:
     served = serve(0.1)
     with served.connect(WHOLE) as connection, served.connect() as silent:
-        assert served.begun.wait(WAIT_S)
+        assert served.begun.wait(PATIENCE_S)
         assert is_closed(silent)
         served.go_on.set()
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def test_beyond_the_limit_those_that_ask_nothing_give_way(serve: Callable[[float], Served]) -> None:
-    served = serve(WAIT_S)
+    served = serve(PATIENCE_S)
     with served.connect(WHOLE) as early:
-        assert served.begun.wait(WAIT_S)
+        assert served.begun.wait(PATIENCE_S)
         silent = [served.connect() for _ in range(40)]
         try:
             for connection in silent[: 40 - MOST]:

@@ -28,12 +28,13 @@ from fingerprint.errors import (
     NotFoundError,
     UnavailableError,
 )
+from tests.waiting import PATIENCE_S
 
 
 def ask(node, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict]:
     record = read_record(node.home / "run" / "daemon.json")
     headers = {"Authorization": f"Bearer {record.token}"} | headers
-    connection = http.client.HTTPConnection(record.url.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(record.url.removeprefix("http://"), timeout=PATIENCE_S)
     try:
         connection.request(method, path, body, headers)
         response = connection.getresponse()
@@ -166,7 +167,7 @@ def test_a_second_daemon_of_the_same_home_is_refused_in_one_line(node):
         capture_output=True,
         text=True,
         env=node.env,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert second.returncode == 1
@@ -178,7 +179,7 @@ def test_a_second_daemon_of_the_same_home_is_refused_in_one_line(node):
 
 def run_daemon(node, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "daemon", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=node.env, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=node.env, timeout=PATIENCE_S, check=False)
 
 
 def test_what_cannot_start_says_so_in_one_line(node, tmp_path):

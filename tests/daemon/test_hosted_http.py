@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import daemon
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_a_request_that_drips_is_hung_up(
     """The pauses may be short: the connection would be held for as long as bytes arrive."""
     monkeypatch.setattr(hosted_http, "_REQUEST_TIMEOUT_S", 0.5)
     with (
-        socket.create_connection(serve(), timeout=30) as connection,
+        socket.create_connection(serve(), timeout=PATIENCE_S) as connection,
         contextlib.suppress(ConnectionError),  # a byte was on its way
     ):
         connection.sendall(head)
@@ -83,7 +84,7 @@ def test_no_more_connections_are_held_than_allowed(
             return b""
 
     def connect() -> socket.socket:
-        return socket.create_connection(server.server_address, timeout=30)
+        return socket.create_connection(server.server_address, timeout=PATIENCE_S)
 
     try:
         with connect() as first, connect() as second:

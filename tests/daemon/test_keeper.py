@@ -49,6 +49,9 @@ from daemon.process import (
 from daemon.procfs import is_running, read_stat, start_time_ticks
 from daemon.worker_process import WorkerProcess
 from fingerprint.errors import UnavailableError
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,11 +90,11 @@ def keep(tmp_path):
     for keeper in keepers:
         if keeper.poll() is None:
             keeper.terminate()
-        keeper.wait(20)
+        keeper.wait(PATIENCE_S)
 
 
 def test_it_says_how_its_program_ended(keep, tmp_path):
-    assert keep("print('the last words'); raise SystemExit(7)").wait(20) == 0
+    assert keep("print('the last words'); raise SystemExit(7)").wait(PATIENCE_S) == 0
     record = read_file(tmp_path / EXIT_FILE, ExitRecord)
     assert (record.exit_code, record.signal, record.reason) == (7, None, "exited")
     assert record.log_tail == "the last words\n"
@@ -105,19 +108,19 @@ def test_its_program_may_open_as_many_files_as_are_allowed(keep, tmp_path):
         keeper = keep("import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert keeper.wait(20) == 0
+    assert keeper.wait(PATIENCE_S) == 0
     assert read_file(tmp_path / EXIT_FILE, ExitRecord).log_tail == f"{min(limits[1], 65_536)}\n"
 
 
 def test_a_program_ended_by_a_signal_has_no_exit_code(keep, tmp_path):
-    keep("import os; os.abort()").wait(20)
+    keep("import os; os.abort()").wait(PATIENCE_S)
     record = read_file(tmp_path / EXIT_FILE, ExitRecord)
     assert (record.exit_code, record.signal) == (None, signal.SIGABRT)
 
 
 @pytest.mark.parametrize("argv", [["/nowhere/engine"], ["/bin/sh", "a\0b"]], ids=["not-there", "not-an-argument"])
 def test_a_program_that_cannot_be_started_is_an_exit_too(keep, tmp_path, argv):
-    keep("", argv=argv).wait(20)
+    keep("", argv=argv).wait(PATIENCE_S)
     record = read_file(tmp_path / EXIT_FILE, ExitRecord)
     assert record.exit_code == 127
     assert record.reason.startswith("could not start: ")
@@ -134,7 +137,7 @@ def test_the_lease_names_the_very_process(keep, tmp_path, until):
     assert group_members(lease.pid) == (lease.pid,)
     assert keeper_is_alive(tmp_path)
     keeper.terminate()
-    keeper.wait(20)
+    keeper.wait(PATIENCE_S)
     assert not keeper_is_alive(tmp_path)
     assert read_file(tmp_path / EXIT_FILE, ExitRecord).reason == "told to stop"
 
@@ -142,7 +145,7 @@ def test_the_lease_names_the_very_process(keep, tmp_path, until):
 def test_the_program_gets_its_environment_and_cores(keep, tmp_path):
     core = min(os.sched_getaffinity(0))
     code = "import os; print(os.environ['WHO'], sorted(os.sched_getaffinity(0)), os.getcwd())"
-    keep(code, env={"WHO": "me"}, cores=[core]).wait(20)
+    keep(code, env={"WHO": "me"}, cores=[core]).wait(PATIENCE_S)
     assert (tmp_path / "worker.log").read_text() == f"me [{core}] {tmp_path}\n"
 
 
@@ -170,7 +173,7 @@ def test_nothing_of_a_worker_outlives_it(keep, tmp_path, until, alive, end):
     family = [int(line) for line in (tmp_path / "family").read_text().split()]
     if end == "is-told":
         keeper.terminate()
-    assert keeper.wait(20) == 0
+    assert keeper.wait(PATIENCE_S) == 0
     assert not any(alive(pid) for pid in family)
     expected = {"exits": "exited", "is-told": "told to stop", "loses-its-lease": "lease expired"}[end]
     assert read_file(tmp_path / EXIT_FILE, ExitRecord).reason == expected
@@ -374,7 +377,7 @@ def test_no_record_is_written_into_a_home_that_was_taken_away(tmp_path, monkeypa
         shutil.rmtree(home)
         monkeypatch.setattr(Path, "is_dir", is_dir)
         for _ in range(3):
-            assert looks.acquire(timeout=20)
+            assert looks.acquire(timeout=PATIENCE_S)
         assert not home.exists()
 
 

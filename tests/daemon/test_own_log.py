@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from daemon.own_log import move_if_large
+from tests.waiting import PATIENCE_S
 
 # Prints from Python and, as a library would, to the descriptor itself; goes on when the log was moved.
 PROGRAM = """
@@ -31,7 +32,11 @@ print("the end", flush=True)
 def run(log: Path, *options: str, output: Path) -> None:
     with output.open("ab") as file:
         subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(log), *options], stdout=file, stderr=file, check=True, timeout=60
+            [sys.executable, "-c", PROGRAM, str(log), *options],
+            stdout=file,
+            stderr=file,
+            check=True,
+            timeout=PATIENCE_S,
         )
 
 
@@ -96,7 +101,7 @@ def test_a_log_is_bounded_again_once_files_can_be_opened(tmp_path: Path) -> None
     log = tmp_path / "daemon.log"
     with log.open("ab") as file:
         command = [sys.executable, "-c", WITHOUT_FILES, str(log)]
-        subprocess.run(command, stdout=file, stderr=file, check=True, timeout=60)
+        subprocess.run(command, stdout=file, stderr=file, check=True, timeout=PATIENCE_S)
     assert log.read_text() == "the end\n"
     assert (tmp_path / "daemon.log.1").stat().st_size == 2001
     assert set(tmp_path.iterdir()) == {log, tmp_path / "daemon.log.1"}
@@ -120,5 +125,5 @@ print("mine", flush=True)
 """
     with log.open("ab") as file:
         command = [sys.executable, "-c", program, str(log)]
-        subprocess.run(command, stdout=file, stderr=file, check=True, timeout=60)
+        subprocess.run(command, stdout=file, stderr=file, check=True, timeout=PATIENCE_S)
     assert log.read_text() == "another\nmine\n"

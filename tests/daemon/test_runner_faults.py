@@ -22,6 +22,8 @@ from daemon.torch_engine.steps import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import CheckpointError, EngineError
 
+pytestmark = pytest.mark.process
+
 FIRST = StepPlan((StepItem(1, 0, (3, 80, 0, 41, 17, 5, 66)), StepItem(3, 0, (50, 1, 88))))
 SECOND = StepPlan((StepItem(1, 7, (9, 90, 12)), StepItem(3, 3, (23,)), StepItem(0, 0, (61,))))
 

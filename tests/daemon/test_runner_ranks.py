@@ -10,6 +10,8 @@ from daemon.torch_engine.runner import LocalRunner
 from daemon.torch_engine.steps import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, WeightFormat
 
+pytestmark = pytest.mark.process
+
 LAYERS = {
     "llama": 4,
     "llama-tied": 2,

@@ -29,6 +29,8 @@ from tests.daemon.engines.tensorrt_environment import make_checkpoint, make_tens
 from tests.daemon.engines.vllm_stand_in import costs
 from tests.daemon.hosted_house import BITS16, FP8, LAYERS, House, cmdline
 
+pytestmark = pytest.mark.process
+
 STEP_TIMER = Path(__file__).parents[2] / "daemon" / "step_timer"
 
 

@@ -41,6 +41,8 @@ from tests.daemon.hosted_house import (
     session,
 )
 
+pytestmark = pytest.mark.process
+
 __all__ = ["house", "kept", "session"]  # fixtures
 
 

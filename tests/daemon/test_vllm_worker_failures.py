@@ -17,6 +17,8 @@ from fingerprint.errors import ConflictError, EngineError, UnavailableError
 from fingerprint.families import load_spec
 from tests.daemon.hosted_house import bursts, cmdline, house, keepers, kept, session
 
+pytestmark = pytest.mark.process
+
 __all__ = ["house", "kept", "session"]  # fixtures
 
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,21 +23,11 @@ from daemon.process import ProcessRecord, is_alive, read_record
 from daemon.procfs import start_time_ticks
 from iserve.client import ControllerClient
 from tests.iserve.postgres_server import PostgresServer, binaries
+from tests.waiting import PATIENCE_S, wait_until
 
-WAIT_S = 60.0  # far beyond what is needed: only a hang runs into it
 COMMAND = Path(sys.executable).with_name("iserve")
 # Enough to estimate from, and for a machine that takes its time to start a worker.
 QUICK = {"ISERVE_PROFILE_SECONDS": "20", "ISERVE_CPU_DEVICES": "2"}
-
-
-def wait_until(condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
-    """The first truthy value of ``condition``."""
-    deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"waited {wait_s} s in vain until {what}")
 
 
 @dataclass
@@ -66,7 +55,7 @@ class Installation:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=False,
         )
         if check:
@@ -117,7 +106,9 @@ class Installation:
         return {s["name"].split()[1]: s["pid"] for s in states if s["name"].startswith("worker ")}
 
     def openai(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.record('gateway').url}/v1", api_key=key, max_retries=0, timeout=60)
+        return openai.OpenAI(
+            base_url=f"{self.record('gateway').url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S
+        )
 
     def processes(self) -> dict[int, str]:
         """Every living process that belongs to this home."""
@@ -142,7 +133,7 @@ class Installation:
         done = self.run("down", check=False)
         # The last of a group may take a moment to be gone after its leader.
         try:
-            wait_until(lambda: not self.processes(), "every process of the home is gone", 5)
+            wait_until(lambda: not self.processes(), "every process of the home is gone")
             left: dict[int, str] = {}
         except AssertionError:
             left = self.processes()
@@ -173,7 +164,7 @@ def ask(
 ) -> Answer:
     """Send one request over a plain socket, nothing added and nothing checked on this side."""
     where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=PATIENCE_S)
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     if token is not None:
         given["Authorization"] = f"Bearer {token}"

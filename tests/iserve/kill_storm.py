@@ -34,10 +34,10 @@ from iserve.settings import Settings
 from iserve.state.store import Store
 from tests.daemon.conftest import Node
 from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
+from tests.waiting import PATIENCE_S, wait_until
 
 T = TypeVar("T")
 
-PATIENCE_S = 120.0  # only a hang runs into it
 DEPLOYMENTS = "/api/v1/deployments"
 
 # For each line of input, a controller; forked from a process that has imported its modules, which takes seconds.
@@ -80,7 +80,7 @@ class Controllers:
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pid, how)
-        wait(lambda: start_time_ticks(self.pid) is None, "the controller is gone")
+        wait_until(lambda: start_time_ticks(self.pid) is None, "the controller is gone")
 
     @property
     def lives(self) -> bool:
@@ -107,15 +107,6 @@ class Controllers:
     @property
     def log(self) -> str:
         return (self.settings.home.parent / "controller.log").read_text(errors="replace")
-
-
-def wait(condition: Callable[[], T], what: str) -> T:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"waited in vain until {what}")
 
 
 def persist(act: Callable[[], T]) -> tuple[T, int]:
@@ -209,7 +200,7 @@ class Person:
 
         _, lost = persist(ask)
         self.lost, self.there = self.lost + lost, False
-        wait(self._is_gone, f"{self.name} is gone")
+        wait_until(self._is_gone, f"{self.name} is gone")
         self.removed += 1
 
     def _is_gone(self) -> bool:
@@ -275,7 +266,7 @@ class Storm:
                 self._check()
             if not self.controllers.lives:
                 self.controllers.start()
-            wait(self.controllers.answers, "the last controller answers")
+            wait_until(self.controllers.answers, "the last controller answers")
         finally:
             self.stop.set()
             for thread in threads:
@@ -300,7 +291,7 @@ class Storm:
         if self.random.random() < 0.2:
             time.sleep(self.random.uniform(0.0, min(1.0, within_s)))
         else:
-            wait(self.controllers.answers, "the controller answers")
+            wait_until(self.controllers.answers, "the controller answers")
             time.sleep(self.random.uniform(0.0, within_s))
         self.controllers.end()
 
@@ -329,14 +320,14 @@ class Storm:
 
         wanted = {person.name for person in self.people if person.there}
         assert {d.name for d in documents()} == wanted
-        wait(lambda: all(d.status == "ready" for d in documents()), "all serve")
+        wait_until(lambda: all(d.status == "ready" for d in documents()), "all serve")
         assert Counter(worker.rpartition("-")[0] for worker in self._running()) == Counter(wanted)
 
     def _all_end(self) -> None:
         for person in self.people:
             if person.there:
                 person.remove()
-        wait(lambda: not self._running(), "no worker runs")
+        wait_until(lambda: not self._running(), "no worker runs")
         pids = [int(line.split()[1]) for line in self.starts.read_text().splitlines()]
         assert not (left := [pid for pid in pids if start_time_ticks(pid) is not None]), f"left running: {left}"
         self.controllers.end(signal.SIGTERM)

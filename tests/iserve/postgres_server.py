@@ -20,7 +20,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-WAIT_S = 60.0  # far beyond what is needed
+from tests.waiting import PATIENCE_S
 
 
 def binaries() -> Path | None:
@@ -77,7 +77,7 @@ class PostgresServer:
                 start_new_session=True,
                 **self._as,
             )
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(sa.exc.OperationalError):
                 self.query("SELECT 1")
@@ -89,7 +89,7 @@ class PostgresServer:
         """``SIGINT``: sessions are ended, all is written. ``SIGQUIT``: at once, as in a crash."""
         if self._process is not None:
             self._process.send_signal(how)
-            self._process.wait(WAIT_S)
+            self._process.wait(PATIENCE_S)
             self._process = None
 
     def query(self, statement: str, database: str = "postgres") -> list[tuple[Any, ...]]:

@@ -21,6 +21,8 @@ from iserve.controller.reconcile import Reconciler
 from iserve.routes import Demand, DeploymentDemand, Route, RouteTable
 from tests.iserve.test_deployer import World
 
+pytestmark = pytest.mark.process
+
 Until = Callable[..., Any]
 LIMIT_S = 300.0
 N = TypeVar("N", bound="Napping")

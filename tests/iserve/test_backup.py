@@ -262,6 +262,7 @@ def test_restore_refuses_while_the_installation_runs(
     assert runner.invoke(app, ["restore", str(kept)], catch_exceptions=False).exit_code == 0
 
 
+@pytest.mark.process
 def test_restore_refuses_while_a_worker_lives_that_nothing_watches(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from iserve.cli.options import Wish, replicated
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
 from tests.iserve.command_line import MODELS, Done, iserve, model
+from tests.waiting import PATIENCE_S
 
 __all__ = ["iserve", "model"]  # fixtures
 
@@ -212,6 +213,7 @@ def test_the_command_line_and_the_rest_api_wish_alike() -> None:
         assert body.options(default_policy="hybrid", load_threshold=0.25) == options
 
 
+@pytest.mark.process
 def test_what_cannot_be_written_is_one_line(model: Callable[[str], Path], tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("iserve")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
@@ -223,7 +225,7 @@ def test_what_cannot_be_written_is_one_line(model: Callable[[str], Path], tmp_pa
                 stdout=full,
                 stderr=subprocess.PIPE,
                 text=True,
-                timeout=60,
+                timeout=PATIENCE_S,
                 check=False,
             )
         assert (done.returncode, done.stderr) == (1, "iserve: No space left on device\n")
@@ -251,7 +253,7 @@ def test_help_loads_nothing_heavy(words: str) -> None:
         "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\nmain()"
     )
     argv = [sys.executable, "-c", code, *words.split(), "--help"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert f"Usage: iserve {words}" in done.stdout
     loaded = set(done.stderr.split())
     heavy = {"numpy", "torch", "transformers", "fastapi", "sqlalchemy", "aiohttp", "sklearn", "scipy", "rich"}
@@ -268,7 +270,7 @@ def test_a_plan_of_a_folder_loads_no_engine_server_database_or_hub(model: Callab
         "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\nmain()"
     )
     argv = [sys.executable, "-c", code, "plan", str(model("Llama-2-7b")), "--gpus", "h100:1"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     heavy = {"torch", "transformers", "sklearn", "scipy", "fastapi", "aiohttp", "sqlalchemy", "huggingface_hub"}
     assert (heavy | {"asyncio"}).isdisjoint(done.stderr.split())
 
@@ -358,10 +360,13 @@ def test_an_estimate_that_no_engine_runs_says_so(
 @pytest.mark.parametrize(
     ("words", "offered"), [("iserve dep", "deploy"), ("iserve plan --int", "--intent"), ("iserve trace s", "show")]
 )
+@pytest.mark.process
 def test_a_shell_completes_commands_and_options(words: str, offered: str, tmp_path: Path) -> None:
     asked = {"_ISERVE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     kept = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     command = Path(sys.executable).with_name("iserve")
-    done = subprocess.run([command], env=kept | asked, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [command], env=kept | asked, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert offered in done.stdout.split()
     assert not list(tmp_path.iterdir())

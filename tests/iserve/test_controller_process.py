@@ -19,6 +19,7 @@ from daemon.process import read_record
 from daemon.procfs import start_time_ticks
 from iserve.state.store import Store
 from tests.iserve.postgres_server import PostgresServer
+from tests.waiting import PATIENCE_S
 
 NAMES = ("controller", "daemon", "gateway")
 
@@ -27,7 +28,9 @@ def start(installation: Any, home: Path | None = None) -> subprocess.CompletedPr
     """Start a controller that is expected to be refused."""
     environment = installation.environment | ({} if home is None else {"ISERVE_HOME": str(home)})
     command = [sys.executable, "-m", "iserve.controller"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
@@ -40,7 +43,9 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 def test_a_start_loads_no_engine_and_no_regressions() -> None:
     """So that it answers soon; what estimates with them loads them then."""
     code = "import sys, iserve.controller.__main__; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert {"torch", "transformers", "sklearn", "scipy"}.isdisjoint(done.stdout.split())
 
 
@@ -188,7 +193,7 @@ def test_sigterm_ends_it_in_the_middle_of_a_profile(
     started = start_time_ticks(pid)
     os.kill(pid, signal.SIGTERM)
     until(lambda: start_time_ticks(pid) != started, "the controller has ended")
-    waiting.communicate(timeout=60)
+    waiting.communicate(timeout=PATIENCE_S)
     store = Store.read_only(installation.home / "state.db")
     assert store.profiles() == ()
     assert store.deployment("iserve-demo").phase == "profiling"  # the next controller takes it up

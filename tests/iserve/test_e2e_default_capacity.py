@@ -17,6 +17,7 @@ import pytest
 from fingerprint.families import load_spec
 from iserve.demo import demo_model_path
 from iserve.state.store import Store
+from tests.waiting import PATIENCE_S
 
 __all__ = ["all_served", "know_as_demo", "long_model"]
 
@@ -47,7 +48,12 @@ def all_served(home: Any, model: str) -> None:
     def ask(number: int) -> Any:
         prompt = [65 + number % 26] * PROMPT_TOKENS
         return home.openai().completions.create(
-            model=model, prompt=prompt, max_tokens=2, temperature=0, extra_body={"ignore_eos": True}, timeout=300
+            model=model,
+            prompt=prompt,
+            max_tokens=2,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+            timeout=PATIENCE_S,
         )
 
     with ThreadPoolExecutor(PROMPTS) as pool:

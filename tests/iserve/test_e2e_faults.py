@@ -12,6 +12,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 DEMO = "iserve-demo"
 LONG = 900  # tokens; a few seconds of streaming
 WORK = ("--input-tokens", "64", "--output-tokens", LONG, "--batch", "2")
@@ -49,7 +51,7 @@ class Stream:
         return not self._thread.is_alive()
 
     def end(self) -> Stream:
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert self.is_over, f"the stream hangs after {self.tokens} tokens"
         return self
 
@@ -80,6 +82,7 @@ def ask(installation: Any, name: str = DEMO) -> str:
     return str(answer.choices[0].message.content)
 
 
+@pytest.mark.smoke
 def test_a_killed_controller_is_not_missed_and_the_next_one_adopts(running: Any, stream: Stream) -> None:
     worker, gateway, daemon = running.worker_pids(), running.record("gateway"), running.record("daemon")
     running.kill("controller")
@@ -93,6 +96,7 @@ def test_a_killed_controller_is_not_missed_and_the_next_one_adopts(running: Any,
     assert ask(running) == "579"
 
 
+@pytest.mark.smoke
 def test_a_killed_daemon_is_started_again_and_adopts_its_workers(
     running: Any, stream: Stream, until: Callable[..., Any]
 ) -> None:
@@ -117,6 +121,7 @@ def test_requests_are_served_all_the_while_a_daemon_is_away(running: Any, until:
     until(lambda: running.deployment()["status"] == "ready", "the worker is adopted")
 
 
+@pytest.mark.smoke
 def test_a_killed_gateway_is_back_at_once(running: Any, stream: Stream, until: Callable[..., Any]) -> None:
     worker, killed = running.worker_pids(), running.kill("gateway")
     assert isinstance(stream.end().error, openai.APIError), "its connection died with it, and it said so"
@@ -125,6 +130,7 @@ def test_a_killed_gateway_is_back_at_once(running: Any, stream: Stream, until: C
     assert running.worker_pids() == worker
 
 
+@pytest.mark.smoke
 def test_a_killed_worker_ends_its_stream_in_an_error_and_is_started_again(
     running: Any, stream: Stream, until: Callable[..., Any], kill: Callable[[int], None]
 ) -> None:
@@ -161,7 +167,7 @@ def test_a_second_controller_is_refused(running: Any, one_line: Callable[..., st
         env=running.environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert str(first.pid) in one_line(second)
@@ -189,7 +195,7 @@ def test_down_ends_everything_and_up_brings_it_back(running: Any, until: Callabl
 def test_two_commands_at_once_start_one_controller(make_installation: Callable[..., Any]) -> None:
     installation = make_installation()
     both = [installation.start("up") for _ in range(2)]
-    said = [process.communicate(timeout=60) for process in both]
+    said = [process.communicate(timeout=PATIENCE_S) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert said[0] == said[1]
     commands = [command for command in installation.processes().values() if "iserve.controller" in command]
@@ -207,7 +213,7 @@ def test_a_deploy_removed_while_it_profiles_leaves_nothing(
     waiting = installation.start("deploy", "--name", "unwanted", "--json")
     until(lambda: is_profiling(installation), "a profile is being taken")
     installation.run("rm", "unwanted")
-    waiting.communicate(timeout=60)
+    waiting.communicate(timeout=PATIENCE_S)
     assert waiting.returncode == 1
     until(lambda: not installation.worker_pids(), "its profiling worker is ended")
     assert installation.json("ps") == []
@@ -222,7 +228,7 @@ def test_a_deploy_survives_the_death_of_its_controller(
     waiting = installation.start("deploy", "--json", *WORK)
     until(lambda: is_profiling(installation), "a profile is being taken")
     installation.kill("controller")
-    out, error = waiting.communicate(timeout=60)
+    out, error = waiting.communicate(timeout=PATIENCE_S)
     done = subprocess.CompletedProcess(waiting.args, waiting.returncode, out, error)
     assert "does not answer" in one_line(done)
     (leftover,) = installation.worker_pids()

@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 DEMO = "iserve-demo"
 WORK = ("--input-tokens", "64", "--output-tokens", "16")
 
@@ -181,7 +183,7 @@ def test_removal_does_not_hold_up_the_rest(guarded: Any, until: Callable[..., An
     killed = guarded.kill("gateway")
     assert until(lambda: guarded.record("gateway").pid, "a gateway lives again") != killed
     until(lambda: key_works(guarded, key), "the new gateway serves")
-    assert removing.communicate(timeout=60)[0] == "slow is removed\n"
+    assert removing.communicate(timeout=PATIENCE_S)[0] == "slow is removed\n"
     assert [d["name"] for d in guarded.json("ps")] == [DEMO]
 
 
@@ -208,5 +210,5 @@ def test_down_during_a_deploy(make_installation: Callable[..., Any], until: Call
     until(lambda: installation.worker_pids(), "a profiling worker runs")
     installation.run("down")
     assert installation.processes().keys() <= {waiting.pid}
-    waiting.communicate(timeout=60)
+    waiting.communicate(timeout=PATIENCE_S)
     assert waiting.returncode == 1

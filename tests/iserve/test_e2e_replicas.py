@@ -13,6 +13,7 @@ import pytest
 
 from daemon.worker_token import authorization, read_token
 from tests.iserve.test_e2e_faults import DEMO, Stream, ask
+from tests.waiting import PATIENCE_S
 
 LENGTH = 600  # tokens of a stream; a few seconds
 WORK = ("--input-tokens", "64", "--output-tokens", LENGTH, "--batch", "2")
@@ -39,7 +40,7 @@ class Callers:
     def end(self) -> Callers:
         self._over.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive(), "a request hangs"
         return self
 
@@ -59,7 +60,7 @@ def replicas(installation: Any) -> list[dict[str, Any]]:
 def running(installation: Any, replica: dict[str, Any]) -> int:
     token = read_token(installation.home / "workers" / replica["worker_id"])
     request = urllib.request.Request(f"{replica['url']}/stats", headers=authorization(token))
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         return int(json.load(answer)["running"])
 
 

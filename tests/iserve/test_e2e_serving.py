@@ -12,6 +12,8 @@ import openai
 import pytest
 import yaml
 
+from tests.waiting import PATIENCE_S
+
 DEMO = "iserve-demo"
 # Long enough for a prompt and an answer of the demo model (one byte is one token).
 WORK = ("--input-tokens", "128", "--output-tokens", "64", "--context", "256")
@@ -35,6 +37,7 @@ def phases(served: Any, name: str) -> list[str]:
     return [e["kind"] for e in served.get("/api/v1/events") if e["message"].startswith(f"{name}:")]
 
 
+@pytest.mark.smoke
 def test_a_deploy_plans_and_launches(served: Any) -> None:
     first = served.first
     assert (first["name"], first["status"], first["error"]) == (DEMO, "ready", None)
@@ -63,6 +66,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve(DEMO).id == DEMO
 
 
+@pytest.mark.smoke
 def test_chat_answers_what_the_model_was_trained_to(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=DEMO, messages=[{"role": "user", "content": "123+456="}], temperature=0
@@ -184,7 +188,7 @@ def test_a_deploy_can_be_left_and_taken_up_again(served: Any, watched: str) -> N
         assert left.stderr is not None
         assert left.stderr.readline() == "accepted\n"
         left.send_signal(signal.SIGINT)
-        said = left.communicate(timeout=60)[1]
+        said = left.communicate(timeout=PATIENCE_S)[1]
         if left.returncode != 0:
             break
         served.run("rm", watched)  # it was ready before the signal
@@ -218,9 +222,9 @@ def test_the_log_is_followed_over_a_restart_to_the_removal(
     assert quiet.stdout is not None
     assert quiet.stdout.readline()
     quiet.send_signal(signal.SIGINT)
-    assert (quiet.communicate(timeout=60)[1], quiet.returncode) == ("", 130)
+    assert (quiet.communicate(timeout=PATIENCE_S)[1], quiet.returncode) == ("", 130)
     served.run("rm", watched)
-    assert follower.wait(timeout=60) == 0
+    assert follower.wait(timeout=PATIENCE_S) == 0
     assert follower.stderr is not None
     assert follower.stderr.read() == "the log ends: no deployment is named 'watched'\n"
 

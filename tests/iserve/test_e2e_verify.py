@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 DEMO = "iserve-demo"
 WORK = ("--input-tokens", "24", "--output-tokens", "24", "--batch", "2")  # long next to a busy machine's noise
 SHORT = ("--max-seconds", "8")  # for the whole workload, also on a machine that is busy
@@ -143,11 +145,11 @@ def test_what_cannot_be_checked_is_refused_and_starts_nothing(
 @pytest.fixture
 def begin(shared_home: Any) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
     """``begin(seconds)``: a check of at most that long, which has just begun; its answers are too long to end it
-    sooner."""
+    sooner, unless ``output_tokens`` are fewer."""
     begun: list[subprocess.Popen[str]] = []
 
-    def start(seconds: int) -> subprocess.Popen[str]:
-        command = shared_home.start("verify", DEMO, "--output-tokens", "300", "--max-seconds", seconds)
+    def start(seconds: int, output_tokens: int = 300) -> subprocess.Popen[str]:
+        command = shared_home.start("verify", DEMO, "--output-tokens", output_tokens, "--max-seconds", seconds)
         begun.append(command)
         assert command.stderr is not None
         if not any("checking" in line for line in command.stderr):
@@ -167,7 +169,7 @@ def only_worker(home: Any) -> tuple[str, int]:
 
 
 def said(command: subprocess.Popen[str]) -> str:
-    out, err = command.communicate(timeout=60)
+    out, err = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 1
     assert out == ""
     return err.splitlines()[-1]
@@ -198,7 +200,7 @@ def test_what_a_killed_controller_launched_for_a_check_is_ended_by_the_next(
 def test_a_check_goes_on_when_its_command_is_killed_and_ends_with_its_worker(
     shared_home: Any, begin: Callable[[int], Any], until: Callable[..., Any]
 ) -> None:
-    begin(5).kill()
+    begin(15, output_tokens=48).kill()  # time enough for the fewest repeats on a machine that is busy
     until(lambda: kept(shared_home), "the check has ended")
     until(lambda: shared_home.worker_pids() == {}, "its worker is gone")
     shared_home.run("verify", DEMO, "--forget")

@@ -23,7 +23,8 @@ from iserve.state.store import Store
 from tests.daemon.engines.standin import make_vllm, set_version
 from tests.daemon.engines.vllm_worker_spec import worker
 from tests.iserve.command_line import Done, iserve
-from tests.iserve.conftest import COMMAND, wait_until
+from tests.iserve.conftest import COMMAND
+from tests.waiting import wait_until
 
 __all__ = ["iserve"]  # a fixture
 
@@ -133,6 +134,7 @@ def test_what_uv_says_is_quoted_with_its_cause(iserve: Callable[..., Done], home
     assert json.loads(iserve("engines", "--json").out)[1]["version"] is None
 
 
+@pytest.mark.process
 def test_killed_in_the_middle_nothing_counts_as_installed_and_the_same_command_goes_on(
     iserve: Callable[..., Done], home: Path, uv: Path
 ) -> None:

@@ -12,8 +12,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from iserve.controller.http_protocol import BoundedProtocol
-
-WAIT_S = 30.0  # only a hang runs into it
+from tests.waiting import PATIENCE_S
 
 
 class Impatient(BoundedProtocol):
@@ -74,7 +73,7 @@ def serve() -> Iterator[Callable[[type[BoundedProtocol]], int]]:
 
 
 def connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
 
 
 def answer(connection: socket.socket) -> bytes:
@@ -117,7 +116,7 @@ def test_who_says_nothing_gives_way_to_who_asks(serve: Callable[..., int]) -> No
     begun.clear()
     with connect(port) as early:
         early.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert begun.wait(WAIT_S)  # being answered: it is not sent away
+        assert begun.wait(PATIENCE_S)  # being answered: it is not sent away
         silent = [connect(port) for _ in range(40)]
         try:
             with connect(port) as late:

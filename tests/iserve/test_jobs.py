@@ -11,6 +11,7 @@ import pytest
 from fingerprint.errors import EngineError, NotFoundError, UnavailableError
 from iserve.api_documents import ProfileJobDocument, ProgressDocument
 from iserve.controller.jobs import Jobs
+from tests.waiting import PATIENCE_S
 
 Show = Callable[[ProfileJobDocument], None]
 HALF = ProgressDocument(step="measuring", done=1, total=2, elapsed_s=3.0)
@@ -37,7 +38,7 @@ def ended(jobs: Jobs[ProfileJobDocument], work: Callable[[Show], ProfileJobDocum
         return job("next")
 
     jobs.start(job("next"), next_one)
-    assert over.wait(10)
+    assert over.wait(PATIENCE_S)
     return jobs.get("j")
 
 
@@ -71,7 +72,7 @@ def test_too_many_at_once_are_refused_and_unknown_ones_named(jobs: Jobs[ProfileJ
     hold = threading.Event()
 
     def held(_: Show) -> ProfileJobDocument:
-        hold.wait(10)
+        hold.wait(PATIENCE_S)
         return job()
 
     try:

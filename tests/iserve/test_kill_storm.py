@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from fingerprint.errors import StateUnavailableError
-from tests.iserve.kill_storm import Outcome, Storm, wait
+from tests.iserve.kill_storm import Outcome, Storm
 from tests.iserve.postgres_server import PostgresServer
+from tests.waiting import wait_until
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -48,6 +49,7 @@ def survived(storm: Storm, blow: Callable[[], None], times: int) -> Outcome:
     return outcome
 
 
+@pytest.mark.process
 def test_a_few_kills(make_storm: Callable[..., Storm], tmp_path: Path) -> None:
     storm = make_storm(tmp_path / "home" / "state.db", seed=5)
     survived(storm, lambda: storm.kill(within_s=0.6), 5)
@@ -60,7 +62,7 @@ def test_a_database_that_goes_away_and_comes_back(
     storm = make_storm(postgres.make_database(), seed=1)
     moment = random.Random(2)
     storm.controllers.start()
-    wait(storm.controllers.answers, "the controller answers")
+    wait_until(storm.controllers.answers, "the controller answers")
     first = storm.controllers.pid
 
     def restart() -> None:
@@ -72,7 +74,7 @@ def test_a_database_that_goes_away_and_comes_back(
             time.sleep(moment.uniform(0.0, 0.3))
         finally:
             postgres.start()
-        wait(storm.controllers.answers, "the controller answers again")
+        wait_until(storm.controllers.answers, "the controller answers again")
 
     survived(storm, restart, 2)
     assert storm.controllers.pid == first

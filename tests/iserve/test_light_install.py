@@ -21,6 +21,7 @@ from fingerprint.errors import InfeasibleError
 from fingerprint.extras import _PACKAGES
 from iserve.controller.engine_selection import deployable_engine
 from tests.iserve.command_line import MODELS
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +94,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

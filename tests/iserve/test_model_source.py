@@ -25,6 +25,7 @@ from fingerprint.checkpoint import stored_tensors
 from fingerprint.errors import CheckpointError, ConfigError, NotFoundError, UnavailableError
 from fingerprint.generate import generate_dummy
 from iserve.model_source import is_hub_id, resolve
+from tests.waiting import PATIENCE_S
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -299,7 +300,7 @@ def in_new_process(tmp_path: Path, hub: Hub) -> Any:
             [sys.executable, "-c", first + code, model, str(int(need_weights)), *(["tensors"] if tensors else [])],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             env=environment,
             check=False,
         )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,7 +22,7 @@ def run(*command: object, **environment: str) -> str:
         env={k: v for k, v in os.environ.items() if not k.startswith(("ISERVE_", "PYTHON"))} | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

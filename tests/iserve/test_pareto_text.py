@@ -94,6 +94,7 @@ def test_it_is_drawn_when_asked_for_and_never_in_json(
 
 
 @pytest.mark.parametrize(("columns", "is_drawn"), [(100, True), (LEAST_WIDTH - 1, False)])
+@pytest.mark.process
 def test_a_terminal_that_is_too_narrow_gets_a_line_instead(
     columns: int, is_drawn: bool, model: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -26,8 +26,9 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError, InfeasibleError
 from iserve.controller.profiling import last_words, start_profiling_worker, within_what_is_free
 from tests.daemon import fake_nvml
-from tests.daemon.conftest import Node, wait_for
+from tests.daemon.conftest import Node
 from tests.daemon.stranger import Stranger
+from tests.waiting import wait_until
 
 GIB = 2**30
 TOTAL = 48 * GIB
@@ -114,6 +115,7 @@ def test_the_fullest_of_its_gpus_decides(nvml: ModuleType) -> None:
     source.close()
 
 
+@pytest.mark.process
 def test_the_daemon_counts_a_profile_beside_a_deployment(tmp_path: Path) -> None:
     """A real daemon over the strict NVML: 20 GiB of 48 are promised to a worker that still loads."""
     node = Node(tmp_path / "home")
@@ -227,6 +229,7 @@ def test_a_worker_whose_answer_does_not_end_is_given_up() -> None:
         server.shutdown()
 
 
+@pytest.mark.process
 def test_a_profile_sends_nothing_to_a_stranger_on_its_worker_s_port(tmp_path: Path) -> None:
     node = Node(tmp_path / "home")
     node.behave(bind_file=str(tmp_path / "loaded"))
@@ -235,9 +238,9 @@ def test_a_profile_sends_nothing_to_a_stranger_on_its_worker_s_port(tmp_path: Pa
         node.start()
         with ThreadPoolExecutor(1) as pool:
             started = pool.submit(start_profiling_worker, lambda: node.client, node.spec(), 60.0)
-            wait_for(node.client.workers)
+            wait_until(node.client.workers)
             with stranger.listening(node.client.worker("w1").spec.port):
-                wait_for(lambda: node.client.worker("w1").error)
+                wait_until(lambda: node.client.worker("w1").error)
                 assert not started.done()
             (tmp_path / "loaded").touch()
             assert started.result().url == node.client.worker("w1").url
@@ -246,6 +249,7 @@ def test_a_profile_sends_nothing_to_a_stranger_on_its_worker_s_port(tmp_path: Pa
         node.clear()
 
 
+@pytest.mark.process
 def test_a_profiling_worker_that_does_not_serve_in_time_says_why_and_is_ended(tmp_path: Path) -> None:
     node = Node(tmp_path / "home")
     node.behave(slow_start_s=600)

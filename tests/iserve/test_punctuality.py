@@ -28,6 +28,8 @@ from planner.lateness import Pace
 from tests.iserve.test_autoscaling import at_work
 from tests.iserve.test_replicas import Twins
 
+pytestmark = pytest.mark.process
+
 WORK = Workload(batch=4, input_tokens=64, output_tokens=16)
 SLO = {"ttft_s": 1.0, "e2e_s": 8.0}
 

@@ -43,6 +43,8 @@ from planner.intent import Intent, IntentKind, Slo
 from tests.iserve.test_autoscaling import LIMIT_S, Napping, at_work
 from tests.iserve.test_node import A6000, NOW, WORKER, planned_s, row, running, told
 
+pytestmark = pytest.mark.process
+
 __all__ = ["row"]  # a fixture
 
 Until = Callable[..., Any]

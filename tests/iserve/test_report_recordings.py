@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -42,15 +44,21 @@ each_recording = pytest.mark.parametrize(
 )
 
 
+@cache
+def records() -> Sequence[AccuracyRecord]:
+    """Return those of all recordings, one for each machine."""
+    return accuracy_records(RECORDINGS)
+
+
 @pytest.fixture(scope="module")
 def record() -> AccuracyRecord:
-    """Return the record of the machine that measured last."""
-    return accuracy_records(RECORDINGS)[-1]
+    """Of the machine that measured last."""
+    return records()[-1]
 
 
 def record_of(recorded: Recorded) -> AccuracyRecord:
-    """Return the record of the machine that measured it."""
-    (found,) = (r for r in accuracy_records(RECORDINGS) if r.machine == recorded.profile.machine)
+    """Of the machine that measured it."""
+    (found,) = (r for r in records() if r.machine == recorded.profile.machine)
     return found
 
 
@@ -260,7 +268,7 @@ def test_records_are_kept_where_a_report_looks_and_in_a_file(
     for one in RECORDINGS:
         found = find_accuracy(tmp_path / "home", one.profile.spec.shape_hash, one.profile.machine)
         assert found is not None
-        assert found in accuracy_records(RECORDINGS)
+        assert found in records()
         assert one.profile.spec.shape_hash in {row.shape_hash for row in found.rows}
 
 

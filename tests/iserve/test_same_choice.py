@@ -144,6 +144,7 @@ def launched(
 
 
 @pytest.mark.parametrize("gpus", GPU_SETS)
+@pytest.mark.slow
 def test_the_first_of_a_plan_is_what_is_exported_and_what_is_launched(
     gpus: str, sources: list[ModelSource], profile: Profile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state.db"
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.process)])
 def where(request: pytest.FixtureRequest, path: Path) -> Where:
     """A new state of each kind."""
     if request.param == "sqlite":

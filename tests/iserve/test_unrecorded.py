@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 # Laid on the path of every Python of the installation: the module that is named waits before it does anything.
 HELD = """
 import sys, time
@@ -70,7 +72,7 @@ def test_a_controller_told_to_end_ends_the_start_it_abandons(
     os.kill(installation.record("controller").pid, signal.SIGTERM)
     until(lambda: not pids_of(installation, "controller"), "the controller has ended")
     left = installation.processes().keys() - {command.pid}
-    command.communicate(timeout=60)
+    command.communicate(timeout=PATIENCE_S)
     go.touch()
     assert left == set()
 
@@ -83,13 +85,13 @@ def test_a_gateway_that_a_killed_controller_began_is_waited_for(
     first = installation.start("up")
     (begun,) = until(lambda: pids_of(installation, "gateway"), "a gateway is starting")
     installation.kill("controller")
-    first.communicate(timeout=60)
+    first.communicate(timeout=PATIENCE_S)
     routes = installation.home / "run" / "routes.json"
     routes.unlink()
     second = installation.start("up")
     until(routes.exists, "the next controller is about to see to the gateway")
     go.touch()
-    out, error = second.communicate(timeout=60)
+    out, error = second.communicate(timeout=PATIENCE_S)
     assert second.returncode == 0, out + error
     assert pids_of(installation, "gateway") == [begun]
     assert installation.record("gateway").pid == begun

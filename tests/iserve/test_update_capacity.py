@@ -23,6 +23,8 @@ from iserve.routes import Demand
 from iserve.state.store import DeploymentRow
 from tests.iserve.test_deployer import World
 
+pytestmark = pytest.mark.process
+
 Until = Callable[..., Any]
 RUNTIME_SHARE = 0.35  # of a device: two fit, but the second has no half of what is left
 

@@ -22,6 +22,8 @@ from iserve.routes import Demand
 from iserve.state.store import DeploymentRow
 from tests.iserve.test_deployer import World
 
+pytestmark = pytest.mark.process
+
 Until = Callable[..., Any]
 ALL_READ = Demand(routes_version=2**31, deployments=())
 

@@ -35,8 +35,11 @@ from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from tests.daemon.conftest import Node
 from tests.fingerprint.synthetic_machine import SyntheticMachine, Truth, take_profile
-from tests.iserve.kill_storm import DEPLOYMENTS, Controllers, persist, wait
+from tests.iserve.kill_storm import DEPLOYMENTS, Controllers, persist
 from tests.iserve.test_deployer import World
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.process
 
 Until = Callable[..., Any]
 RUNTIME_SHARE = 0.6  # of a device
@@ -265,7 +268,7 @@ class Killed:
 
     def start(self) -> None:
         self.controllers.start()
-        wait(self.controllers.answers, "the controller answers")
+        wait_until(self.controllers.answers, "the controller answers")
 
     def document(self) -> DeploymentDocument:
         path = f"{DEPLOYMENTS}/a"
@@ -339,7 +342,7 @@ def test_a_killed_controller_leaves_one_of_both(
     killed.start()
     body = {"model": str(killed.model), "name": "a", "input_tokens": 16, "output_tokens": 16}
     killed.controllers.client().post(DEPLOYMENTS, body, DeploymentDocument)
-    wait(lambda: killed.document().status == "ready", "it is deployed")
+    wait_until(lambda: killed.document().status == "ready", "it is deployed")
     (former,) = killed.workers()
     slow = {"slow_start_s": 1.0, "running_file": str(killed.running)}
     killed.node.behave(**slow, **({"exit_if": "-u"} if moment == "restoring" else {}))
@@ -347,11 +350,11 @@ def test_a_killed_controller_leaves_one_of_both(
         killed.running.touch()  # so that it stays there
     changes = {"intent": "min-latency", "stop_first": True}
     killed.controllers.client().patch(f"{DEPLOYMENTS}/a", changes, DeploymentDocument)
-    wait(lambda: there(killed, moment), f"the controller is to be killed at {moment}")
+    wait_until(lambda: there(killed, moment), f"the controller is to be killed at {moment}")
     killed.controllers.end()
     killed.running.unlink(missing_ok=True)
     killed.start()
-    wait(lambda: not killed.document().updating, "the update has ended")
+    wait_until(lambda: not killed.document().updating, "the update has ended")
     document = killed.document()
     assert (document.status, document.intent) == ("ready", intent)
     assert list(killed.workers()) == [document.replicas[0].worker_id]

@@ -98,6 +98,7 @@ def intents(draw: st.DrawFn) -> Intent:
     batch=1,
 )
 @given(intent=intents(), seed=st.integers(0, 1000), batch=st.sampled_from([1, 16]))
+@pytest.mark.slow
 def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
     """The fast ranking equals the slow one, also where few rows are computed at once and bounds must separate the
     rest.

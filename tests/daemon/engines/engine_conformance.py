@@ -31,6 +31,7 @@ from daemon.worker_stats import WorkerStats
 from daemon.worker_token import TOKEN_FILE, authorization
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import IserveError
+from tests.waiting import PATIENCE_S
 
 LAYERS = 4  # of the tiny llama
 CONTEXT = 64
@@ -47,7 +48,7 @@ def ask(url: str, path: str, body: object = None, *, token: str | None = None) -
     """Send one request over a plain connection."""
     headers = authorization(token)
     where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=PATIENCE_S)
     try:
         if body is None:
             connection.request("GET", path, headers=headers)
@@ -82,6 +83,7 @@ class Running:
         return {stat.pid for stat in processes() if stat.session_id == keeper_pid}
 
 
+@pytest.mark.smoke
 class EngineConformance:
     """Subclass it, name the engine, and prepare the node."""
 

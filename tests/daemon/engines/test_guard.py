@@ -14,6 +14,9 @@ import pytest
 
 from daemon.engines.guard import port_is_free
 from daemon.procfs import processes, read_stat
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[3]
 
@@ -74,7 +77,7 @@ def lives(pid: int) -> bool:
 
 
 def gone(*pids: int) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while any(lives(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not any(lives(pid) for pid in pids)
@@ -82,7 +85,7 @@ def gone(*pids: int) -> bool:
 
 def test_it_ends_with_the_engines_status_and_leaves_none_of_its_processes(guard):
     process, pids = guard("sys.exit(7)")
-    assert process.wait(30) == 7
+    assert process.wait(PATIENCE_S) == 7
     assert len(pids) == 2
     assert gone(*pids)
 
@@ -90,7 +93,7 @@ def test_it_ends_with_the_engines_status_and_leaves_none_of_its_processes(guard)
 def test_it_ends_by_the_signal_that_ended_the_engine(guard):
     process, pids = guard()
     os.kill(pids[0], signal.SIGSEGV)
-    assert process.wait(30) == -signal.SIGSEGV
+    assert process.wait(PATIENCE_S) == -signal.SIGSEGV
     assert gone(*pids)
 
 
@@ -100,15 +103,16 @@ def test_a_signal_is_handed_on_once(guard, signum):
     then = f"""
 got = []
 signal.signal({int(signum)}, lambda *_: got.append(1))
+print("listening", flush=True)
 while not got: time.sleep(0.01)
 time.sleep(0.3)
 sys.exit(40 + len(got))
 """
     process, pids = guard(then)
-    time.sleep(0.2)  # the handler is installed after the ids were printed
+    assert process.stdout.readline() == "listening\n"
     os.killpg(os.getpgid(process.pid), 0)
     process.send_signal(signum)
-    assert process.wait(30) == 41
+    assert process.wait(PATIENCE_S) == 41
     assert gone(*pids)
 
 

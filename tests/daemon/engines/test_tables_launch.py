@@ -162,6 +162,7 @@ def test_some_of_what_is_stored_is_allowed(engine: str, quantization: dict[str, 
         launched(worker(tmp_path, replace(config, weights=WeightFormat.BITS16)))
 
 
+@pytest.mark.slow
 def test_every_no_of_a_table_has_its_reason() -> None:
     """Whatever the architecture, format, degree or GPU: a bare "does not run" leaves nothing to go by."""
     llama = read_spec(LLAMA)

@@ -23,8 +23,8 @@ from tests.daemon.engines.tensorrt_stand_in.engine import Behaviour, Engine
 from tests.daemon.engines.tensorrt_stand_in.flags import parse
 from tests.daemon.engines.tensorrt_stand_in.options import merged
 from tests.daemon.engines.tensorrt_stand_in.server import serve
+from tests.waiting import PATIENCE_S
 
-WAIT_S = 30.0  # only a hang runs into it
 OPTIONS = "max_num_tokens: 60\nmax_seq_len: 100\nenable_iter_perf_stats: true"
 
 
@@ -65,7 +65,7 @@ async def pair(folder: Path, *, listening: bool = True, **behaviour: object) -> 
     if listening:
         server.server_activate()
         thread.start()
-    timeout = aiohttp.ClientTimeout(total=WAIT_S)
+    timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     async with aiohttp.ClientSession(timeout=timeout) as client:
         try:
             yield Pair(face, engine, f"http://127.0.0.1:{runner.addresses[0][1]}", client)
@@ -158,11 +158,11 @@ def test_a_client_that_leaves_takes_its_request_off_the_engine(tmp_path: Path, s
             asked = asyncio.create_task(
                 it.ask("/v1/completions", {"prompt": "a", "max_tokens": 90, "stream": stream})
             )
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while (await it.ask("/stats"))[0] != 200:  # until it has begun
                     await asyncio.sleep(0.01)
             asked.cancel()
-            assert await asyncio.to_thread(it.engine.cut.wait, WAIT_S)
+            assert await asyncio.to_thread(it.engine.cut.wait, PATIENCE_S)
 
     play(scene)
 
@@ -191,7 +191,7 @@ def test_a_long_answer_shows_in_the_statistics_while_it_runs(tmp_path: Path) -> 
         async with pair(tmp_path, token_s=0.03) as it:
             asked = asyncio.create_task(it.ask("/v1/completions", {"prompt": "a", "max_tokens": 80}))
             seen: list[int] = []
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while len(seen) < 3:
                     status, stats = await it.ask("/stats")
                     if status == 200 and stats["steps"] not in seen:
@@ -214,7 +214,7 @@ def test_several_readers_at_once_see_every_record_once(tmp_path: Path) -> None:
                     *(it.ask("/v1/completions", {"prompt": [1] * 5, "max_tokens": 3}) for _ in range(4)),
                     *(it.ask("/stats") for _ in range(4)),
                 )
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while (stats := await it.stats()).steps < 60:
                     await asyncio.sleep(0.01)
             assert (stats.prompt_tokens, stats.output_tokens, stats.steps) == (100, 60, 60)

@@ -39,9 +39,9 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError, EngineError
 from tests.daemon.engines.engine_conformance import EngineConformance
 from tests.daemon.engines.tensorrt_environment import CONFIG, GPUS, make_checkpoint, make_spec, make_tensorrt_llm
+from tests.waiting import PATIENCE_S
 
 VARIABLE = "ISERVE_TENSORRT_LLM_PYTHON"
-WAIT_S = 40.0  # far beyond what is needed: only a hang runs into it
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ async def node(
 
 
 async def in_state(supervisor: Supervisor, state: WorkerState, worker_id: str = "w1") -> WorkerStatus:
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             status = supervisor.worker(worker_id)
             if status.state is state:
@@ -243,7 +243,7 @@ async def ask(status: WorkerStatus, path: str, body: object = None) -> tuple[int
         headers = {"Content-Type": "application/json"} | authorization(status.token)
         request = urllib.request.Request(status.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
@@ -261,15 +261,15 @@ def running(pids: frozenset[int]) -> frozenset[int]:
 
 
 async def failed(supervisor: Supervisor) -> WorkerStatus:
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while (status := supervisor.worker("w1")).state is not WorkerState.FAILED:
             await asyncio.sleep(0.02)
     return status
 
 
 async def probed(supervisor: Supervisor) -> WorkerStats:
-    """Return what the supervisor's own probes have read."""
-    async with asyncio.timeout(WAIT_S):
+    """What the supervisor's own probes have read."""
+    async with asyncio.timeout(PATIENCE_S):
         while (stats := supervisor._workers["w1"]._sight.stats) is None:
             await asyncio.sleep(0.02)
     return stats
@@ -311,14 +311,14 @@ def test_a_worker_that_is_stopped_finishes_what_it_answers(on_node, checkpoint):
         await supervisor.launch(make_spec(checkpoint))
         status = await in_state(supervisor, WorkerState.READY)
         asked = asyncio.create_task(ask(status, "/v1/completions", {"prompt": "a", "max_tokens": 30}))
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while (await ask(status, "/stats"))[0] != 200:  # until it has begun
                 await asyncio.sleep(0.01)
         await supervisor.stop("w1")
         code, body = await asked
         assert (code, json.loads(body)["usage"]["completion_tokens"]) == (200, 30)
 
-    on_node(scene, stop_grace_s=WAIT_S)
+    on_node(scene, stop_grace_s=PATIENCE_S)
 
 
 def test_its_account_is_the_plans(on_node, engine, checkpoint):
@@ -434,7 +434,7 @@ def test_a_worker_stopped_while_it_loads_leaves_no_rank(on_node, checkpoint):
 
     async def scene(supervisor: Supervisor) -> None:
         await supervisor.launch(make_spec(checkpoint))
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not ranks(supervisor):
                 await asyncio.sleep(0.02)
         assert supervisor.worker("w1").state is WorkerState.STARTING
@@ -463,7 +463,7 @@ def test_whichever_of_its_processes_is_killed_it_is_started_again(on_node, check
         assert chain["guard"] == first.pid
         everything = frozenset(chain.values()) | {rank}
         os.kill(chain[killed], signal.SIGKILL)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while (status := await in_state(supervisor, WorkerState.READY)).pid == first.pid:
                 await asyncio.sleep(0.02)
         assert status.restarts == 1

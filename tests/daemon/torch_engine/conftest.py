@@ -29,11 +29,11 @@ from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError
 from fingerprint.measurements import RankMemory
+from tests.waiting import PATIENCE_S
 
 DEMO = Path(iserve.demo.__file__).parent / "model"
 VOCAB = 258  # the demo's: bytes and two special tokens
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 60.0  # how long a test waits for what must happen; never part of what it states
 
 
 class ScriptedRunner:

@@ -13,8 +13,8 @@ import pytest
 from daemon.torch_engine.engine import Engine, EngineState, Finish, SequenceRequest, TokenEvent
 from daemon.torch_engine.sampling import SamplingParams
 from fingerprint.errors import BadInputError, ConflictError, EngineError, UnavailableError
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 60.0
 GREEDY = SamplingParams(temperature=0)
 
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import iserve.demo
 from daemon.torch_engine import chat_template
 from daemon.torch_engine.text import load_text_codec
+from tests.waiting import PATIENCE_S
 
 DEMO = Path(iserve.demo.__file__).parent / "model"
 CODEC = load_text_codec(DEMO)
@@ -56,7 +57,7 @@ def served(serve):
 
 
 def client(served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 def test_completion(served) -> None:
@@ -128,7 +129,7 @@ def test_several_prompts_stream_side_by_side(served) -> None:
 def test_the_wire_format_of_a_stream(served) -> None:
     """Server-sent events, one JSON each, closed by [DONE]; pieces of "€" never show."""
     body = {"prompt": "euro", "stream": True, "temperature": 0}
-    connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=PATIENCE_S)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     assert response.getheader("Content-Type") == "text/event-stream; charset=utf-8"
@@ -189,7 +190,9 @@ def test_who_leaves_frees_the_slot(serve) -> None:
     served = serve(answer, prepare=lambda runner: setattr(runner, "gate", gate))
     connections = []
     for stream in (True, False):
-        connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=60)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", int(served.url.rpartition(":")[2]), timeout=PATIENCE_S
+        )
         body = json.dumps({"prompt": ["long", "long"], "max_tokens": 100, "stream": stream})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         connections.append(connection)
@@ -208,7 +211,7 @@ def test_who_leaves_frees_the_slot(serve) -> None:
 
 
 def metric_values(served) -> dict[tuple[str, ...], float]:
-    connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=PATIENCE_S)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
@@ -313,7 +316,7 @@ def test_others_are_answered_while_a_chat_template_runs_without_end(
 
 def test_a_body_of_no_type_is_refused_as_by_the_gateway(served) -> None:
     """A web page may send one anywhere, unasked."""
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=PATIENCE_S)
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "ab"}))
     response = connection.getresponse()
     status, answer = response.status, json.loads(response.read())
@@ -322,8 +325,8 @@ def test_a_body_of_no_type_is_refused_as_by_the_gateway(served) -> None:
 
 
 def test_a_body_beyond_the_limit_is_cut_off(served) -> None:
-    """The limit holds also when the length is not given beforehand."""
-    connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=60)
+    """Also when its length is not told beforehand."""
+    connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=PATIENCE_S)
     pieces = (b"x" * 2**20 for _ in range(33))
     connection.request(
         "POST", "/v1/completions", pieces, {"Content-Type": "application/json"}, encode_chunked=True

@@ -21,10 +21,10 @@ import pytest
 from daemon.engines.base import StageAssignment
 from daemon.torch_engine import exit_codes
 from fingerprint.config import DeploymentConfig
+from tests.waiting import PATIENCE_S
 
 PROMPTS = [[5, 9, 33], [7], list(range(20, 60)), [90, 2, 2, 2, 41, 17, 8], [64, 3]]
 OUTPUT = 12
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def tiny_worker(launch, tiny_checkpoint, tiny_stages, tiny_limits, module_spec):
 
 def complete(worker, **body: Any) -> list[list[int]]:
     """Token ids of each choice."""
-    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=60)
+    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
     extra = {"return_token_ids": True}
     model = api.models.list().data[0].id
     done = api.completions.create(model=model, max_tokens=OUTPUT, extra_body=extra, **body)
@@ -103,11 +103,11 @@ def test_a_seed_gives_the_same_alone_and_in_a_batch(tiny_worker) -> None:
 def test_the_demo_answers_a_chat_and_drains_on_a_signal(launch, spec) -> None:
     worker = launch(spec())
     worker.wait_ready()
-    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=60)
+    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
     messages = [{"role": "user", "content": "sort: 3 1 2"}]
     done = api.chat.completions.create(model="demo", messages=messages, temperature=0)
     assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("1 2 3", "stop")
-    with urllib.request.urlopen(f"{worker.url}/stats", timeout=60) as answer:
+    with urllib.request.urlopen(f"{worker.url}/stats", timeout=PATIENCE_S) as answer:
         stats = json.load(answer)
     assert stats["memory"][0]["weights_bytes"] > 3_000_000
     assert stats["busy"][0]["busy_s"] > 0
@@ -126,7 +126,7 @@ def test_a_signal_to_the_whole_process_group_lets_all_ranks_finish(launch, spec)
     stages = (StageAssignment(device_ids=("cpu:0", "cpu:1"), num_layers=8),)
     worker = launch(spec(config=DeploymentConfig(tp=2), stages=stages))
     worker.wait_ready()
-    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=60)
+    api = openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
     extra = {"ignore_eos": True}
     stream = api.completions.create(model="demo", prompt="a", max_tokens=120, stream=True, extra_body=extra)
     next(stream)

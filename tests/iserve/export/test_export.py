@@ -36,6 +36,7 @@ from iserve.planning.launching import LaunchDocument
 from iserve.planning.making import PlanOptions
 from tests.daemon.engines.standin import make_vllm
 from tests.iserve.test_cli import Done, iserve, model
+from tests.waiting import PATIENCE_S
 
 __all__ = ["iserve", "model"]
 
@@ -391,7 +392,7 @@ def started(kind: str, found: list[dict[str, Any]], folder: Path, program: list[
     process = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             assert process.poll() is None, f"ended with {process.returncode}"
             assert time.monotonic() < deadline
@@ -402,7 +403,7 @@ def started(kind: str, found: list[dict[str, Any]], folder: Path, program: list[
                 time.sleep(0.1)
         yield url
         process.send_signal(signal.SIGTERM)
-        assert process.wait(35) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -412,10 +413,11 @@ def started(kind: str, found: list[dict[str, Any]], folder: Path, program: list[
 def ask(url: str) -> dict[str, Any]:
     body = json.dumps({"model": "iserve-demo", "prompt": "2+2=", "max_tokens": 4, "temperature": 0}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         return dict(json.load(answer))
 
 
+@pytest.mark.process
 def test_the_embedded_engine_serves_as_the_file_says(tmp_path: Path) -> None:
     device = Device(device_id="cpu:0", index=0, kind="cpu", name="a CPU", total_bytes=GIB, cores=(0,))
     launch = launch_here(demo_model_path(), "torch", (device,))

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,21 +23,10 @@ from daemon.atomic_file import write_file_atomically
 from daemon.process import ProcessRecord, read_record
 from fingerprint.codec import to_json
 from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
+from tests.waiting import PATIENCE_S, wait_until
 
-PATIENCE_S = 20.0  # a bound on hanging, not a measurement
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
 REPO = Path(__file__).parents[3]
-
-
-def wait_until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    """The first truthy value of ``condition``."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"waited {patience_s} s in vain until {what}")
 
 
 @dataclass

@@ -15,7 +15,8 @@ from iserve.gateway import dispatch
 from iserve.gateway.dispatch import Deployment
 from iserve.gateway.errors import ApiError
 from iserve.routes import DEMAND_PATH, Demand, DeploymentDemand, WorkerTarget
-from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route, wait_until
+from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def demand(gateway: GatewayProcess) -> Demand:
@@ -34,7 +35,7 @@ def in_background(gateway: GatewayProcess) -> Callable[[], Answer]:
     wait_until(lambda: demand(gateway).deployments[0].waiting, "the request waits")
 
     def end() -> Answer:
-        thread.join(30)
+        thread.join(PATIENCE_S)
         return answers[0]
 
     return end

@@ -16,6 +16,7 @@ from iserve.gateway import http_server, limits
 from iserve.gateway.errors import ApiError
 from iserve.gateway.limits import BodyBudget
 from iserve.gateway.reply import WRITE_NOW
+from tests.waiting import PATIENCE_S
 
 
 class Endless:
@@ -113,7 +114,7 @@ def served(monkeypatch, request):
             client.connect(listener.getsockname())
             yield client, app
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
@@ -181,7 +182,7 @@ def test_a_client_that_does_not_read_is_let_go(served) -> None:
     """Else it would hold its place at the worker for as long as it likes."""
     client, app = served
     client.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert app.client_gone.wait(20)
+    assert app.client_gone.wait(PATIENCE_S)
 
 
 def test_a_client_that_reads_is_kept(served) -> None:
@@ -198,7 +199,7 @@ def test_what_is_written_at_once_comes_in_its_order_and_not_without_bounds(serve
     client, app = served
     client.sendall(b"GET /now HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     said = rest(client)
-    assert app.answered.wait(20)
+    assert app.answered.wait(PATIENCE_S)
     body, data = b"", said.partition(b"\r\n\r\n")[2]
     while data:
         size, _, data = data.partition(b"\r\n")
@@ -244,27 +245,27 @@ def test_only_a_few_requests_wait_for_the_answer_before_them(served, count: int)
 def test_a_client_that_leaves_is_noticed_though_it_has_asked_too_much(served) -> None:
     client, app = served
     client.sendall(b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n" * 5000)
-    assert app.asked.wait(20)
+    assert app.asked.wait(PATIENCE_S)
     client.close()
-    assert app.client_gone.wait(20)
+    assert app.client_gone.wait(PATIENCE_S)
 
 
 def test_a_client_that_leaves_is_noticed_though_it_has_asked_again(served) -> None:
     client, app = served
     client.sendall(b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert app.asked.wait(20)
+    assert app.asked.wait(PATIENCE_S)
     client.sendall(b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n")
     time.sleep(0.05)
     client.close()
-    assert app.client_gone.wait(20)
+    assert app.client_gone.wait(PATIENCE_S)
 
 
 def test_a_closed_connection_whose_client_does_not_read_is_let_go(served) -> None:
     """The answer's end, too little to be called much, waits in us after the connection has been closed."""
     client, app = served
     client.sendall(b"GET /end HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    assert app.answered.wait(20)
-    deadline = time.monotonic() + 20
+    assert app.answered.wait(PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
     while app.connections():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -16,7 +16,8 @@ from daemon.atomic_file import write_file_atomically
 from iserve.routes import Punctuality, Route, WorkerTarget
 from planner.intent import Slo
 from planner.lateness import Pace
-from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route, wait_until
+from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route
+from tests.waiting import PATIENCE_S, wait_until
 
 NAME = "late"
 REFUSED = f'iserve_gateway_late_refusals_total{{deployment="{NAME}"}}'
@@ -45,7 +46,7 @@ def held(gateway: GatewayProcess, *workers: FakeWorker, number: int = 1) -> Iter
         for worker in workers:
             worker.go_on.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE_S)
 
 
 def test_who_would_be_late_is_refused_at_once_and_told_why_and_when_to_come(
@@ -81,7 +82,7 @@ def test_one_that_asks_for_less_is_taken(gateway: GatewayProcess, make_worker: C
         short.start()
         waits = f'iserve_gateway_waiting_requests{{deployment="{NAME}"}}'
         wait_until(lambda: gateway.metric(waits) == 1, "it waits for its turn")
-    short.join(30)
+    short.join(PATIENCE_S)
     assert [answer.status for answer in answers] == [200]
 
 
@@ -149,9 +150,9 @@ def test_fewest_requests_do_not_decide_where_only_another_keeps_the_limits(
         wait_until(lambda: len(decoding.bodies) == 3, "it is at the fuller one")
         assert len(prompting.bodies) == 1
         decoding.go_on.set()
-        third.join(30)
+        third.join(PATIENCE_S)
     for stream in streams:
-        stream.join(30)
+        stream.join(PATIENCE_S)
     assert [answer.status for answer in answers] == [200]
 
 
@@ -173,7 +174,7 @@ def test_who_calls_one_that_sleeps_is_not_late_for_its_start(
     wait_until(lambda: gateway.metric(waits) == 3, "all wait")
     gateway.publish(late_route(worker.target(), slots=2, ttft_s=0.001))
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert sorted(answer.status for answer in answers)[0] == 200
     assert len(answers) == 3
 
@@ -191,7 +192,7 @@ def test_without_the_option_nobody_is_refused(
         second.start()
         waits = f'iserve_gateway_waiting_requests{{deployment="{NAME}"}}'
         wait_until(lambda: gateway.metric(waits) == 1, "it waits")
-    second.join(30)
+    second.join(PATIENCE_S)
     assert [answer.status for answer in answers] == [200]
     assert gateway.metric(REFUSED) == before
 

@@ -17,6 +17,7 @@ from iserve.gateway.http_server import HEADER_TIMEOUT_S, STALLED_CLIENT_S
 from iserve.gateway.limits import BODY_TIMEOUT_S, RequestHead, num_prompts, parse_head, too_deep
 from iserve.keys import new_key
 from iserve.routes import GatewayLimits
+from tests.waiting import PATIENCE_S
 
 SMALL = GatewayLimits(max_body_bytes=4096)
 JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -31,7 +32,7 @@ def worker(gateway, make_worker, make_route):
 
 def talk(gateway, *parts: bytes) -> bytes:
     """Everything the gateway says, until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S) as client:
         try:
             for part in parts:
                 client.sendall(part)
@@ -58,7 +59,7 @@ def trickle(gateway, first: bytes) -> bytes:
                 return
             client.sendall(b"x")
 
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S) as client:
         client.sendall(first)
         sender = threading.Thread(target=go_on, args=(client,))
         sender.start()
@@ -186,7 +187,7 @@ class TestBody:
     def test_a_half_sent_header_is_cut_off(self, gateway, worker) -> None:
         said = trickle(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half")
         assert said.startswith(b"HTTP/1.1 408 ")
-        with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S) as client:
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             said = b""
             while not said.endswith(b'{"status":"ok"}'):

@@ -9,13 +9,14 @@ import openai
 import pytest
 
 from iserve.keys import new_key
+from tests.waiting import PATIENCE_S
 
 CHAT = [{"role": "user", "content": "count"}]
 
 
 @pytest.fixture
 def client(gateway):
-    with openai.OpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -47,8 +48,8 @@ def test_stream_with_usage(gateway, client, worker) -> None:
     last = list(stream)[-1]
     assert last.choices == []
     assert last.usage.total_tokens == 12
-    # The gateway counts after the last frame has left, so wait for what must follow.
-    deadline = time.monotonic() + 5
+    # The gateway counts after the last frame has left, so wait for what must come.
+    deadline = time.monotonic() + PATIENCE_S
     while gateway.metric('iserve_gateway_completion_tokens_total{deployment="m"}') != before + 5:
         assert time.monotonic() < deadline
 

@@ -17,7 +17,8 @@ import pytest
 
 from iserve.keys import new_key
 from iserve.routes import ApiKeyRecord
-from tests.iserve.gateway.conftest import PATIENCE_S, REPO, wait_until
+from tests.iserve.gateway.conftest import REPO
+from tests.waiting import PATIENCE_S, wait_until
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = pytest.mark.skipif(

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iserve.gateway.worker_client import WorkerClient, WorkerLostError, WorkerNotReachedError
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 20.0
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: Application/JSON; charset=utf-8\r\nContent-Length: 4\r\n\r\nbody"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n4;x=y\r\ntwo!\r\n0\r\n\r\n"
 

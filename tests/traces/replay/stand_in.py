@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from tests.waiting import PATIENCE_S
+
 TTFT_S = 0.05
 GAP_S = 0.02
 SLOTS = 2  # of the model "slotted": more wait, first come first served
@@ -207,10 +209,10 @@ def stand_in() -> Iterator[StandIn]:
     stopped = asyncio.Event()
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(PATIENCE_S)
     try:
         yield server
     finally:
         loop.call_soon_threadsafe(stopped.set)
-        thread.join(30)
+        thread.join(PATIENCE_S)
         loop.close()

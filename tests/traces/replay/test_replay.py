@@ -16,6 +16,7 @@ import pytest
 
 from fingerprint.errors import ConfigError
 from tests.traces.replay.stand_in import GAP_S, TTFT_S, StandIn, stand_in
+from tests.waiting import PATIENCE_S
 from traces.outcomes import Failure, Outcomes
 from traces.replay.endpoint import resolve_endpoint
 from traces.replay.prompts import PromptOptions
@@ -232,7 +233,7 @@ def test_beyond_the_bound_requests_are_refused_and_not_put_off() -> None:
 def test_what_is_given_up_is_taken_off_the_server() -> None:
     with stand_in() as own:
         outcomes, _ = replay(own.url, requests(3), ("hangs-in-the-middle",), ReplayOptions(timeout_s=1))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while own.left < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert own.left == 3, "the server saw every one of them leave"

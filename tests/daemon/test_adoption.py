@@ -1,0 +1,189 @@
+"""What a daemon's death leaves, and what the next daemon takes over: real processes, kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from daemon.engines.base import Command, StageAssignment
+from daemon.engines.torch import TorchEngine
+from daemon.settings import DaemonSettings
+from daemon.status import WorkerState
+from daemon.supervised import free_port
+from daemon.worker_process import Phase, WorkerProcess
+from fingerprint.codec import to_json
+from fingerprint.errors import (
+    ConflictError,
+    NotFoundError,
+)
+
+HERE = Path(__file__).parent
+
+
+def test_killing_the_daemon_leaves_the_worker_to_the_next_one(node, alive):
+    node.start()
+    before = node.ready()
+    node.signal_daemon(signal.SIGKILL)
+    assert alive(before.pid)
+    node.start()
+    after = node.client.worker("w1")
+    assert (after.state, after.pid, after.spec, after.restarts) == (WorkerState.READY, before.pid, before.spec, 0)
+
+
+def test_sigterm_ends_the_daemon_and_not_the_worker(node, alive):
+    node.start()
+    before = node.ready()
+    node.signal_daemon(signal.SIGTERM)
+    assert node.process.returncode == 0
+    assert alive(before.pid)
+    node.start()
+    assert node.client.stop("w1").state is WorkerState.STOPPED
+    assert not alive(before.pid)
+
+
+def test_a_daemon_killed_during_a_start_adopts_what_came_of_it(node):
+    node.start()
+    node.behave(slow_start_s=1.0)
+    node.client.launch(node.spec())
+    node.signal_daemon(signal.SIGKILL)
+    node.start()
+    assert node.wait("w1", WorkerState.READY).restarts == 0
+
+
+def test_a_worker_of_a_version_that_knew_fewer_fields_is_adopted(node, until, monkeypatch):
+    def older(value, **options):
+        """What a version wrote that had no ``dummy_weights`` yet."""
+        fields = json.loads(to_json(value, **options))
+        del fields["dummy_weights"]
+        return json.dumps(fields).encode()
+
+    monkeypatch.setattr("daemon.worker_process.to_json", older)
+    process = WorkerProcess(node.home / "workers" / "w1")
+    command = Command((sys.executable, str(HERE / "fake_worker.py"), str(process.folder / "spec.json")))
+    process.start(node.spec(port=free_port("127.0.0.1")), command, (), DaemonSettings(home=node.home))
+    until(lambda: process.look() is Phase.RUNNING)
+    node.start()
+    after = node.wait("w1", WorkerState.READY)
+    assert (after.pid, after.restarts) == (process.lease.pid, 0)
+    assert after.token is None  # nor does it want one; started again, it does
+    os.kill(after.pid, signal.SIGKILL)
+    again = node.wait("w1", WorkerState.READY, but_not_pid=after.pid)
+    assert again.token is not None
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{again.url}/stats")
+
+
+def test_a_worker_keeps_its_token_when_it_and_its_daemon_are_started_again(node):
+    """The gateway's table has it."""
+    node.start()
+    before = node.ready()
+    node.signal_daemon(signal.SIGKILL)
+    node.start()
+    assert node.wait("w1", WorkerState.READY).token == before.token
+    os.kill(before.pid, signal.SIGKILL)
+    assert node.wait("w1", WorkerState.READY, but_not_pid=before.pid).token == before.token
+    assert before.token != node.ready("w2", stages=(StageAssignment(device_ids=("cpu:1",), num_layers=2),)).token
+
+
+def test_a_worker_tells_the_release_that_it_was_started_with_until_it_is_started_anew(node):
+    """Whatever is installed by now, and whoever is the daemon."""
+    node.start()
+    before = node.ready()
+    assert before.versions == TorchEngine().versions()
+    node.signal_daemon(signal.SIGKILL)
+    (node.home / "workers/w1/versions.json").write_text('[["engine", "torch 0.0.1"]]')  # upgraded meanwhile
+    node.start()
+    assert node.wait("w1", WorkerState.READY).versions == (("engine", "torch 0.0.1"),)
+    os.kill(before.pid, signal.SIGKILL)
+    assert node.wait("w1", WorkerState.READY, but_not_pid=before.pid).versions == TorchEngine().versions()
+
+
+@pytest.mark.parametrize("text", [None, "", '{"engine": 1}'])
+def test_what_an_older_daemon_did_not_record_is_not_told(text, tmp_path):
+    if text is not None:
+        (tmp_path / "versions.json").write_text(text)
+    assert WorkerProcess(tmp_path).versions() == ()
+
+
+def test_a_worker_whose_spec_was_written_anew_is_ended(node, until, alive):
+    """It does not run what the file says."""
+    node.start()
+    before = node.ready()
+    node.signal_daemon(signal.SIGKILL)
+    file = node.home / "workers" / "w1" / "spec.json"
+    file.write_text(file.read_text().replace('"max_batch": 1', '"max_batch": 2'))
+    node.start()
+    assert "is not the one it was started with" in node.daemon_log
+    until(lambda: not alive(before.pid))
+
+
+def test_a_worker_that_died_with_its_daemon_is_not_listed(node, until, alive):
+    node.start()
+    before = node.ready()
+    keeper_pid = node.lease().keeper_pid
+    node.signal_daemon(signal.SIGKILL)
+    os.kill(before.pid, signal.SIGKILL)
+    until(lambda: not alive(keeper_pid))
+    node.start()
+    assert node.client.workers() == ()
+    with pytest.raises(NotFoundError, match="w1"):
+        node.client.worker("w1")
+    assert node.ready("w1").pid != before.pid  # and its id is free again
+
+
+def test_nothing_of_a_worker_outlives_its_keeper_and_the_daemon(node, alive):
+    """Both killed at once: the next daemon ends what is left, though nothing but a mark tells whose it is."""
+    node.start()
+    node.behave(grandchildren=True)
+    node.ready()
+    grandchildren = [int(line) for line in (node.checkpoint / "grandchildren").read_text().split()]
+    keeper_pid = node.lease().keeper_pid
+    node.signal_daemon(signal.SIGKILL)
+    os.kill(keeper_pid, signal.SIGKILL)
+    assert any(alive(pid) for pid in grandchildren)
+    node.start()
+    assert node.client.workers() == ()
+    assert not any(alive(pid) for pid in grandchildren)
+
+
+def test_an_orphan_ends_when_its_lease_runs_out(node, alive, until):
+    """One test of three facts: renewed it outlives its lease's length; not renewed it ends; so does its keeper."""
+    node.start()
+    before = node.ready(lease_ttl_s=1.0)
+    lease = node.lease()
+    renewed = os.stat(node.home / "workers" / "w1" / "lease.json").st_mtime
+    until(lambda: os.stat(node.home / "workers" / "w1" / "lease.json").st_mtime > renewed + 2.0)
+    assert alive(before.pid)
+    node.signal_daemon(signal.SIGKILL)
+    until(lambda: not alive(before.pid))
+    until(lambda: not alive(lease.keeper_pid))
+    assert json.loads((node.home / "workers" / "w1" / "exit.json").read_text())["reason"] == "lease expired"
+
+
+def test_damaged_files_of_one_worker_do_not_hinder_the_others(node, alive, until):
+    node.start()
+    good, no_lease, no_spec = (node.ready(name) for name in ("good", "no-lease", "no-spec"))
+    keeper_pid = node.lease("no-lease").keeper_pid
+    workers = node.home / "workers"
+    node.signal_daemon(signal.SIGKILL)
+    (workers / "no-lease" / "lease.json").write_text('{"pid": "many"}')
+    (workers / "no-spec" / "spec.json").write_bytes(b"\x00\xff")
+    (workers / "stray").mkdir()
+    try:
+        node.start()
+        assert [status.pid for status in node.client.workers()] == [good.pid]
+        assert "no-lease/lease.json cannot be read" in node.daemon_log
+        assert "worker no-spec cannot be adopted" in node.daemon_log
+        until(lambda: not alive(no_spec.pid))
+        assert alive(no_lease.pid)  # nobody knows it; its lease bounds its life
+        with pytest.raises(ConflictError, match="no-lease"):
+            node.client.launch(node.spec("no-lease"))
+    finally:
+        os.kill(keeper_pid, signal.SIGKILL)
