@@ -38,7 +38,9 @@ class Level:
     """Level of the rate: ``share`` of the requests arrive while the rate is ``times`` its mean."""
 
     share: float
+    """Share of the requests, from 0 to 1."""
     times: float
+    """Rate over its mean while they arrive."""
 
 
 @dataclass(frozen=True, eq=False)

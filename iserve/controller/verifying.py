@@ -14,7 +14,8 @@ from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
 from fingerprint.errors import NotFoundError
 from fingerprint.verification import Alone, Verification
-from iserve.api_types import ProgressDocument, VerifyBody
+from iserve.api_documents import ProgressDocument
+from iserve.api_types import VerifyBody
 from iserve.controller.check_targets import CheckTarget, Targets, Tell, check_same_engine, used_bytes
 from iserve.controller.jobs import Jobs
 from iserve.controller.node import hardware_of
@@ -27,6 +28,7 @@ from iserve.verify.documents import (
     StoredVerification,
     VerificationDocument,
     VerificationJobDocument,
+    kv_room_tokens,
     verification_document,
 )
 from iserve.verify.timing import Times, time_batches
@@ -156,7 +158,7 @@ class Verifier:
             ttft_s=times.ttft_s,
             tpot_s=times.tpot_s,
             memory_bytes_per_gpu=held_bytes,
-            kv_tokens=None if stats is None else stats.kv_tokens_total or None,
+            kv_tokens=kv_room_tokens(stats, running.source.spec),
             alone=None
             if alone is None
             else Alone(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),

@@ -19,7 +19,7 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from iserve.api_types import check_name
 from iserve.model_source import ModelSource, resolve
-from iserve.planning.document import EstimateDocument, PlanDocument, estimate_document
+from iserve.planning.document import EstimateDocument, KeptDocument, PlanDocument
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices_for_gpus, first_feasible
 from iserve.planning.here import DeployableDocument, deployable, gpus_here
 from iserve.planning.launching import LaunchDocument, PlannedDeployment
@@ -32,7 +32,9 @@ from iserve.planning.making import (
     hypothetical_hardware,
     make_plan,
 )
+from iserve.planning.plan_document import estimate_document
 from iserve.planning.planned import planned_deployment
+from iserve.planning.serving_capacity import kept_of
 from iserve.planning.verdict import VerdictDocument, figures_of
 from iserve.planning.words import spoken
 from placement.types import Placement
@@ -59,6 +61,8 @@ class OneEstimateDocument:
     reason: str | None  # why no engine runs it, or why it does not fit
     conditions: tuple[str, ...] = ()  # what running it takes in addition to the GPUs, where an engine does
     verdict: VerdictDocument | None = None
+    kept: KeptDocument | None = None
+    """Cache sizes of the model."""
 
 
 def plan_for_gpus(
@@ -241,4 +245,5 @@ def estimate_for_gpu(
             deployable=there,
             refusals=(),
         ),
+        kept=kept_of(source.spec, settled),
     )

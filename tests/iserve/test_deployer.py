@@ -29,7 +29,8 @@ from fingerprint.errors import EngineError, InfeasibleError, NotMeasuredError, S
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
-from iserve.api_types import DeployBody, DeploymentDocument, LaunchBody, PlanBody
+from iserve.api_documents import DeploymentDocument
+from iserve.api_types import DeployBody, LaunchBody, PlanBody
 from iserve.controller.deployer import Deployer
 from iserve.controller.profiling import launched, machine_key
 from iserve.controller.reconcile import Reconciler
