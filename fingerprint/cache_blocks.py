@@ -38,7 +38,7 @@ __all__ = [
 
 BLOCK_TOKENS = 16  # the size that every attention backend but those of latents takes on NVIDIA GPUs
 _LATENT_BLOCK_TOKENS = 64  # of FlashMLA and the sparse ones (their get_supported_kernel_block_sizes)
-# Beside states, a block's tokens are a multiple of these (update_block_size_for_backend of the platform).
+# With states, a block's tokens are a multiple of these (update_block_size_for_backend of the platform).
 _LATENT_STEP_TOKENS = 128
 _GATED_DELTA_STEP_TOKENS = 64  # FLASHINFER_GDN_CHECKPOINT_ALIGNMENT
 _ELEMENT_BYTES = {KvFormat.BITS16: 2, KvFormat.INT8: 1, KvFormat.FP8: 1}
