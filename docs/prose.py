@@ -51,13 +51,13 @@ _WORD = re.compile(
 )
 # Phrases in which such a word is the usual one, each with its reason.
 ALLOWED = {
-    r"\bstand(?:s[- ]in|[- ]ins?)\b": "a test double",
-    r"\bstands? alone\b": "rule 1 itself",
-    r"\bfirst[- ]come,? first[- ]served\b": "the queue discipline",
-    r"\bstanding costs?\b": "the cost per second of a placement, whatever is sent to it",
-    r"\b(?:come|comes|came|coming) from\b": "an origin",
-    r"\b(?:come|comes|came) (?:first|last|next)\b": "an order",
-    r"\b(?:users?|people|operators?|authors?|readers?|those) who\b": "people",
+    r"\bstand(?:s[-\s]in|[-\s]ins?)\b": "a test double",
+    r"\bstands?\s+alone\b": "rule 1 itself",
+    r"\bfirst[-\s]come,?\s+first[-\s]served\b": "the queue discipline",
+    r"\bstanding\s+costs?\b": "the cost per second of a placement, whatever is sent to it",
+    r"\b(?:come|comes|came|coming)\s+from\b": "an origin",
+    r"\b(?:come|comes|came)\s+(?:first|last|next)\b": "an order",
+    r"\b(?:users?|people|operators?|authors?|readers?|those)\s+who\b": "people",
 }
 _ALLOWED = re.compile("|".join(ALLOWED), re.IGNORECASE)
 _CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
@@ -116,8 +116,19 @@ def stands_alone(docstring: str) -> bool:
 
 def dialect(prose: str) -> list[str]:
     """Return the words of rules 2 and 5 in ``prose``, outside code and the allowed phrases."""
-    plain = _ALLOWED.sub(" ", _LINK.sub("]", _CODE.sub(" ", prose)))
-    return [match.group().lower() for match in _WORD.finditer(plain)]
+    return [word for _, word in dialect_lines(prose)]
+
+
+def dialect_lines(prose: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, word) of each word of rules 2 and 5 in ``prose``; a phrase may go over the end of a line."""
+    for pattern in (_CODE, _LINK, _ALLOWED):
+        prose = pattern.sub(_blank, prose)
+    for match in _WORD.finditer(prose):
+        yield prose.count("\n", 0, match.start()) + 1, match.group().lower()
+
+
+def _blank(match: re.Match[str]) -> str:
+    return "\n" * match.group().count("\n") or " "
 
 
 def package_of(path: str) -> str:
@@ -181,13 +192,8 @@ def _in_page(page: str) -> Iterator[tuple[int, str]]:
     if "docs/generate.py" in "".join(page.splitlines(keepends=True)[:4]):
         return
 
-    def blank(match: re.Match[str]) -> str:
-        return "\n" * match.group().count("\n")
-
-    prose = _CODE.sub(blank, _INDENTED.sub("", _FENCE.sub(blank, page)))
-    for number, line in enumerate(prose.splitlines(), 1):
-        for word in dialect(line):
-            yield number, f"{word!r} in a page"
+    for line, word in dialect_lines(_INDENTED.sub("", _FENCE.sub(_blank, page))):
+        yield line, f"{word!r} in a page"
 
 
 def counts(found: list[Finding]) -> dict[str, dict[str, int]]:

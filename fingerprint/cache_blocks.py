@@ -5,7 +5,7 @@ one for itself. A page is a block in one layer, of the same size in all: layers 
 of them in a block, and beside layers with a state a block has as many as make it no smaller than the state. Where
 all layers look equally far back and none has a state, they are one group, and their pages may differ.
 
-A state takes one block of its group where no layer keeps tokens. Beside such layers vLLM caches prefixes: a
+A state takes one block of its group where no layer keeps tokens. With such layers vLLM caches prefixes: a
 sequence that passes from one block to the next then has the states of both, and a prompt at its end a third.
 
 Sources: ``v1/core/kv_cache_utils.py``, ``v1/core/kv_cache_planning.py``, ``v1/kv_cache_interface.py``
@@ -38,7 +38,7 @@ __all__ = [
 
 BLOCK_TOKENS = 16  # the size that every attention backend but those of latents takes on NVIDIA GPUs
 _LATENT_BLOCK_TOKENS = 64  # of FlashMLA and the sparse ones (their get_supported_kernel_block_sizes)
-# Beside states, a block's tokens are a multiple of these (update_block_size_for_backend of the platform).
+# With states, a block's tokens are a multiple of these (update_block_size_for_backend of the platform).
 _LATENT_STEP_TOKENS = 128
 _GATED_DELTA_STEP_TOKENS = 64  # FLASHINFER_GDN_CHECKPOINT_ALIGNMENT
 _ELEMENT_BYTES = {KvFormat.BITS16: 2, KvFormat.INT8: 1, KvFormat.FP8: 1}
@@ -57,7 +57,7 @@ class CacheRoom:
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """What vLLM keeps for one layer: of tokens, or of a sequence."""
+    """Cache that vLLM keeps for one layer: of tokens, or of a sequence."""
 
     window: int | None
     token_bytes: int  # on one rank; 0: a state
@@ -132,7 +132,7 @@ def layer_kept_bytes(
 
 
 def in_large_blocks(model: ModelSpec, engine: str) -> bool:
-    """Whether a block is as large as the state of a sequence, and what is partly empty is counted exactly."""
+    """Return whether a block is as large as a sequence's state, and what is partly empty is counted exactly."""
     return model.keeps_state and engine == "vllm"
 
 
@@ -152,7 +152,7 @@ def _is_latent(model: ModelSpec) -> bool:
 
 
 def _caches(config: DeploymentConfig, model: ModelSpec, kind: LayerKind) -> list[_Cache]:
-    """Of a layer of ``kind`` on one rank: that of its tokens, and that of its state."""
+    """Return the caches of a layer of ``kind`` on one rank: that of its tokens, and that of its state."""
     heads = max(1, model.num_kv_heads // config.tp)
     elements = round(kind.kv_share * model.kv_elements)
     packed = kind.shape.kv_fp8_bytes if kind.shape and config.kv is KvFormat.FP8 else 0
@@ -165,7 +165,7 @@ def _caches(config: DeploymentConfig, model: ModelSpec, kind: LayerKind) -> list
 
 
 def _is_one_group(every: Sequence[_Cache]) -> bool:
-    """Whether all layers have the same table of blocks, and pages as large as each needs."""
+    """Return whether all layers have the same table of blocks, and pages as large as each needs."""
     return all(cache.token_bytes for cache in every) and len({cache.window for cache in every}) <= 1
 
 
@@ -193,7 +193,7 @@ def _groups(caches: Sequence[_Cache], every: Sequence[_Cache]) -> dict[_Cache, i
 
 
 def _bytes_of_block(caches: Sequence[_Cache], every: Sequence[_Cache], model: ModelSpec) -> int:
-    """Of all layers of a stage that share one."""
+    """Return the bytes of one block over all layers of a stage that share it."""
     if _is_one_group(every):
         return block_tokens(model) * sum(cache.token_bytes for cache in caches)
     return _page_bytes(every, model) * layers_per_block(caches) if caches else 0

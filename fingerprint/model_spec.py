@@ -172,7 +172,7 @@ class ModelSpec:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether some layer keeps something of each token."""
+        """True when some layer keeps something of each token."""
         return not self.layer_shapes or any(shape.kv_elements for shape in self.layer_shapes)
 
     def kv_bytes_per_token_per_layer(self, kv: KvFormat) -> float:

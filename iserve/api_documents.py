@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgressDocument:
-    """How far a running step is; ``done`` of ``total`` pieces."""
+    """Progress of a running step; ``done`` of ``total`` pieces."""
 
     step: str
     """Step that runs now, in words."""
@@ -39,7 +39,7 @@ class ProgressDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaDocument:
-    """One worker of a deployment as it is now."""
+    """Worker of a deployment as it is now."""
 
     worker_id: str
     """Identifier of the worker."""
@@ -157,7 +157,7 @@ class ProfileJobDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeDocument:
-    """One machine as its daemon reports it."""
+    """State of one machine as its daemon reports it."""
 
     node_id: str
     """Identifier of the node."""
@@ -205,7 +205,7 @@ class LogDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventDocument:
-    """One event of the installation."""
+    """Event of the installation."""
 
     id: int
     """Number of the event, which grows."""

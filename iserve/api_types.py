@@ -199,7 +199,7 @@ ARGUMENTS_NOTE = "what --engine-arg changes is in no figure of this plan"
 
 
 class _EngineOptions(_Body):
-    """What a deployment gives to the engine itself."""
+    """Options that a deployment gives to the engine itself."""
 
     engine_args: dict[str, str | None] = Field(default_factory=dict, max_length=64)
     """Options of the engine's own server, name to value; a value of None makes a flag."""

@@ -92,7 +92,7 @@ class Facts:
 
     @property
     def kv_heads(self) -> int | None:
-        """As many as heads where nothing is said."""
+        """Return the number of KV heads: as many as heads where nothing is said."""
         if self.config.get("multi_query") is True and self.config.get("new_decoder_architecture") is not True:
             return 1
         return self.first(_KV_HEADS) or self.heads

@@ -56,7 +56,7 @@ class EstimateDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateDocument:
-    """One configuration of a plan: predicted figures, and whether it is feasible."""
+    """Candidate of a plan: its predicted figures, and whether it is feasible."""
 
     config: DeploymentConfig
     """Configuration of this candidate."""
@@ -175,7 +175,7 @@ class RelaxationDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeDocument:
-    """One of several changes that are needed together."""
+    """Change that is needed together with further ones."""
 
     limit: str
     """Limit to relax."""
@@ -225,7 +225,7 @@ class WhyNotDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedDocument:
-    """One time under the rate, against its limit."""
+    """Time under the rate, against its limit."""
 
     quantile_s: float | None
     """Time in seconds that the percentile of the requests stay within; None: waiting grows without end."""

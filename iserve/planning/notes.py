@@ -24,7 +24,7 @@ def plan_notes(plan: Plan, profile: Profile | None, replicas: int, device: str) 
 
 
 def _cut_short(profile: Profile | None) -> tuple[str, ...]:
-    """What the profile did not come to, and what measures it."""
+    """Return what the profile did not reach, and what measures it."""
     if profile is None or not profile.unreached:
         return ()
     run = {(point.tp, point.pp, point.weights, point.kv) for point in profile.timing}
@@ -68,13 +68,13 @@ def _at_one_length(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
 
 
 def _named(config: DeploymentConfig) -> str:
-    """As a profile's notes name what it runs."""
+    """Return the name of ``config`` that a profile's notes use."""
     kv = "" if config.kv is KvFormat.BITS16 else f" kv={config.kv}"
     return f"tp={config.tp} pp={config.pp} {config.weights}{kv}"
 
 
 def _less_sure(plan: Plan) -> tuple[str, ...]:
-    """What is better than the chosen one by its estimate, and was not measured."""
+    """Return what is better than the chosen one by its estimate, and was not measured."""
     if not plan.passed_over:
         return ()
     first, more = plan.passed_over[0].reason, len(plan.passed_over) - 1
@@ -86,7 +86,7 @@ def _less_sure(plan: Plan) -> tuple[str, ...]:
 
 
 def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
-    """What the figures are of, where there are several replicas."""
+    """Return what the figures are of, where there are several replicas."""
     if replicas == 1:
         return ()
     share = f" at its share of the rate, {intent.rate_per_s:.4g} requests/s" if intent.rate_per_s else ""
@@ -94,7 +94,7 @@ def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
 
 
 def _beside(plan: Plan, device: str) -> tuple[str, ...]:
-    """What the load of the devices, GPUs or CPU devices, has to do with the choice."""
+    """Return what the load of the devices, GPUs or CPU devices, has to do with the choice."""
     notes = [] if plan.better_idle is None else [plan.better_idle.text]
     if plan.room is not None and plan.best is not None:
         notes.append(plan.room.text(plan.best.config))

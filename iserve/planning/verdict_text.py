@@ -179,7 +179,7 @@ def _capacity_words(document: PlanDocument) -> list[str]:
 
 
 def state_sizes(kept: KeptDocument | None) -> list[tuple[str, str]]:
-    """What is kept of a request, of a model with states; nothing of another."""
+    """Return what is kept of a request, of a model with states; nothing of another."""
     if kept is None or not kept.state_bytes_per_request:
         return []
     states = [("of each request whatever its length", gib(kept.state_bytes_per_request))]

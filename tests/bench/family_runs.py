@@ -59,7 +59,7 @@ def register():
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyRun:
-    """One family: its profile, or one line why there is none."""
+    """Run of one family: its profile, or one line why there is none."""
 
     name: str
     config: dict[str, object]

@@ -1,4 +1,4 @@
-"""What vLLM 0.33 kept of each layer on an H200, against what the same config.json is planned with."""
+"""Cache of each layer that vLLM 0.33 kept on an H200, against what the same config.json is planned with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(request: pytest.FixtureRequest) -> FamilyRun:
 
 @pytest.fixture
 def spec(run: FamilyRun, tmp_path: Path) -> ModelSpec:
-    """As it is described today, from the config.json that the run had."""
+    """Return the model as it is described today, from the config.json that the run had."""
     (tmp_path / "config.json").write_text(json.dumps(run.config))
     return load_spec(tmp_path)
 

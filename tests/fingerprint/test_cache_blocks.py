@@ -43,7 +43,7 @@ def test_a_block_is_as_large_as_vllm_makes_it(name: str, tp: int) -> None:
 @pytest.mark.parametrize(("name", "tp"), CASES)
 @pytest.mark.parametrize("length", [640, 131_072])
 def test_vllm_starts_with_the_cache_of_one_request(name: str, tp: int, length: int) -> None:
-    """It refuses less than one takes (``_check_enough_kv_cache_memory``); an eighth more is enough for us."""
+    """The engine refuses less than one takes (``_check_enough_kv_cache_memory``); an eighth more suffices."""
     model, config = model_of(name), DeploymentConfig(engine="vllm", tp=tp)
     tokens = min(length, model.max_context_tokens)
     room = CacheRoom(sequences=1, kv_tokens=tokens, step_tokens=min(tokens, RECORDED["step_tokens"]))

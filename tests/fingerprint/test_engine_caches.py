@@ -13,7 +13,7 @@ from fingerprint.measurements import LayerCache, MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
 from tests.bench.test_family_runs import runs
 
-GRANITE, LATENT = "granite-4.0-h-small", "DeepSeek-V2-Lite"  # states beside KV; latents
+GRANITE, LATENT = "granite-4.0-h-small", "DeepSeek-V2-Lite"  # states next to KV; latents
 
 
 def profile_of(name: str) -> Profile:

@@ -90,7 +90,7 @@ class TestLayersThatKeepOtherThings:
         assert self.bytes_of((both,), (0, 0)) == (1 + math.ceil(4100 / 144) + 100 + 201) * 2 * page
 
     def test_layers_that_keep_half_as_much_have_half_a_page(self) -> None:
-        """One table of blocks for all, whose pages differ (``UniformTypeKVCacheSpecs``)."""
+        """A single table of blocks serves all layers, whose pages differ (``UniformTypeKVCacheSpecs``)."""
         half = replace(self.ATTENTION, kv_elements=1024)
         found = self.bytes_of((self.ATTENTION, half), (0, 1))
         assert found == (1 + 257 + 100) * 16 * (4096 + 2048)

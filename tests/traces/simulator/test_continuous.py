@@ -164,7 +164,7 @@ def test_kv_room_bounds_admission_in_the_order_of_arrival() -> None:
 
 
 def test_a_window_bounds_what_is_kept() -> None:
-    """Of each of two requests of 20 tokens 12 are kept: both run in a room of 30, which one of 40 has too."""
+    """Two requests of 20 tokens keep 12 each: both run in a room of 30, which one of 40 has too."""
     bounds = Limits(max_batch=4, max_context_tokens=50, max_batched_tokens=64, kv_tokens=30, kv_window=12)
     asked = [Request(0.0, 15, 5), Request(0.0, 15, 5), Request(10.0, 36, 4)]
     outcomes = serve(asked, linear_steps(bounds, step_s=1.0)).outcomes
@@ -179,7 +179,7 @@ def test_a_window_bounds_what_is_kept() -> None:
 def test_without_a_bound_on_tokens_slots_alone_bound_admission(
     asked: list[tuple[float, int, int]], kv_tokens: int, max_batch: int
 ) -> None:
-    """As for states: a window that is no more than a slot's part of the room bounds nothing."""
+    """A window that is no more than a slot's part of the room bounds nothing, as for states."""
     alone = limits(max_batch, 100, 4096)
     bounded = replace(alone, kv_tokens=kv_tokens, kv_window=max(1, kv_tokens // max_batch))
     requests = _requests(asked)
