@@ -292,7 +292,7 @@ def _profiling(facts: ReleaseFacts) -> Iterator[Breach]:
         "model", "load_format", "skip_tokenizer_init", "enable_prefix_caching", "max_model_len", "max_num_seqs",
         "max_num_batched_tokens", "gpu_memory_utilization", "num_gpu_blocks_override", "block_size",
         "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "seed", "compilation_config",
-        "quantization",
+        "quantization", "language_model_only",
     )  # fmt: skip
     sampling = ("max_tokens", "min_tokens", "ignore_eos", "temperature", "detokenize")
     yield from _lacking(facts, part, "sampling_params.py:SamplingParams", *sampling)
@@ -323,7 +323,7 @@ def _profiling(facts: ReleaseFacts) -> Iterator[Breach]:
     yield from _lacking(
         facts, part, f"{_CACHE}:KVCacheConfig", "num_blocks", "kv_cache_tensors", "kv_cache_groups"
     )
-    yield from _lacking(facts, part, f"{_CACHE}:KVCacheGroupSpec", "layer_names")
+    yield from _lacking(facts, part, f"{_CACHE}:KVCacheGroupSpec", "layer_names", "kv_cache_spec")
     tensor = set(facts.classes.get(f"{_CACHE}:KVCacheTensor", ClassFacts()).fields)
     if not tensor >= {"size", "shared_by"} and not tensor >= {"size", "layers", "layer_stride", "block_stride"}:
         yield Breach(part, f"{_CACHE}:KVCacheTensor has the fields {', '.join(sorted(tensor)) or 'of none'}")
