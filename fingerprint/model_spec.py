@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fingerprint.codec import to_builtins, to_json
 from fingerprint.config import KvFormat, WeightFormat
@@ -96,6 +96,9 @@ class ModelSpec:
     kv_head_elements: int = 0  # kept of a token in one KV head; 0: K and V, of head_dim each
     layer_shapes: tuple[LayerShape, ...] = ()  # where layers differ in more than their windows, or keep a state
     layer_shape_indexes: tuple[int, ...] = ()  # of each layer, among ``layer_shapes``
+    tower_params: int = 0  # of towers for images, video and sound, which count with the embedding and the norm
+    tower_vector_params: int = 0  # of these, vectors, which count with the norm
+    own_code: tuple[str, ...] = ()  # kinds of classes whose Python code the checkpoint brings, e.g. "AutoConfig"
 
     @property
     def layers_params(self) -> int:
@@ -125,6 +128,18 @@ class ModelSpec:
         Scales of quantized formats are not included (at most 4 / head_dim of an element).
         """
         return self.kv_elements * KV_ELEMENT_BYTES[kv]
+
+    @property
+    def text_alone(self) -> ModelSpec:
+        """The model without its towers."""
+        vectors = self.tower_vector_params
+        return replace(
+            self,
+            embedding_params=self.embedding_params - (self.tower_params - vectors),
+            final_norm_params=self.final_norm_params - vectors,
+            tower_params=0,
+            tower_vector_params=0,
+        )
 
     @property
     def as_given(self) -> WeightFormat:
@@ -176,8 +191,11 @@ class ModelSpec:
         """Equal for models of one shape: a profile of one serves the other.
 
         What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
+        Towers count in other sizes, and code is no shape.
         """
         facts = to_builtins(self)
+        for name in ("tower_params", "tower_vector_params", "own_code"):
+            del facts[name]
         for name in ("layer_windows", "stored", "kv_head_elements", "layer_shapes", "layer_shape_indexes"):
             if not facts[name]:
                 del facts[name]
