@@ -74,6 +74,11 @@ class HostedVllm(Hosted):
         }
         if order["weights"] == "fp8":
             arguments["quantization"] = "fp8"
+        use = self.spec["options"]["use"]
+        if use["text_only"]:
+            arguments["language_model_only"] = True
+        if use["trust_remote_code"]:
+            arguments["trust_remote_code"] = True
         if tp > 1:
             arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
         return arguments
