@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, StringConstraints
 
 from daemon.engines.options import EngineOptions
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
+from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES
 from fingerprint.plain_text import UNPRINTABLE, is_plain
 from fingerprint.profile_plan import Shards
 from iserve.planning.making import MAX_REPLICAS, PlanOptions
+from iserve.request_body import Body, ModelUseBody
 from placement.placers import check_placement
 from placement.scaling import MIN_IDLE_S
 from planner.intent import MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
@@ -104,33 +104,13 @@ def check_label(label: str) -> str:
     return label
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, given: object) -> object:
-        """Name the fields that there are: pydantic's own words for an unknown one name none."""
-        unknown = sorted(set(given) - set(cls.model_fields)) if isinstance(given, dict) else []
-        if unknown:
-            near = get_close_matches(unknown[0], cls.model_fields, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ";"
-            known = ", ".join(cls.model_fields)
-            raise PydanticCustomError(
-                "unknown_field",
-                "{text}",
-                {"text": f"there is no field {unknown[0][:80]!r}{hint} the fields are {known}"},
-            )
-        return given
-
-
-class SloBody(_Body):
+class SloBody(Body):
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
 
 
-class _Wish(_Body):
+class _Wish(Body):
     intent: IntentKind = IntentKind.MIN_COST
     cost: CostModel = CostModel.MEMORY_LATENCY
     slo: SloBody | None = None
@@ -201,7 +181,7 @@ class _ReplicatedWish(_Wish):
 ARGUMENTS_NOTE = "what --engine-arg changes is in no figure of this plan"
 
 
-class _EngineOptions(_Body):
+class _EngineOptions(ModelUseBody):
     """What a deployment gives to the engine itself."""
 
     engine_args: dict[str, str | None] = Field(default_factory=dict, max_length=64)  # null: a flag without a value
@@ -219,10 +199,11 @@ class _EngineOptions(_Body):
             arguments=tuple(self.engine_args.items()),
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
+            use=self.use,
         )
 
 
-class PlanBody(_ReplicatedWish):
+class PlanBody(_ReplicatedWish, ModelUseBody):
     """``POST /api/v1/plans``: choose, start nothing."""
 
     model: _Text | None = None  # None: the bundled demo model
@@ -251,7 +232,13 @@ class DeployBody(_ReplicatedWish, _EngineOptions):
         return replace(wish, more_requests=wish.more_requests and not self.refuse_late)
 
 
-class UpdateBody(_Body):
+_NEVER_NULL = (
+    *("model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"),
+    *("text_only", "images", "trust_remote_code"),
+)
+
+
+class UpdateBody(Body):
     """``PATCH /api/v1/deployments/{name}``: changes of a deployment; what is left out stays as it is."""
 
     model: _Text | None = None
@@ -266,6 +253,10 @@ class UpdateBody(_Body):
     engine_args: dict[str, str | None] | None = Field(default=None, max_length=64)  # in place of those before
     tool_call_parser: str | None = None  # null: none
     reasoning_parser: str | None = None  # null: none
+    text_only: bool | None = None
+    images: int | None = Field(default=None, ge=0, le=MAX_IMAGES)
+    image_tokens: int | None = Field(default=None, ge=1, le=MAX_IMAGE_TOKENS)  # null: as config.json has it
+    trust_remote_code: bool | None = None  # permission ends with another ``model``, unless it is given with it
     stop_first: bool = False  # the former workers end before the new ones start; requests wait meanwhile
 
     def applied_to(self, wish: DeployBody) -> tuple[DeployBody, tuple[str, ...]]:
@@ -278,20 +269,28 @@ class UpdateBody(_Body):
         if not given:
             known = sorted(set(type(self).model_fields) - {"stop_first"})
             raise ConfigError(f"nothing is changed; give at least one of {', '.join(known)}")
-        for name in ("model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"):
+        for name in _NEVER_NULL:
             if name in given and getattr(self, name) is None:
                 raise ConfigError(f"{name} must have a value; leave it out to keep what it is")
         changes = self.model_dump(include=set(given))
+        if changes.get("images") == 0:
+            changes.setdefault("image_tokens", None)
+        if changes.get("model", wish.model) != wish.model:
+            changes.setdefault("trust_remote_code", False)  # it was given for the code of the former model
         return DeployBody.model_validate(wish.model_dump() | changes), tuple(given)
 
 
-class ProfileBody(_Body):
+class ProfileBody(Body):
     """``POST /api/v1/profiles``."""
 
     model: _Text | None = None
     engine: str = "auto"
     max_seconds: float = Field(default=60.0, gt=0, le=86_400)
     quality: Quality = Quality.NEAR  # an engine that starts anew for each format measures only what this allows
+    text_only: bool = False  # leave out the towers for images, video and sound
+    trust_remote_code: bool = (
+        False  # the engine may run Python code of the model's repository, as the daemon's user
+    )
     shards: Shards = Shards.AUTO  # degrees that are run as one tensor-parallel rank on one GPU
     input_tokens: int = Workload().input_tokens
     output_tokens: int = Workload().output_tokens
@@ -313,14 +312,14 @@ class VerifyBody(_Wish):
         return replace(wish, more_requests=False, longer_requests=False)  # what is predicted is what is checked
 
 
-class ModelBody(_Body):
+class ModelBody(Body):
     """``POST /api/v1/models``: give a checkpoint folder a name."""
 
     name: _Text
     directory: _Text
 
 
-class KeyBody(_Body):
+class KeyBody(Body):
     """``POST /api/v1/keys``."""
 
     label: Annotated[

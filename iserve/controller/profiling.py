@@ -19,6 +19,7 @@ from typing import TypeVar
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
 from daemon.engines.foreign import ForeignEngine
+from daemon.engines.options import EngineOptions
 from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.unlisted_gpus import measure_if_unlisted
@@ -440,6 +441,7 @@ class Profiler:
             ),
             engine=engine.name,
             engine_version=release_to_start(engine),
+            options=EngineOptions(use=replace(source.use, images=0, image_tokens=None)),
             start_timeout_s=self._start_timeout_s,
         )
 

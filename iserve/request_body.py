@@ -1,0 +1,59 @@
+"""What bodies of REST requests have in common: unknown fields are refused by name, and how a model is used."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES, ModelUse
+
+__all__ = ["Body", "ModelUseBody"]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: object) -> object:
+        """Name the fields that there are: pydantic's own words for an unknown one name none."""
+        unknown = sorted(set(given) - set(cls.model_fields)) if isinstance(given, dict) else []
+        if unknown:
+            near = get_close_matches(unknown[0], cls.model_fields, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ";"
+            known = ", ".join(cls.model_fields)
+            raise PydanticCustomError(
+                "unknown_field",
+                "{text}",
+                {"text": f"there is no field {unknown[0][:80]!r}{hint} the fields are {known}"},
+            )
+        return given
+
+
+class ModelUseBody(Body):
+    """How a model is used."""
+
+    text_only: bool = False  # leave out the towers for images, video and sound
+    images: int = Field(default=0, ge=0, le=MAX_IMAGES)  # in each planned prompt, beside ``input_tokens``
+    image_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_IMAGE_TOKENS
+    )  # of each; null: as config.json has it
+    trust_remote_code: bool = (
+        False  # the engine may run Python code of the model's repository, as the daemon's user
+    )
+
+    @property
+    def use(self) -> ModelUse:
+        """The core's type.
+
+        Raises:
+            ConfigError: fields that contradict each other.
+        """
+        return ModelUse(
+            text_only=self.text_only,
+            images=self.images,
+            image_tokens=self.image_tokens,
+            trust_remote_code=self.trust_remote_code,
+        )
