@@ -24,7 +24,7 @@ _MOST_NAME_CHARS = 512
 _MOST_SIZE = 2**32
 _SMALL = 0.1  # of the parameters of the stack that is served: some modules beside it, as many as layers
 _TOWERS = re.compile(
-    r"(^|[._])(vision|visual|vit|audio|image|img|speech|sound|video|talker|qformer|resampler|perceiver|gated_cross_attn|encoder_layers)"
+    r"(^|[._])(vision|visual|vit|audio|acoustic|image|img|speech|sound|video|talker|qformer|resampler|perceiver|gated_cross_attn|encoder_layers)"
 )
 _JOINS = re.compile(r"(^|[._])(projector|mm|multi_modal|multimodal|connector|merger|aligner)([._]|$)")
 _ENCODER = re.compile(r"(^|[._])encoder\.")  # where a decoder has as many layers, it is of images or sound

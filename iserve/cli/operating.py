@@ -204,7 +204,7 @@ def profile(
     print_profile(measured, estimator_for(measured), workload)
     for note in (*job.notes, *measured.notes):
         typer.echo(f"note: {note}")
-    typer.echo(f"see it: iserve report {measured.model} -o report.html")
+    typer.echo(f"see it: iserve report {measured.model}{' --text-only' * text_only} -o report.html")
 
 
 def _taken(controller: ControllerClient, job: ProfileJobDocument) -> Profile:
