@@ -117,9 +117,10 @@ daemon's user**. Read it first |
 | restart, scale to zero, `update` | the permission is kept, until `update --model` names another model |
 | embedded engine, TensorRT-LLM | never run: refused, whatever is given |
 
-Python files are fetched from the hub only with the permission; code of another repository (`owner/name--module`)
-is refused. A class that vLLM does not list is tried by its Transformers backend, without tensor
-parallelism: not run by us.
+Python files are fetched from the hub only with the permission, of the commit that the weights are of; code of
+another repository (`owner/name--module`) is refused. A tokenizer that needs code where the model does not is told
+when vLLM starts: it ends, and the line says to give the permission. A class that vLLM does not list is tried by
+its Transformers backend, without tensor parallelism: not run by us.
 """
 _WITHOUT = (
     "{count} more, of which transformers has no class, so that `config.json` alone does not do. Each is described "

@@ -128,8 +128,10 @@ def download_weights(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
 
 
-def download_code(model: str) -> Path:
-    """Return the cache's folder of ``model`` with its Python files beside what it had. They are not run.
+def download_code(model: str, snapshot: Path) -> None:
+    """Put the Python files of ``model`` into its folder ``snapshot`` of the cache. They are not run.
+
+    They are those of the commit that the folder is of, whatever the hub has since.
 
     Raises:
         NotFoundError, UnavailableError: as :func:`download_config`.
@@ -137,7 +139,8 @@ def download_code(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     with _downloading(model):
-        return Path(snapshot_download(model, allow_patterns=[CODE_PATTERN], etag_timeout=HUB_TIMEOUT_S))
+        commit = snapshot.name
+        snapshot_download(model, revision=commit, allow_patterns=[CODE_PATTERN], etag_timeout=HUB_TIMEOUT_S)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def resolve(
         )
     source = _from_hub(model, registered, need_weights=need_weights)
     if need_code and source.spec.own_code and missing_code(source.directory) is not None:
-        source = replace(source, directory=download_code(model))
+        download_code(model, source.directory)
     return _with_code(source, need_code=need_code)
 
 

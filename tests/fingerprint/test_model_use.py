@@ -54,6 +54,12 @@ LAYOUTS = [
         {"visual.blocks.0.attn.qkv.weight": (HIDDEN, HIDDEN), "visual.merger.mlp.0.weight": (HIDDEN, HIDDEN)},
         id="visual",
     ),
+    pytest.param(
+        text_shapes("model.language_model."),
+        HEAD,
+        {"model.acoustic_tokenizer_encoder.head.conv.weight": (64, HIDDEN, 3), "model.joins.weight": (HIDDEN, 64)},
+        id="sound",
+    ),
 ]
 
 

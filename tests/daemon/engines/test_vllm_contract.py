@@ -217,7 +217,7 @@ class TestCompleteness:
                 for node in ast.walk(body)
                 if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
                 for key in node.value.keys
-            } | {"quantization"}
+            } | {"quantization", "language_model_only", "trust_remote_code"}
         else:
             (call,) = (
                 n for n in ast.walk(body) if isinstance(n, ast.Call) and ast.unparse(n.func) == "SamplingParams"
