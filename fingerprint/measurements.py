@@ -15,6 +15,7 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
 __all__ = [
+    "LayerCache",
     "MachineInfo",
     "MemoryPoint",
     "Profile",
@@ -42,6 +43,16 @@ class MachineInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCache:
+    """Cache of one layer on one rank, as the engine itself specifies it."""
+
+    layer: int
+    token_bytes: float  # of K and V, or of what else grows with the tokens
+    state_bytes: int  # of a sequence, whatever its length
+    window: int | None  # tokens that the layer looks back; None: all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
     """Bytes on one rank, as the engine itself counts them; ``runtime_bytes`` is the process beside them
     (CUDA context on a GPU; resident memory less the counted tensors on a CPU)."""
@@ -58,6 +69,7 @@ class RankMemory:
     kv_block_tokens: int = 0
     kv_blocks: int = 0  # that the engine would have made had nobody limited them
     budget_bytes: int = 0  # of the GPU that the engine gave itself, for all of these together; 0: it does not say
+    layer_caches: tuple[LayerCache, ...] = ()  # of the fingerprint's layers; empty: the engine does not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,9 +49,11 @@ def check_ranks(ranks: Sequence[RankMemory], *, pp: int) -> None:
             f"memory was answered for stages {sorted({rank.stage for rank in ranks})}, there are {pp}"
         )
     for rank in ranks:
-        wrong = [f.name for f in fields(rank) if getattr(rank, f.name) < (f.name == "weights_bytes")]
+        counts = [(f.name, getattr(rank, f.name)) for f in fields(rank) if f.name != "layer_caches"]
+        counts += [("layer_caches", min(cache.token_bytes, cache.state_bytes)) for cache in rank.layer_caches]
+        wrong = [(name, count) for name, count in counts if not count >= (name == "weights_bytes")]
         if wrong:
-            told = ", ".join(f"{name}={getattr(rank, name)}" for name in wrong)
+            told = ", ".join(f"{name}={count}" for name, count in wrong)
             raise EngineError(f"memory of rank {rank.rank} was answered with what cannot be: {told}")
 
 

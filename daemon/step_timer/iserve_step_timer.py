@@ -25,7 +25,9 @@ import atexit
 import functools
 import itertools
 import json
+import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -220,6 +222,7 @@ def _count_memory(worker_class: Any) -> None:
     @functools.wraps(initialize)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> Any:
         self.iserve_kv = kv_layout(kv_cache_config)
+        self.iserve_kept = kept_by_layer(kv_cache_config)
         return initialize(self, kv_cache_config)
 
     worker_class.load_model = load_model_then_watch_graphs
@@ -248,6 +251,33 @@ def kv_layout(config: Any) -> dict[str, int]:
         "kv_tensors": max(groups),  # layers that a block holds
         "kv_layers": sum(groups),
     }
+
+
+def kept_by_layer(config: Any) -> list[list[Any]]:
+    """Return rows of layer index, bytes of a token, bytes of a sequence's state, and window (None: no window).
+
+    Read from the specification that vLLM itself made of each layer's cache, without what is padded.
+
+    Raises:
+        AttributeError: a specification says neither what a block nor what a state takes.
+    """
+    rows: dict[int, list[Any]] = {}
+    for group in config.kv_cache_groups:
+        of_each = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # layers that differ but share tables
+        for name in group.layer_names:
+            spec = group.kv_cache_spec if of_each is None else of_each[name]
+            index = next(map(int, re.findall(r"\d+", str(name))), 0)
+            row = rows.setdefault(index, [index, 0.0, 0, None])
+            if hasattr(spec, "shapes"):
+                states = zip(spec.shapes, spec.dtypes, strict=True)
+                row[2] += sum(math.prod(shape) * dtype.itemsize for shape, dtype in states)
+                continue
+            names = ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes")
+            unpadded = next((known for known in names if hasattr(spec, known)), names[-1])
+            row[1] += getattr(spec, unpadded) / spec.block_size
+            window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+            row[3] = row[3] or window
+    return [rows[index] for index in sorted(rows)]
 
 
 def _time_steps(worker_class: Any) -> None:
@@ -344,7 +374,7 @@ def _rpc_read(_worker: Any) -> list[list[float]]:
     return read()
 
 
-def _rpc_memory(worker: Any) -> dict[str, int]:
+def _rpc_memory(worker: Any) -> dict[str, Any]:
     """Bytes as vLLM itself counted them when it sized the KV cache (``Worker.determine_available_memory``).
 
     Raises:
@@ -368,6 +398,7 @@ def _rpc_memory(worker: Any) -> dict[str, int]:
         "available_kv": int(worker.available_kv_cache_memory_bytes),
         "graphs": _graph_bytes(worker),
         **worker.iserve_kv,
+        "kept": worker.iserve_kept,
         "block_tokens": int(worker.cache_config.block_size),
         "torch_reserved": torch.cuda.memory_reserved(),
         "device_used": total_bytes - free_bytes,

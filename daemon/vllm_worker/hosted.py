@@ -7,13 +7,11 @@ import json
 import math
 import multiprocessing
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from iserve_hosted import Hosted, Nvml, Rows
 
-BLOCK_TOKENS = 16
 GRAPH_TOKENS = 512  # as in daemon/engines/vllm/launch.py, which cannot be imported here
 _KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
 _END_S = 20.0  # for vLLM's processes to end by themselves
@@ -44,16 +42,13 @@ class HostedVllm(Hosted):
     def start(self, order: dict[str, Any], kv_tokens: int) -> int:
         from vllm import LLM
 
-        self._llm = LLM(**self._arguments(order, kv_tokens))
+        self._llm = LLM(**self._arguments(order))
         return self._llm.llm_engine.model_config.get_vocab_size()
 
-    def _arguments(self, order: dict[str, Any], kv_tokens: int) -> dict[str, Any]:
+    def _arguments(self, order: dict[str, Any]) -> dict[str, Any]:
         config, limits = self.spec["config"], self.spec["limits"]
         tp, pp = config["tp"], config["pp"]
         sequences, length = order["max_batch"], order["max_context_tokens"]
-        # A sequence's last block is partly empty, and vLLM keeps one block for itself.
-        in_group = math.ceil(max(kv_tokens, length) / BLOCK_TOKENS) + sequences
-        blocks = _kv_groups(order["checkpoint"]) * in_group + 1
         arguments: dict[str, Any] = {
             "model": order["checkpoint"],
             "load_format": "dummy",
@@ -64,14 +59,16 @@ class HostedVllm(Hosted):
             # More than the sequences hold is an illegal memory access in 0.33 (daemon/engines/vllm/launch.py).
             "max_num_batched_tokens": min(limits["max_batched_tokens"], sequences * length),
             "gpu_memory_utilization": self._fraction(limits["memory_bytes_per_device"]),
-            "num_gpu_blocks_override": blocks,
-            "block_size": BLOCK_TOKENS,  # as a deployment is started with; the default may be another
+            "num_gpu_blocks_override": order["kv_blocks"],
+            "block_size": order["kv_block_tokens"],  # as a deployment is started with; the default may be another
             "kv_cache_dtype": _KV_DTYPE[order["kv"]],
             "tensor_parallel_size": tp,
             "pipeline_parallel_size": pp,
             "seed": 0,
             "compilation_config": {"max_cudagraph_capture_size": GRAPH_TOKENS},
         }
+        if _is_multimodal(order["checkpoint"]):
+            arguments["language_model_only"] = True  # a shape comes without what makes images into tokens
         if order["weights"] == "fp8":
             arguments["quantization"] = "fp8"
         use = self.spec["options"]["use"]
@@ -122,20 +119,16 @@ class HostedVllm(Hosted):
         tp = self.spec["config"]["tp"]
         return [_rank_memory(rank, rank // tp, counted) for rank, counted in enumerate(self._counted())]
 
-    def _counted(self) -> list[dict[str, int]]:
+    def _counted(self) -> list[dict[str, Any]]:
         return list(self._llm.collective_rpc("iserve_memory"))
 
 
-def _kv_groups(checkpoint: str) -> int:
-    """How many groups of layers share the blocks, each with a table of its own, as vLLM's get_kv_cache_groups: as
-    large as the rarest kind of layers, or the commonest where they are about as many, the last one filled up."""
+def _is_multimodal(checkpoint: str) -> bool:
     config = json.loads((Path(checkpoint) / "config.json").read_text())
-    counts = Counter(config.get("text_config", config).get("layer_types") or [""]).values()
-    group = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
-    return sum(math.ceil(count / group) for count in counts)
+    return "text_config" in config or "thinker_config" in config
 
 
-def _rank_memory(rank: int, stage: int, counted: dict[str, int]) -> dict[str, Any]:
+def _rank_memory(rank: int, stage: int, counted: dict[str, Any]) -> dict[str, Any]:
     block_bytes = counted["kv_bytes"] // max(1, counted["blocks"])
     # A block is of one tensor for every layer that shares it: as if each layer had the room of all tokens.
     room = counted["blocks"] * counted["block_tokens"] * counted["kv_tensors"] // max(1, counted["kv_layers"])
@@ -152,4 +145,8 @@ def _rank_memory(rank: int, stage: int, counted: dict[str, int]) -> dict[str, An
         "kv_block_tokens": counted["block_tokens"],
         "kv_blocks": counted["available_kv"] // block_bytes if block_bytes else 0,
         "budget_bytes": counted["requested_memory"],
+        "layer_caches": [
+            {"layer": layer, "token_bytes": token_bytes, "state_bytes": state_bytes, "window": window}
+            for layer, token_bytes, state_bytes, window in counted["kept"]
+        ],
     }

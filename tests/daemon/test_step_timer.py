@@ -65,7 +65,8 @@ class Rig:
         else:
             pools = max(map(len, groups))
             tensors = [SimpleNamespace(size=size // pools, shared_by=["layer"])] * pools
-        named = [SimpleNamespace(layer_names=group) for group in groups]
+        spec = SimpleNamespace(page_size_bytes=320, block_size=16)
+        named = [SimpleNamespace(layer_names=group, kv_cache_spec=spec) for group in groups]
         return SimpleNamespace(num_blocks=50, kv_cache_tensors=tensors, kv_cache_groups=named)
 
     def run(self, lengths: list[int], output_tokens: int, *, room: int = 64) -> None:
@@ -218,6 +219,35 @@ class TestMemory:
         rig = make_rig(monkeypatch, newer=newer)
         layout = rig.timer.kv_layout(rig.kv_config([["a", "b"], ["c", "d"], ["e"]]))
         assert layout == {"kv_bytes": 4000, "blocks": 50, "kv_tensors": 2, "kv_layers": 5}
+
+    def test_what_each_layer_keeps_is_read_from_its_specification(self, newer_rig) -> None:
+        half = SimpleNamespace(itemsize=2)
+        window = SimpleNamespace(real_page_size_bytes=1600, page_size_bytes=2048, block_size=16, sliding_window=128)
+        state = SimpleNamespace(shapes=((3, 8), (2, 4, 4)), dtypes=(half, SimpleNamespace(itemsize=4)), block_size=64)
+        latent = SimpleNamespace(page_size_bytes=640, block_size=64)
+        shared = SimpleNamespace(
+            block_size=64, kv_cache_specs={"layers.3.attn": latent, "layers.3.indexer.k_cache": latent}
+        )
+        config = SimpleNamespace(
+            kv_cache_groups=[
+                SimpleNamespace(layer_names=["model.layers.2.mixer", "model.layers.0.mixer"], kv_cache_spec=state),
+                SimpleNamespace(layer_names=["model.layers.1.attn"], kv_cache_spec=window),
+                SimpleNamespace(layer_names=list(shared.kv_cache_specs), kv_cache_spec=shared),
+            ]
+        )
+        state_bytes = 2 * 24 + 4 * 32
+        assert newer_rig.timer.kept_by_layer(config) == [
+            [0, 0.0, state_bytes, None],
+            [1, 100.0, 0, 128],
+            [2, 0.0, state_bytes, None],
+            [3, 20.0, 0, None],
+        ]
+
+    def test_a_specification_that_says_neither_is_an_error(self, newer_rig) -> None:
+        config = newer_rig.kv_config([["a"]])
+        config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=16)
+        with pytest.raises(AttributeError):
+            newer_rig.timer.kept_by_layer(config)
 
     def test_tensors_that_lie_on_the_host_are_not_the_gpus(self, newer_rig) -> None:
         config = newer_rig.kv_config([["a", "b"]])

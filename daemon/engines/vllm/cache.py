@@ -20,7 +20,7 @@ from fingerprint.config import DeploymentConfig, KvFormat
 from fingerprint.formats import layers_per_block, steps_in_flight
 from fingerprint.model_spec import LayerKind, ModelSpec
 
-__all__ = ["BLOCK_TOKENS", "block_tokens", "kv_cache_bytes", "step_tokens"]
+__all__ = ["BLOCK_TOKENS", "block_tokens", "kv_blocks", "kv_cache_bytes", "step_tokens"]
 
 BLOCK_TOKENS = 16  # the size that every attention backend but those of latents takes on NVIDIA GPUs
 _LATENT_BLOCK_TOKENS = 64  # of FlashMLA and the sparse ones (their get_supported_kernel_block_sizes)
@@ -45,14 +45,27 @@ def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
     groups as large as the rarest kind (the commonest, where they are about as many), the last one filled up; each
     group has tables of its own.
     """
+    page_bytes, of_stages = _stages(spec, model)
+    pages = (_blocks(spec, caches, page_bytes) * layers_per_block(caches) for caches in of_stages if caches)
+    return max([1, *pages]) * page_bytes
+
+
+def kv_blocks(spec: WorkerSpec, model: ModelSpec) -> int:
+    """Return ``--num-gpu-blocks-override`` for the same promise, of the stage that needs most blocks."""
+    page_bytes, of_stages = _stages(spec, model)
+    return max([1, *(_blocks(spec, caches, page_bytes) for caches in of_stages if caches)])
+
+
+def _stages(spec: WorkerSpec, model: ModelSpec) -> tuple[int, list[list[_Cache]]]:
+    """Return the bytes of a page, the same everywhere, and the caches of each stage's layers."""
     kept = [_caches(spec.config, model, kind) for kind in model.kinds]
     page_bytes = _page_bytes([cache for caches in kept for cache in caches], block_tokens(model))
-    largest, first = 0, 0
+    of_stages, first = [], 0
     for stage in spec.stages:
         of_stage = model.kind_indexes[first : first + stage.num_layers]
-        largest = max(largest, _pages(spec, [cache for kind in of_stage for cache in kept[kind]], page_bytes))
+        of_stages.append([cache for kind in of_stage for cache in kept[kind]])
         first += stage.num_layers
-    return max(1, largest) * page_bytes
+    return page_bytes, of_stages
 
 
 def block_tokens(model: ModelSpec) -> int:
@@ -90,13 +103,11 @@ def _page_bytes(caches: Sequence[_Cache], tokens: int) -> int:
     return most * tokens * max(1, math.ceil(state / (tokens * most)))
 
 
-def _pages(spec: WorkerSpec, caches: Sequence[_Cache], page_bytes: int) -> int:
-    """Of all layers of a stage together."""
-    if not caches:
-        return 0
+def _blocks(spec: WorkerSpec, caches: Sequence[_Cache], page_bytes: int) -> int:
+    """Return the blocks of a stage: every group of layers has tables of its own, and vLLM keeps one block."""
     counts, group = Counter(caches), layers_per_block(caches)
     held = (math.ceil(count / group) * _blocks_held(spec, cache, page_bytes) for cache, count in counts.items())
-    return (1 + sum(held)) * group
+    return 1 + sum(held)
 
 
 def _blocks_held(spec: WorkerSpec, cache: _Cache, page_bytes: int) -> int:

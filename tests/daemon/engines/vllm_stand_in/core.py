@@ -129,7 +129,15 @@ class Core:
         return SimpleNamespace(
             num_blocks=self.blocks,
             kv_cache_tensors=tensors,
-            kv_cache_groups=[SimpleNamespace(layer_names=group) for group in groups],
+            kv_cache_groups=[
+                SimpleNamespace(
+                    layer_names=group,
+                    kv_cache_spec=SimpleNamespace(
+                        page_size_bytes=page, block_size=BLOCK_TOKENS, sliding_window=self.windows[group[0]]
+                    ),
+                )
+                for group in groups
+            ],
         )
 
     def each(self, method, *arguments):
