@@ -77,15 +77,16 @@ _USES = """\
 
 | option of `plan`, `estimate`, `deploy`, `update` | REST | what it does |
 |---|---|---|
-| `--text-only` (also `profile`, `report`) | `text_only` | the towers for images, video and sound are not loaded, \
+| `--text-only` (also `report`) | `text_only` | the towers for images, video and sound are not loaded, \
 and count in no figure. vLLM: `--language-model-only`, in every release from 0.24 to 0.33 |
 | `--images N` | `images` | N images are part of each planned prompt, beside `--input-tokens`; requests may have \
 that many. vLLM: `--limit-mm-per-prompt={{"image": N}}`; the context holds the prompt with them |
 | `--image-tokens T` | `image_tokens` | tokens of each image, where `config.json` does not tell |
 
 A plan says the addition apart, `512 + 2 x 576 image input`, and its JSON has `workload.images` and
-`workload.tokens_per_image`; `workload.input_tokens` is the whole prompt. The time that a tower takes to read an
-image is in no figure, and none of these was run on a GPU yet. A text-only model is profiled by itself.
+`workload.tokens_per_image`; `workload.input_tokens` is the whole prompt. A profile is of the model's text alone; a
+plan adds the weights of the towers unless they are left out. The time and memory that a tower takes to read an
+image are in no figure, and none of these options was run on a GPU yet.
 
 | kind of config | tokens of an image |
 |---|---|

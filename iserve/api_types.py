@@ -287,10 +287,7 @@ class ProfileBody(Body):
     engine: str = "auto"
     max_seconds: float = Field(default=60.0, gt=0, le=86_400)
     quality: Quality = Quality.NEAR  # an engine that starts anew for each format measures only what this allows
-    text_only: bool = False  # leave out the towers for images, video and sound
-    trust_remote_code: bool = (
-        False  # the engine may run Python code of the model's repository, as the daemon's user
-    )
+    trust_remote_code: bool = False  # the engine may run Python code of the model, as the daemon's user
     shards: Shards = Shards.AUTO  # degrees that are run as one tensor-parallel rank on one GPU
     input_tokens: int = Workload().input_tokens
     output_tokens: int = Workload().output_tokens

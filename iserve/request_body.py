@@ -40,9 +40,7 @@ class ModelUseBody(Body):
     image_tokens: int | None = Field(
         default=None, ge=1, le=MAX_IMAGE_TOKENS
     )  # of each; null: as config.json has it
-    trust_remote_code: bool = (
-        False  # the engine may run Python code of the model's repository, as the daemon's user
-    )
+    trust_remote_code: bool = False  # the engine may run Python code of the model, as the daemon's user
 
     @property
     def use(self) -> ModelUse:

@@ -71,10 +71,7 @@ class HostedVllm(Hosted):
             arguments["language_model_only"] = True  # a shape comes without what makes images into tokens
         if order["weights"] == "fp8":
             arguments["quantization"] = "fp8"
-        use = self.spec["options"]["use"]
-        if use["text_only"]:
-            arguments["language_model_only"] = True
-        if use["trust_remote_code"]:
+        if self.spec["options"]["use"]["trust_remote_code"]:
             arguments["trust_remote_code"] = True
         if tp > 1:
             arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}

@@ -168,7 +168,6 @@ def profile(
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
-    text_only: m.TextOnly = False,
     trust_remote_code: m.TrustRemoteCode = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -190,7 +189,7 @@ def profile(
     controller = client(settings)
     body = {"model": model, "engine": engine, "max_seconds": max_seconds, "quality": quality.value}
     body |= {"shards": shards.value, "batch": batch, "input_tokens": input_tokens, "output_tokens": output_tokens}
-    body |= m.UseOptions(text_only=text_only, trust_remote_code=trust_remote_code).body()
+    body |= m.UseOptions(trust_remote_code=trust_remote_code).body()
     job = controller.post("/api/v1/profiles", body, ProfileJobDocument)
     with StepDisplay(quiet=as_json) as display:
         while job.status == "running":
@@ -204,7 +203,7 @@ def profile(
     print_profile(measured, estimator_for(measured), workload)
     for note in (*job.notes, *measured.notes):
         typer.echo(f"note: {note}")
-    typer.echo(f"see it: iserve report {measured.model}{' --text-only' * text_only} -o report.html")
+    typer.echo(f"see it: iserve report {measured.model} -o report.html")
 
 
 def _taken(controller: ControllerClient, job: ProfileJobDocument) -> Profile:

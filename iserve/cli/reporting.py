@@ -161,8 +161,8 @@ def _live(
     from iserve.api_types import ModelDocument
     from iserve.cli.live import client
     from iserve.controller.engine_selection import deployable_engine
+    from iserve.controller.estimating import estimator_for, profile_as
     from iserve.controller.profile_validity import differences
-    from iserve.controller.profiling import estimator_for
     from iserve.model_source import resolve
     from iserve.planning.here import deployable
     from iserve.planning.model_use import used
@@ -184,7 +184,9 @@ def _live(
         profile = find_profile(profiles, model, None)  # its files are gone, what was measured is not
         name, has_weights = profile.model, False
     else:
-        profile = find_profile(profiles, source.name, source.spec.shape_hash, argument=source.argument)
+        found_as = source.spec.text_alone.shape_hash
+        profile = find_profile(profiles, source.name, found_as, argument=source.argument)
+        profile = profile_as(source.spec, profile)
         has_weights = source.has_weights
         name = source.name  # the profile may be that of another model of this shape
     if accuracy is None:

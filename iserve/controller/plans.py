@@ -146,7 +146,6 @@ class Plans:
             useful = (other for other in others if nothing_feasible_on(other) not in notes)
             notes += tuple(f"there is one on {other}: --engine {other}" for other in useful)
             asked = f"{source.argument} --engine {engine.name}" + (f" --batch {batch}" if batch > 1 else "")
-            asked += " --text-only" * source.use.text_only
             raise NotMeasuredError(
                 f"{source.name} has no profile on {engine.name} that holds on this machine; run `iserve profile "
                 f"{asked}` first, or plan for datasheet GPUs with --gpus NAME:COUNT"
@@ -160,7 +159,7 @@ class Plans:
         Raises:
             UnavailableError: too many wait already.
         """
-        use = ModelUse(text_only=body.text_only, trust_remote_code=body.trust_remote_code)
+        use = ModelUse(trust_remote_code=body.trust_remote_code)
         source = self._resolve(body.model, need_weights=False, need_code=use.trust_remote_code)
         source = used(source, use)
         deployable_engine(body.engine)
@@ -173,7 +172,6 @@ class Plans:
             node = ask_daemon(self._daemon, DaemonClient.node)
             engine, notes = engine_for(body.engine, source.spec, node, body.quality)
             engine.check_options(EngineOptions(use=use))
-            check_use(source, engine.capabilities())
             check_code(source, engine.capabilities())
             chosen = replace(job, engine=engine.name, notes=notes)
             show(chosen)

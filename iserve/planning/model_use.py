@@ -8,14 +8,13 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import Workload
 from fingerprint.config_json import read_config
 from fingerprint.errors import ConfigError, UnsupportedModelError
+from fingerprint.estimators.towers import TOWER_ELEMENT_BYTES
 from fingerprint.image_tokens import image_tokens
 from fingerprint.model_use import ModelUse
 from iserve.model_source import ModelSource
 from iserve.planning.words import gib
 
 __all__ = ["check_code", "check_use", "use_notes", "used", "with_images"]
-
-_ELEMENT_BYTES = 2  # of towers, which are stored in 16 bits
 
 
 def used(source: ModelSource, use: ModelUse) -> ModelSource:
@@ -79,12 +78,12 @@ def use_notes(source: ModelSource, workload: Workload, table: EngineCapabilities
         )
     elif source.spec.tower_params:
         notes.append(
-            f"{gib(_ELEMENT_BYTES * source.spec.tower_params)} of its weights are towers for images, video and "
-            "sound; --text-only leaves them out"
+            f"{gib(TOWER_ELEMENT_BYTES * source.spec.tower_params)} of its weights are towers for images, video "
+            "and sound; --text-only leaves them out"
         )
     if workload.images:
         notes.append(
-            f"{workload.images} x {workload.tokens_per_image} image tokens are part of each prompt; the time that "
-            "the tower takes to read an image is in no figure"
+            f"{workload.images} x {workload.tokens_per_image} image tokens are part of each prompt; the time and "
+            "memory that the tower takes to read an image are in no figure"
         )
     return tuple(notes)

@@ -222,8 +222,12 @@ class TestMemory:
 
     def test_what_each_layer_keeps_is_read_from_its_specification(self, newer_rig) -> None:
         half = SimpleNamespace(itemsize=2)
-        window = SimpleNamespace(real_page_size_bytes=1600, page_size_bytes=2048, block_size=16, sliding_window=128)
-        state = SimpleNamespace(shapes=((3, 8), (2, 4, 4)), dtypes=(half, SimpleNamespace(itemsize=4)), block_size=64)
+        window = SimpleNamespace(
+            real_page_size_bytes=1600, page_size_bytes=2048, block_size=16, sliding_window=128
+        )
+        state = SimpleNamespace(
+            shapes=((3, 8), (2, 4, 4)), dtypes=(half, SimpleNamespace(itemsize=4)), block_size=64
+        )
         latent = SimpleNamespace(page_size_bytes=640, block_size=64)
         shared = SimpleNamespace(
             block_size=64, kv_cache_specs={"layers.3.attn": latent, "layers.3.indexer.k_cache": latent}

@@ -30,18 +30,17 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("use", "added"),
+    ("config", "use", "added"),
     [
-        (ModelUse(), {}),
-        (ModelUse(text_only=True), {"language_model_only": True}),
-        (ModelUse(trust_remote_code=True), {"trust_remote_code": True}),
-        (ModelUse(images=2), {}),
+        (LLAMA_8B, ModelUse(), {}),
+        (LLAMA_8B, ModelUse(trust_remote_code=True), {"trust_remote_code": True}),
+        ({"model_type": "llava", "text_config": LLAMA_8B}, ModelUse(), {"language_model_only": True}),
     ],
 )
-def test_a_profile_loads_what_the_deployment_will(
-    hosted: Any, tmp_path: Path, use: ModelUse, added: dict[str, bool]
+def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
+    hosted: Any, tmp_path: Path, config: dict[str, Any], use: ModelUse, added: dict[str, bool]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     spec = json.loads(to_json(replace(worker(tmp_path), options=EngineOptions(use=use))))
     engine = hosted.HostedVllm(spec)
     engine._fraction = lambda memory_bytes: 0.5
@@ -51,7 +50,9 @@ def test_a_profile_loads_what_the_deployment_will(
         "checkpoint": str(tmp_path),
         "kv": "16bit",
         "weights": "16bit",
+        "kv_blocks": 41,
+        "kv_block_tokens": 16,
     }
-    arguments = engine._arguments(order, 640)
+    arguments = engine._arguments(order)
     names = ("language_model_only", "trust_remote_code")
     assert {name: arguments[name] for name in names if name in arguments} == added

@@ -21,14 +21,15 @@ from daemon.engines.registry import get_engine
 from daemon.process import own_record, write_record
 from daemon.status import WorkerState
 from fingerprint.codec import from_json, to_json
-from fingerprint.config import DeploymentConfig
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import EngineError, InfeasibleError, NotMeasuredError, StateUnavailableError
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
+from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody, DeploymentDocument, LaunchBody, PlanBody
 from iserve.controller.deployer import Deployer
-from iserve.controller.profiling import launched, machine_key
+from iserve.controller.profiling import Profiler, launched, machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.records import recorded_workers
 from iserve.controller.service import Controller
@@ -37,12 +38,14 @@ from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.launching import worker_spec
 from iserve.planning.making import PlanOptions
+from iserve.planning.model_use import used
 from iserve.routes import Demand, DeploymentDemand, RouteTable
 from iserve.settings import Settings
 from iserve.state.store import Store
 from placement.types import Placement, StagePlacement
 from tests.daemon.conftest import Node
 from tests.daemon.engines.standin import make_vllm
+from tests.fingerprint.small_checkpoints import TOWER_PARAMS, write_llava
 from tests.fingerprint.synthetic_machine import SyntheticMachine, Truth, take_profile
 from tests.iserve.postgres_server import PostgresServer
 
@@ -545,3 +548,23 @@ def test_a_plan_is_told_how_often_who_runs_beside_it_is_called(world: World, end
     assert chosen is not None
     assert slowest(None) == slowest(0.0) == 1.0
     assert slowest(0.5 / chosen.e2e_s.value) == pytest.approx(2.0)
+
+
+def test_one_profile_serves_a_multimodal_model_with_and_without_its_towers(world: World, tmp_path: Path) -> None:
+    """It is kept as that of the text alone."""
+    world.start()
+    node, engine = world.node.client.node(), get_engine("torch")
+    whole = resolve(str(write_llava(tmp_path / "llava")))
+    text = used(whole, ModelUse(text_only=True))
+    measured = take_profile(SyntheticMachine(text.spec))
+    world.store.put_profile(measured, machine_key(node, engine))
+    profiler = Profiler(world.store, tmp_path / "fingerprints", start_timeout_s=1.0)
+    held = []
+    for source in (whole, text):
+        found = profiler.stored(source, engine, node)
+        assert found is not None
+        assert found.spec == source.spec
+        estimate = profiler.estimator(found, engine, node).estimate(DeploymentConfig(), Workload())
+        held.append(estimate.memory.per_gpu_bytes((2,)))
+        assert profiler.unused(source, engine, node) == ()
+    assert held[0] - held[1] == 2 * TOWER_PARAMS
