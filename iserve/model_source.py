@@ -88,7 +88,7 @@ def resolve(
             "or the name of a registered model"
         )
     source = _from_hub(model, registered, need_weights=need_weights)
-    if need_code and source.spec.own_code and missing_code(source.directory) is not None:
+    if need_code and missing_code(source.directory) is not None:
         download_code(model, source.directory)
     return _with_code(source, need_code=need_code)
 
@@ -129,7 +129,7 @@ def _with_code(source: ModelSource, *, need_code: bool) -> ModelSource:
     Raises:
         CheckpointError: code is needed, and a Python file that the model's JSON names is not there.
     """
-    missing = missing_code(source.directory) if need_code and source.spec.own_code else None
+    missing = missing_code(source.directory) if need_code else None
     if missing is not None:
         raise CheckpointError(f"{source.directory} has no {missing}, which its JSON names in auto_map; fetch it")
     return source

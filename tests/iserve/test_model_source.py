@@ -25,7 +25,7 @@ from fingerprint.checkpoint import stored_tensors
 from fingerprint.errors import CheckpointError, ConfigError, NotFoundError, UnavailableError
 from fingerprint.generate import generate_dummy
 from iserve.model_source import is_hub_id, resolve
-from tests.fingerprint.small_checkpoints import write_own
+from tests.fingerprint.small_checkpoints import write_llama, write_own
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -358,6 +358,17 @@ def test_python_files_come_with_permission_only_and_from_the_commit_of_the_rest(
     hub.asked.clear()
     assert in_new_process("owner/own", need_code=True)[1] == directory
     assert (hub.asked, (folder / "ran").exists()) == ([], False)
+
+
+def test_code_of_a_tokenizer_alone_comes_with_permission_too(
+    hub: Hub, tmp_path: Path, in_new_process: Any
+) -> None:
+    folder = write_llama(tmp_path / "llama")
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokens.Own", null]}}')
+    (folder / "tokens.py").write_text("raise SystemExit\n")
+    hub.models["owner/llama"] = folder
+    directory = Path(in_new_process("owner/llama", need_code=True)[1])
+    assert [path.name for path in directory.glob("*.py")] == ["tokens.py"]
 
 
 def test_code_that_the_hub_has_not_is_named(hub: Hub, tmp_path: Path, in_new_process: Any) -> None:
