@@ -221,7 +221,7 @@ class EngineCapabilities:
         if self.needs_code(spec) and self.architectures.brought is None:
             return (
                 f"{self.engine} is never let run Python code that a model brings (auto_map of its config.json), "
-                f"and takes model_type {spec.family} with that code only"
+                f"and takes {spec.architecture} (model_type {spec.family}) with that code only"
             )
         if self._is_brought(spec):
             return None
@@ -257,8 +257,8 @@ class EngineCapabilities:
             return None
         return (
             f"config.json names Python code of the model's repository (auto_map: {', '.join(spec.own_code)}), "
-            f"without which {self.engine} does not know model_type {spec.family}; read that code, then give "
-            "--trust-remote-code (trust_remote_code: true), which runs it as the daemon's user"
+            f"without which {self.engine} does not know {spec.architecture} (model_type {spec.family}); read that "
+            "code, then give --trust-remote-code (trust_remote_code: true), which runs it as the daemon's user"
         )
 
     def _is_brought(self, spec: ModelSpec) -> bool:
