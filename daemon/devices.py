@@ -22,12 +22,18 @@ __all__ = ["CpuDevices", "Device", "DeviceReading", "DeviceSource", "Machine", "
 class Device:
     """What does not change while the daemon runs."""
 
-    device_id: str  # a GPU's UUID; "cpu:0" for a CPU share
+    device_id: str
+    """GPU's UUID, or `cpu:0` for a share of the CPU."""
     index: int
-    kind: str  # "cuda" | "cpu"
+    """Position of the device on its node, from 0."""
+    kind: str
+    """Kind of device: `cuda` or `cpu`."""
     name: str
+    """Product name that the driver or the operating system reports."""
     total_bytes: int
+    """Memory of the device, used or free."""
     cores: tuple[int, ...] = ()
+    """CPU cores of a CPU share; empty for a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

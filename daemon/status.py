@@ -55,16 +55,27 @@ class DeviceStatus:
     workers on it were promised or use, whichever is more."""
 
     device_id: str
+    """GPU's UUID, or `cpu:0` for a share of the CPU."""
     index: int
-    kind: str  # "cuda" | "cpu"
+    """Position of the device on its node, from 0."""
+    kind: str
+    """Kind of device: `cuda` or `cpu`."""
     name: str
+    """Product name that the driver or the operating system reports."""
     total_bytes: int
+    """Memory of the device, used or free."""
     free_bytes: int
-    load_fraction: float  # busy over the last 120 s (or since the daemon began to look)
-    cores: tuple[int, ...] = ()  # CPU shares: the cores a worker here is pinned to
+    """Memory that a new worker may take."""
+    load_fraction: float
+    """Fraction of the last 120 s, or of the time since the daemon started, in which the device was busy."""
+    cores: tuple[int, ...] = ()
+    """CPU cores to which a worker on this CPU share is pinned; empty for a GPU."""
     power_w: float | None = None
+    """Power draw in watts; None: not reported."""
     sm_clock_mhz: float | None = None
-    used_bytes: int | None = None  # by the driver's count, whoever holds them; None: no driver counts here
+    """Clock of the GPU's multiprocessors in MHz; None: not reported."""
+    used_bytes: int | None = None
+    """Memory in use by all processes, as the driver counts it; None: no driver counts here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,25 +1,28 @@
-"""Writes the reference pages (``PAGES``) and README.md's answers from the code.
+"""Writes the reference pages, tables of recorded results and README.md's answers (``PAGES``) from the code.
 
+The prose of every page is wrapped at 100 columns.
 ``python docs/generate.py``; with ``--check`` it only compares.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from engine_tables import engine_tables
 from gpu_page import gpu_page
+from measured_tables import with_tables
 from model_page import model_page
+from rest_page import rest_page
 from typer.main import get_command
+from wrap import wrapped
 
 DOCS = Path(__file__).parent
 README = DOCS.parent / "README.md"
@@ -76,71 +79,6 @@ def cli_reference() -> str:
     return "\n".join(parts)
 
 
-def rest_reference() -> str:
-    """Every route of the REST API with its body and answer."""
-    from iserve.controller.app import create_app
-    from iserve.controller.service import Controller
-    from iserve.settings import Settings
-    from iserve.state.store import Store
-
-    with TemporaryDirectory() as folder:
-        settings = Settings(home=Path(folder))
-        store = Store.open(settings.home / "state.db")
-        schema = create_app(Controller(settings, store), "unused").openapi()
-        store.close()
-    parts = [
-        "# REST API\n\n"
-        "Made by `docs/generate.py` from the code. The base URL is the controller's (`iserve status`).\n"
-        "Every `/api/v1` route and `/metrics` wants `Authorization: Bearer KEY` with an API key of scope `admin`\n"
-        "(`iserve keys create --scope admin`). What is not known, a field of a body or a query parameter, is\n"
-        "refused by name. An API key names models by a registered name, a Hugging Face id, or a folder within\n"
-        "`ISERVE_MODEL_FOLDERS`. Errors are a [Problem](#problem), with one of these:\n\n"
-        "| status | what |\n|---|---|\n"
-        + "\n".join(f"| {status} | {answer['description']} |" for status, answer in _problems(schema))
-        + "\n"
-    ]
-    for path, methods in schema["paths"].items():
-        for method, route in methods.items():
-            parts.append(f"## `{method.upper()} {path}`\n")
-            if text := route.get("description"):
-                parts.append(inspect.cleandoc(text) + "\n")
-            body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-            for status, answer in route["responses"].items():
-                if int(status) < 400:  # the others are alike, and in the page's head
-                    content = answer.get("content", {}).get("application/json", {}).get("schema", {})
-                    parts.append(f"Answer {status}: {_type(content) or 'text or nothing'}.\n")
-            if body:
-                parts.append(f"Body: {_type(body)}.\n")
-    parts.append("# Types\n")
-    for name, definition in sorted(schema["components"]["schemas"].items()):
-        if name in {"HTTPValidationError", "ValidationError"}:
-            continue
-        parts.append(f"## {name}\n")
-        if text := definition.get("description"):
-            parts.append(inspect.cleandoc(text) + "\n")
-        if "enum" in definition:
-            parts.append("One of " + ", ".join(f"`{value}`" for value in definition["enum"]) + ".\n")
-        rows = [
-            f"| `{field}` | {_type(kind)} | {_default(field, kind, definition)} |"
-            for field, kind in definition.get("properties", {}).items()
-        ]
-        if rows:
-            parts.append("| field | type | default |\n|---|---|---|\n" + "\n".join(rows) + "\n")
-    return "\n".join(parts)
-
-
-def _problems(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Every answer of an error, once."""
-    found = {
-        status: answer
-        for methods in schema["paths"].values()
-        for route in methods.values()
-        for status, answer in route["responses"].items()
-        if int(status) >= 400 and "content" in answer
-    }
-    return sorted(found.items())
-
-
 def configuration() -> str:
     """Every setting with its default, what it takes and what it means."""
     from iserve.settings import setting_rows
@@ -157,39 +95,24 @@ def configuration() -> str:
     )
 
 
-def _default(field: str, kind: dict[str, object], definition: dict[str, object]) -> str:
-    required = definition.get("required", [])
-    assert isinstance(required, list)
-    return "required" if field in required else f"`{kind.get('default')}`"
-
-
-def _type(schema: dict[str, object]) -> str:
-    if "$ref" in schema:
-        name = str(schema["$ref"]).rsplit("/", 1)[-1]
-        return f"[{name}](#{name.lower()})"
-    if "anyOf" in schema:
-        return " or ".join(_type(one) for one in schema["anyOf"])  # type: ignore[attr-defined]
-    if schema.get("type") == "array":
-        items = schema.get("items", {})
-        assert isinstance(items, dict)
-        return f"list of {_type(items) or 'anything'}"
-    return str(schema.get("type", ""))
-
-
-def readme() -> str:
-    """The page as it is, with the answer under every ``$ iserve ...`` as it is now.
+def answered(path: Path) -> Callable[[], str]:
+    """Return how a page gets its tables, and the answer under every ``$ iserve ...`` as it is now.
 
     Blocks fenced as ``console`` are of other machines and are left as they are.
     """
-    with TemporaryDirectory() as folder:
-        for name, config in CONFIGS.items():
-            (Path(folder) / name).mkdir()
-            (Path(folder) / name / "config.json").write_text(json.dumps(_LLAMA_2 | config))
 
-        def answered(block: re.Match[str]) -> str:
-            return f"```\n$ {block[1]}\n{_answer(shlex.split(block[1]), Path(folder))}\n```"
+    def page() -> str:
+        with TemporaryDirectory() as folder:
+            for name, config in CONFIGS.items():
+                (Path(folder) / name).mkdir()
+                (Path(folder) / name / "config.json").write_text(json.dumps(_LLAMA_2 | config))
 
-        return re.sub(r"```\n\$ (iserve .*)\n(?:(?!```).*\n)*```", answered, README.read_text())
+            def answer(block: re.Match[str]) -> str:
+                return f"```\n$ {block[1]}\n{_answer(shlex.split(block[1]), Path(folder))}\n```"
+
+            return re.sub(r"```\n\$ (iserve .*)\n(?:(?!```).*\n)*```", answer, with_tables(path.read_text()))
+
+    return page
 
 
 def _answer(command: list[str], folder: Path) -> str:
@@ -208,22 +131,31 @@ def _answer(command: list[str], folder: Path) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.splitlines())
 
 
+def measured(page: str) -> Callable[[], str]:
+    """Return how a page that is written by hand gets its tables of recorded results."""
+    return lambda: with_tables((DOCS / page).read_text())
+
+
 PAGES = {
+    DOCS / "accuracy.md": measured("accuracy.md"),
+    DOCS / "decision_regret.md": measured("decision_regret.md"),
     DOCS / "cli.md": cli_reference,
-    DOCS / "rest.md": rest_reference,
+    DOCS / "rest.md": rest_page,
     DOCS / "configuration.md": configuration,
     DOCS / "engine-tables.md": engine_tables,
     DOCS / "gpus.md": gpu_page,
     DOCS / "models.md": model_page,
-    README: readme,
+    DOCS / "tour.md": answered(DOCS / "tour.md"),
+    README: answered(README),
 }
 
 
 def main() -> int:
-    """1 when ``--check`` finds a page that the code no longer says."""
+    """Return 1 when ``--check`` finds a page that is not as it would be written."""
     stale = []
-    for path, make in PAGES.items():
-        text = make().rstrip() + "\n"
+    by_hand = {path: path.read_text for path in DOCS.glob("*.md")}
+    for path, make in (by_hand | PAGES).items():
+        text = wrapped(make()).rstrip() + "\n"
         if "--check" in sys.argv:
             if not path.exists() or path.read_text() != text:
                 stale.append(path.name)

@@ -67,11 +67,17 @@ class DeploymentConfig:
     """One point of the configuration space, on one engine."""
 
     tp: int = 1
+    """Tensor-parallel degree: GPUs among which each layer is split."""
     pp: int = 1
+    """Pipeline-parallel degree: stages among which the layers are divided."""
     weights: WeightFormat = WeightFormat.BITS16
+    """Storage format of the linear weights."""
     kv: KvFormat = KvFormat.BITS16
+    """Storage format of the KV cache."""
     pruning: Pruning = Pruning.NONE
+    """Pruning method; `none` keeps every weight."""
     engine: str = "torch"
+    """Inference engine: `torch` (the embedded one), `vllm` or `tensorrt-llm`."""
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1:
@@ -137,11 +143,17 @@ class Workload:
     """The requests a configuration is judged on: ``batch`` at once, all of one shape; longer ones are taken."""
 
     batch: int = 1
+    """Requests at once."""
     input_tokens: int = 512
+    """Prompt length in tokens."""
     output_tokens: int = 128
-    longest_tokens: int = 0  # of any request, prompt and answer together; 0: none is longer than these
-    images: int = 0  # in each prompt; their tokens are among ``input_tokens``
+    """Answer length in tokens."""
+    longest_tokens: int = 0
+    """Longest request, prompt and answer together; 0: none is longer than the two lengths above."""
+    images: int = 0
+    """Number of images in each prompt, whose tokens are part of `input_tokens`."""
     tokens_per_image: int = 0
+    """Prompt tokens of each image."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "input_tokens", "output_tokens"):

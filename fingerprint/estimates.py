@@ -35,9 +35,13 @@ class Quantity:
     """A number with its 90% interval, ``low <= value <= high``."""
 
     value: float
+    """Expected value itself."""
     low: float
+    """Lower end of the 90% interval."""
     high: float
+    """Upper end of the 90% interval."""
     source: Source
+    """Method by which the value was obtained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +114,21 @@ class MemoryEstimate:
 class Correction:
     """What the check of a running configuration changed in an estimate (``fingerprint.estimators.corrected``)."""
 
-    measured_at: str  # ISO 8601, UTC
-    config: DeploymentConfig  # what was checked
+    measured_at: str
+    """Time of the check, ISO 8601 in UTC."""
+    config: DeploymentConfig
+    """Configuration that was checked."""
     workload: Workload
-    exact: bool  # the estimate is of just that; False: carried over, and the intervals hold the uncorrected ones
-    ttft_log_ratio: float  # natural logarithm of measured over predicted, at what was checked; 0: as predicted
+    """Workload that was checked."""
+    exact: bool
+    """Whether the estimate is of just that configuration and workload; false: the correction is carried over, and
+    the intervals hold the uncorrected values."""
+    ttft_log_ratio: float
+    """Natural logarithm of measured over predicted TTFT at what was checked; 0: as predicted."""
     tpot_log_ratio: float
-    memory_bytes: int  # added to what a GPU holds beside weights and KV cache
+    """Natural logarithm of measured over predicted TPOT at what was checked; 0: as predicted."""
+    memory_bytes: int
+    """Bytes added to the memory of a GPU other than weights and KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,20 +23,34 @@ class GpuSpec:
     ``None`` means the hardware has no such thing, or that it is not known; nothing is ever guessed from it.
     """
 
-    name: str  # "a6000", "h200", "cpu"
-    memory_bytes: int  # what the driver offers
+    name: str
+    """Short name such as `a6000`, `h200` or `cpu`."""
+    memory_bytes: int
+    """Memory that the driver offers."""
     memory_bytes_per_s: float
-    flops_16bit_per_s: float  # dense
-    flops_8bit_per_s: float | None  # dense int8 tensor operations
+    """Peak memory bandwidth in bytes per second."""
+    flops_16bit_per_s: float
+    """Peak dense 16-bit operations per second."""
+    flops_8bit_per_s: float | None
+    """Peak dense int8 tensor operations per second; None: none, or not known."""
     flops_fp8_per_s: float | None
-    compute_capability: tuple[int, int] | None  # None: not an NVIDIA GPU
-    link_bytes_per_s: float  # one direction, between two GPUs of one link group
-    link_group_size: int  # GPUs joined by that link (2: NVLink bridge pairs; 8: all to all)
-    pcie_bytes_per_s: float  # one direction, beyond the link group
+    """Peak dense fp8 operations per second; None: none, or not known."""
+    compute_capability: tuple[int, int] | None
+    """CUDA compute capability, major and minor; None: no NVIDIA GPU."""
+    link_bytes_per_s: float
+    """Bandwidth in one direction between two GPUs of a link group."""
+    link_group_size: int
+    """GPUs joined by that link: 2 for NVLink bridge pairs, 8 for all to all."""
+    pcie_bytes_per_s: float
+    """Bandwidth in one direction beyond the link group."""
     tdp_w: float | None = None
+    """Thermal design power in watts; None: not known."""
     price_usd_per_gpu_hour: float | None = None
-    gfx: str | None = None  # an AMD GPU's instruction set ("gfx942"); None: not an AMD GPU
-    link_mesh: bool = False  # each pair of the link group has a link of its own; else a switch or bridge joins all
+    """List price in US dollars of one GPU for an hour; None: not known."""
+    gfx: str | None = None
+    """Instruction set of an AMD GPU, such as `gfx942`; None: no AMD GPU."""
+    link_mesh: bool = False
+    """Whether each pair of the link group has a link of its own; false: a switch or bridge joins all."""
 
     @property
     def vendor(self) -> Vendor:

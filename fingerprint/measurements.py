@@ -35,11 +35,17 @@ class MachineInfo:
     """Where a profile was taken. ``device`` carries measured peak figures on a CPU, datasheet ones on a GPU."""
 
     device: GpuSpec
+    """Peak figures of one device: measured on a CPU, from the datasheet on a GPU."""
     num_devices: int
+    """Number of devices on the machine."""
     cores_per_device: int
+    """CPU cores of each device; of a CPU share its own."""
     cpu_model: str
-    driver: str | None  # NVIDIA driver version
-    versions: tuple[tuple[str, str], ...]  # (("engine", "torch 0.1.0"), ("torch", "2.13.0"), ...)
+    """Product name of the CPU."""
+    driver: str | None
+    """Version of the NVIDIA driver; None: no NVIDIA GPU."""
+    versions: tuple[tuple[str, str], ...]
+    """Pairs of a component and its version, such as `["torch", "2.13.0"]`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,29 +53,46 @@ class LayerCache:
     """Cache of one layer on one rank, as the engine itself specifies it."""
 
     layer: int
-    token_bytes: float  # of K and V, or of what else grows with the tokens
-    state_bytes: int  # of a sequence, whatever its length
-    window: int | None  # tokens that the layer looks back; None: all
+    """Index of the layer, from 0."""
+    token_bytes: float
+    """Bytes of one token: K and V, or what else grows with the tokens."""
+    state_bytes: int
+    """Bytes of state per request, whatever its length."""
+    window: int | None
+    """Attention window of the layer in tokens; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Bytes on one rank, as the engine itself counts them; ``runtime_bytes`` is the process beside them
+    """Bytes on one rank, as the engine itself counts them; ``runtime_bytes`` is the rest of the process
     (CUDA context on a GPU; resident memory less the counted tensors on a CPU)."""
 
     rank: int
+    """Rank of the worker, from 0."""
     stage: int
+    """Pipeline stage of the rank, from 0."""
     weights_bytes: int
-    kv_bytes: int  # the allocated cache
-    activation_peak_bytes: int  # over the largest step that was run
+    """Bytes of the weights on this rank."""
+    kv_bytes: int
+    """Bytes allocated for the KV cache."""
+    activation_peak_bytes: int
+    """Peak bytes of activations over the largest step that was run."""
     pp_buffer_bytes: int
+    """Bytes of the buffers between pipeline stages."""
     runtime_bytes: int
-    graph_bytes: int = 0  # captured CUDA graphs, where the engine counts them apart
-    kv_room_tokens: int = 0  # that ``kv_bytes`` hold, block by block; 0: the engine does not say
+    """Bytes of the process that the engine does not count: CUDA context and libraries."""
+    graph_bytes: int = 0
+    """Bytes of captured CUDA graphs, where the engine counts them apart."""
+    kv_room_tokens: int = 0
+    """Tokens that `kv_bytes` hold, block by block; 0: the engine does not report it."""
     kv_block_tokens: int = 0
-    kv_blocks: int = 0  # that the engine would have made had nobody limited them
-    budget_bytes: int = 0  # of the GPU that the engine gave itself, for all of these together; 0: it does not say
-    layer_caches: tuple[LayerCache, ...] = ()  # of the fingerprint's layers; empty: the engine does not say
+    """Tokens in one block of the KV cache; 0: no blocks."""
+    kv_blocks: int = 0
+    """Blocks that the engine would have made without a limit."""
+    budget_bytes: int = 0
+    """Bytes of the GPU that the engine allowed itself for all of these together; 0: not reported."""
+    layer_caches: tuple[LayerCache, ...] = ()
+    """Cache of each of the fingerprint's layers; empty: not reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,32 +100,53 @@ class MemoryPoint:
     """Memory of one fingerprint, loaded and run; its points differ in ``max_batched_tokens``."""
 
     num_layers: int
+    """Hidden layers of the fingerprint."""
     tp: int
+    """Tensor-parallel degree of the run."""
     pp: int
+    """Pipeline-parallel degree of the run."""
     weights: WeightFormat
+    """Storage format of the linear weights."""
     kv: KvFormat
-    max_batched_tokens: int  # tokens of the largest step behind ``activation_peak_bytes``
+    """Storage format of the KV cache."""
+    max_batched_tokens: int
+    """Tokens of the largest step behind `activation_peak_bytes`."""
     ranks: tuple[RankMemory, ...]
-    kv_tokens: int = 0  # room of the KV cache that ``load`` asked for; 0: not recorded
-    kv_sequences: int = 0  # that share ``kv_tokens`` evenly; 0: not recorded
-    layer_kinds: tuple[int, ...] = ()  # layers of each of the model's kinds, where they are several
-    shard: bool = False  # one TP rank's shape (``shard_config``) alone on pp GPUs; ranks are one per stage
-    max_batch: int = 0  # sequences that the engine was started for, where its memory follows from that
+    """Memory of each rank."""
+    kv_tokens: int = 0
+    """Size of the KV cache that was asked for, in tokens; 0: not recorded."""
+    kv_sequences: int = 0
+    """Requests that share `kv_tokens` evenly; 0: not recorded."""
+    layer_kinds: tuple[int, ...] = ()
+    """Layers of each of the model's kinds, where there are several."""
+    shard: bool = False
+    """Whether one rank's shape was loaded alone; ranks are then one per stage."""
+    max_batch: int = 0
+    """Requests at once that the engine was started for, where its memory follows from that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReading:
     """One engine step, timed on the device's own timeline (``daemon/step_timer``)."""
 
-    tokens: int  # computed, over all sequences
+    tokens: int
+    """Tokens computed, over all requests."""
     sequences: int
+    """Requests in the step."""
     prefill_tokens: int
-    context_tokens: int  # in the KV cache before the step, over all sequences
-    attention_pairs: int  # query-key pairs of causal attention, one head, one layer
-    gap_s: float  # the device waited for the host before the step
-    lead_s: float  # inputs were made
-    forward_s: float  # the model: the replay of its graph, or the call
-    tail_s: float  # logits and sampling
+    """Prompt tokens among those computed."""
+    context_tokens: int
+    """Tokens in the KV cache before the step, over all requests."""
+    attention_pairs: int
+    """Query-key pairs of causal attention in one head of one layer."""
+    gap_s: float
+    """Seconds that the device waited for the host before the step."""
+    lead_s: float
+    """Seconds in which inputs were prepared."""
+    forward_s: float
+    """Seconds of the model's forward: the replay of its graph, or the call."""
+    tail_s: float
+    """Seconds of logits and sampling."""
 
     @property
     def cadence_s(self) -> float:
@@ -119,13 +163,21 @@ class RunReading:
     """
 
     e2e_s: float
+    """Seconds from the first prompt to the last output token."""
     device_s: float
+    """Seconds in the model's forward, of the slowest stage summed over stages."""
     host_s: float
-    handover_s: float = 0.0  # stage-to-stage transfer inside device_s, summed over steps
+    """Rest of the run's wall-clock time in seconds."""
+    handover_s: float = 0.0
+    """Seconds of transfer between stages within `device_s`, summed over steps."""
     sm_clock_mhz: float | None = None
+    """Clock of the GPU's multiprocessors in MHz; None: not reported."""
     power_w: float | None = None
-    held_bytes: int | None = None  # of the GPUs' memory in use during the run, all processes, the driver's word
-    steps: tuple[StepReading, ...] = ()  # of the slowest stage's rank, when they were asked for
+    """Power draw in watts; None: not reported."""
+    held_bytes: int | None = None
+    """GPU memory in use during the run by all processes, as the driver counts it; None: not reported."""
+    steps: tuple[StepReading, ...] = ()
+    """Steps of the slowest stage's rank, where they were timed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,18 +185,31 @@ class TimingPoint:
     """Repeated runs of one fingerprint at one point."""
 
     num_layers: int
+    """Hidden layers of the fingerprint."""
     tp: int
+    """Tensor-parallel degree of the run."""
     pp: int
+    """Pipeline-parallel degree of the run."""
     weights: WeightFormat
+    """Storage format of the linear weights."""
     kv: KvFormat
+    """Storage format of the KV cache."""
     batch: int
+    """Requests at once."""
     input_tokens: int
+    """Prompt length in tokens."""
     output_tokens: int
+    """Answer length in tokens."""
     runs: tuple[RunReading, ...]
-    repeat: int = 1  # times that every step's forward was run: the depth is num_layers * repeat
-    loads: tuple[int, ...] = ()  # which load of the profile each run was of; empty: not recorded
-    shard: bool = False  # one TP rank's shape alone on pp GPUs: no all-reduce is in its times
-    layer_kinds: tuple[int, ...] = ()  # layers of each of the model's kinds, where they are several
+    """Repeated runs at this point."""
+    repeat: int = 1
+    """Times that each step's forward was run: the depth is `num_layers` times `repeat`."""
+    loads: tuple[int, ...] = ()
+    """Index of the load of the profile in which each run was made; empty: not recorded."""
+    shard: bool = False
+    """Whether one rank's shape was run alone, without all-reduces in its times."""
+    layer_kinds: tuple[int, ...] = ()
+    """Layers of each of the model's kinds, where there are several."""
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
@@ -157,8 +222,11 @@ class Unreached:
     """A configuration of which the budget of a profile did not hold all points."""
 
     config: DeploymentConfig
-    missing_points: int  # of fingerprints, with fewer runs than the plan's minimum
+    """Configuration that was not measured at all points."""
+    missing_points: int
+    """Fingerprint points with fewer runs than the plan's minimum."""
     planned_points: int
+    """Fingerprint points that were planned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,18 +234,31 @@ class Profile:
     """Everything measured of one model shape on one machine with one engine."""
 
     model: str
+    """Name of the model that was profiled."""
     spec: ModelSpec
+    """Architecture of the model."""
     engine: str
+    """Engine that was profiled."""
     machine: MachineInfo
-    created_at: str  # ISO 8601, UTC
+    """Machine on which the profile was taken."""
+    created_at: str
+    """Time of the profile, ISO 8601 in UTC."""
     budget_s: float
-    spent_s: float  # as ``budget_s``: after starts where each load is one, with a step timer of all GPUs
-    complete: bool  # False: the budget ended before every interval was tight
+    """Seconds that the profile was allowed."""
+    spent_s: float
+    """Seconds that the profile took, counted as `budget_s` is."""
+    complete: bool
+    """Whether every interval was tight before the budget ended."""
     memory: tuple[MemoryPoint, ...]
+    """Memory of each fingerprint that was loaded."""
     timing: tuple[TimingPoint, ...]
-    notes: tuple[str, ...] = ()  # what was left out, and why
-    skipped: tuple[DeploymentConfig, ...] = ()  # of that, what only its wish had no need of; another may
-    unreached: tuple[Unreached, ...] = ()  # what the budget ended before
+    """Times of each fingerprint that was run."""
+    notes: tuple[str, ...] = ()
+    """Reasons for what was left out."""
+    skipped: tuple[DeploymentConfig, ...] = ()
+    """Configurations that this request had no need of; another request may."""
+    unreached: tuple[Unreached, ...] = ()
+    """Configurations that the budget did not cover."""
 
 
 class ProfileSession(Protocol):

@@ -18,13 +18,20 @@ KV_ELEMENT_BYTES = {KvFormat.BITS16: 2.0, KvFormat.INT8: 1.0, KvFormat.FP8: 1.0}
 class LayerShape:
     """What a layer is made of and keeps of a sequence, in a model whose layers differ in that."""
 
-    mixer: str  # how it mixes tokens, e.g. "attention", "latent attention", "mamba2"
-    params: int  # all experts
+    mixer: str
+    """Kind of token mixing, such as `attention`, `latent attention` or `mamba2`."""
+    params: int
+    """Parameters of the layer, all experts included."""
     linear_params: int
+    """Parameters in linear matrices."""
     expert_params: int = 0
-    kv_elements: int  # kept of a token, by all KV heads; 0: none of its own
-    kv_read_elements: int = 0  # looked at of a token that another layer keeps
-    state_bytes: int = 0  # kept of a sequence whatever its length, over all TP ranks
+    """Parameters of the experts."""
+    kv_elements: int
+    """KV-cache elements of one token, over all KV heads; 0: none of its own."""
+    kv_read_elements: int = 0
+    """Elements read of a token's KV cache that another layer keeps."""
+    state_bytes: int = 0
+    """Bytes of state per request whatever its length, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +58,20 @@ class LayerKind:
 class Stored:
     """How an already quantized checkpoint holds the linear matrices of its layers (``fingerprint.quantized``)."""
 
-    method: str  # quant_method of config.json, e.g. "gptq"
-    form: str  # of that method, e.g. "4-bit, groups of 128"
-    bits: int  # of an element
-    group_inputs: int = 0  # of a row of a matrix, that share a scale; 0: one is of a whole row or more
-    group_outputs: int = 1  # rows that share it with them
-    layer_linear_bytes: float  # of the mean layer, scales and zeros with them, all experts
-    layer_expert_bytes: float  # of these, the experts'
+    method: str
+    """Value of `quant_method` in config.json, such as `gptq`."""
+    form: str
+    """Variant of the method, such as `4-bit, groups of 128`."""
+    bits: int
+    """Bits of one element."""
+    group_inputs: int = 0
+    """Elements of a row that share a scale; 0: one scale for a whole row or more."""
+    group_outputs: int = 1
+    """Rows that share a scale."""
+    layer_linear_bytes: float
+    """Bytes of the linear matrices of the mean layer, scales, zeros and all experts included."""
+    layer_expert_bytes: float
+    """Bytes of the experts among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,35 +84,64 @@ class ModelSpec:
     of the mean layer, rounded, and heads are those of the layers that keep most of a token.
     """
 
-    family: str  # the config's model_type, e.g. "llama"
-    architecture: str  # e.g. "LlamaForCausalLM"
+    family: str
+    """Value of `model_type` in config.json, such as `llama`."""
+    architecture: str
+    """Architecture class, such as `LlamaForCausalLM`."""
     num_layers: int
+    """Number of hidden layers."""
     hidden_size: int
-    intermediate_size: int  # of one MLP or one expert
+    """Width of the hidden state."""
+    intermediate_size: int
+    """Inner width of one MLP or one expert."""
     num_heads: int
+    """Number of query heads."""
     num_kv_heads: int
+    """Number of key-value heads."""
     head_dim: int
+    """Width of one head."""
     vocab_size: int
+    """Number of tokens in the vocabulary."""
     max_context_tokens: int
+    """Longest request that the model takes, prompt and answer together."""
     tied_embeddings: bool
-    num_experts: int = 0  # 0: dense
+    """Whether input embedding and output head share one matrix."""
+    num_experts: int = 0
+    """Number of experts per layer; 0: a dense model."""
     experts_per_token: int = 0
-    sliding_window: int | None = None  # of all layers
-    layer_windows: tuple[int | None, ...] = ()  # of each layer, where they differ
+    """Number of experts that each token uses."""
+    sliding_window: int | None = None
+    """Attention window in tokens of all layers; None: none."""
+    layer_windows: tuple[int | None, ...] = ()
+    """Attention window of each layer, where they differ; None within: none."""
     gated_mlp: bool = True
-    layer_params: int  # every parameter of one hidden layer, all experts
-    layer_linear_params: int  # of these, the linear matrices
-    layer_expert_params: int = 0  # of these, the experts' (all of them)
-    embedding_params: int  # input embedding, position embedding included
-    head_params: int  # output head with its bias; 0 when tied (the input embedding is then read twice)
+    """Whether the MLP has a gate matrix."""
+    layer_params: int
+    """Parameters of one hidden layer, all experts included."""
+    layer_linear_params: int
+    """Parameters of one layer in linear matrices."""
+    layer_expert_params: int = 0
+    """Parameters of one layer in experts, all of them."""
+    embedding_params: int
+    """Parameters of the input embedding, position embedding included."""
+    head_params: int
+    """Parameters of the output head with its bias; 0: tied to the input embedding."""
     final_norm_params: int
-    stored: Stored | None = None  # None: in 16 bits
-    kv_head_elements: int = 0  # kept of a token in one KV head; 0: K and V, of head_dim each
-    layer_shapes: tuple[LayerShape, ...] = ()  # where layers differ in more than their windows, or keep a state
-    layer_shape_indexes: tuple[int, ...] = ()  # of each layer, among ``layer_shapes``
-    tower_params: int = 0  # of towers for images, video and sound, which count with the embedding and the norm
-    tower_vector_params: int = 0  # of these, vectors, which count with the norm
-    own_code: tuple[str, ...] = ()  # kinds of classes whose Python code the checkpoint brings, e.g. "AutoConfig"
+    """Parameters of the last norm."""
+    stored: Stored | None = None
+    """Quantization that the checkpoint already has; None: stored in 16 bits."""
+    kv_head_elements: int = 0
+    """KV-cache elements of one token in one KV head; 0: K and V of `head_dim` each."""
+    layer_shapes: tuple[LayerShape, ...] = ()
+    """Distinct shapes of layers, where layers differ in more than their windows or keep a state."""
+    layer_shape_indexes: tuple[int, ...] = ()
+    """Index into `layer_shapes` of each layer."""
+    tower_params: int = 0
+    """Parameters of towers for images, video and sound, part of those of the embedding and the last norm."""
+    tower_vector_params: int = 0
+    """Parameters of towers in vectors, part of those of the last norm."""
+    own_code: tuple[str, ...] = ()
+    """Kinds of classes whose Python code the checkpoint brings, such as `AutoConfig`."""
 
     @property
     def layers_params(self) -> int:

@@ -20,10 +20,14 @@ class ModelUse:
         ConfigError: a number out of its range, or two that contradict each other.
     """
 
-    text_only: bool = False  # the towers for images, video and sound are left out
-    images: int = 0  # of a planned prompt
-    image_tokens: int | None = None  # of each image; None: as config.json has it
-    trust_remote_code: bool = False  # the engine may run Python code of the model's repository
+    text_only: bool = False
+    """Whether the towers for images, video and sound are left out."""
+    images: int = 0
+    """Number of images in a planned prompt."""
+    image_tokens: int | None = None
+    """Prompt tokens of each image; None: as config.json has it."""
+    trust_remote_code: bool = False
+    """Whether the engine may run Python code of the model's repository."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.images <= MAX_IMAGES:

@@ -21,9 +21,13 @@ class Reading:
     """
 
     value: float
+    """Mean of the repeats."""
     low: float
+    """Lower end of the 90% interval of the mean."""
     high: float
+    """Upper end of the 90% interval of the mean."""
     repeats: int
+    """Number of repeats."""
 
     def __post_init__(self) -> None:
         if not (0 < self.low <= self.value <= self.high and math.isfinite(self.high)):
@@ -34,11 +38,14 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alone:
-    """What one request took on the same worker, with nobody beside it."""
+    """Times of one request alone on the same worker."""
 
     workload: Workload
+    """Workload of the single request."""
     ttft_s: Reading
+    """TTFT of the single request in seconds."""
     tpot_s: Reading | None
+    """TPOT of the single request in seconds; None: it has one output token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +57,22 @@ class Verification:
     """
 
     config: DeploymentConfig
-    workload: Workload  # that was run; its answers may be shorter than what there is room for
-    room: Workload  # what the worker was launched for
+    """Configuration that was checked."""
+    workload: Workload
+    """Workload that was run; its answers may be shorter than the worker has room for."""
+    room: Workload
+    """Workload that the worker was launched for."""
     layers_per_stage: tuple[int, ...]
-    measured_at: str  # ISO 8601, UTC
-    ttft_s: Reading  # of the whole batch
-    tpot_s: Reading | None  # None: the workload has one output token
-    memory_bytes_per_gpu: int | None  # of the fullest GPU, with the cache for ``room``; None: nobody counts it
-    kv_tokens: int | None  # room of the KV cache as the engine reports it; None: it does not
-    alone: Alone | None = None  # None: ``workload`` is one request, or there was no time for it
+    """Hidden layers of each pipeline stage."""
+    measured_at: str
+    """Time of the check, ISO 8601 in UTC."""
+    ttft_s: Reading
+    """TTFT of the whole batch in seconds."""
+    tpot_s: Reading | None
+    """TPOT of the whole batch in seconds; None: the workload has one output token."""
+    memory_bytes_per_gpu: int | None
+    """Memory of the fullest GPU, with the KV cache for `room`; None: nothing counts it."""
+    kv_tokens: int | None
+    """Size of the KV cache in tokens as the engine reports it; None: not reported."""
+    alone: Alone | None = None
+    """Times of one request alone; None: `workload` is one request, or there was no time for it."""

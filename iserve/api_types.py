@@ -1,20 +1,20 @@
-"""Bodies of the REST API: what comes in (pydantic, unknown fields refused) and what goes out."""
+"""Bodies of requests to the REST API; unknown fields are refused."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
 
 from daemon.engines.options import EngineOptions
-from daemon.status import DeviceStatus
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES
 from fingerprint.plain_text import UNPRINTABLE, is_plain
 from fingerprint.profile_plan import Shards
+from iserve import request_help as h
 from iserve.planning.making import MAX_REPLICAS, PlanOptions
 from iserve.request_body import Body, ModelUseBody
 from placement.placers import check_placement
@@ -25,22 +25,11 @@ __all__ = [
     "ARGUMENTS_NOTE",
     "IDEMPOTENCY_KEY",
     "DeployBody",
-    "DeploymentDocument",
-    "EngineDocument",
-    "EventDocument",
     "KeyBody",
-    "KeyDocument",
     "LaunchBody",
-    "LogDocument",
     "ModelBody",
-    "ModelDocument",
-    "NewKeyDocument",
-    "NodeDocument",
     "PlanBody",
     "ProfileBody",
-    "ProfileJobDocument",
-    "ProgressDocument",
-    "ReplicaDocument",
     "UpdateBody",
     "VerifyBody",
     "check_idempotency_key",
@@ -105,31 +94,39 @@ def check_label(label: str) -> str:
 
 
 class SloBody(Body):
+    """Latency limits, of which at least one is given."""
+
     ttft_s: float | None = None
+    """Limit of the time to first token in seconds; None: not limited."""
     tpot_s: float | None = None
+    """Limit of the time per output token in seconds; None: not limited."""
     e2e_s: float | None = None
+    """Limit of the time of a whole request in seconds; None: not limited."""
 
 
 class _Wish(Body):
-    intent: IntentKind = IntentKind.MIN_COST
-    cost: CostModel = CostModel.MEMORY_LATENCY
+    intent: IntentKind = Field(default=IntentKind.MIN_COST, description=h.INTENT)
+    cost: CostModel = Field(default=CostModel.MEMORY_LATENCY, description=h.COST)
     slo: SloBody | None = None
-    percentile: float = Intent().percentile
-    rate_per_s: float | None = None
-    burstiness: float = Traffic().burstiness
-    input_cv: float = Traffic().input_cv
-    output_cv: float = Traffic().output_cv
-    rates: list[float] = Field(default_factory=list, max_length=MOST_WINDOWS)  # over their mean, window by window
+    """Latency limits; None: none."""
+    percentile: float = Field(default=Intent().percentile, description=h.PERCENTILE)
+    rate_per_s: float | None = Field(default=None, description=h.RATE)
+    burstiness: float = Field(default=Traffic().burstiness, description=h.BURSTINESS)
+    input_cv: float = Field(default=Traffic().input_cv, description=h.INPUT_CV)
+    output_cv: float = Field(default=Traffic().output_cv, description=h.OUTPUT_CV)
+    rates: list[float] = Field(default_factory=list, max_length=MOST_WINDOWS)
+    """Rate of each window over the mean of all, which is 1; empty: the rate is constant."""
     rate_window_s: float = Traffic().window_s
-    quality: Quality = Quality.NEAR
-    budget: float | None = None
-    input_tokens: int = Workload().input_tokens
-    output_tokens: int = Workload().output_tokens
-    context_tokens: int | None = Field(default=None, ge=1)  # of the longest request taken; None: as memory allows
-    batch: int | None = None  # requests at once; None: one is planned for, as many as memory allows are served
-    expect: int = Field(default=0, ge=0)  # deployments to be held in all; 0: no more than there are
-    engine: str = "auto"
-    policy: str | None = None  # None: the installation's
+    """Length of a window of `rates` in seconds."""
+    quality: Quality = Field(default=Quality.NEAR, description=h.QUALITY)
+    budget: float | None = Field(default=None, description=h.BUDGET)
+    input_tokens: int = Field(default=Workload().input_tokens, description=h.INPUT_TOKENS)
+    output_tokens: int = Field(default=Workload().output_tokens, description=h.OUTPUT_TOKENS)
+    context_tokens: int | None = Field(default=None, ge=1, description=h.CONTEXT)
+    batch: int | None = Field(default=None, description=h.BATCH)
+    expect: int = Field(default=0, ge=0, description=h.EXPECT)
+    engine: str = Field(default="auto", description=h.ENGINE)
+    policy: str | None = Field(default=None, description=h.POLICY)
 
     def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
         """The core's types.
@@ -171,7 +168,7 @@ class _Wish(Body):
 
 
 class _ReplicatedWish(_Wish):
-    replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS)  # each on devices of its own; the rate is of all
+    replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS, description=h.REPLICAS)
 
     def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
         wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
@@ -184,9 +181,10 @@ ARGUMENTS_NOTE = "what --engine-arg changes is in no figure of this plan"
 class _EngineOptions(ModelUseBody):
     """What a deployment gives to the engine itself."""
 
-    engine_args: dict[str, str | None] = Field(default_factory=dict, max_length=64)  # null: a flag without a value
-    tool_call_parser: str | None = None  # of vLLM, such as hermes; answers then have ``tool_calls``
-    reasoning_parser: str | None = None  # of vLLM, such as qwen3; answers then have ``reasoning``
+    engine_args: dict[str, str | None] = Field(default_factory=dict, max_length=64)
+    """Options of the engine's own server, name to value; a value of None makes a flag."""
+    tool_call_parser: str | None = Field(default=None, description=h.TOOL_CALL_PARSER)
+    reasoning_parser: str | None = Field(default=None, description=h.REASONING_PARSER)
 
     @property
     def engine_options(self) -> EngineOptions:
@@ -206,24 +204,30 @@ class _EngineOptions(ModelUseBody):
 class PlanBody(_ReplicatedWish, ModelUseBody):
     """``POST /api/v1/plans``: choose, start nothing."""
 
-    model: _Text | None = None  # None: the bundled demo model
-    gpus: _Text | None = None  # "a6000:8"; None: the devices that are free here
+    model: _Text | None = None
+    """Model folder, Hugging Face id or registered name; None: the bundled demo model."""
+    gpus: _Text | None = None
+    """Devices to plan for, such as `a6000:8`; None: those that are free here."""
 
 
 class LaunchBody(PlanBody, _EngineOptions):
     """``POST /api/v1/plans/launch``: what a deploy would start; nothing is started."""
 
-    name: _Text | None = None  # what clients would put in ``model``; None: the model's own name
+    name: _Text | None = Field(default=None, description=h.NAME)
 
 
 class DeployBody(_ReplicatedWish, _EngineOptions):
-    """``POST /api/v1/deployments``."""
+    """``POST /api/v1/deployments``: the model, the intent and the limits of a deployment."""
 
     model: _Text | None = None
-    name: _Text | None = None  # what clients put in ``model``; None: the model's own name
-    scale_to_zero_s: float | None = Field(default=None, ge=MIN_IDLE_S, le=31_536_000)  # idle; None: it stays
-    refuse_late: bool = False  # the gateway answers 503 at once to a request that would miss the SLO
-    engine_version: _Text | None = None  # such as 0.33.0; None: the one that is installed
+    """Model folder, Hugging Face id or registered name; None: the bundled demo model."""
+    name: _Text | None = Field(default=None, description=h.NAME)
+    scale_to_zero_s: float | None = Field(
+        default=None, ge=MIN_IDLE_S, le=31_536_000, description=f"{h.SCALE_TO_ZERO} null: they stay."
+    )
+    refuse_late: bool = Field(default=False, description=h.REFUSE_LATE)
+    engine_version: _Text | None = None
+    """Installed release of the engine, such as 0.33.0; None: the one that workers start with."""
 
     def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
         wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
@@ -242,22 +246,30 @@ class UpdateBody(Body):
     """``PATCH /api/v1/deployments/{name}``: changes of a deployment; what is left out stays as it is."""
 
     model: _Text | None = None
-    intent: IntentKind | None = None
-    slo: SloBody | None = None  # null: none any more
-    replicas: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
-    batch: int | None = None  # null: as many as memory allows
-    context_tokens: int | None = Field(default=None, ge=1)  # null: as long as memory allows
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    engine_version: _Text | None = None  # null: the one that is installed
-    engine_args: dict[str, str | None] | None = Field(default=None, max_length=64)  # in place of those before
-    tool_call_parser: str | None = None  # null: none
-    reasoning_parser: str | None = None  # null: none
-    text_only: bool | None = None
-    images: int | None = Field(default=None, ge=0, le=MAX_IMAGES)
-    image_tokens: int | None = Field(default=None, ge=1, le=MAX_IMAGE_TOKENS)  # null: as config.json has it
-    trust_remote_code: bool | None = None  # permission ends with another ``model``, unless it is given with it
-    stop_first: bool = False  # the former workers end before the new ones start; requests wait meanwhile
+    """Model folder, Hugging Face id or registered name."""
+    intent: IntentKind | None = Field(default=None, description=h.INTENT)
+    slo: SloBody | None = None
+    """Latency limits; None removes them."""
+    replicas: int | None = Field(default=None, ge=1, le=MAX_REPLICAS, description=h.REPLICAS)
+    batch: int | None = None
+    """Most requests at once; None: as many as memory allows."""
+    context_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of the longest request, prompt and answer together; None: as many as memory allows."""
+    input_tokens: int | None = Field(default=None, description=h.INPUT_TOKENS)
+    output_tokens: int | None = Field(default=None, description=h.OUTPUT_TOKENS)
+    engine_version: _Text | None = None
+    """Installed release of the engine; None: the one that workers start with."""
+    engine_args: dict[str, str | None] | None = Field(default=None, max_length=64)
+    """Options of the engine's own server, which replace all former ones."""
+    tool_call_parser: str | None = Field(default=None, description=f"{h.TOOL_CALL_PARSER} null: none.")
+    reasoning_parser: str | None = Field(default=None, description=f"{h.REASONING_PARSER} null: none.")
+    text_only: bool | None = Field(default=None, description=h.TEXT_ONLY)
+    images: int | None = Field(default=None, ge=0, le=MAX_IMAGES, description=h.IMAGES)
+    image_tokens: int | None = Field(default=None, ge=1, le=MAX_IMAGE_TOKENS, description=h.IMAGE_TOKENS)
+    trust_remote_code: bool | None = None
+    """Permission to run Python code of the model; another `model` ends it, unless it is given with that."""
+    stop_first: bool = False
+    """Whether the former workers end before the new ones start; requests wait meanwhile."""
 
     def applied_to(self, wish: DeployBody) -> tuple[DeployBody, tuple[str, ...]]:
         """``wish`` with the changes, and the names of what changes.
@@ -281,17 +293,22 @@ class UpdateBody(Body):
 
 
 class ProfileBody(Body):
-    """``POST /api/v1/profiles``."""
+    """``POST /api/v1/profiles``: what to measure, and for how long."""
 
     model: _Text | None = None
-    engine: str = "auto"
+    """Model folder, Hugging Face id or registered name; None: the bundled demo model."""
+    engine: str = Field(default="auto", description=h.ENGINE)
     max_seconds: float = Field(default=60.0, gt=0, le=86_400)
-    quality: Quality = Quality.NEAR  # an engine that starts anew for each format measures only what this allows
-    trust_remote_code: bool = False  # the engine may run Python code of the model, as the daemon's user
-    shards: Shards = Shards.AUTO  # degrees that are run as one tensor-parallel rank on one GPU
-    input_tokens: int = Workload().input_tokens
-    output_tokens: int = Workload().output_tokens
+    """Time budget of the profile in seconds."""
+    quality: Quality = Quality.NEAR
+    """Change of answers to measure for: an engine that starts anew for each format measures what it allows."""
+    trust_remote_code: bool = Field(default=False, description=h.TRUST_REMOTE_CODE)
+    shards: Shards = Shards.AUTO
+    """Tensor-parallel degrees that are measured as one rank alone on one GPU."""
+    input_tokens: int = Field(default=Workload().input_tokens, description=h.INPUT_TOKENS)
+    output_tokens: int = Field(default=Workload().output_tokens, description=h.OUTPUT_TOKENS)
     batch: int = Workload().batch
+    """Largest batch to measure."""
 
 
 class VerifyBody(_Wish):
@@ -301,8 +318,12 @@ class VerifyBody(_Wish):
     """
 
     model: _Text | None = None
+    """Model to launch for the check: folder, Hugging Face id or registered name; None: that of `deployment`, else
+    the bundled demo model."""
     deployment: _Text | None = None
+    """Running deployment to check; None: a worker of `model` is launched for it."""
     max_seconds: float = Field(default=60.0, gt=0, le=3600)
+    """Time budget of the check in seconds."""
 
     def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
         wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
@@ -313,157 +334,19 @@ class ModelBody(Body):
     """``POST /api/v1/models``: give a checkpoint folder a name."""
 
     name: _Text
+    """Name to register: 1 to 63 letters, digits, `.`, `_` or `-`."""
     directory: _Text
+    """Folder of the checkpoint or of its config.json, on the controller's machine."""
 
 
 class KeyBody(Body):
-    """``POST /api/v1/keys``."""
+    """``POST /api/v1/keys``: label and scope of a new API key."""
 
     label: Annotated[
         str,
         Field(json_schema_extra={"minLength": 1, "maxLength": MAX_LABEL, "pattern": f"^[^\\t\\n{UNPRINTABLE}]+$"}),
         AfterValidator(check_label),
     ] = "unnamed"
+    """Label by which people recognise the key."""
     scope: Annotated[str, StringConstraints(pattern="^(admin|inference)$")] = "inference"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProgressDocument:
-    """How far a running step is; ``done`` of ``total`` pieces."""
-
-    step: str
-    done: int
-    total: int
-    elapsed_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaDocument:
-    """One worker of a deployment as it is now."""
-
-    worker_id: str
-    status: str  # as its worker is seen; "lost": the daemon does not know it, "unreachable": the daemon is away
-    device_ids: tuple[str, ...]
-    layers_per_stage: tuple[int, ...]
-    url: str | None
-    restarts: int
-    error: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineDocument:
-    """One installation of an engine on the controller's machine, or an engine that has none there.
-
-    ``source``: ``setting`` (the Python that a setting names), ``environment`` (made by `iserve engines install`)
-    or ``here`` (iServe's own Python). ``verified``: ``run`` (on a GPU; torch on a CPU as well), ``read`` (in the
-    release's sources) or ``unknown``.
-    """
-
-    engine: str
-    version: str | None = None
-    python: str | None = None
-    source: str | None = None
-    verified: str | None = None
-    is_used: bool = False  # workers are started with it, where a deployment asks for no version
-    problem: str | None = None  # why no worker can be started with it, and what to do
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeploymentDocument:
-    """One deployment as it is now.
-
-    ``status``: ``accepted``, ``resolving``, ``profiling``, ``planning``, ``launching`` (the steps of a deploy);
-    ``ready`` (a worker serves, of several replicas at least one: ``num_ready`` of ``num_replicas``),
-    ``restarting``, ``unreachable`` (observed of its workers); ``asleep`` (nobody called for
-    ``scale_to_zero_s`` and its workers have ended; ``error``: why the last try to start them again came to
-    nothing), ``waking`` (somebody did); ``draining``, ``replacing`` (the steps of an update that stops first),
-    ``restoring`` (its new workers did not come up, the former ones start again); ``refused`` (nothing is
-    feasible), ``failed`` (``error`` says why), ``removing``.
-    """
-
-    name: str
-    model: str
-    intent: str
-    status: str
-    error: str | None
-    base_url: str | None  # of the OpenAI API, once there is a gateway
-    config: DeploymentConfig | None
-    layers_per_stage: tuple[int, ...]  # of the first replica
-    device_ids: tuple[str, ...]  # of all replicas
-    worker_url: str | None  # of the first replica
-    restarts: int  # of all replicas
-    created_at: float
-    progress: ProgressDocument | None = None
-    scale_to_zero_s: float | None = None
-    num_replicas: int = 1  # asked for
-    num_ready: int = 0
-    refuses_late: bool = False  # the gateway answers 503 to who would miss the SLO
-    replicas: tuple[ReplicaDocument, ...] = ()  # those that were chosen
-    updating: bool = False  # new workers are being prepared; these serve until then
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileJobDocument:
-    """A profile that is being taken, or was."""
-
-    job_id: str
-    model: str
-    status: str  # "running" | "done" | "failed"
-    error: str | None
-    progress: ProgressDocument | None
-    engine: str | None = None  # None: not chosen yet
-    notes: tuple[str, ...] = ()  # on the choice of the engine
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeDocument:
-    node_id: str
-    reachable: bool
-    observed_at: float
-    devices: tuple[DeviceStatus, ...]
-    num_workers: int
-    driver: str | None = None  # version of the GPUs' driver
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelDocument:
-    name: str
-    directory: str
-    family: str
-    num_layers: int
-    num_params: int
-    has_weights: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogDocument:
-    """A part of a worker's log; the next part is behind ``position``."""
-
-    text: str
-    position: str | None  # None: no worker has printed anything yet
-    created_at: float  # of the deployment: another deployment may have its name by the next part
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EventDocument:
-    id: int
-    at: float
-    kind: str
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeyDocument:
-    key_id: str
-    label: str
-    scope: str
-    created_at: float
-    revoked: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewKeyDocument:
-    """Returned once; the key itself is never stored."""
-
-    key_id: str
-    key: str
+    """Permission of the key: `admin` for the REST API and models, `inference` for models alone."""

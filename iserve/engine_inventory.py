@@ -11,7 +11,7 @@ from daemon.engines.environments import EngineEnvironment, environments
 from daemon.engines.foreign import ForeignEngine
 from daemon.engines.registry import ENGINES
 from fingerprint.errors import EngineError
-from iserve.api_types import EngineDocument
+from iserve.api_documents import EngineDocument
 from iserve.controller.records import recorded_workers
 from iserve.settings import Settings
 from iserve.state.store import Store

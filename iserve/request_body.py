@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES, ModelUse
+from iserve import request_help as h
 
 __all__ = ["Body", "ModelUseBody"]
 
@@ -35,12 +36,10 @@ class Body(BaseModel):
 class ModelUseBody(Body):
     """How a model is used."""
 
-    text_only: bool = False  # leave out the towers for images, video and sound
-    images: int = Field(default=0, ge=0, le=MAX_IMAGES)  # in each planned prompt, beside ``input_tokens``
-    image_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_IMAGE_TOKENS
-    )  # of each; null: as config.json has it
-    trust_remote_code: bool = False  # the engine may run Python code of the model, as the daemon's user
+    text_only: bool = Field(default=False, description=h.TEXT_ONLY)
+    images: int = Field(default=0, ge=0, le=MAX_IMAGES, description=h.IMAGES)
+    image_tokens: int | None = Field(default=None, ge=1, le=MAX_IMAGE_TOKENS, description=h.IMAGE_TOKENS)
+    trust_remote_code: bool = Field(default=False, description=h.TRUST_REMOTE_CODE)
 
     @property
     def use(self) -> ModelUse:

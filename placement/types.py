@@ -71,10 +71,15 @@ class StagePlacement:
     """One pipeline stage: its GPUs (one TP group of one node) and its contiguous layers."""
 
     node_id: str
+    """Node of the stage's devices."""
     device_ids: tuple[str, ...]
+    """Devices of the stage's tensor-parallel group."""
     first_layer: int
+    """Index of the stage's first hidden layer."""
     num_layers: int
+    """Number of hidden layers of the stage."""
     bytes_per_gpu: int
+    """Memory promised on each device of the stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class Placement:
     """All stages in order; the layers of each follow on those of the one before."""
 
     stages: tuple[StagePlacement, ...]
+    """Pipeline stages in order."""
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
@@ -121,19 +127,27 @@ class ReplicaState:
     """One replica that takes requests, or will once it is ready."""
 
     replica_id: str
+    """Identifier of the worker."""
     placement: Placement
+    """Devices of the replica, stage by stage."""
     ready: bool
-    outstanding: int  # requests that it has, running and waiting
-    max_batch: int  # of those, how many can run at once
-    batches: int = 1  # under way at once: the stages of a pipeline that keeps them full
+    """Whether the replica takes requests."""
+    outstanding: int
+    """Requests that the replica has, running and waiting."""
+    max_batch: int
+    """Most requests that the replica runs at once."""
+    batches: int = 1
+    """Batches under way at once: the stages of a pipeline that keeps them full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stays:
     """How long a request stays in a replica that batches, on GPUs of its own."""
 
-    alone_s: float  # while no other is there
-    full_s: float  # while as many as can run at once run in one batch
+    alone_s: float
+    """Seconds that a request takes while no other runs."""
+    full_s: float
+    """Seconds that a request takes in a full batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,16 +155,27 @@ class DeploymentState:
     """One deployment, its load over the last 120 s, and since when it has been as it is."""
 
     name: str
+    """Name of the deployment."""
     model: str
-    wanted: int  # replicas asked for, those that found no place included
-    replicas: tuple[ReplicaState, ...]  # those that are taken down (draining) are not among them
-    moving: bool  # a replica is being moved; ``replicas`` has the one that still serves
-    waiting: int  # requests in the gateway
-    requests_per_s: float  # that arrived
-    service_s: float  # replica-seconds of one such request on GPUs of its own, at a full batch; 0: not known
-    idle_s: float  # since a request was last there
-    steady_s: float  # since the number or place of its replicas last changed
-    stays: Stays | None = None  # of one such request; None: not known
+    """Model that is served."""
+    wanted: int
+    """Replicas asked for, those without a place included."""
+    replicas: tuple[ReplicaState, ...]
+    """Replicas that serve or start; draining ones are left out."""
+    moving: bool
+    """Whether a replica is being moved; `replicas` has the one that still serves."""
+    waiting: int
+    """Requests that wait in the gateway."""
+    requests_per_s: float
+    """Requests per second that arrived."""
+    service_s: float
+    """Replica-seconds of one such request on idle GPUs at a full batch; 0: not known."""
+    idle_s: float
+    """Seconds since the deployment last had a request."""
+    steady_s: float
+    """Seconds since the number or the place of its replicas last changed."""
+    stays: Stays | None = None
+    """Time of one such request in a replica that batches; None: not known."""
 
     @property
     def is_work_known(self) -> bool:

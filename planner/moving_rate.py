@@ -37,7 +37,9 @@ class Level:
     """``share`` of the requests come while the rate is ``times`` its mean."""
 
     share: float
+    """Share of the requests, from 0 to 1."""
     times: float
+    """Rate over its mean while they arrive."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,8 +22,11 @@ class StageAssignment:
     """One pipeline stage on this node: the devices of its TP group and how many layers it holds."""
 
     device_ids: tuple[str, ...]
+    """Devices of the stage's tensor-parallel group, one per rank."""
     num_layers: int
-    memory_bytes_per_device: int | None = None  # of its share; None: that of the limits
+    """Number of hidden layers that the stage holds."""
+    memory_bytes_per_device: int | None = None
+    """Memory promised on each device of this stage; None: that of the worker's limits."""
 
     def room_bytes(self, limits: WorkerLimits) -> int:
         """What each of its ranks may take."""
@@ -36,30 +39,49 @@ class WorkerLimits:
     """What the estimate assumed, enforced at launch."""
 
     max_batch: int
+    """Most requests that run at once."""
     max_batched_tokens: int
-    max_context_tokens: int  # of one sequence, prompt and output together
-    kv_tokens: int  # room of the KV cache, over all sequences
-    memory_bytes_per_device: int  # of the stage that takes most
+    """Most tokens that one engine step computes."""
+    max_context_tokens: int
+    """Longest request, prompt and output tokens together."""
+    kv_tokens: int
+    """Tokens that the KV cache holds, over all requests."""
+    memory_bytes_per_device: int
+    """Memory promised on each device of the stage that takes most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
     """Everything a worker needs; nothing is filled in later."""
 
-    worker_id: str  # letters, digits, '-': names its folder
-    served_model: str  # the name OpenAI clients use
-    checkpoint: str  # a local directory
+    worker_id: str
+    """Worker's identifier in letters, digits and `-`; names its folder."""
+    served_model: str
+    """Model name that OpenAI clients use."""
+    checkpoint: str
+    """Local folder of the model's checkpoint."""
     config: DeploymentConfig
+    """Configuration that the worker runs."""
     stages: tuple[StageAssignment, ...]
+    """Pipeline stages in order, each with its devices."""
     limits: WorkerLimits
-    port: int = 0  # 0: the daemon chooses a free one before launch
+    """Sizes that the estimate assumed, enforced at launch."""
+    port: int = 0
+    """Port that the worker listens on; 0: the daemon chooses a free one before launch."""
     host: str = "127.0.0.1"
+    """Address that the worker listens on."""
     lease_ttl_s: float = 600.0
-    profiling: bool = False  # serve the profiling routes, load nothing at start
-    options: EngineOptions = NO_OPTIONS  # that the deployment gives to the engine itself
-    dummy_weights: bool = False  # random weights of the checkpoint's shapes; a config.json is then enough
-    engine_version: str | None = None  # that it was planned on, of an engine in an environment; None: the first
-    ends_at: float | None = None  # seconds since the epoch at which the daemon ends it, should nobody else have
+    """Seconds after which the worker ends without a sign of life from the daemon."""
+    profiling: bool = False
+    """Whether the worker serves the profiling routes and loads nothing at start."""
+    options: EngineOptions = NO_OPTIONS
+    """Options that the deployment gives to the engine itself."""
+    dummy_weights: bool = False
+    """Whether weights are random, in the checkpoint's shapes; a config.json is then enough."""
+    engine_version: str | None = None
+    """Engine release that was planned with; None: the first installation that is found."""
+    ends_at: float | None = None
+    """Time, in seconds since the epoch, at which the daemon ends the worker if nothing did before; None: never."""
 
     def __post_init__(self) -> None:
         if not self.worker_id or not all(c.isalnum() or c == "-" for c in self.worker_id):

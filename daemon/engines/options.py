@@ -50,10 +50,14 @@ class EngineOptions:
         ConfigError: a name or value that cannot be one.
     """
 
-    arguments: tuple[tuple[str, str | None], ...] = ()  # names without dashes; None: a flag without a value
+    arguments: tuple[tuple[str, str | None], ...] = ()
+    """Pairs of an option's name, without dashes, and its value; a None value makes it a flag."""
     tool_call_parser: str | None = None
+    """vLLM's parser of the model's tool calls, such as `hermes`; None: none."""
     reasoning_parser: str | None = None
+    """vLLM's parser of the model's reasoning, such as `qwen3`; None: none."""
     use: ModelUse = AS_IT_IS
+    """Parts of the model that are served, images of its prompts, and permission to run its own code."""
 
     def __post_init__(self) -> None:
         if len(self.arguments) > _MOST_ARGUMENTS:

@@ -11,7 +11,7 @@ import typer
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
-    from iserve.api_types import DeploymentDocument, EventDocument
+    from iserve.api_documents import DeploymentDocument, EventDocument
     from iserve.client import ControllerClient
     from iserve.planning.document import PlanDocument
 
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 def show(name: o.NameArgument, as_json: o.JsonOption = False) -> None:
     """Show one deployment: its phase and progress, workers, plan, and latest events."""
     from fingerprint.codec import to_json
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.live import client
 
     controller = client(start=False)
@@ -57,7 +57,7 @@ def _plan(controller: ControllerClient, name: str) -> PlanDocument | None:
 
 def _events(controller: ControllerClient, name: str) -> tuple[EventDocument, ...]:
     """Return all that are kept of the deployment, the oldest first."""
-    from iserve.api_types import EventDocument
+    from iserve.api_documents import EventDocument
 
     found: tuple[EventDocument, ...] = ()
     while True:
@@ -147,7 +147,7 @@ def _follow(name: str, lines: int, replica: int) -> None:
         UnavailableError: the controller or the daemon is away, since the begin or for long.
     """
     from fingerprint.errors import NotFoundError, UnavailableError
-    from iserve.api_types import LogDocument
+    from iserve.api_documents import LogDocument
     from iserve.cli.live import client
 
     path, part, answered_s = f"/api/v1/deployments/{name}/log/part", None, time.monotonic()

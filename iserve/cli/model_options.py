@@ -8,28 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from fingerprint.model_use import ModelUse
+from iserve import request_help as h
 from iserve.cli.options import usage_errors
 
 __all__ = ["ImageTokens", "Images", "TextOnly", "TrustRemoteCode", "UseOptions", "warn_of_code"]
 
-TextOnly = Annotated[
-    bool,
-    typer.Option("--text-only", help="vLLM: leave out a multimodal model's towers for images, video and sound."),
-]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="vLLM: run Python code of the model's repository (auto_map) as the daemon's user. Read it first.",
-    ),
-]
-Images = Annotated[
-    int, typer.Option("--images", metavar="N", min=0, help="Images in each prompt, beside --input-tokens.")
-]
-ImageTokens = Annotated[
-    int | None,
-    typer.Option("--image-tokens", metavar="T", min=1, help="Tokens of an image; else as config.json has it."),
-]
+TextOnly = Annotated[bool, typer.Option("--text-only", help=h.TEXT_ONLY)]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help=h.TRUST_REMOTE_CODE)]
+Images = Annotated[int, typer.Option("--images", metavar="N", min=0, help=h.IMAGES)]
+ImageTokens = Annotated[int | None, typer.Option("--image-tokens", metavar="T", min=1, help=h.IMAGE_TOKENS)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from iserve.cli import options as o
 
 if TYPE_CHECKING:
     from fingerprint.measurements import Profile
-    from iserve.api_types import ProfileJobDocument
+    from iserve.api_documents import ProfileJobDocument
     from iserve.client import ControllerClient
 
 __all__ = ["register"]
@@ -81,7 +81,7 @@ def status(as_json: o.JsonOption = False) -> None:
 def nodes(as_json: o.JsonOption = False) -> None:
     """List nodes and devices with their free memory and load."""
     from fingerprint.codec import to_json
-    from iserve.api_types import NodeDocument
+    from iserve.api_documents import NodeDocument
     from iserve.cli.live import client
     from iserve.cli.render import gib, print_rows
 
@@ -131,7 +131,7 @@ def register_model(
 ) -> None:
     """Give a checkpoint folder a name that every other command understands."""
     from fingerprint.codec import to_json
-    from iserve.api_types import ModelDocument
+    from iserve.api_documents import ModelDocument
     from iserve.cli.live import client, folder_argument
 
     body = {"name": name, "directory": folder_argument(directory)}
@@ -173,7 +173,7 @@ def profile(
 ) -> None:
     """Measure MODEL's fingerprints (one and two of its layers) on the devices that are free now."""
     from fingerprint.codec import to_json
-    from iserve.api_types import ProfileJobDocument
+    from iserve.api_documents import ProfileJobDocument
     from iserve.cli.live import client, model_argument
     from iserve.cli.profile_text import print_profile
     from iserve.cli.progress import StepDisplay
@@ -231,7 +231,8 @@ def keys_create(
     scope: Annotated[str, typer.Option("--scope", help="inference or admin.")] = "inference",
 ) -> None:
     """Make an API key. It is shown once."""
-    from iserve.api_types import NewKeyDocument, check_label
+    from iserve.api_documents import NewKeyDocument
+    from iserve.api_types import check_label
     from iserve.cli.live import client
 
     with o.usage_errors("--label"):
@@ -246,7 +247,7 @@ def keys_create(
 def keys_list(as_json: o.JsonOption = False) -> None:
     """List the API keys, never the keys themselves."""
     from fingerprint.codec import to_json
-    from iserve.api_types import KeyDocument
+    from iserve.api_documents import KeyDocument
     from iserve.cli.live import client
     from iserve.cli.render import print_rows
 

@@ -18,6 +18,7 @@ from typer.core import TyperGroup, TyperOption
 
 from fingerprint.config import Workload
 from fingerprint.errors import BadInputError
+from iserve import request_help as h
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic, parse_slo
 
 if TYPE_CHECKING:
@@ -132,31 +133,28 @@ OptionalModel = Annotated[
         callback=not_empty,
     ),
 ]
-CostOption = Annotated[CostModel, typer.Option("--cost", help="What a request costs.")]
+CostOption = Annotated[CostModel, typer.Option("--cost", help=h.COST)]
 QualityOption = Annotated[
     Quality,
-    typer.Option("--quality", help="exact: 16 bits only; near: int8 and fp8 too; any: everything, unmeasured."),
+    typer.Option("--quality", help=h.QUALITY),
 ]
-InputTokens = Annotated[int, typer.Option("--input-tokens", help="Prompt length to plan for.")]
-OutputTokens = Annotated[int, typer.Option("--output-tokens", help="Answer length to plan for.")]
+InputTokens = Annotated[int, typer.Option("--input-tokens", help=h.INPUT_TOKENS)]
+OutputTokens = Annotated[int, typer.Option("--output-tokens", help=h.OUTPUT_TOKENS)]
 Batch = Annotated[int, typer.Option("--batch", help="Requests at once; also the most that run at once.")]
 BatchOrMore = Annotated[
     int | None,
     typer.Option(
         "--batch",
-        help="Requests at once, planned for and served at most; else 1 is planned for, and as many are served as "
-        "memory holds, up to 256 (with --rate: 1).",
+        help=h.BATCH,
     ),
 ]
-EngineOption = Annotated[
-    str, typer.Option("--engine", callback=_known_engine, help="torch, vllm, tensorrt-llm or auto.")
-]
+EngineOption = Annotated[str, typer.Option("--engine", callback=_known_engine, help=h.ENGINE)]
 Replicas = Annotated[
     int,
     typer.Option(
         "--replicas",
         metavar="N",
-        help="Workers of the configuration, each on devices of its own; --rate is that of all together.",
+        help=h.REPLICAS,
     ),
 ]
 Refused = Annotated[
@@ -201,33 +199,28 @@ def _traffic_of(trace: str) -> Traffic:
 class Wish:
     """What ``plan`` and ``deploy`` can be asked for: a field is an option. As typed; ``checked`` judges it."""
 
-    intent: Annotated[IntentKind, typer.Option("--intent", help="What to optimise.")] = DEFAULT_INTENT.kind
+    intent: Annotated[IntentKind, typer.Option("--intent", help=h.INTENT)] = DEFAULT_INTENT.kind
     cost: CostOption = DEFAULT_INTENT.cost_model
     slo: Annotated[
         str | None, typer.Option("--slo", help="Latency limits in seconds, such as ttft=0.5,tpot=0.05,e2e=10.")
     ] = None
     percentile: Annotated[
         float,
-        typer.Option("--percentile", help="Of the requests that must keep each limit, when --rate is given."),
+        typer.Option("--percentile", help=h.PERCENTILE),
     ] = DEFAULT_INTENT.percentile
     rate: Annotated[
         float | None,
         typer.Option(
             "--rate",
-            help="Requests per second to be served; with it, give --batch: else 1 at once is planned for and "
-            "served. min-latency and cost-slo rank by the mean request at it, not by a full batch.",
+            help=h.RATE,
         ),
     ] = None
     burstiness: Annotated[
         float,
-        typer.Option("--burstiness", help="Deviation over mean of the gaps between requests; 1: Poisson."),
+        typer.Option("--burstiness", help=h.BURSTINESS),
     ] = DEFAULT_INTENT.traffic.burstiness
-    input_cv: Annotated[float, typer.Option("--input-cv", help="Deviation over mean of the prompts' lengths.")] = (
-        DEFAULT_INTENT.traffic.input_cv
-    )
-    output_cv: Annotated[
-        float, typer.Option("--output-cv", help="Deviation over mean of the answers' lengths.")
-    ] = DEFAULT_INTENT.traffic.output_cv
+    input_cv: Annotated[float, typer.Option("--input-cv", help=h.INPUT_CV)] = DEFAULT_INTENT.traffic.input_cv
+    output_cv: Annotated[float, typer.Option("--output-cv", help=h.OUTPUT_CV)] = DEFAULT_INTENT.traffic.output_cv
     arrivals: Annotated[
         str | None,
         typer.Option(
@@ -238,9 +231,7 @@ class Wish:
         ),
     ] = None
     quality: QualityOption = DEFAULT_INTENT.quality
-    budget: Annotated[
-        float | None, typer.Option("--budget", help="Most a request may cost, in the cost's unit.")
-    ] = None
+    budget: Annotated[float | None, typer.Option("--budget", help=h.BUDGET)] = None
     input_tokens: InputTokens = DEFAULT_WORKLOAD.input_tokens
     output_tokens: OutputTokens = DEFAULT_WORKLOAD.output_tokens
     context: Annotated[
@@ -248,8 +239,7 @@ class Wish:
         typer.Option(
             "--context",
             min=1,
-            help="Tokens of the longest request that is taken, prompt and answer together; else the model's most, "
-            "or what memory holds.",
+            help=h.CONTEXT,
         ),
     ] = None
     batch: BatchOrMore = None
@@ -259,8 +249,7 @@ class Wish:
             "--expect",
             metavar="N",
             min=0,
-            help="Deployments that the cluster is to hold in all, this one among them; min-latency and cost-slo "
-            "count what sharing with them will cost. 0: no more than there are.",
+            help=h.EXPECT,
         ),
     ] = 0
     engine: EngineOption = "auto"
@@ -268,8 +257,7 @@ class Wish:
         str | None,
         typer.Option(
             "--policy",
-            help="Placement: hybrid, packing, least-loaded or ilp (simulate: or look-ahead[:PRICE]); else that of "
-            "ISERVE_POLICY.",
+            help=f"{h.POLICY} simulate takes look-ahead[:PRICE] too.",
         ),
     ] = None
 
@@ -380,15 +368,11 @@ class EngineSettings:
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(
-            "--tool-call-parser", metavar="NAME", help="vLLM: how the model writes tool calls, such as hermes."
-        ),
+        typer.Option("--tool-call-parser", metavar="NAME", help=h.TOOL_CALL_PARSER),
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        typer.Option(
-            "--reasoning-parser", metavar="NAME", help="vLLM: how the model marks reasoning, such as qwen3."
-        ),
+        typer.Option("--reasoning-parser", metavar="NAME", help=h.REASONING_PARSER),
     ] = None
 
     def body(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from iserve.cli.terminal import HarmlessConsole
 
 if TYPE_CHECKING:
-    from iserve.api_types import ProgressDocument
+    from iserve.api_documents import ProgressDocument
 
 __all__ = ["StepDisplay"]
 

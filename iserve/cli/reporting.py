@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fingerprint.config import DeploymentConfig
     from fingerprint.gpu_spec import GpuSpec
     from fingerprint.report import AccuracyRecord, Report
-    from iserve.api_types import NodeDocument
+    from iserve.api_documents import NodeDocument
     from iserve.client import ControllerClient
     from iserve.planning.here import DeployableDocument
     from iserve.planning.making import Hardware
@@ -158,7 +158,7 @@ def _live(
     from daemon.engines.registry import get_engine
     from fingerprint.estimators.corrected import CorrectedEstimator
     from fingerprint.measurements import Profile
-    from iserve.api_types import ModelDocument
+    from iserve.api_documents import ModelDocument
     from iserve.cli.live import client
     from iserve.controller.engine_selection import deployable_engine
     from iserve.controller.estimating import estimator_for, profile_as
@@ -225,7 +225,7 @@ def hardware_here(controller: ControllerClient, gpu: GpuSpec) -> tuple[NodeDocum
     Raises:
         UnavailableError: its daemon is away.
     """
-    from iserve.api_types import NodeDocument
+    from iserve.api_documents import NodeDocument
     from iserve.controller.node import hardware_of
     from placement.types import DeploymentState
 

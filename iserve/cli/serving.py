@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from iserve import request_help as h
 from iserve.cli import exporting as e
 from iserve.cli import model_options as m
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.client import ControllerClient
 
 __all__ = ["register"]
@@ -42,21 +43,21 @@ def register(app: typer.Typer) -> None:
 class Serving:
     """How a deployment is called, and how many workers serve it when. As typed."""
 
-    name: Annotated[str | None, typer.Option("--name", help="What clients put in `model`.")] = None
+    name: Annotated[str | None, typer.Option("--name", help=h.NAME)] = None
     replicas: o.Replicas = 1
     scale_to_zero: Annotated[
         float | None,
         typer.Option(
             "--scale-to-zero",
             metavar="SECONDS",
-            help="End the workers after so long without a request; the next one starts them again.",
+            help=h.SCALE_TO_ZERO,
         ),
     ] = None
     refuse_late: Annotated[
         bool,
         typer.Option(
             "--refuse-late",
-            help="Answer 503 at once to a request that would miss --slo, in place of a late answer.",
+            help=h.REFUSE_LATE,
         ),
     ] = False
 
@@ -148,7 +149,7 @@ def deploy(
 
 def _accepted(body: dict[str, Any], key: str, *, quiet: bool) -> tuple[ControllerClient, DeploymentDocument]:
     """Post the request, or find the deployment that the same request made; one that failed is tried again."""
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.live import client
     from iserve.client import post_once
 
@@ -170,7 +171,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
     """Show the steps until the deployment serves or is refused."""
     from fingerprint.codec import to_json
     from fingerprint.errors import EngineError, InfeasibleError, NotFoundError
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.chat import needs_key
     from iserve.cli.progress import StepDisplay
     from iserve.cli.render import console, print_plan
@@ -208,7 +209,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
 def ps(as_json: o.JsonOption = False) -> None:
     """List the deployments and how they are now."""
     from fingerprint.codec import to_json
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.live import client
     from iserve.cli.render import print_rows, short
 
@@ -248,7 +249,7 @@ def _remove(
 ) -> None:
     """Return when the deployment and its worker are gone; leave one alone that was not made at ``created_at``."""
     from fingerprint.errors import NotFoundError, UnavailableError
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
 
     path = f"/api/v1/deployments/{name}"
     try:

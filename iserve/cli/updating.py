@@ -14,7 +14,7 @@ from iserve.cli import options as o
 from planner.intent import IntentKind, parse_slo
 
 if TYPE_CHECKING:
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.client import ControllerClient
     from iserve.planning.document import CapacityDocument
 
@@ -130,7 +130,7 @@ def update(
     Without --batch and --context each worker goes on serving as many and as long requests: where memory next to
     the former workers is too small for that, the update is refused, unless --stop-first is given.
     """
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.live import client
 
     body = changes.body() | engine.body()
@@ -206,7 +206,7 @@ def _follow(
     """
     from fingerprint.codec import to_json
     from fingerprint.errors import EngineError, UnavailableError
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.progress import StepDisplay
     from iserve.cli.render import print_plan
     from iserve.planning.document import PlanDocument

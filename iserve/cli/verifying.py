@@ -11,7 +11,7 @@ import typer
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
-    from iserve.api_types import ProgressDocument
+    from iserve.api_documents import ProgressDocument
     from iserve.cli.progress import StepDisplay
     from iserve.client import ControllerClient
     from iserve.settings import Settings
@@ -88,7 +88,7 @@ def verify(
 
 def _target(controller: ControllerClient, model: str, settings: Settings) -> dict[str, str]:
     """The deployment of that name where there is one, else the model."""
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
     from iserve.cli.live import model_argument
 
     deployments = controller.get("/api/v1/deployments", tuple[DeploymentDocument, ...])
@@ -98,7 +98,7 @@ def _target(controller: ControllerClient, model: str, settings: Settings) -> dic
 
 
 def _model_of(controller: ControllerClient, target: dict[str, str]) -> str:
-    from iserve.api_types import DeploymentDocument
+    from iserve.api_documents import DeploymentDocument
 
     name = target.get("deployment")
     if name is None:

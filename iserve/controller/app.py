@@ -5,41 +5,44 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from fingerprint import errors
 from fingerprint.measurements import Profile
 from iserve import __version__
-from iserve.api_types import (
-    IDEMPOTENCY_KEY,
-    DeployBody,
+from iserve.api_documents import (
     DeploymentDocument,
     EngineDocument,
     EventDocument,
-    KeyBody,
     KeyDocument,
-    LaunchBody,
     LogDocument,
-    ModelBody,
     ModelDocument,
     NewKeyDocument,
     NodeDocument,
+    ProfileJobDocument,
+)
+from iserve.api_types import (
+    IDEMPOTENCY_KEY,
+    DeployBody,
+    KeyBody,
+    LaunchBody,
+    ModelBody,
     PlanBody,
     ProfileBody,
-    ProfileJobDocument,
     UpdateBody,
     VerifyBody,
 )
 from iserve.controller.door import Door, problem
 from iserve.controller.metrics import Metrics
+from iserve.controller.openapi import BODY, describe, problems
 from iserve.controller.reach import Reach
 from iserve.controller.service import Controller
 from iserve.planning.document import PlanDocument
@@ -61,15 +64,26 @@ STATUS: dict[type[errors.IserveError], int] = {
     errors.IserveError: 500,
 }
 
-IdempotencyKey = Annotated[str | None, Header(pattern=IDEMPOTENCY_KEY)]
+# The door has checked the key already; this states it in the OpenAPI document.
+API_KEY = Depends(
+    HTTPBearer(
+        scheme_name="apiKey",
+        description="API key of scope `admin`, made by `iserve keys create --scope admin`.",
+        auto_error=False,
+    )
+)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """Every error: its class, and one line that says what was asked, what is true and what to change."""
-
-    error: str
-    message: str
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        pattern=IDEMPOTENCY_KEY,
+        description="Name of this request, 1 to 200 visible ASCII characters, so that it can be sent again.",
+    ),
+]
+DeploymentName = Annotated[str, Path(description="Name of the deployment.")]
+LogLines = Annotated[int, Query(ge=1, le=10_000, description="Most lines to return from the end of the log.")]
+Replica = Annotated[int, Query(ge=1, le=MAX_REPLICAS, description="Number of the replica, from 1.")]
+JobId = Annotated[str, Path(description="Identifier of the job, as its start answered.")]
 
 
 def _reach(request: Request) -> Reach:
@@ -123,44 +137,27 @@ def _known_query(request: Request) -> None:
         raise errors.BadInputError(f"query.{twice[0]}: given {times[twice[0]]} times, give it once")
 
 
-# What a route may answer beside its own: FastAPI's own 422 for a bad body is never sent, ours is InfeasibleError.
-_PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": words}
-    for status, words in {
-        400: "BadInputError: change the request",
-        401: "no key, or none that may",
-        404: "NotFoundError",
-        409: "ConflictError or NotMeasuredError",
-        411: "a body needs a Content-Length",
-        413: "the body is too large",
-        415: "the body is not application/json",
-        422: "InfeasibleError: relax a limit or add GPUs",
-        502: "EngineError",
-        503: "UnavailableError: try again",
-    }.items()
-}
-
-# Where the answer itself is text, which the framework then takes for the problems' type too.
-_PROBLEMS_BESIDE_TEXT: dict[int | str, dict[str, Any]] = {
-    status: {
-        "description": problem["description"],
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
-    }
-    for status, problem in _PROBLEMS.items()
-}
-
-
 def create_app(controller: Controller, token: str) -> FastAPI:
     """The application of one controller.
 
     Args:
         token: of run/controller.json; the command line reads it there. API keys of scope ``admin`` work as well.
     """
-    app = FastAPI(title="iServe", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="iServe",
+        description="Takes intents and carries them out: plans, deploys, updates, verifies and removes models.",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     metrics = Metrics(controller)
 
     api = APIRouter(
-        prefix="/api/v1", responses=_PROBLEMS, dependencies=[Depends(_known_query)], route_class=_Route
+        prefix="/api/v1",
+        responses=problems(400, 401, 503),
+        dependencies=[API_KEY, Depends(_known_query)],
+        route_class=_Route,
     )
     _model_routes(api, controller)
     _plan_routes(api, controller)
@@ -171,20 +168,32 @@ def create_app(controller: Controller, token: str) -> FastAPI:
 
     @app.get("/healthz", response_class=PlainTextResponse)
     def healthz() -> str:
+        """Report that the controller lives: 200 whenever it answers."""
         return "ok"
 
-    @app.get("/readyz", response_class=PlainTextResponse, responses={503: {"description": "starting"}})
+    @app.get(
+        "/readyz",
+        response_class=PlainTextResponse,
+        responses={503: {"description": "The daemon or the gateway is not up."}},
+    )
     def readyz(response: Response) -> str:
-        """200 once the daemon answers and the gateway lives."""
+        """Report readiness: 200 once the daemon answers and the gateway lives, else 503."""
         if controller.observe() is None or controller.gateway_process.record() is None:
             response.status_code = 503
             return "starting"
         return "ready"
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=_PROBLEMS_BESIDE_TEXT)
+    @app.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses=problems(401, 503, beside_text=True),
+        dependencies=[API_KEY],
+    )
     def read_metrics() -> Response:
+        """Return the controller's metrics in Prometheus' text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    describe(app, api.routes)
     _error_handlers(app)
     reach = Reach(controller.settings.model_folders or ())
     app.add_middleware(Door, store=controller.store, token=token, reach=reach, count=metrics.count)
@@ -194,41 +203,54 @@ def create_app(controller: Controller, token: str) -> FastAPI:
 def _model_routes(api: APIRouter, controller: Controller) -> None:
     @api.get("/models")
     def models() -> tuple[ModelDocument, ...]:
+        """List the bundled and the registered models."""
         return controller.models()
 
-    @api.post("/models", status_code=201)
+    @api.post("/models", status_code=201, responses=problems(404, *BODY))
     def register(body: ModelBody, caller: Caller) -> ModelDocument:
+        """Register a checkpoint folder under a name.
+
+        A name that is registered already is given to the new folder.
+        """
         caller.check(body.directory)
         return controller.register(body.name, body.directory)
 
-    @api.delete("/models/{name}", status_code=204)
-    def unregister(name: str) -> None:
+    @api.delete("/models/{name}", status_code=204, responses=problems(404))
+    def unregister(name: Annotated[str, Path(description="Name that was registered.")]) -> None:
+        """Forget a registered name; the folder stays."""
         controller.store.remove_model(name)
 
     @api.get("/profiles")
     def profiles() -> tuple[Profile, ...]:
+        """List the profiles that are stored."""
         return controller.profiles()
 
-    @api.post("/profiles", status_code=202)
+    @api.post("/profiles", status_code=202, responses=problems(404, 422, *BODY))
     def start_profile(body: ProfileBody, caller: Caller) -> ProfileJobDocument:
+        """Profile a model in the background; the answer has the id of the job."""
         caller.check(body.model, controller.registered())
         return controller.plans.start_profile(body)
 
-    @api.get("/profiles/jobs/{job_id}")
-    def profile_job(job_id: str) -> ProfileJobDocument:
+    @api.get("/profiles/jobs/{job_id}", responses=problems(404))
+    def profile_job(job_id: JobId) -> ProfileJobDocument:
+        """Return the state of a profile job."""
         return controller.plans.profile_job(job_id)
 
 
 def _plan_routes(api: APIRouter, controller: Controller) -> None:
-    @api.post("/plans", status_code=201)
+    @api.post("/plans", status_code=201, responses=problems(404, 409, 422, *BODY))
     def create_plan(body: PlanBody, caller: Caller) -> PlanDocument:
-        """Choose a configuration; start nothing."""
+        """Choose a configuration; start nothing.
+
+        Without `gpus` the plan is for the devices that are free here and rests on a profile taken here: 409 if
+        there is none. A plan in which nothing is feasible is an answer too; `chosen` is then null.
+        """
         caller.check(body.model, controller.registered())
         return controller.plans.plan(body)
 
-    @api.post("/plans/launch", status_code=201)
+    @api.post("/plans/launch", status_code=201, responses=problems(404, 409, 422, *BODY))
     def plan_launch(body: LaunchBody, caller: Caller) -> LaunchDocument:
-        """The worker that a deploy of this wish would start now, with its limits and devices; start nothing."""
+        """Return the worker that a deployment of this request would start now; start nothing."""
         caller.check(body.model, controller.registered())
         return controller.plans.launch(body)
 
@@ -236,65 +258,88 @@ def _plan_routes(api: APIRouter, controller: Controller) -> None:
 def _deployment_routes(api: APIRouter, controller: Controller) -> None:
     @api.get("/deployments")
     def deployments() -> tuple[DeploymentDocument, ...]:
+        """List all deployments."""
         return controller.deployments()
 
-    @api.post("/deployments", status_code=202)
+    @api.post("/deployments", status_code=202, responses=problems(404, 409, 422, *BODY))
     def deploy(
-        body: DeployBody, caller: Caller, idempotency_key: IdempotencyKey = None, attach: bool = False
+        body: DeployBody,
+        caller: Caller,
+        idempotency_key: IdempotencyKey = None,
+        attach: Annotated[
+            bool, Query(description="Whether to return the deployment of this name that the same request made.")
+        ] = False,
     ) -> DeploymentDocument:
         """Accept an intent; it is carried out in the background and survives a restart.
 
-        With the header `Idempotency-Key` (1 to 200 visible ASCII characters) it can be asked again when its answer
-        was lost: for 24 hours the same key and body get the same answer and start nothing, the same key and
-        another body 409, with what was asked before. A request that was refused may come again with its key.
+        With the header `Idempotency-Key` the request can be sent again when its answer was lost: for 24 hours the
+        same key and body get the same answer and start nothing, the same key and another body get 409 with the
+        first body. A request that was rejected may be sent again with its key.
 
         A name in use gets 409. With `attach=true` the request that made the deployment of that name gets the
-        deployment as it is now, and another request 409 with what differs.
+        deployment as it is now, and another request gets 409 with the differences.
         """
         caller.check(body.model, controller.registered())
         return controller.deploy(body, idempotency_key, attach=attach)
 
-    @api.get("/deployments/{name}")
-    def deployment(name: str) -> DeploymentDocument:
+    @api.get("/deployments/{name}", responses=problems(404))
+    def deployment(name: DeploymentName) -> DeploymentDocument:
+        """Return one deployment as it is now."""
         return controller.deployment(name)
 
-    @api.patch("/deployments/{name}", status_code=202)
-    def update(name: str, body: UpdateBody, caller: Caller) -> DeploymentDocument:
-        """Change a deployment that serves; what is left out stays as it is.
+    @api.patch("/deployments/{name}", status_code=202, responses=problems(404, 409, 422, *BODY))
+    def update(name: DeploymentName, body: UpdateBody, caller: Caller) -> DeploymentDocument:
+        """Change a deployment that serves; a field that is left out stays as it is.
 
-        New workers are started beside the former ones, which serve until then and end when they have no request
-        left. If the new ones do not come up, all stays as it was and `error` says why. `updating` is true until
+        New workers start next to the former ones, which serve until then and end when they have no request left.
+        If the new ones do not become ready, all stays as it was and `error` says why. `updating` is true until
         then.
         """
         caller.check(body.model, controller.registered())
         return controller.update(name, body)
 
-    @api.get("/deployments/{name}/plan")
-    def deployment_plan(name: str) -> PlanDocument:
+    @api.get("/deployments/{name}/plan", responses=problems(404))
+    def deployment_plan(name: DeploymentName) -> PlanDocument:
+        """Return the plan that a deployment was made by."""
         return controller.deployment_plan(name)
 
-    @api.get("/deployments/{name}/log", response_class=PlainTextResponse, responses=_PROBLEMS_BESIDE_TEXT)
+    @api.get(
+        "/deployments/{name}/log",
+        response_class=PlainTextResponse,
+        responses=problems(400, 401, 404, 503, beside_text=True),
+    )
     def logs(
-        name: str,
-        lines: Annotated[int, Query(ge=1, le=10_000)] = 200,
-        replica: Annotated[int, Query(ge=1, le=MAX_REPLICAS)] = 1,
+        name: DeploymentName,
+        lines: LogLines = 200,
+        replica: Replica = 1,
     ) -> str:
-        """The end of a worker's log, of several replicas that of one."""
+        """Return the end of the log of one replica as text."""
         return controller.logs(name, lines, replica)
 
-    @api.get("/deployments/{name}/log/part")
+    @api.get("/deployments/{name}/log/part", responses=problems(404))
     def log_part(
-        name: str,
-        lines: Annotated[int, Query(ge=1, le=10_000)] = 200,
-        replica: Annotated[int, Query(ge=1, le=MAX_REPLICAS)] = 1,
-        position: Annotated[str | None, Query(max_length=200)] = None,
+        name: DeploymentName,
+        lines: LogLines = 200,
+        replica: Replica = 1,
+        position: Annotated[
+            str | None, Query(max_length=200, description="Position that the last part ended at; none: the end.")
+        ] = None,
     ) -> LogDocument:
-        """The end of a worker's log and the position behind it; with that `position`, what was added since."""
+        """Return the end of a log with the position behind it.
+
+        With that `position` the next request gets what was added since.
+        """
         return controller.log_part(name, lines, replica, position)
 
-    @api.delete("/deployments/{name}", status_code=202)
-    def remove(name: str, created_at: float | None = None) -> DeploymentDocument:
-        """End a deployment; with `created_at`, as its document says it, not one that has the name since."""
+    @api.delete("/deployments/{name}", status_code=202, responses=problems(404))
+    def remove(
+        name: DeploymentName,
+        created_at: Annotated[
+            float | None,
+            Query(description="`created_at` of the deployment that is meant, not one that has the name since."),
+        ] = None,
+    ) -> DeploymentDocument:
+        """End a deployment; its workers are stopped in the background."""
         return controller.remove(name, created_at)
 
 
@@ -303,22 +348,28 @@ def _verification_routes(api: APIRouter, controller: Controller) -> None:
 
     @api.get("/verifications")
     def verifications() -> tuple[StoredVerification, ...]:
-        """The checks that are kept; those in force correct estimates."""
+        """List the checks that are kept; those in force correct estimates."""
         return verifier.stored()
 
-    @api.post("/verifications", status_code=202)
+    @api.post("/verifications", status_code=202, responses=problems(404, 409, 422, *BODY))
     def start_verification(body: VerifyBody, caller: Caller) -> VerificationJobDocument:
         """Check a running configuration in the background, and correct the estimates of its model by it."""
         caller.check(body.model, controller.registered())
         return verifier.start(body)
 
-    @api.get("/verifications/jobs/{job_id}")
-    def verification_job(job_id: str) -> VerificationJobDocument:
+    @api.get("/verifications/jobs/{job_id}", responses=problems(404))
+    def verification_job(job_id: JobId) -> VerificationJobDocument:
+        """Return the state of a check, and its findings once it is done."""
         return verifier.job(job_id)
 
-    @api.delete("/verifications", status_code=204)
-    def forget_verifications(model: Annotated[str, Query(min_length=1, max_length=4096)], caller: Caller) -> None:
-        """Estimates of this model, and of those of its shape, are no longer corrected."""
+    @api.delete("/verifications", status_code=204, responses=problems(404))
+    def forget_verifications(
+        model: Annotated[
+            str, Query(min_length=1, max_length=4096, description="Folder, Hugging Face id or registered name.")
+        ],
+        caller: Caller,
+    ) -> None:
+        """Forget the checks of a model; its estimates, and those of its shape, are no longer corrected."""
         caller.check(model, controller.registered())
         verifier.forget(model)
 
@@ -326,35 +377,42 @@ def _verification_routes(api: APIRouter, controller: Controller) -> None:
 def _operator_routes(api: APIRouter, controller: Controller) -> None:
     @api.get("/nodes")
     def nodes() -> tuple[NodeDocument, ...]:
+        """List the nodes with their devices, free memory and load."""
         return controller.nodes()
 
     @api.get("/engines")
     def engines() -> tuple[EngineDocument, ...]:
+        """List the engines and their installations on this machine."""
         return controller.engines()
 
     @api.get("/serving")
     def serving() -> tuple[DeploymentState, ...]:
+        """List the load and the placement of all deployments."""
         return controller.serving()
 
-    @api.get("/events")
+    @api.get("/events", responses=problems(404))
     def events(
-        after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
-        deployment: str | None = None,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+        after: Annotated[int, Query(ge=0, lt=1 << 63, description="Id of the last event that is known.")] = 0,
+        deployment: Annotated[str | None, Query(description="Deployment whose events to list; none: all.")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Most events to return.")] = 200,
     ) -> tuple[EventDocument, ...]:
+        """List events, oldest first."""
         rows = controller.events(after=after, name=deployment, limit=limit)
         return tuple(EventDocument(id=e.id, at=e.at, kind=e.kind, message=e.message) for e in rows)
 
     @api.get("/keys")
     def keys() -> tuple[KeyDocument, ...]:
+        """List the API keys, without their secrets."""
         return controller.keys()
 
-    @api.post("/keys", status_code=201)
+    @api.post("/keys", status_code=201, responses=problems(*BODY))
     def create_key(body: KeyBody) -> NewKeyDocument:
+        """Create an API key; it is shown in this answer only."""
         return controller.create_key(body.label, body.scope)
 
-    @api.delete("/keys/{key_id}", status_code=204)
-    def revoke_key(key_id: str) -> None:
+    @api.delete("/keys/{key_id}", status_code=204, responses=problems(404))
+    def revoke_key(key_id: Annotated[str, Path(description="Identifier of the key.")]) -> None:
+        """Revoke an API key; requests with it are rejected from now on."""
         controller.store.revoke_key(key_id)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from fingerprint.errors import IserveError, NotFoundError, UnavailableError
-from iserve.api_types import ProfileJobDocument
+from iserve.api_documents import ProfileJobDocument
 from iserve.verify.documents import VerificationJobDocument
 
 __all__ = ["Jobs"]

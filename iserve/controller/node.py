@@ -15,7 +15,7 @@ from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
 from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
-from iserve.api_types import NodeDocument
+from iserve.api_documents import NodeDocument
 from iserve.controller.records import recorded_workers
 from iserve.controller.seen import workers_seen
 from iserve.planning.document import EstimateDocument, PlanDocument

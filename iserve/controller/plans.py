@@ -20,7 +20,8 @@ from fingerprint.gpus import parse_gpus
 from fingerprint.measurements import Profile
 from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
-from iserve.api_types import LaunchBody, PlanBody, ProfileBody, ProfileJobDocument, ProgressDocument, check_name
+from iserve.api_documents import ProfileJobDocument, ProgressDocument
+from iserve.api_types import LaunchBody, PlanBody, ProfileBody, check_name
 from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import deployable_engine, engine_for
 from iserve.controller.jobs import Jobs

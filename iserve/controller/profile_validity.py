@@ -11,7 +11,7 @@ from fingerprint.codec import to_json
 from fingerprint.config import SLOT_ENGINES
 from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
-from iserve.api_types import NodeDocument
+from iserve.api_documents import NodeDocument
 
 __all__ = [
     "covers",

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import ConflictError
-from iserve.api_types import DeployBody, DeploymentDocument, UpdateBody
+from iserve.api_documents import DeploymentDocument
+from iserve.api_types import DeployBody, UpdateBody
 from iserve.controller.records import recorded_wish
 from iserve.demo import DEMO_MODEL_NAME
 from iserve.state.store import DeploymentRow, KeptAnswer, Store

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from daemon.engines.base import WorkerSpec
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
-from iserve.api_types import ReplicaDocument
+from iserve.api_documents import ReplicaDocument
 from iserve.state.store import DeploymentRow
 
 __all__ = ["replicas_seen", "seen_of", "status_of", "workers_seen"]

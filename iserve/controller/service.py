@@ -23,8 +23,7 @@ from fingerprint.errors import (
 )
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
-from iserve.api_types import (
-    DeployBody,
+from iserve.api_documents import (
     DeploymentDocument,
     EngineDocument,
     KeyDocument,
@@ -32,9 +31,8 @@ from iserve.api_types import (
     ModelDocument,
     NewKeyDocument,
     NodeDocument,
-    UpdateBody,
-    check_name,
 )
+from iserve.api_types import DeployBody, UpdateBody, check_name
 from iserve.controller import worker_log
 from iserve.controller.check_targets import Targets
 from iserve.controller.deployer import Deployer

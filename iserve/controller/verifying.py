@@ -14,7 +14,8 @@ from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
 from fingerprint.errors import NotFoundError
 from fingerprint.verification import Alone, Verification
-from iserve.api_types import ProgressDocument, VerifyBody
+from iserve.api_documents import ProgressDocument
+from iserve.api_types import VerifyBody
 from iserve.controller.check_targets import CheckTarget, Targets, Tell, check_same_engine, used_bytes
 from iserve.controller.jobs import Jobs
 from iserve.controller.node import hardware_of

@@ -8,7 +8,7 @@ from daemon.client import DaemonClient
 from daemon.engines.base import WorkerSpec
 from daemon.worker_log import LogPart
 from fingerprint.errors import NotFoundError
-from iserve.api_types import LogDocument
+from iserve.api_documents import LogDocument
 from iserve.controller.records import recorded_workers
 from iserve.state.store import DeploymentRow
 

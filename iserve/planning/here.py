@@ -24,7 +24,9 @@ class DeployableDocument:
     """Whether the chosen configuration can be deployed here, and all that is missing where it cannot."""
 
     here: bool
+    """Whether the configuration can be deployed on this machine."""
     missing: tuple[str, ...] = ()
+    """Requirements that are missing here."""
 
 
 def gpus_here() -> Mapping[str, int]:

@@ -26,10 +26,15 @@ class LaunchDocument:
     """What a deploy would start, and on what; nothing is started by asking."""
 
     plan: PlanDocument
-    worker: WorkerSpec  # the first, where there are several replicas
-    devices: tuple[Device, ...]  # of the worker
-    release: str | None  # of the engine that was measured; None: nothing was
-    has_weights: bool  # beside the config.json that was planned with
+    """Plan that the launch follows."""
+    worker: WorkerSpec
+    """Worker that would start; the first of several replicas."""
+    devices: tuple[Device, ...]
+    """Devices of that worker."""
+    release: str | None
+    """Engine release that was measured; None: nothing was measured."""
+    has_weights: bool
+    """Whether the model's weights are here, not its config.json alone."""
 
 
 @dataclass(frozen=True, slots=True)

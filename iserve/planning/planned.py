@@ -10,10 +10,10 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimator
 from fingerprint.measurements import Profile
 from iserve.model_source import ModelSource
-from iserve.planning.document import plan_document
 from iserve.planning.here import DeployableDocument
 from iserve.planning.launching import PlannedDeployment
 from iserve.planning.making import EngineChooser, Hardware, PlanOptions, alone_of, make_plan
+from iserve.planning.plan_document import plan_document
 from iserve.planning.rate_advice import with_rate_advice
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict

@@ -36,7 +36,9 @@ class BatchRange:
     """Batches, tried at powers of two, at which the runner-up would be chosen over the chosen configuration."""
 
     first: int
+    """Smallest such batch."""
     last: int
+    """Largest such batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,23 +46,39 @@ class IntentLead:
     """An intent under which the runner-up is ahead of the chosen configuration, and both values."""
 
     intent: str
+    """Intent under which the runner-up wins."""
     unit: str
-    value: float  # of the runner-up
+    """Unit of both values."""
+    value: float
+    """Value of the runner-up."""
     chosen_value: float
+    """Value of the chosen configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerUpDocument:
+    """Second choice of a plan, and what would make it the first."""
+
     config: DeploymentConfig
-    objective: float | None  # what it is ranked by, in the plan's objective_unit
+    """Configuration of the runner-up."""
+    objective: float | None
+    """Value by which it is ranked, in the plan's `objective_unit`; None: not known."""
     chosen_objective: float | None
-    wins_at_batch: BatchRange | None = None  # None: at none that was tried
+    """Value by which the chosen configuration is ranked."""
+    wins_at_batch: BatchRange | None = None
+    """Batches at which it would be chosen; None: none that was tried."""
     wins_by: tuple[IntentLead, ...] = ()
-    alike: tuple[DeploymentConfig, ...] = ()  # feasible ones with the same figures as the chosen one
+    """Other intents under which it would be chosen."""
+    alike: tuple[DeploymentConfig, ...] = ()
+    """Feasible configurations with the same figures as the chosen one."""
     is_measured: bool = False
-    is_ahead: bool = False  # by its value; it was passed over because it was not measured
-    is_distinguishable: bool = True  # False: the intervals of what is ranked by overlap
-    is_tried: bool = True  # at other batches and under other intents
+    """Whether the runner-up was run."""
+    is_ahead: bool = False
+    """Whether it is better by its value, and was passed over because it was not measured."""
+    is_distinguishable: bool = True
+    """Whether the two intervals lie apart."""
+    is_tried: bool = True
+    """Whether other batches and intents were tried."""
 
 
 def runner_up(plan: Plan, winner: Winner | None = None) -> RunnerUpDocument | None:

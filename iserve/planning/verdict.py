@@ -31,12 +31,19 @@ class FiguresDocument:
     """
 
     ttft_s: Quantity
+    """Time to first token of the batch, in seconds."""
     tpot_s: Quantity
+    """Time per output token of the batch, in seconds."""
     e2e_s: Quantity
-    requests_per_s: float  # with a rate: the highest that keeps the limits
-    output_tokens_per_s: float  # at the rate or, without one, at ``requests_per_s``
-    usd_per_million_output_tokens: float | None  # at the same; prompts included. None: the GPU has no known price
+    """Time of a whole request of the batch, in seconds."""
+    requests_per_s: float
+    """Requests per second; with a rate the highest that keeps the limits."""
+    output_tokens_per_s: float
+    """Output tokens per second, at the rate or, without one, at `requests_per_s`."""
+    usd_per_million_output_tokens: float | None
+    """US dollars per million output tokens, prompts included; None: the GPU has no known price."""
     usd_per_gpu_hour: float | None
+    """US dollars of one GPU for an hour; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,22 +51,29 @@ class RefusalCount:
     """How many configurations are refused for one reason, which is the first that each has."""
 
     reason: RefusedFor
+    """Kind of the first reason of each refusal."""
     count: int
+    """Number of configurations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictDocument:
     """``iserve plan --json`` and the first screen of every plan."""
 
-    sentence: str  # what was chosen, said aloud; or that nothing was
-    figures: FiguresDocument | None  # None: nothing is feasible
+    sentence: str
+    """Chosen configuration in one sentence, or that none is feasible."""
+    figures: FiguresDocument | None
+    """Figures at the planned load; None: nothing is feasible."""
     runner_up: RunnerUpDocument | None
-    deployable: DeployableDocument | None  # of the chosen configuration; None: there is none, or it was not judged
-    refusals: tuple[RefusalCount, ...]  # the commonest first; every refused configuration is counted once
-    relax_first: str | None = None  # what is changed least where nothing is feasible
-    slo_batch: int | None = (
-        None  # requests at once that the SLO was judged with; None: no SLO, or judged at the rate
-    )
+    """Next feasible configuration with other figures; None: none."""
+    deployable: DeployableDocument | None
+    """Whether the chosen configuration can be deployed here; None: none was chosen, or it was not judged."""
+    refusals: tuple[RefusalCount, ...]
+    """Refused configurations by their first reason, the commonest first."""
+    relax_first: str | None = None
+    """Smallest change that would make something feasible; None: something is."""
+    slo_batch: int | None = None
+    """Requests at once that the SLO was judged with; None: no SLO, or judged at the rate."""
 
 
 def verdict(

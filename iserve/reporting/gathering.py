@@ -35,9 +35,9 @@ from fingerprint.report import (
     whole_models,
 )
 from fingerprint.report.rankings import ROWS
-from iserve.planning.document import plan_document
 from iserve.planning.here import DeployableDocument
 from iserve.planning.making import EngineChooser, Hardware, PlanOptions, make_plan
+from iserve.planning.plan_document import plan_document
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
 from iserve.planning.verdict_text import alike_words, note_lines, plan_lines, refused_words

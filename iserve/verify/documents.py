@@ -10,7 +10,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Estimate, Estimator, Quantity, Source
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.verification import Reading, Verification
-from iserve.api_types import ProgressDocument
+from iserve.api_documents import ProgressDocument
 
 __all__ = [
     "MetricDocument",
@@ -33,20 +33,34 @@ class MetricDocument:
     was ordered is no estimate.
     """
 
-    name: str  # "ttft_s" | "tpot_s" | "memory_bytes_per_gpu" | "kv_tokens"
+    name: str
+    """Figure: `ttft_s`, `tpot_s`, `memory_bytes_per_gpu` or `kv_tokens`."""
     predicted: float
-    low: float  # of the 90% interval; of ``kv_tokens`` what was ordered, and no upper end
+    """Predicted value; of `kv_tokens` what was ordered."""
+    low: float
+    """Lower end of the 90% interval; of `kv_tokens` what was ordered."""
     high: float | None
-    source: Source | None  # None: ordered, not predicted
+    """Upper end of the 90% interval; None: none."""
+    source: Source | None
+    """Method of the prediction; None: ordered, not predicted."""
     measured: float | None
-    measured_low: float | None  # 90% interval of the mean over the repeats; None: read once
+    """Measured value; None: not reported."""
+    measured_low: float | None
+    """Lower end of the measured mean's 90% interval; None: read once."""
     measured_high: float | None
+    """Upper end of the measured mean's 90% interval; None: read once."""
     repeats: int
+    """Number of repeats."""
     error: float | None
+    """Measured over predicted, less 1; None: not reported."""
     inside: bool | None
-    how: str  # it was measured
+    """Whether the measured value lies within the interval; None: not reported."""
+    how: str
+    """Method of the measurement, in words."""
     corrects: bool
-    corrects_alone: bool | None  # of the same time of one request alone; None: that was not read
+    """Whether the model's estimates are changed by it."""
+    corrects_alone: bool | None
+    """Whether the estimates of one request alone are changed by it; None: not read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +68,23 @@ class VerificationDocument:
     """What a check found."""
 
     model: str
-    deployment: str | None  # None: launched for the check, and ended with it
+    """Model that was checked."""
+    deployment: str | None
+    """Deployment that was checked; None: a worker was launched for the check and ended with it."""
     hardware: str
+    """Devices in words."""
     config: DeploymentConfig
-    workload: Workload  # that was run
-    measured_at: str  # ISO 8601, UTC
+    """Configuration that was checked."""
+    workload: Workload
+    """Workload that was run."""
+    measured_at: str
+    """Time of the check, ISO 8601 in UTC."""
     metrics: tuple[MetricDocument, ...]
-    correction_before: Correction | None  # of an earlier check, which the predictions here include
+    """Predicted and measured value of each figure."""
+    correction_before: Correction | None
+    """Correction by an earlier check that the predictions include; None: none."""
     notes: tuple[str, ...]
+    """Remarks on the check."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +92,17 @@ class VerificationJobDocument:
     """A check that is under way, or was."""
 
     job_id: str
+    """Identifier of the job."""
     model: str
-    status: str  # "running" | "done" | "failed"
+    """Model that is checked."""
+    status: str
+    """State of the job: `running`, `done` or `failed`."""
     error: str | None
+    """Reason of a failure; None: none."""
     progress: ProgressDocument | None
+    """Step that is under way; None: none."""
     result: VerificationDocument | None = None
+    """Findings of the check; None: not done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +111,15 @@ class StoredVerification:
     devices, the driver and the engine's version are as they were."""
 
     model: str
+    """Model that was checked."""
     shape_hash: str
+    """Hash of the model's shape; models with the same shape share the correction."""
     engine: str
+    """Engine that was checked."""
     in_force: bool
+    """Whether estimates are corrected by it."""
     verification: Verification
+    """Measurements of the check."""
 
 
 def verification_document(

@@ -303,6 +303,21 @@ def _held_gib(points: Iterable[TimingPoint]) -> float | None:
     return sum(run.e2e_s * run.held_bytes for run in runs) / sum(run.e2e_s for run in runs) / GIB
 
 
+def by_other_methods(recorded: Sequence[Recorded]) -> list[Row]:
+    """Return the predictions by which L3 is judged: iServe's other methods, the roofline and AIConfigurator."""
+    answers = from_json(read_kept(AICONFIGURATOR), _Answers, what=AICONFIGURATOR.name).answers
+    return [
+        row
+        for one in recorded
+        for row in (
+            *predict_rank(one),
+            *predict_plain(one),
+            *predict_roofline(one),
+            *predict_aiconfigurator(one, answers),
+        )
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "h200")
@@ -316,17 +331,7 @@ def main() -> None:
     errors = measured_errors(recorded)
     calibration = Calibration(errors)
     rows = [row for one in recorded for row in predict_l3(one, calibration)]
-    answers = from_json(read_kept(AICONFIGURATOR), _Answers, what=AICONFIGURATOR.name).answers
-    others = [
-        row
-        for one in recorded
-        for row in (
-            *predict_rank(one),
-            *predict_plain(one),
-            *predict_roofline(one),
-            *predict_aiconfigurator(one, answers),
-        )
-    ]
+    others = by_other_methods(recorded)
     memory, costs = [memory_row(one) for one in recorded], [cost_row(one) for one in recorded]
     timers = [row for one in recorded for row in timer_rows(one)]
     print(markdown(rows, memory, costs, timers, others))

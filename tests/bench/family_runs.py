@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -37,7 +38,7 @@ from tests.bench.kept import write_kept
 
 WORKLOAD = Workload(batch=16, input_tokens=512, output_tokens=128)
 MAX_BATCH = 32
-BUDGET_S = 25.0
+BUDGET_S = 20.0
 PLUGIN = """
 import torch
 
@@ -69,7 +70,7 @@ class FamilyRun:
 
 
 def run_one(name: str, configs: Path, out: Path, gib: float, port: int) -> None:
-    """Profile one family and write OUT/NAME.json; the log of its workers is OUT/NAME.log."""
+    """Profile one family and write OUT/NAME.json."""
     from tests.bench.accuracy_measure import _Bench, machine_here
 
     begun, folder = time.monotonic(), configs / name
@@ -102,7 +103,6 @@ def run_one(name: str, configs: Path, out: Path, gib: float, port: int) -> None:
     except IserveError as error:
         why_not = f"{type(error).__name__}: {error}"
     logs = b"".join(path.read_bytes() for path in sorted(scratch.glob("*/log.txt")))
-    (out / f"{name}.log").write_bytes(logs[-400_000:])
     lines = logs.decode(errors="replace").splitlines()
     said = [line for line in lines if "KV cache" in line or "block size" in line or "attention backend" in line]
     run = FamilyRun(
@@ -140,12 +140,14 @@ def run_all(
             running[name] = subprocess.Popen([sys.executable, "-m", "tests.bench.family_runs", *arguments])
         time.sleep(0.5)
     for process in running.values():
-        process.kill()
+        process.send_signal(signal.SIGINT)  # so that it ends its worker
+    for process in running.values():
+        process.wait(30)
     texts = [path.read_text() for path in sorted(work.glob("*.json"))]
     write_kept(out / "families.json.xz", "[" + ",\n".join(texts) + "]")
     with tarfile.open(out / "logs.tar.xz", "w:xz") as tar:
-        for path in sorted(work.glob("*.log")):
-            tar.add(path, path.name)
+        for path in sorted(work.rglob("log*.txt")):
+            tar.add(path, "-".join(path.relative_to(work).parts))
     print(f"{len(texts)} of {len(names)}; not done: {[*running, *(name for _, name in waiting)]}", flush=True)
 
 

@@ -26,7 +26,7 @@ from daemon.procfs import start_time_ticks
 from daemon.status import WorkerState
 from fingerprint.errors import NotFoundError, UnavailableError
 from fingerprint.families import load_spec
-from iserve.api_types import DeploymentDocument
+from iserve.api_documents import DeploymentDocument
 from iserve.client import ControllerClient, controller_record
 from iserve.controller.profiling import machine_key
 from iserve.demo import demo_model_path

@@ -17,7 +17,7 @@ from daemon.process import own_record, write_record
 from fingerprint.codec import to_json
 from fingerprint.errors import ConflictError, EngineError, IserveError, NotFoundError, UnavailableError
 from iserve import client
-from iserve.api_types import DeploymentDocument
+from iserve.api_documents import DeploymentDocument
 from iserve.cli.app import make_app
 from iserve.cli.serving import _accepted, _follow
 from iserve.client import ControllerClient, check_running_settings, post_once

@@ -27,7 +27,8 @@ from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
-from iserve.api_types import DeployBody, DeploymentDocument, LaunchBody, PlanBody
+from iserve.api_documents import DeploymentDocument
+from iserve.api_types import DeployBody, LaunchBody, PlanBody
 from iserve.controller.deployer import Deployer
 from iserve.controller.profiling import Profiler, launched, machine_key
 from iserve.controller.reconcile import Reconciler

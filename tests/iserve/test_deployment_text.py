@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fingerprint.codec import from_json
-from iserve.api_types import DeploymentDocument, ProgressDocument, ReplicaDocument
+from iserve.api_documents import DeploymentDocument, ProgressDocument, ReplicaDocument
 from iserve.cli import inspecting, updating
 from iserve.cli.progress import StepDisplay
 from iserve.planning.document import PlanDocument

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,10 +39,46 @@ def test_reference_pages_are_current() -> None:
     assert check.returncode == 0, check.stderr
 
 
-def test_links_between_the_pages_lead_somewhere() -> None:
-    import re
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    lost = []
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            if "://" in target:
+                continue
+            there = (page.parent / target) if target else page
+            if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+                lost.append(f"{page.relative_to(ROOT)} links to {target}#{anchor}")
+    assert lost == []
+
+
+def test_prose_is_wrapped_at_100_columns() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        prose = re.sub(r"^ {0,3}```.*?^ {0,3}```", "", page.read_text(), flags=re.M | re.S)
+        for line in prose.splitlines():
+            if not line.startswith(("|", "    ", "#")) and " " in line[:100].lstrip("*- "):
+                assert len(line) <= 100, f"{page.name}: {line}"
+
+
+def test_wrapping_changes_no_word_and_nothing_twice() -> None:
+    page = f"# A heading {'long ' * 40}\n\n* An item {'word ' * 40}\n  of two `lines of code` - and 1. more\n"
+    page += f"    * An item {'within ' * 40}\n\n"
+    page += f"| a {'cell ' * 40}|\n\n```\n{'code ' * 40}\n```\n\n    {'code ' * 40}\n"
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from wrap import wrapped
+    finally:
+        sys.path.pop(0)
+    found = wrapped(page)
+    assert found.split() == page.split()
+    assert found.count("\n    * An item within") == 1
+    assert wrapped(found) == found
+    kept = [line for line in page.splitlines() if line.startswith(("#", "|", "code", "    code"))]
+    assert [line for line in found.splitlines() if line in kept] == kept
+    assert max(len(line) for line in found.splitlines() if line not in kept) <= 100

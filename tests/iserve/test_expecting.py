@@ -16,9 +16,9 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.planning.document import plan_document
 from iserve.planning.expecting import UNKNOWN_LOAD, Expected, expected
 from iserve.planning.making import Hardware, PlanOptions, make_plan, ranked_anywhere, space
+from iserve.planning.plan_document import plan_document
 from iserve.planning.ranked_model import RankedModel
 from iserve.simulation.running import idle_cluster
 from placement.batch_load import Batching

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fingerprint.errors import EngineError, NotFoundError, UnavailableError
-from iserve.api_types import ProfileJobDocument, ProgressDocument
+from iserve.api_documents import ProfileJobDocument, ProgressDocument
 from iserve.controller.jobs import Jobs
 
 Show = Callable[[ProfileJobDocument], None]

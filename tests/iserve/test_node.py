@@ -17,12 +17,12 @@ from fingerprint.errors import ConflictError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
-from iserve.api_types import NodeDocument
+from iserve.api_documents import NodeDocument
 from iserve.controller.check_targets import Targets
 from iserve.controller.node import hardware_of, serving_on, without
 from iserve.demo import demo_model_path
-from iserve.planning.document import plan_document
 from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
+from iserve.planning.plan_document import plan_document
 from iserve.routes import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.batch_load import Batching

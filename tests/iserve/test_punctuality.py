@@ -18,8 +18,9 @@ from fingerprint.gpus import gpu_spec
 from iserve.api_types import DeployBody
 from iserve.controller.punctuality import pace_of, punctuality_of
 from iserve.demo import demo_model_path
-from iserve.planning.document import PlanDocument, plan_document
+from iserve.planning.document import PlanDocument
 from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
+from iserve.planning.plan_document import plan_document
 from iserve.routes import Punctuality, RouteTable
 from iserve.state.store import DeploymentRow
 from planner.intent import Slo

@@ -19,7 +19,8 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError, UnavailableError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
-from iserve.api_types import DeployBody, DeploymentDocument
+from iserve.api_documents import DeploymentDocument
+from iserve.api_types import DeployBody
 from iserve.controller import deployer, reconcile
 from iserve.controller.node import hardware_of, serving_on
 from iserve.controller.patience import Patience

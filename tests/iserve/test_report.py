@@ -29,7 +29,7 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfilePlan, default_plan
 from fingerprint.report import AccuracyRecord, AccuracyRow, Report, render_report
-from iserve.api_types import ModelDocument, NodeDocument
+from iserve.api_documents import ModelDocument, NodeDocument
 from iserve.cli.app import make_app
 from iserve.cli.profile_text import print_profile
 from iserve.cli.reporting import hardware_here

@@ -11,8 +11,8 @@ from fingerprint.gpus import parse_gpus
 from iserve.cli.profile_text import print_profile
 from iserve.cli.render import _SOURCE_MARKS, print_plan
 from iserve.controller.estimating import estimator_for
-from iserve.planning.document import plan_document
 from iserve.planning.making import PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.plan_document import plan_document
 from tests.fingerprint.test_shards import RankMachine, take
 
 AT = Workload(8, 1024, 33)

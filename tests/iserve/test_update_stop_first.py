@@ -23,7 +23,8 @@ from daemon.status import WorkerState
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import InfeasibleError
 from fingerprint.families import load_spec
-from iserve.api_types import DeploymentDocument, UpdateBody
+from iserve.api_documents import DeploymentDocument
+from iserve.api_types import UpdateBody
 from iserve.controller.deployer import Deployer
 from iserve.controller.profiling import machine_key
 from iserve.controller.reconcile import Reconciler

@@ -1,0 +1,209 @@
+"""Tables of the pages that come from recorded results: each stands between two marks, ``<!-- table: NAME -->``."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["with_tables"]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tests/bench/results"
+FOLDERS = {
+    "h200": "vLLM 0.24 on H200s",
+    "h200-vllm-0.33": "vLLM 0.33 on an H200",
+    "h200-vllm-0.26": "vLLM 0.26 on an H200",
+}
+AICONFIGURATOR = "AIConfigurator 0.12.0"
+sys.path.insert(0, str(ROOT))  # the benches that made the results
+
+
+def with_tables(page: str) -> str:
+    """Return ``page`` with every table between marks as the results are now."""
+
+    def table(block: re.Match[str]) -> str:
+        return f"{block[1]}\n\n{TABLES[block[2]]()}\n\n<!-- end -->"
+
+    return re.sub(r"(<!-- table: (.+?) -->)\n.*?<!-- end -->", table, page, flags=re.DOTALL)
+
+
+@cache
+def _recorded(file: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(gzip.decompress((RESULTS / file).read_bytes()))
+    return found
+
+
+def _decisions() -> tuple[Any, ...]:
+    from fingerprint.codec import from_json
+    from tests.bench.decisions import Group, family
+
+    recorded = json.dumps(_recorded("decisions.json.gz")["groups"]).encode()
+    groups = from_json(recorded, tuple[Group, ...], what="decisions.json.gz")
+    families = {family(group.table) for group in groups}
+    return tuple(group for group in groups if group.table in families)  # single tables are in the file
+
+
+def _regret(*, supported: bool, limited: bool) -> str:
+    from tests.bench.decisions import as_markdown
+
+    return as_markdown([g for g in _decisions() if g.supported is supported and ("slo" in g.intent) is limited])
+
+
+def _in_short() -> str:
+    groups = [g for g in _decisions() if g.table == "all" and g.supported and "AIConfigurator" in g.choosers]
+    names = ("iServe", "rule", "AIConfigurator")
+    lines = [f"| intent | choices | {' | '.join(names)} |", "|---|--:|---|---|---|"]
+    for group in groups:
+        found = [group.choosers[name] for name in names]
+        cells = [
+            f"{one.best:.0%} best, {100 * one.mean:.1f}% regret"
+            + "".join(
+                f", {n:,} {what}" for n, what in ((one.refused, "rejected"), (one.missed, "limits broken")) if n
+            )
+            for one in found
+        ]
+        lines.append(f"| `{group.intent}` | {found[0].count:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _bias() -> str:
+    from fingerprint.codec import from_json
+    from tests.bench.decisions import Bias, bias_table
+
+    recorded = json.dumps(_recorded("decisions.json.gz")["biases"]).encode()
+    return bias_table(from_json(recorded, tuple[Bias, ...], what="decisions.json.gz"))
+
+
+def _accuracy(folder: str) -> str:
+    from fingerprint.estimators.calibration import Calibration
+    from tests.bench.accuracy import (
+        by_other_methods,
+        cost_row,
+        load,
+        measured_errors,
+        memory_row,
+        predict_l3,
+        timer_rows,
+    )
+    from tests.bench.accuracy_tables import markdown
+
+    recorded = load(RESULTS / folder)
+    calibration = Calibration(measured_errors(recorded))
+    return markdown(
+        [row for one in recorded for row in predict_l3(one, calibration)],
+        [memory_row(one) for one in recorded],
+        [cost_row(one) for one in recorded],
+        [row for one in recorded for row in timer_rows(one)],
+        by_other_methods(recorded),
+    )
+
+
+def _strategies(model: str) -> str:
+    from fingerprint.codec import from_json
+    from tests.bench.kept import read_kept
+    from tests.bench.strategies import StrategyRecord, markdown
+
+    kept = RESULTS / "strategies.json.xz"
+    text = markdown(from_json(read_kept(kept), StrategyRecord, what=kept.name))
+    return text.partition(f"### {model}\n")[2].strip().partition("\n\n")[0]
+
+
+def _accuracy_in_short() -> str:
+    """All models of each folder of recordings, fingerprints against whole models."""
+    from fingerprint.estimators.calibration import Calibration
+    from tests.bench.accuracy import load, measured_errors, predict_l3
+    from tests.bench.accuracy_tables import summary
+
+    lines = [
+        "| engine | number | models | points | median error | worst error | inside |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for folder, engine in FOLDERS.items():
+        recorded = load(RESULTS / folder)
+        calibration = Calibration(measured_errors(recorded))
+        rows = [row for one in recorded for row in predict_l3(one, calibration)]
+        models = len({row.model for row in rows})
+        lines += [
+            f"| {engine} | {metric.upper()} | {models} | {points} | {median:.1%} | {worst:.1%} | {inside:.0%} |"
+            for _, metric, points, median, worst, inside in summary(rows, lambda _: "all")
+        ]
+    return "\n".join(lines)
+
+
+def _against_others() -> str:
+    """iServe, AIConfigurator and vLLM's defaults: errors by fingerprints, and picks by datasheets alone."""
+    from fingerprint.estimators.calibration import Calibration
+    from tests.bench.accuracy import by_other_methods, load, measured_errors, predict_l3
+    from tests.bench.accuracy_rows import Row
+    from tests.bench.accuracy_tables import summary
+
+    recorded = load(RESULTS / "h200")
+    calibration = Calibration(measured_errors(recorded))
+    theirs = [row for row in by_other_methods(recorded) if row.method == AICONFIGURATOR]
+
+    def point(row: Row) -> tuple[object, ...]:
+        return row.model, row.variant, row.batch, row.input_tokens, row.metric
+
+    answered = {point(row) for row in theirs}
+    ours = [row for one in recorded for row in predict_l3(one, calibration) if point(row) in answered]
+    errors = {
+        (method, metric): rest for method, metric, *rest in summary([*ours, *theirs], lambda row: row.method)
+    }
+    picks = {g.intent: g.choosers for g in _decisions() if g.table == "all" and g.supported}
+
+    def error(method: str, metric: str) -> str:
+        _, median, worst, _ = errors[method, metric]
+        return f"{median:.1%} / {worst:.1%}"
+
+    def pick(name: str, intent: str) -> str:
+        found = picks[intent][name]
+        return f"{found.best:.0%} best, {100 * found.mean:.1f}% regret"
+
+    def limit(name: str) -> str:
+        found = picks["latency-slo"][name]
+        return f"{found.best:.0%} best, {found.refused:,} rejected, {found.missed:,} broken"
+
+    lines = [
+        f"| | iServe | {AICONFIGURATOR} | vLLM's defaults |",
+        "|---|---|---|---|",
+        "| rests on | one and two layers, measured here | measured operators of listed GPUs | nothing |",
+    ]
+    lines += [
+        f"| {metric.upper()} of whole models, {errors['L3', metric][0]} points: median / worst error "
+        f"| {error('L3', metric)} | {error(AICONFIGURATOR, metric)} | none predicted |"
+        for metric in ("tpot", "ttft")
+    ]
+    inside = " and ".join(f"{errors['L3', metric][3]:.0%}" for metric in ("tpot", "ttft"))
+    lines.append(f"| 90% intervals, there | hold {inside} | none | none |")
+    for intent in ("min-latency", "min-gpu-hours", "max-throughput"):
+        count = picks[intent]["iServe"].count
+        lines.append(
+            f"| `{intent}`, {count} choices | {pick('iServe', intent)} "
+            f"| {pick('AIConfigurator', intent)} | no choice |"
+        )
+    count = picks["latency-slo"]["iServe"].count
+    lines.append(
+        f"| `latency-slo`, {count:,} choices | {limit('iServe')} | {limit('AIConfigurator')} | no choice |"
+    )
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "regret without a limit": lambda: _regret(supported=False, limited=False),
+    "regret without a limit, AIConfigurator": lambda: _regret(supported=True, limited=False),
+    "regret with a limit": lambda: _regret(supported=False, limited=True),
+    "regret with a limit, AIConfigurator": lambda: _regret(supported=True, limited=True),
+    "strategies, iserve-demo": lambda: _strategies("iserve-demo"),
+    "strategies, llama-16x25MB": lambda: _strategies("llama-16x25MB"),
+    "bias": _bias,
+    "accuracy in short": _accuracy_in_short,
+    "regret in short": _in_short,
+    "against others": _against_others,
+    "accuracy of vLLM 0.24 on an H200": lambda: _accuracy("h200"),
+}

@@ -1,0 +1,253 @@
+"""Answers of the REST API: what the controller says of models, deployments, nodes, engines, events and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from daemon.status import DeviceStatus
+from fingerprint.config import DeploymentConfig
+
+__all__ = [
+    "DeploymentDocument",
+    "EngineDocument",
+    "EventDocument",
+    "KeyDocument",
+    "LogDocument",
+    "ModelDocument",
+    "NewKeyDocument",
+    "NodeDocument",
+    "Problem",
+    "ProfileJobDocument",
+    "ProgressDocument",
+    "ReplicaDocument",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgressDocument:
+    """How far a running step is; ``done`` of ``total`` pieces."""
+
+    step: str
+    """Step that runs now, in words."""
+    done: int
+    """Pieces of the step that are done."""
+    total: int
+    """Pieces of the step in all."""
+    elapsed_s: float
+    """Seconds since the step began."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaDocument:
+    """One worker of a deployment as it is now."""
+
+    worker_id: str
+    """Identifier of the worker."""
+    status: str
+    """State of the worker; `lost`: the daemon does not know it; `unreachable`: the daemon does not answer."""
+    device_ids: tuple[str, ...]
+    """Devices of the worker."""
+    layers_per_stage: tuple[int, ...]
+    """Hidden layers of each pipeline stage."""
+    url: str | None
+    """Worker's own address; None: not started yet."""
+    restarts: int
+    """Times that the worker was started again."""
+    error: str | None
+    """Reason why the worker does not serve; None: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineDocument:
+    """One installation of an engine on the controller's machine, or an engine that has none there.
+
+    ``source``: ``setting`` (the Python that a setting names), ``environment`` (made by `iserve engines install`)
+    or ``here`` (iServe's own Python). ``verified``: ``run`` (on a GPU; torch on a CPU as well), ``read`` (in the
+    release's sources) or ``unknown``.
+    """
+
+    engine: str
+    """Engine's name: `torch`, `vllm` or `tensorrt-llm`."""
+    version: str | None = None
+    """Release that is installed; None: none."""
+    python: str | None = None
+    """Python interpreter of the installation; None: none."""
+    source: str | None = None
+    """Origin of the installation: `setting`, `environment` or `here`; None: none."""
+    verified: str | None = None
+    """Degree to which this release was checked: `run`, `read` or `unknown`; None: not installed."""
+    is_used: bool = False
+    """Whether workers start with this installation where a deployment asks for no version."""
+    problem: str | None = None
+    """Reason why no worker can start with it, and what to do; None: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentDocument:
+    """One deployment as it is now.
+
+    ``status``: ``accepted``, ``resolving``, ``profiling``, ``planning``, ``launching`` (the steps of a deploy);
+    ``ready`` (a worker serves, of several replicas at least one: ``num_ready`` of ``num_replicas``),
+    ``restarting``, ``unreachable`` (observed of its workers); ``asleep`` (no request for
+    ``scale_to_zero_s``: its workers have ended; ``error``: why the last try to start them again failed),
+    ``waking`` (they start again); ``draining``, ``replacing`` (the steps of an update that stops first),
+    ``restoring`` (its new workers did not come up, the former ones start again); ``refused`` (nothing is
+    feasible), ``failed`` (``error`` says why), ``removing``.
+    """
+
+    name: str
+    """Deployment's name, which clients give as `model`."""
+    model: str
+    """Model that is served, as it was given."""
+    intent: str
+    """Intent that the configuration was chosen for."""
+    status: str
+    """State of the deployment; the values are listed in the description of DeploymentDocument."""
+    error: str | None
+    """Reason of a failure; None: none."""
+    base_url: str | None
+    """Address of the OpenAI API; None: the gateway is not up yet."""
+    config: DeploymentConfig | None
+    """Configuration that was chosen; None: not chosen yet."""
+    layers_per_stage: tuple[int, ...]
+    """Hidden layers of each pipeline stage of the first replica."""
+    device_ids: tuple[str, ...]
+    """Devices of all replicas."""
+    worker_url: str | None
+    """Address of the first replica's worker; None: not started yet."""
+    restarts: int
+    """Times that workers were started again, over all replicas."""
+    created_at: float
+    """Time of the request, in seconds since the epoch; identifies this deployment among others of its name."""
+    progress: ProgressDocument | None = None
+    """Step that is under way; None: none."""
+    scale_to_zero_s: float | None = None
+    """Idle seconds after which the workers end; None: they stay."""
+    num_replicas: int = 1
+    """Number of replicas asked for."""
+    num_ready: int = 0
+    """Number of replicas that serve."""
+    refuses_late: bool = False
+    """Whether the gateway answers 503 to a request that would miss the SLO."""
+    replicas: tuple[ReplicaDocument, ...] = ()
+    """Replicas that were chosen, one worker each."""
+    updating: bool = False
+    """Whether new workers are being prepared; the present ones serve until then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileJobDocument:
+    """A profile that is being taken, or was."""
+
+    job_id: str
+    """Identifier of the job."""
+    model: str
+    """Model that is profiled."""
+    status: str
+    """State of the job: `running`, `done` or `failed`."""
+    error: str | None
+    """Reason of a failure; None: none."""
+    progress: ProgressDocument | None
+    """Step that is under way; None: none."""
+    engine: str | None = None
+    """Engine that is profiled; None: not chosen yet."""
+    notes: tuple[str, ...] = ()
+    """Reasons for the choice of the engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeDocument:
+    """One machine as its daemon reports it."""
+
+    node_id: str
+    """Identifier of the node."""
+    reachable: bool
+    """Whether the node's daemon answers."""
+    observed_at: float
+    """Time of the observation, in seconds since the epoch."""
+    devices: tuple[DeviceStatus, ...]
+    """Devices of the node, with their free memory and load."""
+    num_workers: int
+    """Number of workers on the node."""
+    driver: str | None = None
+    """Version of the GPUs' driver; None: no GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDocument:
+    """Model that is bundled or registered."""
+
+    name: str
+    """Name under which the model is registered."""
+    directory: str
+    """Folder of the checkpoint or of its config.json."""
+    family: str
+    """Value of `model_type` in config.json, such as `llama`."""
+    num_layers: int
+    """Number of hidden layers."""
+    num_params: int
+    """Number of parameters."""
+    has_weights: bool
+    """Whether the folder has weights; without them the model can be planned, not deployed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogDocument:
+    """A part of a worker's log; the next part is behind ``position``."""
+
+    text: str
+    """Part of the log."""
+    position: str | None
+    """Position behind this part, to be given with the next request; None: no worker has printed anything yet."""
+    created_at: float
+    """Time at which the deployment was requested: another deployment may have its name by the next part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventDocument:
+    """One event of the installation."""
+
+    id: int
+    """Number of the event, which grows."""
+    at: float
+    """Time of the event, in seconds since the epoch."""
+    kind: str
+    """Kind of event, such as `accepted`, `ready` or `failed`."""
+    message: str
+    """Event in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyDocument:
+    """API key as it is listed, without its secret."""
+
+    key_id: str
+    """Identifier of the key, which is no secret."""
+    label: str
+    """Label that was given to the key."""
+    scope: str
+    """Scope of the key: `admin` or `inference`."""
+    created_at: float
+    """Time of creation, in seconds since the epoch."""
+    revoked: bool
+    """Whether the key was revoked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewKeyDocument:
+    """Returned once; the key itself is never stored."""
+
+    key_id: str
+    """Identifier of the key, which is no secret."""
+    key: str
+    """API key itself, reported here and never again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Error: its class, and one line that says what was asked, what is true and what to change."""
+
+    error: str
+    """Class of the error, such as `NotFoundError`."""
+    message: str
+    """One line to show to a person."""

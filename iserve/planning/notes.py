@@ -1,0 +1,107 @@
+"""Notes on a plan as a whole: gaps of its profile, candidates passed over, replicas, and load of the devices."""
+
+from __future__ import annotations
+
+from fingerprint.config import DeploymentConfig, KvFormat
+from fingerprint.estimates import Source
+from fingerprint.measurements import Profile
+from planner.intent import Intent
+from planner.plan import Plan
+
+__all__ = ["plan_notes"]
+
+
+def plan_notes(plan: Plan, profile: Profile | None, replicas: int, device: str) -> tuple[str, ...]:
+    """Return every note on ``plan``, which ``profile`` (None: datasheets) was made for; ``device``: GPU, or CPU
+    device."""
+    return (
+        *_cut_short(profile),
+        *_at_one_length(plan, profile),
+        *_less_sure(plan),
+        *_replicated(plan.intent, replicas),
+        *_beside(plan, device),
+    )
+
+
+def _cut_short(profile: Profile | None) -> tuple[str, ...]:
+    """What the profile did not come to, and what measures it."""
+    if profile is None or not profile.unreached:
+        return ()
+    run = {(point.tp, point.pp, point.weights, point.kv) for point in profile.timing}
+    gaps = [gap.config for gap in profile.unreached]
+    partly = [config for config in gaps if (config.tp, config.pp, config.weights, config.kv) in run]
+    never = [config for config in gaps if config not in partly]
+    parts = [
+        f"{', '.join(map(_named, configs))} {how}"
+        for configs, how in (
+            (never, "not measured"),
+            (partly, "measured at some points only, or fewer times than planned"),
+        )
+        if configs
+    ]
+    return (
+        f"the profile was cut short, its budget of {profile.budget_s:g} s ended first: {', and '.join(parts)}; "
+        "`iserve profile` with more --max-seconds measures the rest",
+    )
+
+
+def _at_one_length(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
+    """Return why configurations that were run have scaled times: at one prompt length only, as a profile runs
+    split models, they do not tell what a longer context costs."""
+    lengths: dict[tuple[object, ...], set[int]] = {}
+    for point in () if profile is None else profile.timing:
+        lengths.setdefault((point.tp, point.pp, point.weights, point.kv), set()).add(point.input_tokens)
+    named: dict[str, int] = {}
+    for estimate in (ranked.estimate for ranked in plan.candidates):
+        if estimate is None or Source.SCALED not in (estimate.ttft_s.source, estimate.tpot_s.source):
+            continue
+        config = estimate.config
+        run_at = lengths.get((config.tp, config.pp, config.weights, config.kv), set())
+        if estimate.rests_on == config and len(run_at) == 1:
+            named[_named(config)] = min(run_at)
+    at = {tokens: [name for name in named if named[name] == tokens] for tokens in sorted(set(named.values()))}
+    return tuple(
+        f"{', '.join(names)}: run at one prompt length only ({tokens} tokens), so that times at other context "
+        "lengths are scaled from there (s)"
+        for tokens, names in at.items()
+    )
+
+
+def _named(config: DeploymentConfig) -> str:
+    """As a profile's notes name what it runs."""
+    kv = "" if config.kv is KvFormat.BITS16 else f" kv={config.kv}"
+    return f"tp={config.tp} pp={config.pp} {config.weights}{kv}"
+
+
+def _less_sure(plan: Plan) -> tuple[str, ...]:
+    """What is better than the chosen one by its estimate, and was not measured."""
+    if not plan.passed_over:
+        return ()
+    first, more = plan.passed_over[0].reason, len(plan.passed_over) - 1
+    return (
+        first
+        if not more
+        else f"{first}; passed over likewise: {more} more that {'was' if more == 1 else 'were'} not measured",
+    )
+
+
+def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
+    """What the figures are of, where there are several replicas."""
+    if replicas == 1:
+        return ()
+    share = f" at its share of the rate, {intent.rate_per_s:.4g} requests/s" if intent.rate_per_s else ""
+    return (f"{replicas} replicas, each on devices of its own; the table's figures are of one{share}",)
+
+
+def _beside(plan: Plan, device: str) -> tuple[str, ...]:
+    """What the load of the devices, GPUs or CPU devices, has to do with the choice."""
+    notes = [] if plan.better_idle is None else [plan.better_idle.text]
+    if plan.room is not None and plan.best is not None:
+        notes.append(plan.room.text(plan.best.config))
+    if plan.best is not None and plan.best.slowdown > 1:
+        times = f"{plan.best.slowdown:.3g} times as slow"
+        notes.append(
+            f"its {device}s are busy: with what runs there now {plan.best.config} is {times}; its cost, objective "
+            f"and limits are judged so, TTFT, TPOT and E2E are listed as on idle {device}s"
+        )
+    return tuple(notes)
