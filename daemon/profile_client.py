@@ -20,10 +20,11 @@ from urllib.parse import urlsplit
 
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.options import NO_OPTIONS, EngineOptions
-from daemon.engines.vllm.cache import block_tokens, kv_blocks
+from daemon.engines.vllm.cache import kv_blocks
 from daemon.torch_engine.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
 from daemon.worker_token import OPEN_PATHS, authorization
 from fingerprint import errors
+from fingerprint.cache_blocks import block_tokens
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
@@ -21,6 +22,7 @@ __all__ = [
     "embedding_bytes",
     "expert_element_bytes",
     "head_bytes",
+    "kept_bytes_per_replica",
     "kept_fraction",
     "kv_heads_per_gpu",
     "kv_tokens_per_layer",
@@ -145,10 +147,10 @@ def kv_tokens_per_layer(
 ) -> float:
     """Tokens that one layer holds at the end of ``workload``: a sliding layer no more than its window.
 
-    Each token of a layer that keeps less of it than ``spec.kv_elements`` counts as that share of one.
+    Each token of a layer that keeps less of it than ``spec.kv_bytes_per_token_per_layer`` counts as that share.
 
     Where the kinds of layers do not fall on all stages alike, it is the mean over the layers of the stage that
-    holds most, of an even split.
+    holds most, of an even split. Where vLLM fills up a group of layers that share blocks, those count as full.
 
     Args:
         step_tokens: of the largest step, for a cache that keeps what a step computes until it has run, once for
@@ -159,38 +161,63 @@ def kv_tokens_per_layer(
     """
 
     def held(kind: LayerKind) -> float:
-        whole = workload.kv_tokens(config.engine)
+        whole, share = workload.kv_tokens(config.engine), spec.kv_share(kind, config.kv)
         if kind.window is None:
-            return kind.kv_share * whole
+            return share * whole
         in_flight = step_tokens * steps_in_flight(config)
-        return kind.kv_share * min(whole, workload.batch * min(kind.window, workload.context_tokens) + in_flight)
+        return share * min(whole, workload.batch * min(kind.window, workload.context_tokens) + in_flight)
 
-    return _mean_of_the_fullest_stage(spec, config.pp, [held(kind) for kind in spec.kinds])
+    kinds = spec.kinds
+    each = [held(kind) for kind in kinds]
+    if config.engine != "vllm" or len({kind.window for kind in kinds if kind.kv_share}) < 2:
+        return _mean_of_the_fullest_stage(spec, config.pp, each)
+    caches = [(kind.window, kind.kv_share) for kind in kinds]  # kinds may differ in what they do not keep
+
+    def in_whole_groups(stage: Sequence[int]) -> float:
+        counts = Counter(caches[kind] for kind in stage if each[kind])
+        group = layers_per_block(tuple(counts.elements())) if counts else 1
+        tokens = {caches[kind]: each[kind] for kind in stage}
+        return sum(-(-count // group) * group * tokens[cache] for cache, count in counts.items())
+
+    return max(in_whole_groups(stage) / len(stage) for stage in _kinds_of_stages(spec, config.pp))
 
 
 def layer_state_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig, sequences: int) -> float:
     """Bytes that one layer of one GPU keeps of ``sequences`` whatever their length.
 
-    It is a mean as that of :func:`kv_tokens_per_layer`. The heads of a state are divided among the TP ranks.
+    It is a mean as that of :func:`kv_tokens_per_layer`. The heads of a state are divided among the TP ranks, their
+    groups as far as there are as many.
 
     Raises:
         ConfigError: more stages than layers.
     """
     if not spec.keeps_state:
         return 0.0
-    each = [0.0 if kind.shape is None else sequences * kind.shape.state_bytes / config.tp for kind in spec.kinds]
+    each = [kind.shape.state_bytes_of_rank(config.tp) * sequences if kind.shape else 0.0 for kind in spec.kinds]
     return _mean_of_the_fullest_stage(spec, config.pp, each)
+
+
+def kept_bytes_per_replica(spec: ModelSpec, config: DeploymentConfig) -> tuple[float, float]:
+    """Return the bytes of one token, and of one sequence whatever its length, on all GPUs and in all layers."""
+    token_bytes = config.tp * kv_heads_per_gpu(spec, config.tp) / spec.num_kv_heads
+    token_bytes *= spec.kv_bytes_per_token_per_layer(config.kv)
+    tokens = sum(kind.count * spec.kv_share(kind, config.kv) for kind in spec.kinds)
+    states = sum(kind.count * kind.shape.state_bytes_of_rank(config.tp) for kind in spec.kinds if kind.shape)
+    return token_bytes * tokens, config.tp * states
 
 
 def _mean_of_the_fullest_stage(spec: ModelSpec, pp: int, of_kinds: Sequence[float]) -> float:
     """Mean over the layers of the stage, of an even split, where it is largest; ``of_kinds``: for each kind."""
     if len(of_kinds) == 1:
         return of_kinds[0]
-    means, first = [], 0
-    for layers in even_split(spec.num_layers, pp):
-        means.append(sum(of_kinds[kind] for kind in spec.kind_indexes[first : first + layers]) / layers)
-        first += layers
-    return max(means)
+    return max(sum(of_kinds[kind] for kind in kinds) / len(kinds) for kinds in _kinds_of_stages(spec, pp))
+
+
+def _kinds_of_stages(spec: ModelSpec, pp: int) -> list[tuple[int, ...]]:
+    """Return the kind of each layer, by stage of an even split."""
+    ends = list(accumulate(even_split(spec.num_layers, pp), initial=0))
+    indexes = spec.kind_indexes
+    return [indexes[first:end] for first, end in pairwise(ends)]
 
 
 def layers_per_block(kept: Sequence[Hashable]) -> int:

@@ -30,8 +30,19 @@ class LayerShape:
     """KV-cache elements of one token, over all KV heads; 0: none of its own."""
     kv_read_elements: int = 0
     """Elements read of a token's KV cache that another layer keeps."""
+    kv_fp8_bytes: int = 0
+    """Bytes of one token in an fp8 cache, where they are not one for each element; 0: they are."""
     state_bytes: int = 0
     """Bytes of state per request whatever its length, over all ranks."""
+    state_group_bytes: int = 0
+    """Bytes of these in one group, of which a TP rank keeps at least one."""
+    state_groups: int = 0
+    """Number of groups of that size."""
+
+    def state_bytes_of_rank(self, tp: int) -> float:
+        """Return what one of ``tp`` ranks keeps of a sequence: heads are divided, a single group is not."""
+        grouped = self.state_groups * self.state_group_bytes
+        return (self.state_bytes - grouped) / tp + grouped / max(1, min(tp, self.state_groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +176,31 @@ class ModelSpec:
         """Whether some layer keeps something of a sequence that does not grow with its length."""
         return any(shape.state_bytes for shape in self.layer_shapes)
 
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether some layer keeps something of each token."""
+        return not self.layer_shapes or any(shape.kv_elements for shape in self.layer_shapes)
+
     def kv_bytes_per_token_per_layer(self, kv: KvFormat) -> float:
         """Bytes that one token occupies in a layer that keeps most of it, over all TP ranks if none is replicated.
 
-        Scales of quantized formats are not included (at most 4 / head_dim of an element).
+        Scales of quantized formats are not included (at most 4 / head_dim of an element), but for those of sparse
+        attention, whose fp8 cache has a layout of its own.
         """
+        packed = max((shape.kv_fp8_bytes for shape in self.layer_shapes), default=0)
+        if kv is KvFormat.FP8 and packed:
+            return float(packed)
         return self.kv_elements * KV_ELEMENT_BYTES[kv]
+
+    def kv_share(self, kind: LayerKind, kv: KvFormat) -> float:
+        """Return a token's part in a layer of ``kind``, of :meth:`kv_bytes_per_token_per_layer`."""
+        packed = kind.shape.kv_fp8_bytes if kind.shape and kv is KvFormat.FP8 else 0
+        most = self.kv_bytes_per_token_per_layer(kv)
+        if packed:
+            return packed / most
+        if most == self.kv_elements * KV_ELEMENT_BYTES[kv]:
+            return kind.kv_share
+        return kind.kv_share * self.kv_elements * KV_ELEMENT_BYTES[kv] / most
 
     @property
     def text_alone(self) -> ModelSpec:
@@ -242,6 +272,10 @@ class ModelSpec:
         for name in ("layer_windows", "stored", "kv_head_elements", "layer_shapes", "layer_shape_indexes"):
             if not facts[name]:
                 del facts[name]
+        for shape in facts.get("layer_shapes", ()):
+            for name in ("kv_fp8_bytes", "state_group_bytes", "state_groups"):
+                if not shape[name]:
+                    del shape[name]
         if "stored" in facts:  # bytes are of single matrices that a checkpoint leaves out, too
             kept = facts["stored"].items()
             facts["stored"] = {name: value for name, value in kept if not name.endswith("_bytes")}

@@ -3,8 +3,9 @@
 Elements a token: K and V of the KV heads, or the latent that stands for them. Elements a sequence: the state of
 linear attention and state-space layers and the last inputs of their convolutions, whatever the length.
 
-Sources: ``model_executor/layers/mamba/mamba_utils.py`` (states) and ``v1/kv_cache_interface.py`` of vLLM 0.33 for
-the sizes, the classes of transformers 5.23 for the names.
+Sources: the classes of transformers 5.23 for the names; for the sizes vLLM 0.33, ``v1/kv_cache_interface.py``
+and, in ``model_executor``, ``layers/mamba/mamba_utils.py`` (states), ``models/deepseek_v2.py`` (keys of the
+indexer) and ``layers/attention/mla_attention.py`` (656 bytes of a sparse latent in fp8).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _V = re.compile(r"(^|\.)(v_proj\w*|project_v|to_v|[wW]v(_dv)?)(\.linear)?$")
 _Q = re.compile(r"(^|\.)(q_proj|q_b_proj|project_q|to_q|[wW]q)(\.linear)?$")
 _FUSED = re.compile(r"(^|\.)(query_key_value|qkv_proj|c_attn|Wqkv|W_pack|wqkv|qkv)$")
 _STATE_BYTES = 2
+_INDEX_SCALED = 128  # elements of an indexer's key that share a float32 scale
+_SPARSE_FP8_BYTES = 656  # of a token's latent: 512 of fp8, 4 float32 scales, 64 rotary elements of 16 bits
 QUERIES_ALONE = "attention to another layer's KV"
 
 
@@ -41,7 +44,10 @@ class Kept:
     mixer: str  # "attention", "latent attention", "gated delta", "mamba2" ...; joined by " and " where several
     kv_elements: int = 0  # of a token
     kv_heads: int = 0  # that the elements, or the state, are of
+    kv_fp8_bytes: int = 0  # of a token in an fp8 cache, where that is no byte for each element
     state_bytes: int = 0  # of a sequence
+    state_group_bytes: int = 0  # of these, in one of ``state_groups``, which TP ranks have whole
+    state_groups: int = 0
 
 
 def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
@@ -74,7 +80,12 @@ def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
         mixer=" and ".join(sorted(set(mixers))) or "none",
         kv_elements=sum(each.kv_elements for each in kept),
         kv_heads=max(kept, key=lambda each: each.kv_elements).kv_heads if kept else 0,
+        kv_fp8_bytes=sum(each.kv_fp8_bytes or each.kv_elements for each in kept)
+        if any(each.kv_fp8_bytes for each in kept)
+        else 0,
         state_bytes=sum(each.state_bytes for each in kept),
+        state_group_bytes=sum(each.state_group_bytes for each in kept),
+        state_groups=max((each.state_groups for each in kept), default=0),
     )
 
 
@@ -86,13 +97,13 @@ def _kept(leaves: Shapes, facts: Facts) -> Kept | None:
     """Return what one mixer keeps; None: it keeps nothing, or is none."""
     lasts = {name.rpartition(".")[2] for name in leaves}
     if "kv_a_proj_with_mqa" in lasts:
-        return _latent(leaves)
+        return _latent(leaves, facts)
     if any(name.endswith("A_log") for name in leaves):
         return _state_space(leaves, facts)
     if any(name.startswith("compressor.") for name in leaves) or {"kv_proj", "o_a_proj"} <= lasts:
         return _compressed(leaves, facts)
-    if {"qkv_proj", "output_gate"} <= lasts:
-        return _lightning(leaves, facts)
+    if any(map(_FUSED.search, leaves)) and ("output_gate" in lasts or {"g_proj", "g_norm"} <= lasts):
+        return _lightning(facts)
     if any("rg_lru" in name for name in leaves):
         width = _one(leaves, r"(^|\.)conv_?1d$")
         return Kept(mixer="recurrent", state_bytes=(4 + _STATE_BYTES * (width[-1] - 1)) * width[0])
@@ -133,18 +144,27 @@ def _tails(leaves: Shapes) -> int:
     return sum(_tail_bytes(shape) for name, shape in leaves.items() if _is_convolution(name, shape))
 
 
-def _latent(leaves: Shapes) -> Kept:
-    """Multi-head latent attention: the compressed K and V and the rotary part, one for all heads."""
+def _latent(leaves: Shapes, facts: Facts) -> Kept:
+    """Multi-head latent attention: the compressed K and V and the rotary part, one for all heads.
+
+    With sparse attention an fp8 cache has a layout of its own (``fp8_ds_mla``), whatever the latent's width.
+    """
     elements = sum(shape[0] for name, shape in leaves.items() if name.endswith("kv_a_proj_with_mqa"))
+    index_bytes = _index_bytes(leaves)
+    is_sparse = index_bytes > 0 or bool(facts.count("index_topk"))
     return Kept(
-        mixer="latent attention", kv_elements=elements + _indexed(leaves), kv_heads=1, state_bytes=_tails(leaves)
+        mixer="latent attention",
+        kv_elements=elements + index_bytes // 2,
+        kv_heads=1,
+        kv_fp8_bytes=_SPARSE_FP8_BYTES + index_bytes if is_sparse else 0,
+        state_bytes=_tails(leaves),
     )
 
 
-def _indexed(leaves: Shapes) -> int:
-    """Keys by which a sparse attention chooses tokens: bytes and a float32 scale, counted as 16-bit elements."""
+def _index_bytes(leaves: Shapes) -> int:
+    """Return the bytes of the keys by which a sparse attention chooses tokens, fp8 and their scales."""
     keys = [shape[0] for name, shape in leaves.items() if re.search(r"indexer\.wk$", name)]
-    return sum((key + 4) // 2 for key in keys)
+    return sum(key + key // _INDEX_SCALED * 4 for key in keys)
 
 
 def _attention(leaves: Shapes, facts: Facts) -> Kept:
@@ -152,8 +172,13 @@ def _attention(leaves: Shapes, facts: Facts) -> Kept:
     values = sum(shape[0] for name, shape in leaves.items() if _V.search(name)) or keys  # V may be K itself
     head_dim = facts.head_dim or keys
     heads = keys // head_dim if keys % head_dim == 0 else facts.kv_heads or 1
+    elements, index_bytes = keys + values, _index_bytes(leaves)
     return Kept(
-        mixer="attention", kv_elements=keys + values + _indexed(leaves), kv_heads=heads, state_bytes=_tails(leaves)
+        mixer="attention",
+        kv_elements=elements + index_bytes // 2,
+        kv_heads=heads,
+        kv_fp8_bytes=elements + index_bytes if index_bytes else 0,
+        state_bytes=_tails(leaves),
     )
 
 
@@ -191,13 +216,16 @@ def _compressed(leaves: Shapes, facts: Facts) -> Kept:
         kv_elements=-(-per_entry // rate),
         kv_heads=1,
         state_bytes=_STATE_BYTES * window * width,
+        state_group_bytes=_STATE_BYTES * window * width,  # a latent, which every rank has whole
+        state_groups=1,
     )
 
 
-def _lightning(leaves: Shapes, facts: Facts) -> Kept:
-    """Linear attention of MiniMax: a square of the head's width for each head, in float32."""
+def _lightning(facts: Facts) -> Kept:
+    """Linear attention of MiniMax and Bailing: a square of the head's width for each head, in the model's type."""
     heads, head_dim = facts.heads or 1, facts.head_dim or 1
-    return Kept(mixer="lightning attention", state_bytes=4 * heads * head_dim * head_dim)
+    state_bytes = _STATE_BYTES * heads * head_dim * head_dim
+    return Kept(mixer="lightning attention", kv_heads=heads, state_bytes=state_bytes)
 
 
 def _state_space(leaves: Shapes, facts: Facts) -> Kept:
@@ -211,13 +239,20 @@ def _state_space(leaves: Shapes, facts: Facts) -> Kept:
 
 
 def _mamba2(leaves: Shapes, facts: Facts, heads: int) -> Kept:
-    inner, channels = _one(leaves, r"out_proj$")[1], _one(leaves, r"conv1d$")[0]
+    """State-space layer with heads, and groups of heads that share the inputs B and C of its convolution."""
+    inner, convolution = _one(leaves, r"out_proj$")[1], _one(leaves, r"conv1d$")
+    shared = convolution[0] - inner  # channels of B and C
     groups = facts.first(("mamba_n_groups", "mamba_ngroups", "n_groups")) or 1
-    state = facts.state_size or (channels - inner) // (2 * groups)
+    state = facts.state_size or shared // (2 * groups)
     if inner % heads:
         raise UnsupportedModelError(f"{inner} channels of {facts.family} are not of {heads} heads")
-    state_bytes = facts.state_element_bytes * inner * state + _tails(leaves)
-    return Kept(mixer="mamba2", kv_heads=heads, state_bytes=state_bytes)
+    return Kept(
+        mixer="mamba2",
+        kv_heads=heads,
+        state_bytes=facts.state_element_bytes * inner * state + _tails(leaves),
+        state_group_bytes=_tail_bytes((shared, *convolution[1:])) // groups,
+        state_groups=groups,
+    )
 
 
 def _gated_delta(leaves: Shapes, facts: Facts, heads: int) -> Kept:

@@ -70,7 +70,7 @@ def spec_and_stack(
         )
     facts = Facts(config)
     num_layers = facts.num_layers
-    stack = find_stack(tensors, num_layers)
+    stack = find_stack(tensors, num_layers, vocab=facts.vocab_size, width=facts.hidden_size)
     layers = _layers(stack, facts)
     _check_ends(stack, facts)
     windows = facts.windows(num_layers)
@@ -84,7 +84,7 @@ def spec_and_stack(
     if "latent attention" in most.shape.mixer:
         head_dim = facts.count("v_head_dim") or head_dim
     several, varied = len(set(windows)) > 1, len(shapes) > 1 or shapes[0].state_bytes > 0
-    varied = varied or shapes[0].kv_elements != kv_heads * head_elements
+    varied = varied or shapes[0].kv_elements != kv_heads * head_elements or shapes[0].kv_fp8_bytes > 0
     has_experts = any(layer.experts for layer in layers)
     vocab, hidden = stack.embedding.shape
     norms = min(stack.norm_params, stack.beside_params)
@@ -162,7 +162,9 @@ def _layers(stack: Stack, facts: Facts) -> list[_Layer]:
         layer, kept = seen[key]
         if index >= first_shared and kept.kv_elements:
             mixer = f"{kept.mixer} to another layer's KV"
-            shape = replace(layer.shape, mixer=mixer, kv_elements=0, kv_read_elements=kept.kv_elements)
+            shape = replace(
+                layer.shape, mixer=mixer, kv_elements=0, kv_fp8_bytes=0, kv_read_elements=kept.kv_elements
+            )
             layer = _Layer(shape, 0, layer.experts)
         found.append(layer)
     found = _with_what_is_looked_at(found)
@@ -209,7 +211,10 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
         linear_params=sum(map(prod, [*experts.values(), *linear])),
         expert_params=sum(map(prod, experts.values())),
         kv_elements=kept.kv_elements,
+        kv_fp8_bytes=kept.kv_fp8_bytes,
         state_bytes=kept.state_bytes,
+        state_group_bytes=kept.state_group_bytes,
+        state_groups=kept.state_groups,
     )
     return _Layer(shape, kept.kv_heads, _num_experts(experts, facts.num_experts))
 

@@ -3,14 +3,18 @@
 A layer's tensors are named ``<stack>.<index>.<rest>``. Experts, pairs of attentions and the like have further
 indexes behind it, towers for images and sound have stacks of their own, and draft heads for speculation (MTP) come
 as layers behind the last or under a name of their own; none of these is served as a layer.
+
+The token embedding is the table that has the config's tokens and width, and the text's stack has that width. A
+word that towers are usually named by says something only where it is no part of the embedding's name too.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from math import prod
 
 from fingerprint.checkpoint import StoredTensor
@@ -28,7 +32,7 @@ _TOWERS = re.compile(
 )
 _JOINS = re.compile(r"(^|[._])(projector|mm|multi_modal|multimodal|connector|merger|aligner)([._]|$)")
 _ENCODER = re.compile(r"(^|[._])encoder\.")  # where a decoder has as many layers, it is of images or sound
-_DRAFTS = re.compile(r"(^|\.)(mtp|nextn|eagle|draft)")
+_DRAFTS = re.compile(r"(^|\.)(mtp|nextn|eagle|draft)(\d*|_\w+)(\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +62,13 @@ def check_tensors(tensors: Mapping[str, StoredTensor]) -> None:
             raise CheckpointError(f"tensor {name!r} is of {str(tensor.shape)[:80]}, which no model has")
 
 
-def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:
+def find_stack(
+    tensors: Mapping[str, StoredTensor], num_layers: int, *, vocab: int | None = None, width: int | None = None
+) -> Stack:
     """The stack of ``num_layers`` among ``tensors``.
+
+    Args:
+        vocab, width: of the token embedding, which may have more rows; None: not known.
 
     Raises:
         CheckpointError: none has as many layers, or there is no embedding.
@@ -71,7 +80,7 @@ def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:
         found = _INDEXED.fullmatch(name)
         if _DRAFTS.search(name):
             continue
-        if found is None or _TOWERS.search(found[1]):
+        if found is None:
             beside[name] = tensor
         else:
             by_stack[found[1]][int(found[2])][found[3]] = tensor
@@ -79,12 +88,15 @@ def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:
         name: sum(_elements(t) for each in layers.values() for t in each.values())
         for name, layers in by_stack.items()
     }
-    name = _only_stack(by_stack, sizes, num_layers)
+    embedding = _token_embedding(beside, vocab, width)
+    name = _only_stack(by_stack, sizes, num_layers, embedding, beside[embedding] if embedding else None)
+    if not embedding:
+        raise CheckpointError("no tensor beside the layers is an input embedding")
     layers = by_stack.pop(name)
     for other, indexed in by_stack.items():
         beside |= {f"{other}.{index}.{rest}": t for index, each in indexed.items() for rest, t in each.items()}
-    embedding, head = _ends(beside)
-    towers = _towers(beside, name, {embedding, head})
+    head = _head(beside, embedding)
+    towers = _towers(beside, name, embedding, head)
     of_beside = sum(_elements(t) for key, t in beside.items() if key != head)
     return Stack(
         name=name,
@@ -98,26 +110,50 @@ def find_stack(tensors: Mapping[str, StoredTensor], num_layers: int) -> Stack:
     )
 
 
-def _towers(beside: Mapping[str, StoredTensor], stack: str, ends: set[str]) -> list[StoredTensor]:
+def _towers(beside: Mapping[str, StoredTensor], stack: str, embedding: str, head: str) -> list[StoredTensor]:
     """Return the towers' tensors: all outside the text model's module, where something is named as a tower.
 
     In a model whose towers lie in that module as well, they and what joins them are known by their names.
     """
-    if not any(_TOWERS.search(name) for name in beside):
+    if not any(_seems_tower(name, embedding) for name in beside):
         return []
     module = stack.rpartition(".")[0] + "."
-    return [
-        tensor
-        for name, tensor in beside.items()
-        if name not in ends and (not name.startswith(module) or _TOWERS.search(name) or _JOINS.search(name))
-    ]
+
+    def is_tower(name: str) -> bool:
+        apart = not name.startswith(module) or _seems_tower(name, embedding)
+        return name not in (embedding, head) and (apart or _JOINS.search(_apart(name, embedding)) is not None)
+
+    return [tensor for name, tensor in beside.items() if is_tower(name)]
+
+
+def _seems_tower(name: str, embedding: str) -> bool:
+    """Whether the part of a name that it does not share with the token embedding's says that it is no text's."""
+    return _TOWERS.search(_apart(name, embedding)) is not None
+
+
+def _apart(name: str, embedding: str) -> str:
+    return ".".join(name.split(".")[_shared_parts(name, embedding) :])
+
+
+def _shared_parts(name: str, other: str) -> int:
+    """Return how many parts two names have in common at the beginning."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _elements(tensor: StoredTensor) -> int:
     return prod(tensor.shape)
 
 
-def _only_stack(by_stack: Mapping[str, Mapping[int, object]], sizes: Mapping[str, int], num_layers: int) -> str:
+def _only_stack(
+    by_stack: Mapping[str, Mapping[int, Mapping[str, StoredTensor]]],
+    sizes: Mapping[str, int],
+    num_layers: int,
+    embedding: str,
+    table: StoredTensor | None,
+) -> str:
+    """Return the text's stack: of the embedding's width, and no tower or encoder by name."""
+    by_stack = {name: layers for name, layers in by_stack.items() if not _seems_tower(name, embedding)}
     wanted = set(range(num_layers))
     whole = [name for name, layers in by_stack.items() if wanted <= layers.keys()]
     most = {name: max(layers) + 1 for name, layers in by_stack.items() if max(layers) < MAX_LAYERS}
@@ -128,8 +164,14 @@ def _only_stack(by_stack: Mapping[str, Mapping[int, object]], sizes: Mapping[str
         has += f" and none of index {missing}" if longest and len(by_stack[longest]) >= num_layers else ""
         raise CheckpointError(f"config.json says {num_layers} layers, of the tensors {has}; one of them is wrong")
     fitting = [name for name in whole if most.get(name, 0) <= num_layers + 8]  # draft layers lie behind the last
-    decoders = [name for name in fitting or whole if not _ENCODER.search(name)]
-    fitting = sorted(decoders or fitting or whole, key=lambda name: -sizes[name])
+    fitting = fitting or whole
+    preferred: tuple[Callable[[str], bool], ...] = (
+        lambda name: table is not None and any(table.shape[-1] in t.shape for t in by_stack[name][0].values()),
+        lambda name: not _ENCODER.search(_apart(name, embedding)),
+    )
+    for is_preferred in preferred:
+        fitting = [name for name in fitting if is_preferred(name)] or fitting
+    fitting = sorted(fitting, key=lambda name: -sizes[name])
     if len(fitting) > 1 and sizes[fitting[1]] > _SMALL * sizes[fitting[0]]:
         raise UnsupportedModelError(
             f"the model has {len(fitting)} stacks of {num_layers} layers ({', '.join(fitting[:4])}); one is served"
@@ -143,15 +185,26 @@ _EMBEDDING = re.compile(
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|unembed|output|head)(\.linear)?\.weight$")
 
 
-def _ends(beside: Mapping[str, StoredTensor]) -> tuple[str, str]:
-    """Names of the input embedding and of the head, ``""`` where it has none of its own."""
-    tables = {name: t for name, t in beside.items() if len(t.shape) == 2 and not _TOWERS.search(name)}
-    embeddings = [name for name in tables if _EMBEDDING.search(name)]
-    embeddings = embeddings or [name for name in tables if not _HEAD.search(name)]  # the largest table
-    if not embeddings:
-        raise CheckpointError("no tensor beside the layers is an input embedding")
-    embedding = max(embeddings, key=lambda name: tables[name].shape[0])
-    heads = [
-        name for name, t in tables.items() if _HEAD.search(name) and t.shape[-1] == tables[embedding].shape[-1]
-    ]
-    return embedding, heads[0] if heads else ""
+def _token_embedding(beside: Mapping[str, StoredTensor], vocab: int | None, width: int | None) -> str:
+    """Return the name of the input embedding; empty: there is none.
+
+    It is the largest table that fits the config and has no head's name; of those the ones with an embedding's
+    name, and of these the ones without a tower's, where there are such.
+    """
+    tables = {name: t for name, t in beside.items() if len(t.shape) == 2}
+    fitting = {name: t for name, t in tables.items() if (vocab or 0) <= t.shape[0] and width in (None, t.shape[1])}
+    found = [name for name in fitting or tables if not _HEAD.search(name)]
+    found = [name for name in found if _EMBEDDING.search(name)] or found
+    found = [name for name in found if not _TOWERS.search(name)] or found
+    return max(found, key=lambda name: tables[name].shape[0], default="")
+
+
+def _head(beside: Mapping[str, StoredTensor], embedding: str) -> str:
+    """Return the name of the output head; empty: it is the embedding."""
+    width = beside[embedding].shape[-1]
+    heads = (
+        name
+        for name, t in beside.items()
+        if len(t.shape) == 2 and t.shape[-1] == width and _HEAD.search(name) and not _seems_tower(name, embedding)
+    )
+    return next(heads, "")

@@ -15,6 +15,7 @@ import math
 import statistics
 from dataclasses import replace
 
+from fingerprint.cache_blocks import block_bytes, in_large_blocks, layer_kept_bytes
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
@@ -23,7 +24,6 @@ from fingerprint.estimators.roofline import CALIBRATED
 from fingerprint.formats import (
     embedding_bytes,
     kv_heads_per_gpu,
-    kv_tokens_per_layer,
     layer_weight_bytes_per_gpu,
     layers_per_block,
     linear_element_bytes,
@@ -77,10 +77,11 @@ class CountedMemory:
         """Return one layer's KV on one GPU at the workload's end: as counted, else by the model's sizes."""
         points = self._points.get(key_of(config))
         if points:
-            return self._kv_bytes_per_token(points) * self._kv_tokens(config, points, workload)
+            return self._kept_bytes(config, points, workload)
         everywhere = [point for of_one in self._points.values() for point in of_one]
         per_token = self._spec.kv_bytes_per_token_per_layer(config.kv) * kv_heads_per_gpu(self._spec, config.tp)
-        return per_token / self._spec.num_kv_heads * self._kv_tokens(config, everywhere, workload)
+        step_tokens = _largest_step(everywhere)
+        return layer_kept_bytes(self._spec, config, workload, step_tokens, per_token / self._spec.num_kv_heads)
 
     def memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
         """Memory of ``config`` with KV for ``workload``.
@@ -97,7 +98,7 @@ class CountedMemory:
             pp=config.pp,
             num_layers=self._spec.num_layers,
             layer_weight_bytes=math.ceil(layer),
-            layer_kv_bytes=math.ceil(self._kv_bytes_per_token(points) * self._kv_tokens(config, points, workload)),
+            layer_kv_bytes=math.ceil(self._kept_bytes(config, points, workload)),
             first_stage_bytes=math.ceil(first),
             last_stage_bytes=math.ceil(last),
             activation_bytes=max(rank.activation_peak_bytes for rank in ranks) + self._logits(points, workload),
@@ -135,17 +136,24 @@ class CountedMemory:
         """
         points = self.loaded(config)
         estimate = self.memory(config, Workload())
-        ranks = [rank for point in points for rank in point.ranks]
         context = estimate.runtime_bytes - self.graph_bytes(config)
-        block_tokens = max(rank.kv_block_tokens for rank in ranks)
-        block = self._kv_bytes_per_token(points) * block_tokens
         fewest, first = [], 0
         for stage, layers in enumerate(even_split(self._spec.num_layers, config.pp)):
             held = estimate.stage(stage, layers).weights_bytes + estimate.activation_bytes + context
-            shared = layers_per_block(self._spec.kept_by_layer[first : first + layers])
-            fewest.append(max(0, math.floor((budget_bytes - held) / block) // shared))
+            page, shared = self._page(config, points, first, layers)
+            fewest.append(max(0, math.floor((budget_bytes - held) / page) // shared))
             first += layers
         return min(fewest)
+
+    def _page(
+        self, config: DeploymentConfig, points: list[MemoryPoint], first: int, layers: int
+    ) -> tuple[float, int]:
+        """Return the bytes of a block in one layer, and the layers of a stage that share a block."""
+        if in_large_blocks(self._spec, config.engine):
+            return block_bytes(self._spec, config, first, layers), 1
+        tokens = max(rank.kv_block_tokens for point in points for rank in point.ranks)
+        shared = layers_per_block(self._spec.kept_by_layer[first : first + layers])
+        return self._kv_bytes_per_token(points) * tokens, shared
 
     def loaded(self, config: DeploymentConfig) -> list[MemoryPoint]:
         """What was counted of ``config``'s fingerprints: of the real group, else of one rank alone.
@@ -209,9 +217,10 @@ class CountedMemory:
             raise NotMeasuredError("the engine counted no KV cache")
         return statistics.median(seen)
 
-    def _kv_tokens(self, config: DeploymentConfig, points: list[MemoryPoint], workload: Workload) -> float:
-        step_tokens = max(point.max_batched_tokens for point in points)
-        return kv_tokens_per_layer(self._spec, config, workload, step_tokens)
+    def _kept_bytes(self, config: DeploymentConfig, points: list[MemoryPoint], workload: Workload) -> float:
+        """Return one layer's KV and states on one GPU: tokens as counted, states by the model's sizes."""
+        token_bytes = 0.0 if in_large_blocks(self._spec, config.engine) else self._kv_bytes_per_token(points)
+        return layer_kept_bytes(self._spec, config, workload, _largest_step(points), token_bytes)
 
     def _logits(self, points: list[MemoryPoint], workload: Workload) -> int:
         """Bytes of the logits of more sequences than the engine was started for when it was measured."""
@@ -254,6 +263,11 @@ def allocated_layer_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
     sizes = (spec.hidden_size * count * element_bytes for count in rows)
     added = sum(-size % _ROUND_BYTES for size in sizes if size > _LARGE_BYTES)
     return layer_weight_bytes_per_gpu(spec, config) + added
+
+
+def _largest_step(points: list[MemoryPoint]) -> int:
+    """Tokens."""
+    return max(point.max_batched_tokens for point in points)
 
 
 def _layers_of(point: MemoryPoint) -> int:

@@ -191,9 +191,13 @@ def _same_mix(one: TimingPoint, other: TimingPoint) -> bool:
 
 
 def _forwards_s(point: TimingPoint, *, ending: bool) -> list[float]:
-    """Of the decode steps in their order, medians over the bursts."""
+    """Return the decode steps in their order, each the median of the bursts that have so many.
+
+    Bursts differ by a step where a prompt was computed in one step or in two.
+    """
     by_run = [[s.forward_s for s in decoding(run) if (s.sequences < point.batch) == ending] for run in point.runs]
-    return [statistics.median(in_order) for in_order in zip(*by_run, strict=False)]
+    most = max(map(len, by_run), default=0)
+    return [statistics.median(times[index] for times in by_run if index < len(times)) for index in range(most)]
 
 
 def _beside_layers_s(deep: TimingPoint, deep_s: float, shallow: TimingPoint, shallow_s: float) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fingerprint.cache_blocks import layer_kept_bytes
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
@@ -25,12 +26,11 @@ from fingerprint.formats import (
     head_bytes,
     kept_fraction,
     kv_heads_per_gpu,
-    kv_tokens_per_layer,
     layer_state_bytes_per_gpu,
     layer_weight_bytes_per_gpu,
 )
 from fingerprint.gpu_spec import GpuSpec, Vendor
-from fingerprint.model_spec import KV_ELEMENT_BYTES, LayerKind, ModelSpec
+from fingerprint.model_spec import LayerKind, ModelSpec
 
 __all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator", "all_reduce_s"]
 
@@ -290,14 +290,14 @@ class RooflineEstimator:
         turned_back = 0.0
         if config.engine in self._eager and config.weights is WeightFormat.INT8:
             turned_back = 2 * WEIGHT_16BIT_BYTES * spec.layer_linear_params / tp  # written and read as 16 bits
-        kv_elements = spec.kv_elements * kv_heads_per_gpu(spec, tp) / spec.num_kv_heads
+        kv_bytes = spec.kv_bytes_per_token_per_layer(config.kv)
         head = head_bytes(spec)
         return _Shard(
             layer_bytes=layer_bytes,
             shared_read_bytes=(layer_bytes - expert_bytes) / attained + turned_back,
             expert_read_bytes=expert_bytes / attained,
             token_flops=2 * active * kept_fraction(config.pruning) / tp,
-            kv_token_bytes=kv_elements * KV_ELEMENT_BYTES[config.kv],
+            kv_token_bytes=kv_bytes * kv_heads_per_gpu(spec, tp) / spec.num_kv_heads,
             sequence_state_bytes=layer_state_bytes_per_gpu(spec, replace(config, pp=1), 1),
             activation_token_bytes=self._constants.activation_passes * self._layer_activation_bytes(tp),
             flops_per_s=peak * attained,
@@ -320,10 +320,7 @@ class RooflineEstimator:
             pp=config.pp,
             num_layers=spec.num_layers,
             layer_weight_bytes=math.ceil(shard.layer_bytes),
-            layer_kv_bytes=math.ceil(
-                shard.kv_token_bytes * kv_tokens_per_layer(spec, config, workload, step_tokens)
-                + layer_state_bytes_per_gpu(spec, config, workload.batch)
-            ),
+            layer_kv_bytes=math.ceil(layer_kept_bytes(spec, config, workload, step_tokens, shard.kv_token_bytes)),
             first_stage_bytes=math.ceil(embedding_bytes(spec) / tp),
             last_stage_bytes=math.ceil(last_bytes),
             activation_bytes=math.ceil(self._activation_bytes(tp, step_tokens, workload.batch)),

@@ -262,7 +262,7 @@ def _print_indented(out: Console, lines: Iterable[str]) -> None:
 
 def print_estimate(document: OneEstimateDocument) -> None:
     """The verdict on one configuration, then the configuration itemised."""
-    from iserve.planning.verdict_text import conditions_left, estimate_lines
+    from iserve.planning.verdict_text import conditions_left, estimate_lines, state_sizes
 
     out = console()
     work, estimate, memory = document.workload, document.estimate, document.memory
@@ -271,6 +271,7 @@ def print_estimate(document: OneEstimateDocument) -> None:
         out.print()
     what = f" on {document.config.num_gpus} x {document.gpu}, {short(document.config)}, {workload_words(work)}"
     out.print(Text.assemble((document.model, "bold"), what))
+    states = state_sizes(document.kept)
     rows = [
         ("TTFT", with_interval(estimate.ttft_s), str(estimate.ttft_s.source)),
         ("TPOT", with_interval(estimate.tpot_s), str(estimate.tpot_s.source)),
@@ -279,7 +280,8 @@ def print_estimate(document: OneEstimateDocument) -> None:
         ("memory, fullest GPU", gib(estimate.memory_bytes_per_gpu), f"within {memory.relative_error:.0%}"),
         ("memory, all GPUs", gib(estimate.memory_bytes_total), str(memory.source)),
         ("  one layer's weights", gib(memory.layer_weight_bytes), "per GPU"),
-        ("  one layer's KV cache", gib(memory.layer_kv_bytes), "per GPU"),
+        (f"  one layer's KV{' and states' if states else ' cache'}", gib(memory.layer_kv_bytes), "per GPU"),
+        *((f"    {name}", size, "all GPUs, all layers") for name, size in states),
         ("  embedding, head", f"{gib(memory.first_stage_bytes)}, {gib(memory.last_stage_bytes)}", "per GPU"),
         ("  activations", gib(memory.activation_bytes), "per GPU"),
         ("  pipeline buffers", gib(memory.pp_buffer_bytes), "per GPU"),

@@ -28,6 +28,7 @@ from iserve.verify.documents import (
     StoredVerification,
     VerificationDocument,
     VerificationJobDocument,
+    kv_room_tokens,
     verification_document,
 )
 from iserve.verify.timing import Times, time_batches
@@ -157,7 +158,7 @@ class Verifier:
             ttft_s=times.ttft_s,
             tpot_s=times.tpot_s,
             memory_bytes_per_gpu=held_bytes,
-            kv_tokens=None if stats is None else stats.kv_tokens_total or None,
+            kv_tokens=kv_room_tokens(stats, running.source.spec),
             alone=None
             if alone is None
             else Alone(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),

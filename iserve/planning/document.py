@@ -20,6 +20,7 @@ __all__ = [
     "ChangeDocument",
     "EstimateDocument",
     "ExpectedDocument",
+    "KeptDocument",
     "NearestDocument",
     "PassedOverDocument",
     "PlanDocument",
@@ -276,6 +277,16 @@ class CapacityBound(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptDocument:
+    """Bytes that a replica keeps of a request, over all its GPUs and layers."""
+
+    kv_bytes_per_token: int
+    """KV cache of one token; a sliding window keeps no more than its tokens; 0: no KV cache."""
+    state_bytes_per_request: int
+    """State of one request, whatever its length; 0: the model keeps no state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityDocument:
     """Limits of each worker of the chosen configuration, and the memory that they take."""
 
@@ -289,6 +300,8 @@ class CapacityDocument:
     """Memory promised on the fullest GPU."""
     bound: CapacityBound | None = None
     """Reason why the worker takes no more; None: a plan stored before this was recorded."""
+    kept: KeptDocument | None = None
+    """Cache sizes of the model; None: a plan stored before this was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.model_use import AS_IT_IS, ModelUse
 from iserve.api_types import check_name
 from iserve.model_source import ModelSource, resolve
-from iserve.planning.document import EstimateDocument, PlanDocument
+from iserve.planning.document import EstimateDocument, KeptDocument, PlanDocument
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices_for_gpus, first_feasible
 from iserve.planning.here import DeployableDocument, deployable, gpus_here
 from iserve.planning.launching import LaunchDocument, PlannedDeployment
@@ -36,6 +36,7 @@ from iserve.planning.making import (
 from iserve.planning.model_use import check_code, check_use, use_notes, used, with_images
 from iserve.planning.plan_document import estimate_document
 from iserve.planning.planned import planned_deployment
+from iserve.planning.serving_capacity import kept_of
 from iserve.planning.verdict import VerdictDocument, figures_of
 from iserve.planning.words import spoken
 from placement.types import Placement
@@ -62,6 +63,8 @@ class OneEstimateDocument:
     reason: str | None  # why no engine runs it, or why it does not fit
     conditions: tuple[str, ...] = ()  # what running it takes beside the GPUs, where an engine does
     verdict: VerdictDocument | None = None
+    kept: KeptDocument | None = None
+    """Cache sizes of the model."""
 
 
 def plan_for_gpus(
@@ -260,4 +263,5 @@ def estimate_for_gpu(
             deployable=there,
             refusals=(),
         ),
+        kept=kept_of(source.spec, settled),
     )

@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fingerprint.cache_blocks import block_tokens, in_large_blocks
 from fingerprint.config import SLOT_ENGINES, DeploymentConfig, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, MemoryEstimate
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
-from fingerprint.formats import kv_heads_per_gpu
+from fingerprint.formats import kept_bytes_per_replica, kv_heads_per_gpu
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.document import CapacityBound, CapacityDocument
+from iserve.planning.document import CapacityBound, CapacityDocument, KeptDocument
 from iserve.planning.making import Hardware, PlanOptions, placements_of
 from placement.fit import demand
 from placement.types import GpuState, Placement, StagePlacement
@@ -29,6 +30,7 @@ __all__ = [
     "LaunchLimits",
     "ServingCapacity",
     "capacity_of",
+    "kept_of",
     "launch_limits",
     "promised_bytes",
     "served_memory",
@@ -60,6 +62,7 @@ class ServingCapacity:
     workload: Workload  # the planned lengths, with the requests at once and the longest one that are served
     placements: tuple[Placement, ...]  # of each replica, with the memory that serving it takes
     bound: CapacityBound  # why it is no more
+    kept: KeptDocument  # by the model, of what it serves
 
     def document(self, free_bytes: Mapping[str, int]) -> CapacityDocument:
         """Return it with the memory that is promised where ``free_bytes`` are free by device."""
@@ -67,7 +70,8 @@ class ServingCapacity:
         return CapacityDocument(
             requests_at_once=self.workload.batch,
             context_tokens=self.workload.context_tokens,
-            kv_tokens=self.workload.kv_tokens(self.engine),
+            kv_tokens=self.workload.kv_tokens(self.engine) if self.kept.kv_bytes_per_token else 0,
+            kept=self.kept,
             memory_bytes_per_gpu=max(promised_bytes(stage, free_bytes) for stage in stages),
             bound=self.bound,
         )
@@ -127,12 +131,12 @@ def capacity_of(
     it is that workload.
     """
     planned, options, bound = options.workload, _growing(options), _bound(options)
-    room = _room_by_device(hardware, options, config)
+    room, kept = _room_by_device(hardware, options, config), kept_of(spec, config)
 
-    def at(kv_tokens: int) -> ServingCapacity | CapacityBound:
-        served = _served(planned, kv_tokens, options, config.engine, spec)
+    def at(size: int) -> ServingCapacity | CapacityBound:
+        served = _served(planned, size, options, config.engine, spec)
         if served == planned:
-            return ServingCapacity(config.engine, planned, placements, bound)
+            return ServingCapacity(config.engine, planned, placements, bound, kept)
         try:
             memory = served_memory(spec, estimator, config, planned, served)
         except NotMeasuredError:
@@ -140,18 +144,24 @@ def capacity_of(
         grown = tuple(_with_memory(placement, memory) for placement in placements)
         if not all(_fits(placement, room) for placement in grown):
             return CapacityBound.MEMORY
-        return ServingCapacity(config.engine, served, grown, bound)
+        return ServingCapacity(config.engine, served, grown, bound, kept)
 
-    low, high = 0, math.ceil(_wanted_kv_tokens(planned, options, config.engine, spec) / _TOKENS_APART)
-    found = ServingCapacity(config.engine, planned, placements, bound)
+    low, high = 0, _largest_size(planned, options, config.engine, spec)
+    found = ServingCapacity(config.engine, planned, placements, bound, kept)
     while low < high:  # the largest that fits
         middle = (low + high + 1) // 2
-        answer = at(middle * _TOKENS_APART)
+        answer = at(middle)
         if isinstance(answer, CapacityBound):
             high, bound = middle - 1, answer  # the last refusal is of the smallest size that is too large
         else:
             low, found = middle, answer
     return replace(found, bound=bound)
+
+
+def kept_of(spec: ModelSpec, config: DeploymentConfig) -> KeptDocument:
+    """Return the bytes that ``config`` keeps of a request, over all GPUs of a replica."""
+    token_bytes, state_bytes = kept_bytes_per_replica(spec, config)
+    return KeptDocument(kv_bytes_per_token=round(token_bytes), state_bytes_per_request=round(state_bytes))
 
 
 def _bound(options: PlanOptions) -> CapacityBound:
@@ -178,28 +188,39 @@ def promised_bytes(stage: StagePlacement, free_bytes: Mapping[str, int]) -> int:
     return max(stage.bytes_per_gpu, min(int(stage.bytes_per_gpu * _MEMORY_HEADROOM), room_bytes))
 
 
-def _wanted_kv_tokens(planned: Workload, options: PlanOptions, engine: str, spec: ModelSpec) -> int:
-    """The largest KV cache that is made unless it is planned for."""
+def _largest_size(planned: Workload, options: PlanOptions, engine: str, spec: ModelSpec) -> int:
+    """Return the largest cache that is tried, in steps of tokens; of states alone, in sequences."""
     if not (options.more_requests or options.longer_requests):
         return 0
+    if not spec.keeps_tokens:
+        return _MOST_REQUESTS
     if engine in SLOT_ENGINES:
-        return _SLOTS_TOKENS
+        return math.ceil(_SLOTS_TOKENS / _TOKENS_APART)
     usual = planned.input_tokens + planned.output_tokens
     batch = _MOST_REQUESTS if options.more_requests else planned.batch
-    longest = min(spec.max_context_tokens, _CONTEXT_TOKENS) if options.longer_requests else planned.context_tokens
-    return max(batch * usual, longest)
+    longest = _longest(spec) if options.longer_requests else planned.context_tokens
+    return math.ceil(max(batch * usual, longest) / _TOKENS_APART)
 
 
-def _served(planned: Workload, kv_tokens: int, options: PlanOptions, engine: str, spec: ModelSpec) -> Workload:
-    """The workload that a KV cache of ``kv_tokens`` serves; what was given stays, and never less than planned."""
-    slots = engine in SLOT_ENGINES
+def _longest(spec: ModelSpec) -> int:
+    """Tokens."""
+    return min(spec.max_context_tokens, _CONTEXT_TOKENS)
+
+
+def _served(planned: Workload, size: int, options: PlanOptions, engine: str, spec: ModelSpec) -> Workload:
+    """Return the workload that a cache of ``size`` serves; what was given stays, and never less than planned.
+
+    Where a model keeps states alone, requests may be as long as any, and memory bounds how many there are.
+    """
+    slots, kv_tokens = engine in SLOT_ENGINES, size * _TOKENS_APART
     usual, context, batch = planned.input_tokens + planned.output_tokens, planned.context_tokens, planned.batch
     if options.longer_requests:
         share = 1 if not slots else _FEWEST_SLOTS if options.more_requests else batch
-        context = max(context, min(spec.max_context_tokens, kv_tokens // share))
+        held = min(spec.max_context_tokens, kv_tokens // share) if spec.keeps_tokens else _longest(spec)
+        context = max(context, held)
     if options.more_requests:
         most, each = (_MOST_SLOTS, context) if slots else (_MOST_REQUESTS, usual)
-        batch = max(batch, min(most, kv_tokens // each))
+        batch = max(batch, min(most, kv_tokens // each if spec.keeps_tokens else size))
     return replace(planned, batch=batch, longest_tokens=context if context > usual else 0)
 
 
@@ -241,8 +262,11 @@ def served_memory(
             layer_kv_bytes=memory.layer_kv_bytes,
             activation_bytes=stepping.activation_bytes + logits + scores,
         )
+    if in_large_blocks(spec, config.engine):
+        return memory  # which has them
     heads_part = kv_heads_per_gpu(spec, config.tp) / spec.num_kv_heads
-    partly_empty = served.batch * _PARTLY_EMPTY_TOKENS * spec.kv_bytes_per_token_per_layer(config.kv) * heads_part
+    empty_tokens = max(_PARTLY_EMPTY_TOKENS, block_tokens(spec) if config.engine == "vllm" else 0)
+    partly_empty = served.batch * empty_tokens * spec.kv_bytes_per_token_per_layer(config.kv) * heads_part
     return replace(memory, layer_kv_bytes=memory.layer_kv_bytes + math.ceil(partly_empty))
 
 

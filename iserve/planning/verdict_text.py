@@ -10,6 +10,7 @@ from iserve.planning.document import (
     CandidateDocument,
     CapacityBound,
     EstimateDocument,
+    KeptDocument,
     PlanDocument,
     ServedDocument,
     WhyNotDocument,
@@ -30,6 +31,7 @@ __all__ = [
     "note_lines",
     "plan_lines",
     "refused_words",
+    "state_sizes",
 ]
 
 Line = tuple[str, str]  # label and text; a label that is empty belongs to the one before
@@ -169,10 +171,25 @@ def _capacity_words(document: PlanDocument) -> list[str]:
         f"{device_kind(document.hardware)}"
     )
     why = "" if capacity.bound is None else _BOUND[capacity.bound]
+    kept = _kept_words(capacity.kept)
     if (capacity.requests_at_once, capacity.context_tokens) == (work.batch, work.context_tokens):
-        return [f"{served}, no more than planned: {why}" if why else f"{served}, no more than planned"]
+        return [f"{served}, no more than planned: {why}" if why else f"{served}, no more than planned", *kept]
     limited = f" ({why})" if capacity.bound in (CapacityBound.MEMORY, CapacityBound.NOT_MEASURED) else ""
-    return [f"{served}{limited}; the figures are for {workload_words(work)}"]
+    return [f"{served}{limited}; the figures are for {workload_words(work)}", *kept]
+
+
+def state_sizes(kept: KeptDocument | None) -> list[tuple[str, str]]:
+    """What is kept of a request, of a model with states; nothing of another."""
+    if kept is None or not kept.state_bytes_per_request:
+        return []
+    states = [("of each request whatever its length", gib(kept.state_bytes_per_request))]
+    tokens = f"{kept.kv_bytes_per_token / 1024:,.1f} KiB"
+    return ([("of each token", tokens)] if kept.kv_bytes_per_token else []) + states
+
+
+def _kept_words(kept: KeptDocument | None) -> list[str]:
+    sizes = " and ".join(f"{size} {of_what}" for of_what, size in state_sizes(kept))
+    return [f"a replica keeps {sizes}"] if sizes else []
 
 
 def _slo_words(verdict: VerdictDocument, document: PlanDocument) -> list[str]:

@@ -91,7 +91,7 @@ def knowledge_of(model: SimulatedModel, gpu: GpuSpec, cluster: ClusterSnapshot) 
             for config in space
             if shape_refusal(model.spec, config, num_gpus) is None and chooser.refusal(config) is None
         ),
-        limits=lambda workload, engine: launch_limits(workload, engine, model.step_tokens),
+        limits=lambda workload, engine: launch_limits(workload, engine, model.step_tokens, spec=model.spec),
     )
 
 
@@ -147,7 +147,7 @@ def served_contexts(baseline: Baseline, world: World, replicas: int) -> dict[str
         if isinstance(found, NotDeployed):  # as the simulation will tell
             continue
         limits = (found if isinstance(found, Deployed) else found[0]).steps.limits
-        contexts[name] = min(limits.max_context_tokens, limits.kv_tokens or limits.max_context_tokens)
+        contexts[name] = limits.longest
     return contexts
 
 

@@ -12,7 +12,7 @@ from typing import cast
 from daemon.engines.registry import capabilities_for
 from daemon.torch_engine.scheduler import Demand, Scheduler, Work
 from fingerprint.capability import EngineCapabilities
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import SLOT_ENGINES, DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
@@ -97,19 +97,30 @@ def idle_cluster(gpu: GpuSpec, count: int, *, per_node: int = 8) -> ClusterSnaps
 
 
 def launch_limits(
-    workload: Workload, engine: str, step_tokens: int | None = None, *, served: Workload | None = None
+    workload: Workload,
+    engine: str,
+    step_tokens: int | None = None,
+    *,
+    served: Workload | None = None,
+    spec: ModelSpec | None = None,
 ) -> Limits:
     """Return the limits of a worker of ``engine`` that is planned for ``workload`` and serves ``served``.
 
     Args:
         served: None: nothing beyond the plan.
+        spec: which tells what is kept of a request; None: all of its tokens.
     """
     sizes = planned_limits(workload, engine, step_tokens, served=served)
+    windows = {kind.window for kind in spec.kinds if kind.kv_share} if spec is not None else {None}
+    bounded = {window for window in windows if window is not None and engine not in SLOT_ENGINES}
     return Limits(
         max_batch=sizes.max_batch,
         max_context_tokens=sizes.max_context_tokens,
         max_batched_tokens=sizes.max_batched_tokens,
-        kv_tokens=sizes.kv_tokens,
+        kv_tokens=sizes.kv_tokens if windows else None,
+        kv_window=max(bounded)
+        if bounded and len(bounded) == len(windows) and engine not in SLOT_ENGINES
+        else None,
     )
 
 
@@ -254,7 +265,9 @@ class PlannedDeployer:
     def _step_model(self, model: SimulatedModel, config: DeploymentConfig, served: Workload) -> StepModel:
         key = (model.name, config, served)
         if key not in self._steps:
-            limits = launch_limits(model.options.workload, config.engine, model.step_tokens, served=served)
+            limits = launch_limits(
+                model.options.workload, config.engine, model.step_tokens, served=served, spec=model.spec
+            )
             self._steps[key] = tabulate(model.estimator, config, limits)
         return self._steps[key]
 

@@ -9,6 +9,7 @@ from daemon.worker_stats import WorkerStats
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Estimate, Estimator, Quantity, Source
 from fingerprint.estimators.corrected import CorrectedEstimator
+from fingerprint.model_spec import ModelSpec
 from fingerprint.verification import Reading, Verification
 from iserve.api_documents import ProgressDocument
 
@@ -17,6 +18,7 @@ __all__ = [
     "StoredVerification",
     "VerificationDocument",
     "VerificationJobDocument",
+    "kv_room_tokens",
     "verification_document",
 ]
 
@@ -201,6 +203,14 @@ def _memory(verification: Verification, predicted: Estimate, how: str) -> Metric
     value = memory.per_gpu_bytes(verification.layers_per_stage)
     low, high = value * (1 - memory.relative_error), value * (1 + memory.relative_error)
     return _read_once("memory_bytes_per_gpu", value, low, high, memory.source, measured, how)
+
+
+def kv_room_tokens(stats: WorkerStats | None, model: ModelSpec) -> int | None:
+    """Return the tokens that the engine says its cache holds; None: it does not, or ``model`` keeps none of them.
+
+    Of states alone vLLM counts blocks of 16 tokens, which are a sequence each.
+    """
+    return None if stats is None or not model.keeps_tokens else stats.kv_tokens_total or None
 
 
 def _kv(verification: Verification, spec: WorkerSpec, stats: WorkerStats | None) -> MetricDocument:

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fingerprint.cache_blocks import CacheRoom, block_bytes, cache_bytes
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload, even_split
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Source
 from fingerprint.estimators.counted_memory import CountedMemory, allocated_layer_bytes
 from fingerprint.families import read_blueprint, read_spec
 from fingerprint.measurements import MemoryPoint, Profile, RankMemory
-from fingerprint.model_spec import ModelSpec
+from fingerprint.model_spec import LayerShape, ModelSpec
 from tests.fingerprint.step_timed_machine import (
     BLOCK_TOKENS,
     StepTimedMachine,
@@ -382,3 +383,28 @@ def test_more_sequences_than_were_measured_add_their_logits(profile) -> None:
     config = DeploymentConfig(engine=profile.engine)
     held = {batch: memory.memory(config, Workload(batch=batch)).activation_bytes for batch in (1, 4, 256)}
     assert held[1] == held[4] == held[256] - 252 * profile.spec.vocab_size * 6
+
+
+def test_of_states_the_sizes_count(profile) -> None:
+    """Bytes a token of a block that holds states say nothing: the cache is what the worker is started with."""
+    fact = RECORDED["GPT-J-6B"]
+    plain = read_blueprint(fact.config).spec
+    attention = LayerShape(
+        mixer="attention",
+        params=plain.layer_params,
+        linear_params=plain.layer_linear_params,
+        kv_elements=plain.kv_elements,
+    )
+    state = replace(attention, mixer="mamba2", kv_elements=0, state_bytes=533_504)
+    spec = replace(
+        plain, layer_shapes=(state, attention), layer_shape_indexes=(0, 0, 0, 1) * (plain.num_layers // 4)
+    )
+    memory = counted(profile, spec, recorded_points(fact, spec))
+    workload = Workload(7, 900, 100)
+    room = CacheRoom(sequences=7, kv_tokens=7000, step_tokens=0)
+    whole = cache_bytes(spec, VLLM, [spec.num_layers], room)
+    assert memory.memory(VLLM, workload).layer_kv_bytes * spec.num_layers == pytest.approx(whole, abs=28)
+    assert memory.layer_kv_bytes(VLLM, workload) * spec.num_layers == pytest.approx(whole)
+    block = block_bytes(spec, VLLM, 0, spec.num_layers)
+    fewer, more = (memory.kv_blocks(VLLM, budget) for budget in (40 * 2**30, 40 * 2**30 + 3 * block))
+    assert more == fewer + 3

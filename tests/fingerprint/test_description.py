@@ -277,6 +277,57 @@ def test_what_lies_or_is_not_known_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+WIDE = 2 * HIDDEN
+
+
+def named(text: str, **tower: tuple[int, ...]) -> Tensors:
+    """The model of two layers with ``text`` in the place of ``model``, beside a tower's tensors."""
+    own = {name.replace("model.", text, 1): tensor for name, tensor in model(LAYER, LAYER).items()}
+    return own | {name: StoredTensor("BF16", shape) for name, shape in tower.items()}
+
+
+def tower(stack: str, width: int) -> dict[str, tuple[int, ...]]:
+    """Two layers of another width, which are no text's."""
+    return {f"{stack}.{index}.{name}.weight": (width, width) for index in range(2) for name in ("wq", "w1")}
+
+
+@pytest.mark.parametrize(
+    ("text", "beside"),
+    [
+        ("", {}),
+        ("vision_language_model.model.", tower("siglip.encoder.layers", WIDE)),
+        ("audiogpt.", tower("eyes.blocks", WIDE)),
+        ("imagine.model.", tower("ears.layers", WIDE)),
+        ("talker_lm.", tower("model.vision_tower.layers", HIDDEN)),
+        ("text_encoder.", tower("text_encoder.vision_encoder.layers", HIDDEN)),
+        ("draftsman.", tower("conformer.layers", WIDE)),
+        ("model.", tower("model.layers_of_images.layers", WIDE)),
+        ("model.", {"clip.token_embedding.weight": (9 * VOCAB, WIDE)}),
+        ("speech.llm.", {"speech.codec.embed.weight": (9 * VOCAB, WIDE)} | tower("speech.codec.layers", WIDE)),
+    ],
+)
+def test_names_that_sound_like_a_tower_s_hide_no_text(text: str, beside: dict[str, tuple[int, ...]]) -> None:
+    plain, spec = describe(OK, model(LAYER, LAYER)), describe(OK, named(text, **beside))
+    assert spec.layers_params == plain.layers_params
+    assert (spec.vocab_size, spec.head_params) == (plain.vocab_size, plain.head_params)
+    assert spec.num_params == plain.num_params + sum(map(prod, beside.values()))
+
+
+@pytest.mark.parametrize("name", ["siglip.layers", "decoder.layers"])
+def test_a_second_stack_as_wide_as_the_text_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="2 stacks of 2 layers"):
+        describe(OK, named("model.", **tower(name, HIDDEN)))
+
+
+def test_a_tower_with_as_many_layers_as_the_text_should_have_is_not_the_text() -> None:
+    three = model(LAYER, LAYER, LAYER)
+    shifted = {name.replace("layers.0.", "layers.7."): tensor for name, tensor in three.items()}
+    seeing = tower("model.visual.blocks", HIDDEN)
+    towers = {name: StoredTensor("BF16", shape) for name, shape in seeing.items()}
+    with pytest.raises(CheckpointError, match=r"says 2 layers, of the tensors model\.layers has 3"):
+        describe(OK, shifted | towers)
+
+
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[dict[str, Any], Tensors]:
     """A model of which some tensors, shapes and facts are otherwise than they can be."""

@@ -50,10 +50,13 @@ class VllmWheel:
                     continue
         return tables
 
-    def state_bytes(self, architecture: str, config: Any) -> int | None:
-        """Return the bytes that a recurrent layer keeps of a sequence on one GPU; None: the class keeps none.
+    def state_bytes(self, architecture: str, config: Any, tp: int = 1) -> int | None:
+        """Return the bytes that a recurrent layer keeps of a sequence on one of ``tp`` GPUs; None: it keeps none.
 
         The model runs in bfloat16 with vLLM's default options.
+
+        Raises:
+            ValueError: vLLM divides something by ``tp`` that cannot be divided.
         """
         table = self.registry["_TEXT_GENERATION_MODELS"] | self.registry["_MULTIMODAL_MODELS"]
         if architecture not in table:
@@ -61,8 +64,15 @@ class VllmWheel:
         functions = self._functions(*table[architecture])
         if functions is None:
             return None
-        asked = _asked_of(architecture, config)
+        asked = _asked_of(architecture, config, tp)
         shapes, dtypes = (functions[name](None, asked) for name in _METHODS)
+        return sum(math.prod(s) * d.itemsize for s, d in zip(shapes, dtypes, strict=True))
+
+    def linear_attention_bytes(self, heads: int, head_dim: int, tp: int) -> int:
+        """Return the bytes that lightning attention keeps of a sequence on one of ``tp`` GPUs, in bfloat16."""
+        space = self._calculators()
+        shapes = space["MambaStateShapeCalculator"].linear_attention_state_shape(heads, tp, head_dim)
+        dtypes = space["MambaStateDtypeCalculator"].linear_attention_state_dtype(torch.bfloat16, "auto")
         return sum(math.prod(s) * d.itemsize for s, d in zip(shapes, dtypes, strict=True))
 
     def _functions(self, module: str, name: str) -> dict[str, Any] | None:
@@ -112,7 +122,7 @@ class VllmWheel:
         future = ast.parse("from __future__ import annotations").body
         space: dict[str, Any] = {
             "torch": torch,
-            "divide": lambda a, b: a // b,
+            "divide": _divided,
             "is_conv_state_dim_first": lambda: False,
             "get_kv_cache_torch_dtype": lambda cache, model: model if cache == "auto" else _DTYPES[cache],
             "STR_DTYPE_TO_TORCH_DTYPE": _DTYPES,
@@ -121,8 +131,14 @@ class VllmWheel:
         return space
 
 
-def _asked_of(architecture: str, config: Any) -> SimpleNamespace:
-    """Return the part of vLLM's config that the methods ask, with its defaults on one GPU.
+def _divided(whole: int, parts: int) -> int:
+    if whole % parts:
+        raise ValueError(f"{whole} is not divisible by {parts}")
+    return whole // parts
+
+
+def _asked_of(architecture: str, config: Any, tp: int) -> SimpleNamespace:
+    """Return the part of vLLM's config that the methods ask, with its defaults on ``tp`` GPUs.
 
     ``mamba_ssm_cache_dtype`` is resolved as vLLM's ``models/config.py`` does for Nemotron-H and Qwen 3.5.
     """
@@ -140,7 +156,7 @@ def _asked_of(architecture: str, config: Any) -> SimpleNamespace:
     return SimpleNamespace(
         model_config=model,
         cache_config=cache,
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp),
         speculative_config=None,
         num_speculative_tokens=0,
     )

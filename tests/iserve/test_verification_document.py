@@ -11,9 +11,11 @@ from daemon.status import WorkerStats
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Estimate, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.corrected import CorrectedEstimator
+from fingerprint.model_spec import LayerShape
 from fingerprint.verification import Alone, Reading, Verification
 from iserve.cli.verifying import print_verification
-from iserve.verify.documents import MetricDocument, VerificationDocument, verification_document
+from iserve.verify.documents import MetricDocument, VerificationDocument, kv_room_tokens, verification_document
+from tests.fingerprint.synthetic_machine import llama
 
 MIB = 2**20
 WORK = Workload(batch=2, input_tokens=64, output_tokens=16)
@@ -252,3 +254,13 @@ def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at 2026-11-20 09:08: TTFT x1, TPOT x0.5, memory -3.0 MiB a GPU" in rest
     assert "kept: it corrects TTFT, TPOT, memory in" in rest
     assert "until `iserve verify ./m --forget`" in rest
+
+
+def test_blocks_of_states_are_no_room_for_tokens() -> None:
+    """vLLM reports blocks of 16 tokens where each is the state of a sequence."""
+    model = llama(4)
+    state = LayerShape(mixer="mamba2", params=1, linear_params=1, kv_elements=0, state_bytes=2**20)
+    alone = replace(model, layer_shapes=(state,), layer_shape_indexes=(0,) * 4)
+    assert kv_room_tokens(STATS, model) == STATS.kv_tokens_total
+    assert kv_room_tokens(STATS, alone) is None
+    assert kv_room_tokens(None, model) is None

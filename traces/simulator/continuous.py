@@ -11,8 +11,9 @@ Where the steps say so (``StepModel.plans_ahead``), what is in a step is settled
 arrives meanwhile, or waits for a slot that the one before frees, is in the step after it. A worker that has
 nothing to do begins at once.
 
-Beyond the slots, ``kv_tokens`` of the limits bounds admission: a request waits, first in the queue, until its
-prompt and its whole answer fit beside those of all that run. vLLM is less strict: it admits, and preempts.
+Beyond the slots, each of which has the states of a sequence too, ``kv_tokens`` of the limits bounds admission: a
+request waits, first in the queue, until what is kept of its prompt and its whole answer fits beside all that run.
+vLLM is less strict: it admits, and preempts.
 Queue, slots and KV are a :class:`Room`, which the batches of a pipeline share (``pipelined``).
 """
 
@@ -33,10 +34,11 @@ __all__ = ["ContinuousWorker", "Room"]
 class Room:
     """Who waits, and what is left for them: slots, and tokens of KV."""
 
-    __slots__ = ("free", "kv_free", "waiting")
+    __slots__ = ("_limits", "free", "kv_free", "waiting")
 
     def __init__(self, limits: Limits, waiting: deque[tuple[int, int, int]] | None = None) -> None:
         self.waiting = deque() if waiting is None else waiting  # (row, input, output tokens)
+        self._limits = limits
         self.free = limits.max_batch
         self.kv_free = sys.maxsize if limits.kv_tokens is None else limits.kv_tokens
 
@@ -46,7 +48,17 @@ class Room:
         if not (self.waiting and self.free):
             return False
         _, input_tokens, output_tokens = self.waiting[0]
-        return input_tokens + output_tokens <= self.kv_free
+        return self._limits.kept_tokens(input_tokens + output_tokens) <= self.kv_free
+
+    def take(self, tokens: int) -> None:
+        """Give a slot and the room that is kept of ``tokens``."""
+        self.free -= 1
+        self.kv_free -= self._limits.kept_tokens(tokens)
+
+    def leave(self, tokens: int) -> None:
+        """Take back what :meth:`take` gave for as many ``tokens``."""
+        self.free += 1
+        self.kv_free += self._limits.kept_tokens(tokens)
 
 
 class ContinuousWorker(Server):
@@ -70,7 +82,7 @@ class ContinuousWorker(Server):
         super().__init__(name, stages, ready_s)
         limits = steps.limits
         self.max_batch = limits.max_batch
-        self.longest = min(limits.max_context_tokens, limits.kv_tokens or limits.max_context_tokens)
+        self.longest = limits.longest
         self._steps = steps
         self._step_tokens = limits.max_batched_tokens
         self._requests = requests
@@ -116,8 +128,7 @@ class ContinuousWorker(Server):
         """The first of those who wait, who has a slot and room for its KV now."""
         room = self._room
         row, input_tokens, output_tokens = room.waiting.popleft()
-        room.free -= 1
-        room.kv_free -= input_tokens + output_tokens
+        room.take(input_tokens + output_tokens)
         return [row, input_tokens, output_tokens, 0]
 
     def _prefill(self, budget: int, *, admits: bool) -> tuple[int, float]:
@@ -171,8 +182,7 @@ class ContinuousWorker(Server):
     def _leave(self, row: int, kv_tokens: int, now_s: float) -> None:
         self._last_s[row] = now_s
         self.outstanding -= 1
-        self._room.free += 1
-        self._room.kv_free += kv_tokens
+        self._room.leave(kv_tokens)
 
     @property
     def holds(self) -> bool:

@@ -64,9 +64,10 @@ class Limits:
     max_context_tokens: int  # prompt and answer of one request
     max_batched_tokens: int  # of one step
     kv_tokens: int | None = None  # of all sequences together; None: every slot has room for a whole context
+    kv_window: int | None = None  # most that is kept of one of them; None: all of its tokens
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_context_tokens", "max_batched_tokens", "kv_tokens"):
+        for name in ("max_batch", "max_context_tokens", "max_batched_tokens", "kv_tokens", "kv_window"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -75,6 +76,17 @@ class Limits:
                 f"a step of {self.max_batched_tokens} tokens has no room for one token of each of "
                 f"{self.max_batch} sequences; raise max_batched_tokens"
             )
+
+    def kept_tokens(self, tokens: int) -> int:
+        """Return how many of a sequence's ``tokens`` are kept."""
+        return tokens if self.kv_window is None else min(tokens, self.kv_window)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that is ever admitted."""
+        if self.kv_tokens is None or self.kept_tokens(self.max_context_tokens) <= self.kv_tokens:
+            return self.max_context_tokens
+        return self.kv_tokens
 
 
 class StepModel:

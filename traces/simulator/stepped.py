@@ -68,7 +68,7 @@ class SteppedWorker(Server):
         super().__init__(name, stages, ready_s)
         self.max_batch = steps.limits.max_batch
         limits = steps.limits
-        self.longest = min(limits.max_context_tokens, limits.kv_tokens or limits.max_context_tokens)
+        self.longest = limits.longest
         self._kv_free = sys.maxsize if limits.kv_tokens is None else limits.kv_tokens
         self._steps = steps
         self._requests = requests
@@ -83,10 +83,11 @@ class SteppedWorker(Server):
 
     def _hand_over(self) -> None:
         """To the batcher: those who wait, as far as there is KV for them."""
-        while self._waiting and sum(self._waiting[0][1:]) <= self._kv_free:
+        kept_tokens = self._steps.limits.kept_tokens
+        while self._waiting and kept_tokens(sum(self._waiting[0][1:])) <= self._kv_free:
             request = row, *lengths = self._waiting.popleft()
-            self._held[row] = sum(lengths)
-            self._kv_free -= sum(lengths)
+            self._held[row] = kept_tokens(sum(lengths))
+            self._kv_free -= self._held[row]
             ask("batching", partial(self._batcher.submit, *request))
 
     def begin(self) -> float:

@@ -14,8 +14,9 @@ from pathlib import Path
 from daemon.devices import Device
 from daemon.engines.base import WorkerSpec
 from daemon.engines.options import option_words
-from daemon.engines.vllm.cache import block_tokens, kv_cache_bytes, step_tokens
+from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
+from fingerprint.cache_blocks import block_tokens
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.config_json import read_config

@@ -108,13 +108,15 @@ def test_equals_it_on_a_shared_gpu_too(asked: list[tuple[float, int, int]], whos
     asked=st.lists(_ASKED, min_size=1, max_size=25),
     max_batch=st.integers(1, 6),
     kv_tokens=st.integers(40, 300),
+    kv_window=st.none() | st.integers(1, 100),
     pace=st.sampled_from([0.05, 0.3, 1.0]),
 )
 def test_equals_it_where_kv_bounds_admission(
-    asked: list[tuple[float, int, int]], max_batch: int, kv_tokens: int, pace: float
+    asked: list[tuple[float, int, int]], max_batch: int, kv_tokens: int, kv_window: int | None, pace: float
 ) -> None:
     """Also in what is refused, for it is longer than all the KV there is."""
-    steps = _curved(replace(limits(max_batch, 100, max_batch + 20), kv_tokens=kv_tokens), pace)
+    bounds = replace(limits(max_batch, 100, max_batch + 20), kv_tokens=kv_tokens, kv_window=kv_window)
+    steps = _curved(bounds, pace)
     requests = _requests(asked)
     fast, true = (serve(requests, steps, service=s) for s in (Service.CONTINUOUS, Service.STEPPED))
     assert fast.outcomes.failure.tolist() == true.outcomes.failure.tolist()
@@ -157,6 +159,29 @@ def test_kv_room_bounds_admission_in_the_order_of_arrival() -> None:
     outcomes = serve(asked, steps).outcomes
     assert outcomes.first_token_s.tolist() == [1.0, 6.0, 6.0]
     assert outcomes.last_token_s.tolist() == [5.0, 10.0, 6.0]
+
+
+def test_a_window_bounds_what_is_kept() -> None:
+    """Of each of two requests of 20 tokens 12 are kept: both run in a room of 30, which one of 40 has too."""
+    bounds = Limits(max_batch=4, max_context_tokens=50, max_batched_tokens=64, kv_tokens=30, kv_window=12)
+    asked = [Request(0.0, 15, 5), Request(0.0, 15, 5), Request(10.0, 36, 4)]
+    outcomes = serve(asked, linear_steps(bounds, step_s=1.0)).outcomes
+    assert outcomes.first_token_s.tolist() == [1.0, 1.0, 11.0]
+    assert outcomes.last_token_s.tolist() == [5.0, 5.0, 14.0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    asked=st.lists(_ASKED, min_size=1, max_size=25), kv_tokens=st.integers(30, 200), max_batch=st.integers(1, 6)
+)
+def test_without_a_bound_on_tokens_slots_alone_bound_admission(
+    asked: list[tuple[float, int, int]], kv_tokens: int, max_batch: int
+) -> None:
+    """As for states: a window that is no more than a slot's part of the room bounds nothing."""
+    alone = limits(max_batch, 100, 4096)
+    bounded = replace(alone, kv_tokens=kv_tokens, kv_window=max(1, kv_tokens // max_batch))
+    requests = _requests(asked)
+    _assert_same(*(serve(requests, linear_steps(each, step_s=0.5)) for each in (alone, bounded)))
 
 
 @settings(max_examples=200, deadline=None)

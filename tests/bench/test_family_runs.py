@@ -1,0 +1,74 @@
+"""What vLLM 0.33 kept of each layer on an H200, against what the same config.json is planned with."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from fingerprint.codec import from_json
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.families import load_spec
+from fingerprint.model_spec import ModelSpec
+from iserve.controller.estimating import estimator_for
+from tests.bench.family_runs import FamilyRun
+from tests.bench.kept import read_kept
+
+RECORDED = Path(__file__).parent / "results/families_h200.json.xz"
+
+
+@cache
+def runs() -> dict[str, FamilyRun]:
+    return {run.name: run for run in from_json(read_kept(RECORDED).encode(), tuple[FamilyRun, ...], what="runs")}
+
+
+@pytest.fixture(params=sorted(runs()))
+def run(request: pytest.FixtureRequest) -> FamilyRun:
+    return runs()[request.param]
+
+
+@pytest.fixture
+def spec(run: FamilyRun, tmp_path: Path) -> ModelSpec:
+    """As it is described today, from the config.json that the run had."""
+    (tmp_path / "config.json").write_text(json.dumps(run.config))
+    return load_spec(tmp_path)
+
+
+def test_each_layer_keeps_on_the_gpu_what_is_planned(run, spec) -> None:
+    assert run.profile is not None
+    for point in run.profile.memory:
+        (rank,) = point.ranks
+        assert [cache.layer for cache in rank.layer_caches] == list(range(point.num_layers))
+        for cache in rank.layer_caches:
+            kind = spec.kinds[spec.kind_indexes[cache.layer]]
+            planned_bytes = 2 * kind.kv_share * spec.kv_elements
+            state_bytes = kind.shape.state_bytes if kind.shape else 0
+            assert (cache.token_bytes, cache.state_bytes, cache.window) == (
+                planned_bytes,
+                state_bytes,
+                kind.window,
+            )
+
+
+def test_the_log_says_the_same_room_as_the_answer(run, spec) -> None:
+    """``GPU KV cache size: N tokens`` is of whole blocks; with one kind of layers nothing else enters it."""
+    said = [
+        int(size.replace(",", "")) for size in re.findall(r"cache size: ([\d,]+) tok", "\n".join(run.cache_lines))
+    ]
+    if spec.several_kinds or spec.keeps_state:
+        pytest.skip("vLLM shares its blocks among kinds of layers before it says the tokens")
+    assert said
+    for tokens, point in zip(said, run.profile.memory, strict=False):
+        assert point.ranks[0].kv_room_tokens == tokens
+
+
+def test_its_fingerprints_come_to_an_estimate_of_the_whole(run) -> None:
+    """Also where bursts of one point differ by a step, as those on a shared GPU did."""
+    estimator = estimator_for(run.profile)
+    config = DeploymentConfig(tp=1, pp=1, engine="vllm")
+    estimate = estimator.estimate(config, Workload(batch=4, input_tokens=128, output_tokens=64))
+    assert 0 < estimate.tpot_s.value < 1
+    assert estimate.memory.num_layers == run.profile.spec.num_layers
