@@ -1,4 +1,4 @@
-"""One node's hands: watches its devices, starts and watches its workers, and holds the engines.
+"""Daemon of one node: watches its devices, starts and watches its workers, and holds the engines.
 
 Knows nothing of intents. Importable without the web stack (FastAPI, pydantic, SQLAlchemy).
 """

@@ -1,4 +1,4 @@
-"""``python -m daemon --home DIR``: run this node's daemon until it is told to stop."""
+"""``python -m daemon --home DIR``: run this node's daemon until it is asked to stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fingerprint.errors import IserveError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after a signal, 1 refused with one line on stderr, 2 usage."""
+    """Run the command; return 0 after a signal, 1 refused with one line on stderr, 2 usage."""
     parser = argparse.ArgumentParser(
         prog="python -m daemon", description="Watch this node; start and watch workers."
     )

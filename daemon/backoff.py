@@ -1,4 +1,4 @@
-"""When a worker that ended may be started again: arithmetic on start times, no clock."""
+"""Restart delay of a worker that ended: arithmetic on start times, no clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RestartHistory:
         self._starts_s.append(now_s)
 
     def delay_s(self, now_s: float) -> float | None:
-        """Seconds to wait before the next start; None when there were too many lately: give up."""
+        """Return the seconds to wait before the next start; None when there were too many lately: give up."""
         while self._starts_s and self._starts_s[0] <= now_s - self.policy.window_s:
             self._starts_s.popleft()
         recent = len(self._starts_s)

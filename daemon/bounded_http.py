@@ -52,7 +52,7 @@ class BoundedRunner(web.AppRunner):
             connection, is_over = request.protocol, False
 
             def body_has_come() -> None:
-                if not is_over:  # a body that comes after its answer is no work
+                if not is_over:  # a body that arrives after its answer is no work
                     limit.works(connection)
 
             limit.waits(connection)

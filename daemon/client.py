@@ -32,18 +32,18 @@ class DaemonClient:
 
     @classmethod
     def from_record(cls, path: Path) -> DaemonClient:
-        """The daemon of ``run/daemon.json``. Raises UnavailableError: there is no such record."""
+        """Return the daemon of ``run/daemon.json``. Raises UnavailableError: there is no such record."""
         record = read_record(path)
         if record is None:
             raise UnavailableError(f"no daemon has left its record at {path}; start one")
         return cls(record.url, record.token)
 
     def node(self) -> NodeStatus:
-        """Devices and workers now."""
+        """Return the devices and workers now."""
         return self._ask("GET", "/v1/node", NodeStatus)
 
     def workers(self) -> tuple[WorkerStatus, ...]:
-        """Every worker but the stopped ones."""
+        """Return every worker but the stopped ones."""
         return self._ask("GET", "/v1/workers", tuple[WorkerStatus, ...])
 
     def launch(self, spec: WorkerSpec) -> WorkerStatus:
@@ -55,16 +55,19 @@ class DaemonClient:
         return self._ask("POST", "/v1/workers", WorkerStatus, body=to_json(spec), timeout_s=3 * self._timeout_s)
 
     def worker(self, worker_id: str) -> WorkerStatus:
-        """Raises NotFoundError."""
+        """Return one worker. Raises NotFoundError."""
         return self._ask("GET", f"/v1/workers/{quote(worker_id, safe='')}", WorkerStatus)
 
     def stop(self, worker_id: str) -> WorkerStatus:
-        """Returns when its processes are gone and its memory is free; idempotent. Raises NotFoundError."""
+        """Stop a worker; return when its processes are gone and its memory is free; idempotent.
+
+        Raises NotFoundError.
+        """
         path = f"/v1/workers/{quote(worker_id, safe='')}"
         return self._ask("DELETE", path, WorkerStatus, timeout_s=self._stop_timeout_s)
 
     def log(self, worker_id: str, lines: int = 200) -> str:
-        """The end of the worker's output. Raises NotFoundError."""
+        """Return the end of the worker's output. Raises NotFoundError."""
         path = f"/v1/workers/{quote(worker_id, safe='')}/log?lines={lines}"
         return self._http.request("GET", path, timeout_s=self._timeout_s).decode("utf-8", errors="replace")
 
@@ -74,7 +77,7 @@ class DaemonClient:
         return self._ask("GET", f"/v1/workers/{quote(worker_id, safe='')}/log/part?{query}", LogPart)
 
     def is_healthy(self) -> bool:
-        """Whether a daemon answers there at all."""
+        """Return whether a daemon answers there at all."""
         try:
             self._http.request("GET", "/healthz", timeout_s=self._timeout_s)
         except IserveError:

@@ -52,7 +52,7 @@ class ConnectionLimit(Generic[T]):
             self._timer = asyncio.get_running_loop().call_at(now_s + self._wait_s, self._end_overdue)
 
     def works(self, connection: T) -> None:
-        """Note that a whole request has come."""
+        """Note that a whole request has arrived."""
         self._waiting.pop(connection, None)
 
     def closed(self, connection: T) -> None:
@@ -68,7 +68,7 @@ class ConnectionLimit(Generic[T]):
         self._abort(connection)
 
     def _end_overdue(self) -> None:
-        """End what has waited too long; come back when the next is due."""
+        """End connections that have waited too long, and set the timer for the next that will be due."""
         assert self._wait_s is not None
         self._timer = None
         loop = asyncio.get_running_loop()

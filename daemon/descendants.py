@@ -1,4 +1,4 @@
-"""What a parent needs so that none of its descendants outlives it: Linux's prctl, and ending all of them.
+"""Means of a parent to outlive its descendants: Linux's prctl, and ending all of them.
 
 Standard library only; for processes with one thread (the keeper, an engine's guard).
 """
@@ -21,7 +21,7 @@ _REAP_S = 5.0
 
 
 def become_subreaper() -> None:
-    """From now on orphans of our descendants become our children, whatever their group or session."""
+    """Make orphans of our descendants our children from now on, whatever their group or session."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,4 +1,4 @@
-"""Start a program that outlives whoever asked: forked twice, in a session of its own. Run as a script.
+"""Start of a program that outlives its starter: forked twice, in a session of its own. Run as a script.
 
 ``python -I -S detach.py LOG PROGRAM ARGS...`` prints the program's process id, then nothing more if it was
 started, or one line with the reason if not. Standard library only, so it starts in about 10 ms; a process with

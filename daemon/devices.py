@@ -1,4 +1,4 @@
-"""What a node's devices are and what each shows now: the protocol, and the CPU offered as devices.
+"""Devices of a node and their readings: the protocol, and the CPU offered as devices.
 
 A CPU is cut into equal shares of its cores and of its memory, within what the control group grants, so that
 placement on a machine without a GPU is a real choice. The GPUs are in ``daemon.nvml``.
@@ -20,7 +20,7 @@ __all__ = ["CpuDevices", "Device", "DeviceReading", "DeviceSource", "Machine", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What does not change while the daemon runs."""
+    """Facts of a device that do not change while the daemon runs."""
 
     device_id: str
     """GPU's UUID, or `cpu:0` for a share of the CPU."""
@@ -38,9 +38,9 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceReading:
-    """What one look at a device shows. ``None``: the device did not say."""
+    """Reading of a device at one moment. ``None``: the device did not say."""
 
-    free_bytes: int | None  # not used by anybody now; what was promised is not known here
+    free_bytes: int | None  # not used by any process now; what was promised is not known here
     utilisation_fraction: float | None = None
     power_w: float | None = None
     sm_clock_mhz: float | None = None
@@ -49,7 +49,7 @@ class DeviceReading:
 
 
 class DeviceSource(Protocol):
-    """One kind of devices. ``read`` may block in a driver, so it is called outside the event loop."""
+    """Source of one kind of devices. ``read`` may block in a driver, so it is called outside the event loop."""
 
     @property
     def devices(self) -> tuple[Device, ...]: ...
@@ -60,7 +60,7 @@ class DeviceSource(Protocol):
         ...
 
     def read(self) -> Mapping[str, DeviceReading]:
-        """A fresh look at every device; a device that fails has its ``error`` set, and nothing is raised."""
+        """Look at every device afresh; a device that fails has its ``error`` set, and nothing is raised."""
         ...
 
     def close(self) -> None: ...
@@ -105,24 +105,24 @@ class CpuDevices:
         return None
 
     def read(self) -> Mapping[str, DeviceReading]:
-        """Each share of what is available now, workers' own use included (the monitor adds that back)."""
+        """Return each share of what is available now, workers' own use included (the monitor adds that back)."""
         machine = read_machine(proc=self._proc, cgroup=self._cgroup)
         share_bytes = machine.available_bytes // len(self._devices)
         return {device.device_id: DeviceReading(free_bytes=share_bytes) for device in self._devices}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the CPU holds no handle."""
 
 
 def _share(cores: tuple[int, ...], index: int, count: int) -> tuple[int, ...]:
-    """The ``index``-th of ``count`` runs of cores; with fewer cores than devices, devices share cores."""
+    """Return the ``index``-th of ``count`` runs of cores; with fewer cores than devices, devices share cores."""
     if len(cores) < count:
         return (cores[index % len(cores)],)
     return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
 
 
 def read_machine(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Machine:
-    """Cores and memory that affinity and control group (version 1 or 2) leave to this process."""
+    """Return the cores and memory that affinity and control group (version 1 or 2) leave to this process."""
     meminfo = _key_values(proc / "meminfo")
     memory_bytes = meminfo["MemTotal:"] * 1024
     available_bytes = meminfo.get("MemAvailable:", meminfo["MemFree:"]) * 1024
@@ -157,7 +157,7 @@ _V1 = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 
 
 def _cgroup_folders(proc: Path, cgroup: Path) -> list[tuple[Path, _MemoryFiles]]:
-    """The control groups this process is in, each with its ancestors, whose limits hold too."""
+    """Return the control groups this process is in, each with its ancestors, whose limits hold too."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -176,7 +176,7 @@ def _cgroup_folders(proc: Path, cgroup: Path) -> list[tuple[Path, _MemoryFiles]]
 
 
 def _quota_cores(folder: Path) -> float | None:
-    """Cores' worth of time that the group may use; None for no limit."""
+    """Return the cores' worth of time that the group may use; None for no limit."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()[:2]
     except (OSError, ValueError):
@@ -193,7 +193,7 @@ def _number(path: Path) -> int | None:
 
 
 def _key_values(path: Path) -> dict[str, int]:
-    """First number of each line by its first word."""
+    """Return the first number of each line by its first word."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What torch reaches on the device that it sees: bandwidth of reading, and 16-bit matrix products.
+"""Measurement of what torch reaches on a device: bandwidth of reading, and 16-bit matrix products.
 
 As a script (``python gpu_bench.py SECONDS``) it takes the first GPU and prints one JSON object; it then runs in an
 engine's own Python, so it imports torch and the standard library only. It ends itself if a GPU hangs.
@@ -23,7 +23,7 @@ _LIMIT_S = 120  # of the script, torch's import and the GPU's start included
 
 
 def bytes_per_s(kind: str, seconds: float, size_bytes: int | None = None) -> float:
-    """Bandwidth of reading, as a step reads its weights: a matrix of 16-bit weights times one vector."""
+    """Return the bandwidth of reading as a step reads its weights: a 16-bit matrix times one vector."""
     size_bytes = size_bytes or _READ_BYTES[kind]
     weights = torch.ones(size_bytes // 2 // _COLUMNS, _COLUMNS, dtype=torch.bfloat16, device=kind)
     vector = torch.ones(1, _COLUMNS, dtype=torch.bfloat16, device=kind)
@@ -37,7 +37,7 @@ def flops_per_s(kind: str, seconds: float, size: int | None = None) -> float:
 
 
 def best_s(kind: str, seconds: float, work: Callable[[], object]) -> float:
-    """Shortest of the runs that fit into ``seconds`` (at least three) after one that warms up."""
+    """Return the shortest of the runs that fit into ``seconds`` (at least three) after one that warms up."""
     times: list[float] = []
     with torch.inference_mode():
         work()

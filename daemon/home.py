@@ -36,7 +36,7 @@ def make_private(folder: Path) -> None:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Take the rights of group and others from a folder of ours, unless it is one that is shared (sticky)."""
+    """Take the rights of all other users from a folder of ours, unless it is one that is shared (sticky)."""
     with contextlib.suppress(OSError):
         status = folder.stat()
         mode = stat.S_IMODE(status.st_mode)

@@ -29,7 +29,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 
 class JsonHttp:
-    """``who`` at ``url``. Safe to share between threads, and nothing to close.
+    """Client of the JSON API of ``who`` at ``url``. Safe to share between threads, and nothing to close.
 
     Args:
         who: for error messages, such as ``the daemon``.
@@ -57,7 +57,7 @@ class JsonHttp:
         headers: Mapping[str, str] | None = None,
         timeout_s: float,
     ) -> T:
-        """The answer as a ``kind``."""
+        """Return the answer as a ``kind``."""
         answer = self.request(method, path, body=body, headers=headers, timeout_s=timeout_s)
         try:
             return from_json(answer, kind, what=f"the answer of {self._who} to {method} {path}")
@@ -73,7 +73,7 @@ class JsonHttp:
         headers: Mapping[str, str] | None = None,
         timeout_s: float,
     ) -> bytes:
-        """The answer as it came, up to 64 MiB."""
+        """Return the answer as received, up to 64 MiB."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         own = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:
@@ -92,7 +92,7 @@ class JsonHttp:
         return answer
 
     def _error(self, status: int, answer: bytes) -> IserveError:
-        """The project's error that the answer names, or the one nearest to the HTTP status."""
+        """Return the project's error that the answer names, or the one nearest to the HTTP status."""
         nearest = {400: BadInputError, 404: NotFoundError, 409: ConflictError}.get(status, UnavailableError)
         try:
             body = from_json(answer, dict[str, Any], what="the error")

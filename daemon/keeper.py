@@ -86,7 +86,7 @@ class RotatingLog:
 
 
 class Keeper:
-    """One worker's life, from start to ``exit.json``."""
+    """Life of one worker, from start to ``exit.json``."""
 
     def __init__(self, folder: Path, order: KeeperOrder) -> None:
         self._folder, self._order = folder, order

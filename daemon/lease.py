@@ -47,7 +47,7 @@ class LeaseFileError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeeperOrder:
-    """What to run and how to watch it."""
+    """Command of a worker and how its keeper watches it."""
 
     worker_id: str
     argv: list[str]
@@ -58,7 +58,7 @@ class KeeperOrder:
     lease_ttl_s: float
     grace_s: float  # between SIGTERM and SIGKILL
     log_max_bytes: int  # of one log file
-    log_files: int  # rotated files kept beside the current one
+    log_files: int  # rotated files kept in addition to the current one
     log_tail_bytes: int  # repeated in exit.json
 
 
@@ -80,7 +80,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExitRecord:
-    """How a worker ended."""
+    """End of a worker."""
 
     worker_id: str
     pid: int
@@ -110,7 +110,7 @@ def write_file(path: Path, value: KeeperOrder | Lease | ExitRecord) -> None:
 
 
 def read_file(path: Path, kind: type[T]) -> T:
-    """The ``kind`` in ``path``.
+    """Return the ``kind`` in ``path``.
 
     Raises:
         LeaseFileError: missing, too large, not JSON, or with other fields than ``kind`` has.
@@ -133,7 +133,7 @@ def read_file(path: Path, kind: type[T]) -> T:
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Hold the file's lock inside the block, if nobody else does: yields whether that is so."""
+    """Hold the file's lock inside the block, if no other process does: yields whether that is so."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         yield _lock_now(handle, fcntl.LOCK_EX)
@@ -142,10 +142,10 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 
 def keeper_is_alive(folder: Path) -> bool:
-    """Whether a keeper holds the folder's lock; no process id can be mistaken here.
+    """Return whether a keeper holds the folder's lock; no process id can be mistaken here.
 
     Raises:
-        OSError: that cannot be seen now (no file descriptor is left, say); it may well live.
+        OSError: that cannot be seen now (no file descriptor is left, say); the keeper may well live.
     """
     try:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR)

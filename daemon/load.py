@@ -1,4 +1,4 @@
-"""How busy a device was lately: window arithmetic, no clock and no device.
+"""Load of a device lately: window arithmetic, no clock and no device.
 
 Workers report counters of busy seconds; two readings make a sample, and the samples of the last 120 s make a load.
 """
@@ -14,7 +14,7 @@ __all__ = ["BusyCounter", "LoadWindow", "union_fraction"]
 
 
 def union_fraction(fractions: Iterable[float]) -> float:
-    """Part of an interval in which at least one of several workers was busy, from the part each was.
+    """Return the part of an interval in which at least one of several workers was busy, from the part each was.
 
     Counters do not say how the busy moments overlap: the union lies between the largest part and the (clipped)
     sum. This takes the moments for independent, 1 - prod(1 - f): exact for one worker and for one always busy.
@@ -24,13 +24,13 @@ def union_fraction(fractions: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class BusyCounter:
-    """One worker's busy-seconds counter on one device, read again and again."""
+    """Busy-seconds counter of one worker on one device, read again and again."""
 
     _at_s: float | None = None
     _busy_s: float = 0.0
 
     def fraction_since_last(self, at_s: float, busy_s: float) -> float | None:
-        """Busy part of the time since the last reading, 0 to 1; None for the first reading or no time passed.
+        """Return the busy part of the time since the last reading, 0 to 1; None for the first or no time passed.
 
         A counter that went down belongs to a worker that started anew: what it shows was all done since.
         """
@@ -48,14 +48,14 @@ class BusyCounter:
 class LoadWindow:
     """Busy fraction over the last ``window_s`` seconds that were observed.
 
-    Time in which nobody looked counts neither as busy nor as idle.
+    Time without observation counts neither as busy nor as idle.
     """
 
     window_s: float = 120.0
     _samples: deque[tuple[float, float, float]] = field(default_factory=deque)  # from, to, fraction
 
     def add(self, from_s: float, to_s: float, fraction: float) -> None:
-        """Note that the device was busy for ``fraction`` of an interval later than all others.
+        """Note that the device was busy for ``fraction`` of an interval later than all earlier ones.
 
         Raises:
             ValueError: the interval is empty or overlaps the one before, or ``fraction`` is not in [0, 1].
@@ -69,7 +69,7 @@ class LoadWindow:
             self._samples.popleft()
 
     def load_fraction(self, now_s: float) -> float:
-        """Busy seconds over observed seconds, both within the window that ends at ``now_s``; 0 without samples."""
+        """Return busy over observed seconds, both within the window that ends at ``now_s``; 0 without samples."""
         begin_s = now_s - self.window_s
         observed_s = busy_s = 0.0
         for from_s, to_s, fraction in self._samples:

@@ -18,7 +18,7 @@ __all__ = ["Monitor", "WorkerUse"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerUse:
-    """One worker as its devices feel it."""
+    """Use of the node's devices by one worker."""
 
     worker_id: str
     pid: int | None  # with the id, tells a relaunched worker from the one before
@@ -55,7 +55,7 @@ class Monitor:
         self._readings, self.read_at_s = readings, self._clock()
 
     def reading(self, device_id: str) -> DeviceReading:
-        """The last look at a device."""
+        """Return the last look at a device."""
         return self._readings.get(device_id, DeviceReading(free_bytes=None, error="not read yet"))
 
     def observe(self, uses: Sequence[WorkerUse]) -> None:
@@ -71,7 +71,9 @@ class Monitor:
                 window.add(from_s, now_s, fraction)
 
     def _busy_fractions(self, uses: Sequence[WorkerUse], now_s: float) -> dict[tuple[str, str], float | None]:
-        """By worker and device: the busy part of the time since its counters were last read; None: unknown."""
+        """Return, by worker and device, the busy part of the time since its counters were last read; None:
+        unknown.
+        """
         fractions: dict[tuple[str, str], float | None] = {}
         live = set()
         for use in uses:
@@ -90,9 +92,9 @@ class Monitor:
         return fractions
 
     def _device_fraction(self, device_id: str, fractions: Sequence[float | None]) -> float | None:
-        """The workers' own account where all gave one; else what the driver says; else unknown.
+        """Return the load by the workers' own account where all gave one; else by the driver; else unknown.
 
-        On a device without workers of ours the driver speaks too: others may be using it.
+        On a device without workers of ours the driver's figure counts too: other programs may be using it.
         """
         known = [fraction for fraction in fractions if fraction is not None]
         driver = self.reading(device_id).utilisation_fraction
@@ -103,7 +105,7 @@ class Monitor:
         return max(union_fraction(known), min(1.0, max(0.0, driver)))
 
     def statuses(self, uses: Sequence[WorkerUse]) -> tuple[DeviceStatus, ...]:
-        """Every device, as of the last look, with the promises to ``uses`` taken off."""
+        """Return every device, as of the last look, with the promises to ``uses`` taken off."""
         now_s = self._clock()
         return tuple(self._status(device, uses, now_s) for device in self.devices.values())
 
@@ -127,8 +129,9 @@ class Monitor:
         )
 
     def held(self, use: WorkerUse) -> tuple[DeviceHeld, ...]:
-        """What the worker holds of each GPU as of the last look, where the driver lists its processes and their
-        sizes."""
+        """Return what the worker holds of each GPU as of the last look, where the driver lists its processes'
+        sizes.
+        """
         found = []
         for device_id in use.slots:
             by_pid = self.reading(device_id).process_bytes or {}
@@ -138,7 +141,7 @@ class Monitor:
         return tuple(found)
 
     def _cpu_free(self, device: Device, reading: DeviceReading, uses: Sequence[WorkerUse]) -> int:
-        """The share, less what others than our workers use of the machine, less the larger of promise and use."""
+        """Return the share, less the use of the machine by other programs, less the larger of promise and use."""
         if reading.free_bytes is None:
             return 0
         ours_bytes = sum(use.resident_bytes or 0 for use in uses)
@@ -150,7 +153,7 @@ class Monitor:
         return max(0, without_ours_bytes)
 
     def _gpu_free(self, device: Device, reading: DeviceReading, uses: Sequence[WorkerUse]) -> int:
-        """What the driver calls free, less what was promised and is not in use yet."""
+        """Return what the driver calls free, less what was promised and is not in use yet."""
         if reading.free_bytes is None:
             return 0
         free_bytes = reading.free_bytes
@@ -161,8 +164,11 @@ class Monitor:
 
     @staticmethod
     def _used_on_gpu(reading: DeviceReading, use: WorkerUse, promised_bytes: int) -> int:
-        """Bytes the worker holds, by the driver's process list; where that does not show it (containers hide
-        process ids), a ready worker has taken all it was promised and a loading one nothing."""
+        """Return the bytes the worker holds, by the driver's process list.
+
+        Where that does not show it (containers hide process ids), a ready worker has taken all it was promised and
+        a loading one nothing.
+        """
         by_pid = reading.process_bytes or {}
         listed = [size for pid, size in by_pid.items() if pid in use.pids and size is not None]
         if listed:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def visible_gpus(named: str | None, uuids: list[str]) -> list[int]:
-    """Indexes of the GPUs that ``CUDA_VISIBLE_DEVICES`` names, in the driver's order; all where it is unset.
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` names, in the driver's order; all where it is unset.
 
     Args:
         named: its value: indexes in the driver's (PCI) order or UUIDs (or their beginnings), with commas; "" hides
@@ -56,7 +56,7 @@ class NvmlDevices:
     """The GPUs of the node that are offered, known by UUID: all, or those of ``CUDA_VISIBLE_DEVICES``."""
 
     def __init__(self, nvml: ModuleType) -> None:
-        """``nvml`` is an initialised ``pynvml``; use :meth:`open`."""
+        """Take an initialised ``pynvml``; use :meth:`open`."""
         self._nvml = nvml
         self._handles: dict[str, Any] = {}
         devices = []
@@ -79,7 +79,8 @@ class NvmlDevices:
 
     @classmethod
     def open(cls, nvml: ModuleType) -> NvmlDevices | None:
-        """The node's GPUs as ``nvml`` (pynvml) shows them; None where there is no driver, no library or no GPU.
+        """Return the node's GPUs as ``nvml`` (pynvml) shows them; None where there is no driver, no library or no
+        GPU.
 
         Raises:
             ConfigError: as :func:`visible_gpus`.
@@ -155,7 +156,7 @@ class NvmlDevices:
         )
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The answer, or None where this GPU or driver has none to give (MIG parts, virtual GPUs)."""
+        """Return the answer, or None where this GPU or driver has none to give (MIG parts, virtual GPUs)."""
         try:
             return question()
         except self._nvml.NVMLError:
@@ -169,7 +170,7 @@ class NvmlDevices:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver; None where there is none, or no library to ask it with."""
+    """Return the version of the NVIDIA driver; None where there is none, or no library to ask it with."""
     try:
         import pynvml
     except ImportError:
@@ -185,7 +186,7 @@ def driver_version() -> str | None:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Product names of the GPUs that can be offered here; none where there is no driver or no library."""
+    """Return product names of the GPUs that can be offered here; none without a driver or a library."""
     found = _opened()
     if found is None:
         return ()
@@ -205,7 +206,7 @@ def driver_facts(product: str) -> DriverFacts | None:
 
 
 def _opened() -> NvmlDevices | None:
-    """The GPUs that can be offered here; None where there is no driver, no library or none of them."""
+    """Return the GPUs that can be offered here; None where there is no driver, no library or none of them."""
     try:
         import pynvml  # of the extra "gpu"
     except ImportError:

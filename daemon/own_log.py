@@ -20,7 +20,9 @@ _PROBE_BYTES = 4096  # of a disk that has room for them a process can say in its
 
 
 class _OneLine(logging.Formatter):
-    """What others chose (a path, a name, an error's words) begins no line of its own and no escape sequence."""
+    """Formatter of one-line records: text from outside (a path, a name, an error) starts no line and no escape
+    sequence.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", "\\n")
@@ -30,7 +32,7 @@ class _OneLine(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """From now on, whatever is logged from INFO on."""
+    """Log to stderr from now on, from INFO on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -49,7 +51,7 @@ def move_if_large(path: Path, *, max_bytes: int = _LOG_BYTES) -> bool:
 
 
 def why_silent(path: Path) -> str:
-    """Why a process that failed left nothing in its log at ``path``; empty when nothing is known."""
+    """Return why a process that failed left nothing in its log at ``path``; empty when nothing is known."""
     probe = path.with_name(f".{path.name}.probe")
     try:
         try:
@@ -62,7 +64,7 @@ def why_silent(path: Path) -> str:
 
 
 def bound_own_log(path: Path, *, max_bytes: int = _LOG_BYTES, look_s: float = _LOOK_S) -> None:
-    """From now on, while this process's output goes to ``path``, keep it to about ``max_bytes``.
+    """Keep the log at ``path`` to about ``max_bytes`` from now on, while this process's output goes there.
 
     All of the output, tracebacks and libraries' included: the descriptors are turned to a new file. Looked at once
     in ``look_s`` by a thread; output that goes elsewhere, a terminal say, is left alone.
@@ -104,7 +106,7 @@ def _turn(numbers: list[int], handle: int) -> None:
 
 
 def _outputs_at(path: Path) -> list[int]:
-    """Those of this process's outputs that go to ``path``."""
+    """Return those of this process's outputs that go to ``path``."""
     try:
         file = path.stat()
     except FileNotFoundError:

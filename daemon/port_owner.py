@@ -1,7 +1,7 @@
-"""Check of who listens on a port: a worker's own processes, or another program that came first.
+"""Check of which process listens on a port: a worker's own, or another program that was first.
 
-``/health`` is open to all and says nothing of who answers it, so that its 200 alone proves no worker. Linux lists
-listening sockets with their inodes, and to the user whose process it is each process's descriptors.
+``/health`` is open to all and does not identify the process that answers, so that its 200 alone proves no worker.
+Linux lists listening sockets with their inodes, and to the user whose process it is each process's descriptors.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _holds(pid: int, inodes: frozenset[str]) -> bool:
 
 @cache
 def _is_shown() -> bool:
-    """Whether this kernel shows whose a socket is; some sandboxes have the tables and leave them empty."""
+    """Return whether this kernel shows whose a socket is; some sandboxes have the tables and leave them empty."""
     with socket.create_server(("127.0.0.1", 0)) as own:
         try:
             return _holds(os.getpid(), _listening_inodes(own.getsockname()[1]))

@@ -24,7 +24,7 @@ class Health(Enum):
 
 
 class Prober:
-    """One HTTP client for all workers of the node. Use inside ``async with``."""
+    """HTTP client of all workers of the node. Use inside ``async with``."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -58,7 +58,9 @@ class Prober:
     async def stats(
         self, url: str, read: Callable[[bytes], WorkerStats], token: str | None = None
     ) -> WorkerStats | None:
-        """What ``GET url`` says, by the engine's ``read``; None for no answer or one that it does not take."""
+        """Return what ``GET url`` answers, by the engine's ``read``; None for no answer or one that it does not
+        take.
+        """
         answer = await self._get(url, token)
         if answer is None or answer[0] != 200:
             return None

@@ -44,7 +44,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessRecord:
-    """Who serves a role of this home now. Holds a secret: its file has mode 0600."""
+    """Record of the process that serves a role of this home now. Holds a secret: its file has mode 0600."""
 
     pid: int
     start_time_ticks: int  # with the pid, names one process for good
@@ -57,7 +57,7 @@ class ProcessRecord:
 
 
 def own_record(*, url: str, token: str, settings: Mapping[str, str | None] | None = None) -> ProcessRecord:
-    """The record of the calling process, with the settings that it was started with."""
+    """Return the record of the calling process, with the settings that it was started with."""
     stat = read_stat(os.getpid())
     assert stat is not None
     return ProcessRecord(
@@ -119,10 +119,11 @@ def kept_record(path: Path, record: ProcessRecord, *, look_s: float = _LOOK_S) -
 
 
 def read_record(path: Path) -> ProcessRecord | None:
-    """The record at ``path``; None when there is none, or none that may be read and is whole.
+    """Return the record at ``path``; None when there is none, or none that may be read and is whole.
 
     Raises:
-        UnavailableError: it cannot be read now (no file descriptor is left, say), whoever lives.
+        UnavailableError: it cannot be read now (no file descriptor is left, say), whether or not the process
+            lives.
     """
     try:
         return from_json(path.read_bytes(), ProcessRecord, what=str(path))
@@ -133,7 +134,7 @@ def read_record(path: Path) -> ProcessRecord | None:
 
 
 def is_alive(record: ProcessRecord | None) -> bool:
-    """Whether the recorded process itself still runs.
+    """Return whether the recorded process itself still runs.
 
     Raises:
         UnavailableError: that cannot be seen now.
@@ -175,7 +176,7 @@ def spawn_detached(argv: Sequence[str], log_path: Path, env: Mapping[str, str] |
 
 
 def group_members(group_id: int) -> tuple[int, ...]:
-    """Ids of the running processes of a process group, zombies not counted."""
+    """Return ids of the running processes of a process group, zombies not counted."""
     return tuple(stat.pid for stat in processes() if stat.group_id == group_id)
 
 

@@ -1,4 +1,4 @@
-"""What /proc says of processes: start times, groups, children, resident memory.
+"""Facts of processes in /proc: start times, groups, children, resident memory.
 
 Standard library only (the keeper uses it). A process is known by its id, its start time *and* the boot, so that a
 reused id is never taken for the old process; a zombie counts as gone. Only ENOENT and ESRCH mean that a process is
@@ -74,7 +74,7 @@ def read_stat(pid: int, *, proc: Path = Path("/proc")) -> ProcessStat | None:
 
 
 def processes(*, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Every process that is not a zombie and may be read; about 20 microseconds each.
+    """Yield every process that is not a zombie and may be read; about 20 microseconds each.
 
     Raises:
         OSError: the list would not be whole.
@@ -88,7 +88,7 @@ def processes(*, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
 
 
 def pids_with(variable: str, value: str, *, proc: Path = Path("/proc")) -> Iterator[int]:
-    """Processes that were started with this environment variable, those whose environment we may read.
+    """Yield processes that were started with this environment variable, those whose environment we may read.
 
     Raises:
         OSError: the list would not be whole.
@@ -101,7 +101,7 @@ def pids_with(variable: str, value: str, *, proc: Path = Path("/proc")) -> Itera
 
 
 def started_as(words: Sequence[str], *, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Processes with these words in a row on their command line.
+    """Yield processes with these words in a row on their command line.
 
     Raises:
         OSError: the list would not be whole.
@@ -114,7 +114,7 @@ def started_as(words: Sequence[str], *, proc: Path = Path("/proc")) -> Iterator[
 
 
 def running_from(folder: Path, *, proc: Path = Path("/proc")) -> Iterator[ProcessStat]:
-    """Processes whose command line names a file in ``folder``, such as the Python of an environment."""
+    """Yield processes whose command line names a file in ``folder``, such as the Python of an environment."""
     within = b"\0" + os.fsencode(folder) + b"/"
     for stat in processes(proc=proc):
         with contextlib.suppress(OSError):
@@ -123,7 +123,9 @@ def running_from(folder: Path, *, proc: Path = Path("/proc")) -> Iterator[Proces
 
 
 def sees(pid: int, path: Path, *, proc: Path = Path("/proc")) -> bool:
-    """Whether ``path`` is the same file to that process as to us; in a container it may be another, or none."""
+    """Return whether ``path`` is the same file to that process as to us; in a container it may be another, or
+    none.
+    """
     try:
         return os.path.samefile(path, proc / str(pid) / "root" / path.relative_to("/"))
     except OSError:
@@ -131,7 +133,7 @@ def sees(pid: int, path: Path, *, proc: Path = Path("/proc")) -> bool:
 
 
 def start_time_ticks(pid: int) -> int | None:
-    """When the process began, in clock ticks after boot; None when it is gone.
+    """Return when the process began, in clock ticks after boot; None when it is gone.
 
     Raises:
         OSError: as :func:`read_stat`.
@@ -142,7 +144,7 @@ def start_time_ticks(pid: int) -> int | None:
 
 @lru_cache(maxsize=1)
 def boot_id() -> str:
-    """The kernel's name of this boot; empty where it cannot be read."""
+    """Return the kernel's name of this boot; empty where it cannot be read."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -150,7 +152,7 @@ def boot_id() -> str:
 
 
 def is_running(pid: int, started_ticks: int, boot: str = "") -> bool:
-    """Whether this very process (not a later one of the same id) still runs.
+    """Return whether this very process (not a later one of the same id) still runs.
 
     Args:
         boot: the :func:`boot_id` it was started under; empty: not recorded.

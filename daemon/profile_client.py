@@ -39,19 +39,19 @@ LOAD_MARK = "iserve: starting the engine"
 _MAX_ANSWER_BYTES = 4 * 2**20
 _POLL_S = 0.05
 _HEALTH_TIMEOUT_S = 2.0
-_END_SEEN_S = 5.0  # by when whoever watches a worker that hung up has seen its end
+_END_SEEN_S = 5.0  # by when the watcher of a worker that hung up has seen its end
 
 T = TypeVar("T")
 
 
 class WorkerHandle(Protocol):
-    """A worker that was launched for this target and nobody else."""
+    """Worker that was launched for this target only."""
 
     url: str  # http://127.0.0.1:PORT
     token: str | None  # that its clients send
 
     def failure(self) -> str | None:
-        """Why it has ended or was given up; None while it may still come up or serves."""
+        """Return why it has ended or was given up; None while it may still become ready or serves."""
         ...
 
     def stop(self) -> None:
@@ -110,7 +110,7 @@ class WorkerProfileTarget:
         self.close()
 
     def close(self) -> None:
-        """End the worker that :meth:`machine` kept, if nobody opened it. Safe to call twice."""
+        """End the worker that :meth:`machine` kept, if no session opened it. Safe to call twice."""
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.close()
@@ -128,7 +128,7 @@ class WorkerProfileTarget:
         return self._machine
 
     def open_step_timed(self, *, tp: int, pp: int) -> WorkerProfileSession:
-        """:meth:`open`, of an engine whose capabilities say ``step_timed``."""
+        """Open as :meth:`open`, an engine whose capabilities say ``step_timed``."""
         return self.open(tp=tp, pp=pp)
 
     def open(self, *, tp: int, pp: int) -> WorkerProfileSession:
@@ -213,7 +213,7 @@ class WorkerProfileSession:
         self._closed = False
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Until ``/health`` says 200.
+        """Wait until ``/health`` says 200.
 
         Raises:
             EngineError: the worker has ended, or took longer than ``timeout_s``.
@@ -291,7 +291,7 @@ class WorkerProfileSession:
             self._handle.stop()
 
     def _check_alive(self, *, patience_s: float = 0.0) -> None:
-        """Raises EngineError: it has ended, or does within that time."""
+        """Raise EngineError if it has ended, or does within that time."""
         end_s = time.monotonic() + patience_s
         while (failure := self._handle.failure()) is None and time.monotonic() < end_s:
             time.sleep(_POLL_S)
@@ -299,7 +299,7 @@ class WorkerProfileSession:
             raise EngineError(failure)
 
     def _call(self, method: str, path: str, order: object, kind: type[T]) -> T:
-        """One request, its answer as ``kind``.
+        """Send one request and return its answer as ``kind``.
 
         Raises:
             IserveError: the class that the worker named; EngineError when it does not answer in time or at all.
@@ -320,10 +320,13 @@ class WorkerProfileSession:
         raise self._explain((named if is_ours else EngineError)(told.message))
 
     def _exchange(self, method: str, path: str, order: object, timeout_s: float) -> tuple[int, bytes]:
-        """No proxy is ever asked; a new connection each time, so that nothing is left half-read.
+        """Return the status and body of one exchange, past any proxy and on a connection of its own.
+
+        A connection that is not reused leaves nothing half-read.
 
         Raises:
-            OSError, HTTPException: no whole answer; TimeoutError: none by then, however often a byte of it came.
+            OSError, HTTPException: no whole answer; TimeoutError: none by then, however many bytes of it have
+            arrived.
         """
         where = urlsplit(self._handle.url)
         connection = http.client.HTTPConnection(where.hostname or "127.0.0.1", where.port, timeout=timeout_s)
@@ -359,7 +362,7 @@ class _HungUpAfter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises TimeoutError: the time was over."""
+        """End the watch. Raises TimeoutError: the time was over."""
         self._timer.cancel()
         if self._over.is_set():
             raise TimeoutError(f"no whole answer within {self._timeout_s:g} s") from error

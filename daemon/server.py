@@ -150,7 +150,7 @@ def _lines(request: web.Request) -> int:
 
 
 def make_app(supervisor: Supervisor, token: str) -> web.Application:
-    """The routes over ``supervisor``, which must be open."""
+    """Return the routes over ``supervisor``, which must be open."""
     app = web.Application(middlewares=[_errors, _authentication(token)], client_max_size=MAX_BODY_BYTES)
     app[_SUPERVISOR] = supervisor
     app.add_routes(
@@ -179,7 +179,7 @@ def _gpus() -> NvmlDevices | None:
 
 
 def find_devices(cpu_devices: int | None) -> DeviceSource:
-    """The node's GPUs; CPU shares where there is none, or where a number of them is asked for."""
+    """Return the node's GPUs; CPU shares where there is none, or where a number of them is asked for."""
     if cpu_devices is None:
         gpus = _gpus()
         if gpus is not None:
@@ -230,7 +230,7 @@ async def _listening(app: web.Application, host: str, port: int) -> AsyncIterato
 
 
 async def serve(settings: DaemonSettings, engines: Callable[[str], Engine]) -> None:
-    """Be this home's daemon until SIGTERM or SIGINT; the workers run on afterwards.
+    """Run as this home's daemon until SIGTERM or SIGINT; the workers run on afterwards.
 
     Raises:
         ConflictError: another daemon has this home, or the port is in use.

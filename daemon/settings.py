@@ -14,11 +14,11 @@ __all__ = ["DaemonSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonSettings:
-    """What a daemon needs before it starts; nothing is filled in later."""
+    """Settings that a daemon needs before it starts; nothing is filled in later."""
 
     home: Path
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one; run/daemon.json tells which
+    port: int = 0  # 0: any free one; run/daemon.json has it
     node_id: str = field(default_factory=socket.gethostname)
     cpu_devices: int | None = (
         None  # None: the GPUs, or 2 CPU shares where there is none; a number: that many shares

@@ -1,4 +1,4 @@
-"""What a daemon and a worker say of themselves. Observations only, made fresh for each answer."""
+"""Status of a daemon and of a worker. Observations only, made fresh for each answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DeviceHeld:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStatus:
-    """One worker as the daemon sees it now."""
+    """Status of one worker as the daemon sees it now."""
 
     spec: WorkerSpec  # with the port that was chosen
     state: WorkerState
@@ -51,8 +51,11 @@ class WorkerStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceStatus:
-    """One device of the node. ``free_bytes`` is what a new worker may take: on a CPU, the share less what the
-    workers on it were promised or use, whichever is more."""
+    """Status of one device of the node.
+
+    ``free_bytes`` is what a new worker may take: on a CPU, the share less what the workers on it were promised or
+    use, whichever is more.
+    """
 
     device_id: str
     """GPU's UUID, or `cpu:0` for a share of the CPU."""
@@ -80,7 +83,7 @@ class DeviceStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeStatus:
-    """One sample of the whole node."""
+    """Status of the whole node at one moment."""
 
     node_id: str
     observed_at: float  # seconds since the epoch

@@ -1,6 +1,6 @@
-"""One worker and what is done about it: started, probed, restarted with backoff, given up, stopped.
+"""Supervision of one worker: it is started, probed, restarted with backoff, given up, stopped.
 
-Its state is worked out from what is observed when somebody looks. The mechanics are in ``daemon.worker_process``,
+Its state is computed from observations when it is asked for. The mechanics are in ``daemon.worker_process``,
 the whole set of workers in ``daemon.supervisor``.
 """
 
@@ -44,7 +44,10 @@ _ENDING_LIMIT_S = 20.0  # a keeper that has not finished by then is ended
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now. Another process may take it first; the worker then is moved."""
+    """Return a port on which no process listens now.
+
+    Another process may take it first; the worker then is moved.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -52,7 +55,7 @@ def free_port(host: str) -> int:
 
 @dataclass(slots=True)
 class _Sight:
-    """What the probes of the present start have shown."""
+    """Results of the probes of the present start."""
 
     since_s: float
     last_ok_s: float | None = None
@@ -62,7 +65,7 @@ class _Sight:
 
 
 def _signal_name(number: int) -> str:
-    """ " (SIGKILL)"; nothing for a real-time signal, most of which have no name."""
+    """Return " (SIGKILL)"; nothing for a real-time signal, most of which have no name."""
     try:
         return f" ({signal.Signals(number).name})"
     except ValueError:
@@ -120,7 +123,7 @@ class SupervisedWorker:
         return f"http://{host}:{self.spec.port}"
 
     def state(self) -> WorkerState:
-        """Worked out now: the processes are looked at; health is as of the last probe."""
+        """State of the worker, computed now: the processes are looked at; health is as of the last probe."""
         if self.stopped:
             return WorkerState.STOPPED
         if self.stopping:
@@ -157,7 +160,7 @@ class SupervisedWorker:
         )
 
     def use(self, listed_pids: Iterable[int]) -> WorkerUse:
-        """What its devices feel of it, ``listed_pids`` being the processes that the driver lists.
+        """Return its use of its devices, ``listed_pids`` being the processes that the driver lists.
 
         A worker that waits for its restart keeps its promise; one that gave up has none.
         """
@@ -284,7 +287,7 @@ class SupervisedWorker:
         return await prober.stats(self.url + engine.stats_path, read, self._token)
 
     async def _end_if_hopeless(self) -> None:
-        """End an engine that never came up or fell silent; its exit is then dealt with like any other."""
+        """End an engine that never became healthy or fell silent; its exit is then handled like any other."""
         now_s, settings = time.monotonic(), self._settings
         if self._sight.last_ok_s is None and now_s - self._sight.since_s > settings.start_timeout_s:
             why = f"not healthy {settings.start_timeout_s:.0f} s after its start; ended"
@@ -299,7 +302,7 @@ class SupervisedWorker:
         await asyncio.to_thread(self.process.end, grace_s=settings.stop_grace_s)
 
     async def _end_overdue(self) -> None:
-        """It was to run for a while only, and whoever was to end it is gone."""
+        """End a worker whose time is up, when the process that was to end it is gone."""
         self._unwatch_exit()
         self._restart_at_s = self._resident_bytes = None
         if await asyncio.to_thread(self.process.end, grace_s=self._settings.stop_grace_s):
@@ -307,12 +310,12 @@ class SupervisedWorker:
             self._give_up("")
 
     def _look_at_memory(self, now_s: float) -> None:
-        """Resident bytes of a CPU worker, seldom: it means reading all of /proc."""
+        """Read the resident bytes of a CPU worker, seldom: it means reading all of /proc."""
         kinds = {self._devices[d].kind for s in self.spec.stages for d in s.device_ids if d in self._devices}
         if "cpu" not in kinds or now_s - self._resident_at_s < self._settings.resident_period_s:
             return
         self._resident_at_s = now_s
-        with contextlib.suppress(OSError):  # /proc cannot be read now: the last figure stands
+        with contextlib.suppress(OSError):  # /proc cannot be read now: the last figure is kept
             stats = [read_stat(pid) for pid in self.process.pids()]
             self._resident_bytes = sum(stat.rss_bytes for stat in stats if stat is not None)
 
@@ -341,7 +344,7 @@ class SupervisedWorker:
     # --- starting and ending -----------------------------------------------------------------------------------
 
     async def launch(self) -> None:
-        """First start. Raises EngineError, UnavailableError: nothing runs, nothing is left."""
+        """Start for the first time. Raises EngineError, UnavailableError: nothing runs, nothing is left."""
         async with self._lock:
             await asyncio.to_thread(self.process.remove)  # what an ended worker of this id left
             try:
@@ -379,7 +382,7 @@ class SupervisedWorker:
         return [self._devices[d] for d in named]
 
     def _device_env(self) -> tuple[tuple[str, str], ...]:
-        """Exactly its devices, in stage order; a CPU worker sees no GPU."""
+        """Return the variables that show exactly its devices, in stage order; a CPU worker sees no GPU."""
         gpus = ",".join(device.device_id for device in self._own_devices() if device.kind == "cuda")
         cores = {d.device_id: ",".join(map(str, d.cores)) for d in self._own_devices() if d.kind == "cpu"}
         env = [("CUDA_VISIBLE_DEVICES", gpus)]
@@ -388,7 +391,7 @@ class SupervisedWorker:
         return tuple(env)
 
     async def _on_exit(self) -> None:
-        """The engine is gone and so is its keeper: clear up, and decide whether to start again."""
+        """Clear up after the engine and its keeper are gone, and decide whether to start again."""
         self._unwatch_exit()
         await asyncio.to_thread(self.process.end, grace_s=0.0)  # what a killed keeper left behind
         record = self.process.exit_record()

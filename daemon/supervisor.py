@@ -44,7 +44,7 @@ _READ_STALE_S = 30.0  # a driver that blocks for so long says nothing about now
 
 
 def _may_be_kept(folder: Path) -> bool:
-    """Whether a keeper holds the folder; yes where that cannot be seen."""
+    """Return whether a keeper holds the folder; yes where that cannot be seen."""
     try:
         return keeper_is_alive(folder)
     except OSError:
@@ -75,7 +75,7 @@ class Supervisor:
         await self._adopt()
 
     async def run(self, *, until: asyncio.Event) -> None:
-        """A pass each ``tick_s`` until told to leave."""
+        """Make a pass each ``tick_s`` until asked to leave."""
         while not until.is_set():
             next_s = time.monotonic() + self._settings.tick_s
             await self.tick()
@@ -92,7 +92,7 @@ class Supervisor:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     async def tick(self) -> None:
-        """One pass: look at the devices, renew and probe every worker, add to the loads.
+        """Make one pass: look at the devices, renew and probe every worker, add to the loads.
 
         A worker that takes its time (one that is being ended, say) is not waited for.
         """
@@ -109,7 +109,7 @@ class Supervisor:
         return task
 
     def _end_pass(self, task: asyncio.Task[None]) -> None:
-        """A bug in one worker's care must not end the care of the others."""
+        """Log a bug in one worker's pass; it must not end the passes of all."""
         self._passes.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("worker %s: its pass failed", task.get_name(), exc_info=error)
@@ -143,7 +143,10 @@ class Supervisor:
         return [worker.use(pids) for worker in self._workers.values() if not (worker.stopped or worker.gave_up)]
 
     def devices(self) -> tuple[DeviceStatus, ...]:
-        """Raises UnavailableError: the driver has not answered for long, so nothing is known."""
+        """Return the devices.
+
+        Raises UnavailableError: the driver has not answered for long, so nothing is known.
+        """
         read_at_s = self._monitor.read_at_s
         if read_at_s is None or time.monotonic() - read_at_s > _READ_STALE_S:
             raise UnavailableError(f"the devices of this node have not answered for {_READ_STALE_S:.0f} s")
@@ -159,16 +162,16 @@ class Supervisor:
         )
 
     def workers(self) -> tuple[WorkerStatus, ...]:
-        """Every worker but the stopped ones."""
+        """Return every worker but the stopped ones."""
         pids = self._listed_pids()
         return tuple(self._status(worker, pids) for worker in self._workers.values() if not worker.stopped)
 
     def worker(self, worker_id: str) -> WorkerStatus:
-        """Raises NotFoundError: never heard of, or stopped long ago."""
+        """Return one worker. Raises NotFoundError: never heard of, or stopped long ago."""
         return self._status(self._worker(worker_id), self._listed_pids())
 
     def log_path(self, worker_id: str) -> Path:
-        """Where the worker's output goes. Raises NotFoundError."""
+        """Return where the worker's output goes. Raises NotFoundError."""
         return self._worker(worker_id).process.folder / "worker.log"
 
     def _worker(self, worker_id: str) -> SupervisedWorker:
@@ -298,7 +301,7 @@ class Supervisor:
         return worker.status()
 
     def _held_on_gpus(self, worker: SupervisedWorker) -> dict[str, frozenset[int]]:
-        """By GPU, the processes of the worker that the driver lists."""
+        """Return, by GPU, the processes of the worker that the driver lists."""
         held = {}
         for device_id, device in self._monitor.devices.items():
             if device.kind == "cuda":

@@ -85,7 +85,7 @@ def measure_if_unlisted(
 ) -> None:
     """Measure a GPU that no table has and no file in the home describes, and keep what it reached.
 
-    A benchmark that fails is told in the log and changes nothing else.
+    A benchmark that fails is logged and changes nothing else.
 
     Args:
         device_id: its UUID.

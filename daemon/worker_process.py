@@ -1,4 +1,4 @@
-"""One worker's folder and processes: start its keeper, see what runs, end all of it. No policy, no HTTP.
+"""Folder and processes of one worker: start its keeper, see what runs, end all of it. No policy, no HTTP.
 
 No process is signalled on the word of a file alone: a lease outlives its processes (kill -9, a reboot, a restart
 of a container on a volume), and their ids are given to others. :meth:`WorkerProcess.left` says what may be ended.
@@ -59,7 +59,7 @@ _POLL_S = 0.05
 
 
 class Phase(Enum):
-    """What is seen of the processes now."""
+    """Observed phase of a worker's processes."""
 
     STARTING = "starting"  # the keeper is there, the engine not yet
     RUNNING = "running"
@@ -68,12 +68,15 @@ class Phase(Enum):
 
 
 def _config_hash(spec_json: bytes) -> str:
-    """Of the file as it was written: another version of this program knows other fields."""
+    """Return the hash of the file as it was written: another version of this program knows other fields."""
     return hashlib.sha256(spec_json).hexdigest()[:16]
 
 
 def read_spec(folder: Path, lease: Lease) -> WorkerSpec:
-    """Raises BadInputError: missing, damaged, another worker's, or not what the leased one was started with."""
+    """Read the spec.
+
+    Raises BadInputError: missing, damaged, another worker's, or not what the lease was started with.
+    """
     try:
         text = (folder / SPEC_FILE).read_bytes()
     except OSError as error:
@@ -116,9 +119,7 @@ class WorkerProcess:
             log_files=settings.log_files,
             log_tail_bytes=settings.log_tail_bytes,
         )
-        self._past = (
-            self.lease or self._read_lease()
-        )  # whoever looks while files are exchanged must not take it up
+        self._past = self.lease or self._read_lease()  # a look while files are exchanged must not take it up
         self.lease = None
         try:
             make_private(self.folder.parent)
@@ -144,7 +145,7 @@ class WorkerProcess:
     def look(self) -> Phase:
         """Return the phase of the processes now; take up a lease that has appeared.
 
-        A look that fails (no file descriptor is left, say) shows nothing: the last phase seen stands.
+        A look that fails (no file descriptor is left, say) shows nothing: the last phase seen is kept.
 
         Raises:
             UnavailableError: the first look of all fails.
@@ -174,7 +175,7 @@ class WorkerProcess:
         return lease is not None and is_running(lease.pid, lease.start_time_ticks, lease.boot_id)
 
     def _keeper_runs(self) -> bool:
-        """Whether the leased keeper runs, by its id; :func:`keeper_is_alive` knows one without a lease too."""
+        """Return whether the leased keeper runs, by its id; :func:`keeper_is_alive` needs no lease."""
         lease = self.lease
         return lease is not None and is_running(lease.keeper_pid, lease.keeper_start_time_ticks, lease.boot_id)
 
@@ -194,7 +195,7 @@ class WorkerProcess:
             os.utime(self.folder / LEASE_FILE)
 
     def versions(self) -> tuple[tuple[str, str], ...]:
-        """Of the engine, as they were when its process was started; empty where an older daemon started it."""
+        """Return the engine's versions at the start of its process; empty where an older daemon started it."""
         try:
             text = (self.folder / VERSIONS_FILE).read_bytes()
             return from_json(text, tuple[tuple[str, str], ...], what=VERSIONS_FILE)
@@ -209,21 +210,22 @@ class WorkerProcess:
             return None
 
     def exit_record(self) -> ExitRecord | None:
-        """The keeper's last word; None when it was killed before it could say it."""
+        """Return the keeper's last word; None when it was killed before it could say it."""
         with contextlib.suppress(LeaseFileError):
             return read_file(self.folder / EXIT_FILE, ExitRecord)
         return None
 
     def keeper_log_tail(self) -> str:
-        """What the keeper itself complained of."""
+        """Return the keeper's own error output."""
         with contextlib.suppress(OSError):
             return (self.folder / _KEEPER_LOG).read_bytes()[-2000:].decode(errors="replace").strip()
         return ""
 
     def owns(self, stat: ProcessStat) -> bool:
-        """Whether a process is of the worker's session, by its keeper's id.
+        """Return whether a process is of the worker's session, by its keeper's id.
 
-        True of a worker that runs: while a process of a session lives, the kernel gives its id to nobody else.
+        That identifies a running worker's: while a process of a session lives, the kernel gives its id to no
+        other.
         """
         lease = self.lease
         return (
@@ -233,7 +235,7 @@ class WorkerProcess:
         )
 
     def pids(self) -> frozenset[int]:
-        """Running processes of the worker, the keeper's own not counted, while its keeper or engine runs.
+        """Return running processes of the worker, the keeper's own not counted, while its keeper or engine runs.
 
         Raises:
             OSError: /proc cannot be read whole.
@@ -348,7 +350,7 @@ class WorkerProcess:
                 (self.folder / COMMAND_FILE).unlink(missing_ok=True)
 
     def mark_ended(self) -> None:
-        """Leave only the spec, the logs and the last word; such a folder is nobody's worker any more."""
+        """Leave only the spec, the logs and the last message; such a folder belongs to no worker any more."""
         for name in (COMMAND_FILE, LEASE_FILE):
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)

@@ -37,7 +37,7 @@ class WorkerStats:
 
 
 def read_own_stats(worker_id: str, body: bytes) -> WorkerStats:
-    """What a worker whose ``GET /stats`` is ours answered.
+    """Return the answer of a worker whose ``GET /stats`` is ours.
 
     Raises:
         EngineError: it is no such account; names the worker.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = ["OPEN_PATHS", "TOKEN_FILE", "authorization", "carries", "new_token", "read_token"]
 
-TOKEN_FILE = "token"  # beside spec.json; mode 0600
+TOKEN_FILE = "token"  # next to spec.json; mode 0600
 OPEN_PATHS = frozenset({"/health"})
 _MAX_BYTES = 200
 
@@ -22,7 +22,7 @@ def new_token() -> str:
 
 
 def read_token(folder: Path) -> str | None:
-    """The token in a worker's folder; None where none was given to it.
+    """Return the token in a worker's folder; None where none was given to it.
 
     Raises:
         OSError: there is one and it cannot be read.
@@ -35,7 +35,7 @@ def read_token(folder: Path) -> str | None:
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """Headers of a request to a worker that has ``token``."""
+    """Return headers of a request to a worker that has ``token``."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 

@@ -131,7 +131,7 @@ def _names(architectures: Iterable[str]) -> str:
 
 
 def _verified(table: EngineCapabilities) -> str:
-    """What of it was run, in half a sentence or more."""
+    """Return what of it was run, in half a sentence or more."""
     if not table.verified:
         return "Not verified"
     if any(run == Verified(max_tp=table.max_tp, max_pp=table.max_pp) for run in table.verified):
@@ -145,7 +145,7 @@ def _verified(table: EngineCapabilities) -> str:
 
 
 def _rest(table: EngineCapabilities) -> list[str]:
-    """What holds for some combinations only, and what running some of them takes."""
+    """Return what holds for some combinations only, and what running some of them takes."""
     parts = []
     everywhere = Exclusion(reason="")  # what the tables above show is of weights, KV, pruning and GPUs alone
     particular = [
@@ -229,7 +229,7 @@ def _gpu(generation: tuple[int, int] | str | None) -> GpuSpec:
 
 
 def _model() -> ModelSpec:
-    """Of sizes that every degree and group divides."""
+    """Return a model of sizes that every degree and group divides."""
     return ModelSpec(
         family="llama",
         architecture="LlamaForCausalLM",

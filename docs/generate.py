@@ -55,7 +55,7 @@ CONFIGS = {
 
 
 def cli_reference() -> str:
-    """Every command with its help, as ``--help`` prints it."""
+    """Return every command with its help, as ``--help`` prints it."""
     from typer import Context
 
     from iserve.cli.app import make_app
@@ -116,7 +116,7 @@ def answered(path: Path) -> Callable[[], str]:
 
 
 def _answer(command: list[str], folder: Path) -> str:
-    """What the command prints where nothing is set and nothing has ever run."""
+    """Return what the command prints where nothing is set and nothing has ever run."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
     done = subprocess.run(
         [sys.executable, "-c", "from iserve.cli import main; main()", *command[1:]],

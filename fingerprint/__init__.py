@@ -1,4 +1,4 @@
-"""What a model is, what it costs to run, and how that is measured on one and two of its layers.
+"""Model descriptions, predictions of what a model costs to run, and measurements of one or two of its layers.
 
 Knows nothing of HTTP or clusters, and imports no engine.
 """

@@ -14,7 +14,7 @@ _MOST_CHARACTERS = 100  # of a name that is looked for; the longest known has 49
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """Limits of one architecture that an engine has. A ``None`` reason means yes, or not told and so tried."""
+    """Limits of one architecture that an engine has. A ``None`` reason means yes, or unknown and so tried."""
 
     no_tp: str | None = None  # why its tensors are not split
     no_pp: str | None = None  # why its layers lie in one pipeline stage
@@ -30,7 +30,7 @@ class Architectures:
     Attributes:
         source: the engine and release that lists them, as messages call it, e.g. "vLLM 0.33.0".
         listed: what it runs.
-        reasons: why some others are not run, in the engine's own words.
+        reasons: why some further ones are not run, in the engine's own words.
         otherwise: why not any that is in neither.
         families: model types that the engine knows without any code of a checkpoint.
         brought: limits of a class whose code a checkpoint brings; None: the engine never runs such code.

@@ -1,4 +1,4 @@
-"""What an engine can run, as a value. Engines fill it in (``daemon.engines``); planners only ask it."""
+"""Capabilities of an engine, as a value. Engines fill it in (``daemon.engines``); planners only read it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Selection:
     keeps_latent: bool = False  # holds for models that keep a latent in place of K and V
 
     def applies(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
-        """Whether ``config`` of ``spec`` on ``gpu`` is one of them."""
+        """Return whether ``config`` of ``spec`` on ``gpu`` is one of the selection."""
         if self.below_compute_capability is not None and (
             gpu.compute_capability is None or gpu.compute_capability >= self.below_compute_capability
         ):
@@ -65,13 +65,20 @@ class Selection:
 
 
 def _cuts_groups(spec: ModelSpec, tp: int, group_size: int) -> bool:
-    """Inputs per rank: the whole hidden state for Q, K, V and the MLP's first matrices, a share of the others."""
+    """Return whether a rank's inputs of some matrix are no whole number of groups.
+
+    Q, K, V and the MLP's first matrices have the whole hidden state as inputs, the remaining ones a share of
+    theirs.
+    """
     shared = (spec.num_heads * spec.head_dim, spec.intermediate_size)
     return spec.hidden_size % group_size != 0 or any(width % (tp * group_size) for width in shared)
 
 
 def _cuts_stored_groups(spec: ModelSpec, tp: int) -> bool:
-    """As :func:`_cuts_groups`. Blocks of several outputs are looked at where they are split alone, outputs too."""
+    """Return whether :func:`_cuts_groups` holds for a checkpoint that is quantized.
+
+    Blocks of several outputs are checked only where they are split, outputs too.
+    """
     stored = spec.stored
     if stored is None or not stored.group_inputs:
         return False
@@ -97,13 +104,13 @@ class Exclusion(Selection):
 
 @dataclass(frozen=True, kw_only=True)
 class Note(Selection):
-    """What whoever runs one of these configurations must know or do first."""
+    """Note on what must be known or done before one of these configurations is run."""
 
     text: str
     beforehand: bool = False  # the checkpoint itself must have been prepared; iServe prepares none
 
     def is_met_by(self, config: DeploymentConfig) -> bool:
-        """A checkpoint that is served as it is stored was prepared."""
+        """Return whether the checkpoint was prepared: one that is served as it is stored was."""
         return self.beforehand and self.weights is not None and config.weights is WeightFormat.STORED
 
     def needs_another(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
@@ -113,7 +120,7 @@ class Note(Selection):
 
 @dataclass(frozen=True, kw_only=True)
 class Verified(Selection):
-    """Configurations that somebody ran; of what was only read about, nothing is said to be."""
+    """Configurations that were run; for configurations only read about there is none."""
 
     gpu: str | None = None  # its name in the GPU table; None: on any, CPUs included
     max_tp: int = 1
@@ -130,7 +137,7 @@ class Verified(Selection):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
-    """One engine's table. A ``None`` reason means yes; a text is the reason for the no.
+    """Capabilities of one engine. A ``None`` reason means yes; a text is the reason for the no.
 
     Attributes:
         architectures: model architectures it has, each with what it cannot do with it.
@@ -179,7 +186,7 @@ class EngineCapabilities:
         return self.unavailable is None
 
     def refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
-        """Why this engine cannot run ``config`` of ``spec`` on ``gpu``; None when it can."""
+        """Return why this engine cannot run ``config`` of ``spec`` on ``gpu``; None when it can."""
         name = self.engine
         if (reason := self.architecture_refusal(spec)) is not None:
             return reason
@@ -205,7 +212,10 @@ class EngineCapabilities:
         return f"{self.engine} needs an NVIDIA GPU" if vendor is Vendor.CPU and not self.cpu else None
 
     def _stored_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
-        """Quantized checkpoints are served as they are, all others in another format than that."""
+        """Return why ``config`` does not suit how the checkpoint is stored; None when it does.
+
+        Quantized checkpoints are served as they are, unquantized ones in any other format.
+        """
         if spec.stored is None:
             return "the checkpoint is in 16 bits" if config.weights is WeightFormat.STORED else None
         held = f"{spec.stored.method} ({spec.stored.form})"
@@ -273,14 +283,14 @@ class EngineCapabilities:
         return self.architectures.listed.get(spec.architecture, Listed())
 
     def lora_refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
-        """Why this engine cannot serve adapters of ``spec`` under ``config``; None when it can."""
+        """Return why this engine cannot serve adapters of ``spec`` under ``config``; None when it can."""
         refused = self.refusal(spec, config, gpu)
         if refused is None and (reason := self._listed(spec).no_lora) is not None:
             return f"{self.engine} serves no adapters of {spec.architecture}: {reason}"
         return refused
 
     def conditions(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> tuple[str, ...]:
-        """What running ``config``, which :meth:`refusal` does not refuse, takes beside the GPUs."""
+        """Return what running ``config``, which :meth:`refusal` does not refuse, takes in addition to the GPUs."""
         there = () if self.deployable else (f"{self.engine} can be planned for, not deployed: {self.unavailable}",)
         if gpu.vendor in PLANNED_ONLY:
             there = (*there, PLANNED_ONLY[gpu.vendor])
@@ -291,7 +301,7 @@ class EngineCapabilities:
         return tuple(dict.fromkeys((*there, *(() if listed is None else (listed,)), *noted)))
 
     def unseen(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
-        """That nobody ran ``config`` of ``spec`` on ``gpu`` with this engine; None where somebody did."""
+        """Return a note that ``config`` of ``spec`` was never run on ``gpu`` with this engine, else None."""
         if any(run.applies(spec, config, gpu) for run in self.verified):
             return None
         if not self.verified:
@@ -302,7 +312,7 @@ class EngineCapabilities:
         return f"{self.engine}: not run yet with this family, these formats and degrees on this GPU"
 
     def unprepared(self) -> EngineCapabilities:
-        """The table for a checkpoint that is in 16 bits and whole: what needs a prepared one is refused."""
+        """Return the table for a checkpoint that is in 16 bits and whole: what needs a prepared one is refused."""
         taken = [field.name for field in fields(Selection)]
         needing = (note for note in self.notes if note.beforehand)
         added = []

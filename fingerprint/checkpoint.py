@@ -48,7 +48,7 @@ CHUNK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies."""
+    """Location of one tensor."""
 
     file: Path
     dtype: str  # safetensors' name, e.g. "BF16"
@@ -76,7 +76,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
-        """The checkpoint in ``directory``: ``model.safetensors``, or the files that the index names.
+        """Return the checkpoint in ``directory``: ``model.safetensors``, or the files that the index names.
 
         Raises:
             NotFoundError: no such directory.
@@ -95,7 +95,7 @@ class Checkpoint:
         )
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The bytes of one tensor, at most ``CHUNK_BYTES`` at a time.
+        """Yield the bytes of one tensor, at most ``CHUNK_BYTES`` at a time.
 
         Raises:
             CheckpointError: no such tensor, or the file ends before the tensor does.
@@ -117,7 +117,7 @@ class Checkpoint:
             os.close(descriptor)
 
     def read(self, name: str) -> bytes:
-        """All bytes of one tensor; errors of :meth:`chunks`."""
+        """Return all bytes of one tensor; errors of :meth:`chunks`."""
         return b"".join(self.chunks(name))
 
     def _entry(self, name: str) -> TensorEntry:
@@ -209,7 +209,7 @@ def _read_header(file: Path) -> _Header:
 
 
 def indexed_files(directory: Path) -> frozenset[str]:
-    """Names of the files that the index in ``directory`` names; they may be missing.
+    """Return the files that the index in ``directory`` names; they may be missing.
 
     Raises:
         CheckpointError: the index cannot be read, is larger than 100 MB, or names other than safetensors files.
@@ -229,7 +229,7 @@ def _read_index(file: Path) -> tuple[dict[str, str], int]:
 
 
 def _pread(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
-    """Exactly ``num_bytes``: a file that shrinks under the reader is an error, never a short tensor."""
+    """Read exactly ``num_bytes``: a file that shrinks under the reader is an error, never a short tensor."""
     pieces = []
     missing = num_bytes
     while missing:

@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def to_json(value: object, *, indent: int = 0) -> bytes:
-    """JSON of a dataclass tree (enums by value, tuples as lists)."""
+    """Return JSON of a dataclass tree (enums by value, tuples as lists)."""
     raw = msgspec.json.encode(value)
     return msgspec.json.format(raw, indent=indent) if indent else raw
 
 
 def from_json(data: bytes | str, kind: type[T], *, what: str = "JSON") -> T:
-    """The ``kind`` that ``data`` holds.
+    """Return the ``kind`` that ``data`` holds.
 
     Raises:
         BadInputError: not JSON, nested too deeply, a missing field, or a value of the wrong type; ``what`` names
@@ -37,5 +37,5 @@ def from_json(data: bytes | str, kind: type[T], *, what: str = "JSON") -> T:
 
 
 def to_builtins(value: object) -> Any:
-    """The same tree as dicts, lists, strings and numbers, for a JSON library that is not ours."""
+    """Return the same tree as dicts, lists, strings and numbers, for a JSON library that is not ours."""
     return msgspec.to_builtins(value)

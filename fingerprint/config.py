@@ -29,8 +29,11 @@ MAX_GPUS = 1024  # of one plan or deployment; placement answers in milliseconds 
 
 
 class WeightFormat(StrEnum):
-    """How linear weights are stored. ``int8`` is W8A16; ``int4`` and ``gptq4`` are W4A16 with group 128;
-    ``stored`` is whatever an already quantized checkpoint has (``ModelSpec.stored``)."""
+    """Format in which linear weights are stored.
+
+    ``int8`` is W8A16; ``int4`` and ``gptq4`` are W4A16 with group 128; ``stored`` is whatever an already quantized
+    checkpoint has (``ModelSpec.stored``).
+    """
 
     BITS16 = "16bit"
     INT8 = "int8"
@@ -41,7 +44,7 @@ class WeightFormat(StrEnum):
 
 
 class KvFormat(StrEnum):
-    """How the KV cache is stored."""
+    """Format in which the KV cache is stored."""
 
     BITS16 = "16bit"
     INT8 = "int8"
@@ -49,7 +52,7 @@ class KvFormat(StrEnum):
 
 
 class Pruning(StrEnum):
-    """Which weights are removed. ``sparsegpt`` and ``wanda`` are unstructured 50%."""
+    """Choice of weights to remove. ``sparsegpt`` and ``wanda`` are unstructured 50%."""
 
     NONE = "none"
     SPARSEGPT = "sparsegpt"
@@ -64,7 +67,7 @@ _Named = TypeVar("_Named", bound=StrEnum)
 
 @dataclass(frozen=True, order=True, slots=True)
 class DeploymentConfig:
-    """One point of the configuration space, on one engine."""
+    """Point of the configuration space, on one engine."""
 
     tp: int = 1
     """Tensor-parallel degree: GPUs among which each layer is split."""
@@ -135,7 +138,7 @@ def _format(kind: type[_Named], key: str, values: Mapping[str, str], default: _N
 
 
 _MOST_TOKENS = 100_000_000
-SLOT_ENGINES = frozenset({"torch"})  # whose KV cache is a slot per sequence; the others share pages
+SLOT_ENGINES = frozenset({"torch"})  # whose KV cache is a slot per sequence; every other engine shares pages
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -200,15 +203,18 @@ class Workload:
         return max(self.batch * self.input_tokens, self.longest_tokens)
 
     def kv_tokens(self, engine: str) -> int:
-        """Room of the KV cache. Where every sequence has a slot of its own, ``batch`` of the longest; where they
-        share pages, ``batch`` of the usual length and at least one of the longest: many long ones at once wait."""
+        """Return the tokens that the KV cache has room for.
+
+        Where every sequence has a slot of its own, that is ``batch`` of the longest; where they share pages,
+        ``batch`` of the usual length and at least one of the longest: many long ones at once wait.
+        """
         if engine in SLOT_ENGINES:
             return self.batch * self.context_tokens
         return max(self.batch * (self.input_tokens + self.output_tokens), self.context_tokens)
 
 
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Layers per stage, as even as possible, the longer stages first.
+    """Return layers per stage, as even as possible, the longer stages first.
 
     Raises:
         ConfigError: more stages than layers.

@@ -25,7 +25,7 @@ MAX_CONTEXT = 2**31
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """The parsed config.json at ``path`` (the file, or a directory that holds it).
+    """Return the parsed config.json at ``path`` (the file, or a directory that holds it).
 
     Raises:
         NotFoundError: no such file or directory, or a directory without config.json.
@@ -53,7 +53,7 @@ def read_config(path: Path) -> dict[str, object]:
 
 
 def _is_file(file: Path) -> bool:
-    """Raises OSError where that cannot be told. Nothing is opened: a pipe would wait for its writer."""
+    """Return whether the path is a file. Raises OSError where that cannot be seen; a pipe is never opened."""
     try:
         return stat.S_ISREG(file.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -61,7 +61,7 @@ def _is_file(file: Path) -> bool:
 
 
 def show(value: object) -> str:
-    """``value`` as it may stand in a message: one short line whatever it is."""
+    """Return ``value`` for a message: one short line whatever it is."""
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python prints
@@ -70,7 +70,7 @@ def show(value: object) -> str:
 
 
 def divides(name: str, small: int, whole_name: str, whole: int) -> None:
-    """Raises ConfigError unless ``small`` divides ``whole``."""
+    """Raise ConfigError unless ``small`` divides ``whole``."""
     if whole % small:
         raise ConfigError(f"{name}={small} must divide {whole_name}={whole}; it leaves {whole % small}")
 
@@ -98,11 +98,11 @@ class Fields:
         return found[0] if found else (names[0], None)
 
     def has(self, name: str) -> bool:
-        """Whether the key is there, be it null."""
+        """Return whether the key is there, be it null."""
         return name in self._config
 
     def count(self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_WIDTH) -> int:
-        """An integer in least..most; without a ``default`` the field is required.
+        """Return an integer in least..most; without a ``default`` the field is required.
 
         Raises:
             ConfigError: missing, not an integer (true and 4.0 are not), or out of bounds.
@@ -117,7 +117,7 @@ class Fields:
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """A boolean.
+        """Return the value of a field that is true or false.
 
         Raises:
             ConfigError: another type.
@@ -130,7 +130,7 @@ class Fields:
         return value
 
     def layer_types(self, num_layers: int) -> list[str] | None:
-        """``layer_types``, one name per layer; None when absent.
+        """Return ``layer_types``, one name per layer; None when absent.
 
         Raises:
             ConfigError: not a list of that many strings.

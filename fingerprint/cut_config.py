@@ -37,7 +37,7 @@ _NOT_PER_LAYER_ENDINGS = ("_token_id", "_token_ids", "_tokens")
 def cut_config(
     config: Mapping[str, object], layers: Sequence[int], layers_keys: Sequence[str]
 ) -> dict[str, object]:
-    """``config`` with the layers ``layers`` alone, renumbered from 0.
+    """Return ``config`` with the layers ``layers`` alone, renumbered from 0.
 
     Args:
         config: parsed config.json of the whole model.
@@ -103,7 +103,7 @@ def _listed(config: Mapping[str, object]) -> int:
 
 
 def _cut_module_names(quantization: dict[str, object], layers: Sequence[int]) -> None:
-    """Lists of modules that stay in 16 bits name some by their layer's number."""
+    """Cut lists of modules that stay in 16 bits, some of which are named by their layer's number."""
     new_of = {old: new for new, old in enumerate(layers)}
     for key, value in quantization.items():
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -126,7 +126,7 @@ def _indexes(key: str, value: object) -> set[int]:
 
 
 def _cut_sparse_step(cut: dict[str, object], config: Mapping[str, object], layers: Sequence[int]) -> None:
-    """Layer i has experts when (i + 1) % decoder_sparse_step == 0: say so layer by layer, for the step is gone."""
+    """Say layer by layer which have experts, (i + 1) % decoder_sparse_step == 0, for the step is gone."""
     step = config.get("decoder_sparse_step")
     if step is None or step == 1:
         return

@@ -29,14 +29,14 @@ _SM_FLOPS = {
     (12, 0): 1024,
 }
 _HALVED = ((7, 5), (8, 6), (8, 9), (12, 0))  # GeForce parts of these do half with fp32 accumulation
-_FEWER_CORES = ((6, 0), (7, 0), (7, 5), (8, 0))  # 64 an SM; all others have 128
+_FEWER_CORES = ((6, 0), (7, 0), (7, 5), (8, 0))  # 64 an SM; every other one has 128
 _FP8_SINCE = (8, 9)
 _PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 1.0, 4: 2.0, 5: 4.0, 6: 8.0}  # by generation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverFacts:
-    """What a driver reports of one GPU; ``None``: it does not say."""
+    """Facts of one GPU that a driver reports; ``None``: it does not say."""
 
     product: str
     memory_bytes: int
@@ -52,16 +52,16 @@ class DriverFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """What a short benchmark reached on one GPU."""
+    """Result of a short benchmark on one GPU."""
 
     memory_bytes_per_s: float
     flops_16bit_per_s: float
 
 
 def described_gpu(facts: DriverFacts, reached: Benchmark | None = None, *, source: str = "") -> GpuDescription:
-    """Describe the GPU by its driver; what was ``reached`` stands where that is more, or all there is.
+    """Describe the GPU by its driver; what was ``reached`` is used where that is more, or all there is.
 
-    A link between GPUs is taken to be PCIe: what else joins them, its driver does not say in a figure.
+    A link between GPUs is taken to be PCIe: the driver has no figure of any other link.
 
     Raises:
         NotMeasuredError: neither says its bandwidth or its arithmetic.
@@ -99,7 +99,10 @@ def _bandwidth(facts: DriverFacts) -> float | None:
 
 
 def _flops_16bit(facts: DriverFacts) -> float | None:
-    """Of a generation that is not known: what its cores do in 32 bits, which no GPU does faster than 16."""
+    """Return the 16-bit FLOP/s by the driver's facts.
+
+    For an unknown generation that is what its cores do in 32 bits, which no GPU does faster than 16.
+    """
     if not facts.cuda_cores or not facts.sm_mhz:
         return None
     hertz, per_sm = facts.sm_mhz * _MHZ, _SM_FLOPS.get(facts.compute_capability)

@@ -59,7 +59,7 @@ class ConflictError(IserveError):
 
 
 class InfeasibleError(IserveError):
-    """No configuration meets the request on the hardware there is; relax a limit or add GPUs."""
+    """Error: no configuration meets the request on the hardware there is; relax a limit or add GPUs."""
 
 
 class NotMeasuredError(IserveError):

@@ -1,4 +1,4 @@
-"""What is predicted of a configuration: numbers with an interval and a source, and the estimator protocol."""
+"""Predictions for a configuration: numbers with an interval and a source, and the estimator protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Source(StrEnum):
-    """How a number was obtained."""
+    """Origin of a number."""
 
     MEASURED = "measured"  # this very configuration and workload was run
     EXTRAPOLATED = "extrapolated"  # from fingerprints of the same configuration
@@ -83,7 +83,7 @@ class MemoryEstimate:
     source: Source
 
     def stage(self, index: int, num_layers: int) -> StageMemory:
-        """Memory of stage ``index`` (of ``pp``) when it holds ``num_layers`` layers.
+        """Return the memory of stage ``index`` (of ``pp``) when it holds ``num_layers`` layers.
 
         A stage that is both first and last holds a tied embedding once: the estimator then gives the head 0.
         """
@@ -102,17 +102,17 @@ class MemoryEstimate:
         return tuple(self.stage(i, n) for i, n in enumerate(layers_per_stage))
 
     def per_gpu_bytes(self, layers_per_stage: tuple[int, ...]) -> int:
-        """The fullest GPU."""
+        """Return the bytes of the fullest GPU."""
         return max(stage.total_bytes for stage in self.stages(layers_per_stage))
 
     def total_bytes(self, layers_per_stage: tuple[int, ...]) -> int:
-        """Over all tp * pp GPUs."""
+        """Return the bytes over all tp * pp GPUs."""
         return self.tp * sum(stage.total_bytes for stage in self.stages(layers_per_stage))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What the check of a running configuration changed in an estimate (``fingerprint.estimators.corrected``)."""
+    """Change of an estimate by the check of a running configuration (``fingerprint.estimators.corrected``)."""
 
     measured_at: str
     """Time of the check, ISO 8601 in UTC."""
@@ -133,7 +133,7 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """One configuration under one workload."""
+    """Prediction for one configuration under one workload."""
 
     config: DeploymentConfig
     workload: Workload
@@ -146,8 +146,10 @@ class Estimate:
 
     @property
     def is_measured(self) -> bool:
-        """Whether this very configuration was run: its fingerprints by a profile, at whatever load, or the whole
-        model under this workload by a check."""
+        """True when this very configuration was run.
+
+        A profile ran its fingerprints, at whatever load, or a check the whole model under this workload.
+        """
         was_run = self.rests_on is not None and self.rests_on == self.config
         return was_run or (self.correction is not None and self.correction.exact)
 
@@ -168,7 +170,8 @@ class TellsHiddenTime(Protocol):
     """An estimator that knows more of an engine which prepares a step while the one before runs."""
 
     def hidden_s(self, config: DeploymentConfig) -> float:
-        """Seconds of a lone prompt's TTFT in which the device waits for the host: nobody does behind another step.
+        """Return the seconds of a lone prompt's TTFT in which the device waits for the host; none behind another
+        step.
 
         Raises:
             NotMeasuredError: the estimator has no measurement that reaches ``config``.

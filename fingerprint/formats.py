@@ -1,4 +1,4 @@
-"""How many bytes a model's weights take in each format, and how many of them each GPU holds.
+"""Weight bytes of a model in each format, and how many of them each GPU holds.
 
 Counts only, from :class:`~fingerprint.model_spec.ModelSpec`; nothing is loaded. Only the linear matrices of the
 hidden layers change with the format: embedding, output head, norms, biases and routers stay 16-bit in every one.
@@ -57,7 +57,7 @@ class _Matrix(NamedTuple):
 
 
 def _matrices(spec: ModelSpec) -> tuple[_Matrix, ...]:
-    """The linear matrices of one layer as checkpoints spell them (fused ones count as their parts)."""
+    """Return the linear matrices of one layer as checkpoints spell them (fused ones count as their parts)."""
     if spec.layer_shapes or spec.kv_head_elements:  # not Llama's five: as if all read the hidden state
         return (_Matrix(spec.hidden_size, max(1, spec.layer_linear_params // spec.hidden_size), 1),)
     attention = spec.num_heads * spec.head_dim
@@ -91,12 +91,12 @@ def _matrix_bytes(matrix: _Matrix, weights: WeightFormat) -> float:
 
 
 def linear_element_bytes(spec: ModelSpec, weights: WeightFormat) -> float:
-    """Mean stored bytes of one linear weight element, its share of scales, zeros and indexes included.
+    """Return the mean stored bytes of one linear weight element, its share of scales, zeros and indexes included.
 
     ``16bit`` 2; ``int8`` 1 and a 16-bit scale per output channel; ``int4`` symmetric, half a byte and a 16-bit
     scale per group of 128 inputs (4.125 bits); ``gptq4`` the same with 4-bit zeros and an int32 group index per
     input (4.156 bits and a little; the GPTQ checkpoint layout); ``fp8`` 1 and one scale per matrix; ``stored``
-    what the checkpoint has, matrices that it leaves in 16 bits with the others.
+    what the checkpoint has, including matrices that it leaves in 16 bits.
     """
     if weights is WeightFormat.STORED and spec.stored is not None:
         return spec.stored.layer_linear_bytes / spec.layer_linear_params
@@ -106,14 +106,14 @@ def linear_element_bytes(spec: ModelSpec, weights: WeightFormat) -> float:
 
 
 def expert_element_bytes(spec: ModelSpec, weights: WeightFormat) -> float:
-    """Likewise of the experts' alone, which a checkpoint may store otherwise than the rest."""
+    """Return the mean of the experts' elements alone, which a checkpoint may store otherwise than the rest."""
     if weights is WeightFormat.STORED and spec.stored is not None and spec.layer_expert_params:
         return spec.stored.layer_expert_bytes / spec.layer_expert_params
     return linear_element_bytes(spec, weights)
 
 
 def kept_fraction(pruning: Pruning) -> float:
-    """Share of the linear weights still stored and multiplied; zeros in a dense matrix are so all the same.
+    """Return the share of linear weights still stored and multiplied; zeros in a dense matrix are so all the same.
 
     2:4 counts as dense: no engine here keeps it compressed.
     """
@@ -121,14 +121,14 @@ def kept_fraction(pruning: Pruning) -> float:
 
 
 def layer_weight_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
-    """Bytes of one copy of one hidden layer, over all TP ranks when nothing is replicated."""
+    """Return the bytes of one copy of one hidden layer, over all TP ranks when nothing is replicated."""
     linear = spec.layer_linear_params * linear_element_bytes(spec, config.weights)
     rest = (spec.layer_params - spec.layer_linear_params) * WEIGHT_16BIT_BYTES
     return linear * kept_fraction(config.pruning) + rest
 
 
 def kv_heads_per_gpu(spec: ModelSpec, tp: int) -> float:
-    """KV heads whose cache one GPU holds: above ``num_kv_heads`` ranks they are replicated, never split."""
+    """Return KV heads whose cache one GPU holds: above ``num_kv_heads`` ranks they are replicated, never split."""
     return spec.num_kv_heads / min(tp, spec.num_kv_heads)
 
 
@@ -145,7 +145,7 @@ def steps_in_flight(config: DeploymentConfig) -> int:
 def kv_tokens_per_layer(
     spec: ModelSpec, config: DeploymentConfig, workload: Workload, step_tokens: int = 0
 ) -> float:
-    """Tokens that one layer holds at the end of ``workload``: a sliding layer no more than its window.
+    """Return tokens that one layer holds at the end of ``workload``: a sliding layer no more than its window.
 
     Each token of a layer that keeps less of it than ``spec.kv_bytes_per_token_per_layer`` counts as that share.
 
@@ -183,7 +183,7 @@ def kv_tokens_per_layer(
 
 
 def layer_state_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig, sequences: int) -> float:
-    """Bytes that one layer of one GPU keeps of ``sequences`` whatever their length.
+    """Return bytes that one layer of one GPU keeps of ``sequences`` whatever their length.
 
     It is a mean as that of :func:`kv_tokens_per_layer`. The heads of a state are divided among the TP ranks, their
     groups as far as there are as many.
@@ -207,7 +207,7 @@ def kept_bytes_per_replica(spec: ModelSpec, config: DeploymentConfig) -> tuple[f
 
 
 def _mean_of_the_fullest_stage(spec: ModelSpec, pp: int, of_kinds: Sequence[float]) -> float:
-    """Mean over the layers of the stage, of an even split, where it is largest; ``of_kinds``: for each kind."""
+    """Return the mean over the layers of the fullest stage of an even split; ``of_kinds``: for each kind."""
     if len(of_kinds) == 1:
         return of_kinds[0]
     return max(sum(of_kinds[kind] for kind in kinds) / len(kinds) for kinds in _kinds_of_stages(spec, pp))
@@ -221,7 +221,7 @@ def _kinds_of_stages(spec: ModelSpec, pp: int) -> list[tuple[int, ...]]:
 
 
 def layers_per_block(kept: Sequence[Hashable]) -> int:
-    """Layers of each group that shares one table of KV blocks, where an engine keeps such groups.
+    """Return layers of each group that shares one table of KV blocks, where an engine keeps such groups.
 
     As vLLM's get_kv_cache_groups: layers of several kinds share the blocks, in groups as large as the rarest kind
     (the commonest, where they are about as many), the last one filled up. Of layers all alike it is all of them.
@@ -234,7 +234,7 @@ def layers_per_block(kept: Sequence[Hashable]) -> int:
 
 
 def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> float:
-    """Bytes of one hidden layer on one GPU of the TP group.
+    """Return bytes of one hidden layer on one GPU of the TP group.
 
     Linear matrices are divided by ``tp``; the K and V projections by at most the number of KV heads; norms, biases
     and routers are on every rank (a column-parallel bias is in truth divided: under 0.1% of a layer).
@@ -252,19 +252,22 @@ def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> flo
 
 
 def _mean_kv_elements(spec: ModelSpec) -> float:
-    """Over the layers."""
+    """Return the mean over the layers."""
     if not spec.layer_shapes:
         return spec.kv_elements
     return sum(kind.count * kind.kv_share for kind in spec.kinds) * spec.kv_elements / spec.num_layers
 
 
 def embedding_bytes(spec: ModelSpec) -> float:
-    """Bytes of the input embedding over all TP ranks: 16-bit in every format."""
+    """Return bytes of the input embedding over all TP ranks: 16-bit in every format."""
     return spec.embedding_params * WEIGHT_16BIT_BYTES
 
 
 def head_bytes(spec: ModelSpec) -> float:
-    """Bytes of the output head over all TP ranks. A tied head is the input embedding's matrix: the same bytes,
-    held once where the first stage is also the last, and a second time where it is not."""
+    """Return the bytes of the output head over all TP ranks.
+
+    A tied head is the input embedding's matrix: the same bytes, held once where the first stage is also the last,
+    and a second time where it is not.
+    """
     params = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else spec.head_params
     return params * WEIGHT_16BIT_BYTES

@@ -1,4 +1,4 @@
-"""Why a file could not be written, and what a person can do about it."""
+"""Messages on a file that could not be written, and on what a person can do about it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _FULL = {
 
 
 def why_not_written(error: OSError, folder: Path) -> str:
-    """In a few words; where there is no room, how much is left in ``folder`` and that some has to be freed."""
+    """Say why in a few words; where there is no room, how much is left in ``folder`` and that some has to be
+    freed.
+    """
     full = _FULL.get(error.errno or 0)
     if full is None:
         return error.strerror or str(error)

@@ -35,7 +35,7 @@ __all__ = ["COMPANION_FILES", "GenerateResult", "generate", "generate_dummy", "g
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
 DUMMY_STD = 0.02  # the initializer_range of most families: activations stay in range whatever the depth
-# What a model directory holds beside its weights and that a fingerprint keeps.
+# What a model directory holds in addition to its weights and that a fingerprint keeps.
 COMPANION_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -59,7 +59,7 @@ _DUMMY_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateResult:
-    """What a generation cost."""
+    """Size of a generation: layers, and bytes read and written."""
 
     directory: Path
     layers: tuple[int, ...]  # source layer indexes, in order
@@ -169,8 +169,8 @@ def generate_shape(
     For an engine that makes random weights itself.
 
     Args:
-        tp: above 1, the shape is that of one rank of so many (``shard_config``). It comes without the tokenizer
-            and the generation settings, which speak of tokens beyond a rank's vocabulary.
+        tp: above 1, the shape is that of one rank of so many (``shard_config``). It has no tokenizer and no
+            generation settings, which speak of tokens beyond a rank's vocabulary.
         code: with the Python files that the model brings, for an engine that may run them.
 
     Raises:
@@ -198,7 +198,7 @@ def generate_shape(
 
 
 def _tabled(config: Mapping[str, object]) -> Blueprint | None:
-    """None: the family has no row, or the model is otherwise than its row."""
+    """Return the blueprint; None: the family has no row, or the model is otherwise than its row."""
     try:
         return read_blueprint(config) if is_tabled(config) else None
     except UnsupportedModelError:
@@ -206,10 +206,10 @@ def _tabled(config: Mapping[str, object]) -> Blueprint | None:
 
 
 def _first_layers(layers: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """As :func:`_chosen`, the model's first: what a class makes of a layer by its index is what it was.
+    """Return the chosen layers, which must be the model's first: a class makes a layer by its index.
 
     Raises:
-        UnsupportedModelError: others.
+        UnsupportedModelError: any other layers.
     """
     chosen = _chosen(layers, num_layers)
     if chosen != tuple(range(len(chosen))):
@@ -235,14 +235,17 @@ def _checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         if type(layer) is not int or not 0 <= layer < num_layers:
             raise BadInputError(f"layer {show(layer)} is not one of 0 to {num_layers - 1}")
     # A repeated layer would be stored twice and cost what a different one costs; an engine that wants full depth
-    # in little memory ties layers itself. So the order is the model's and each layer comes once.
+    # in little memory ties layers itself. So the order is the model's and each layer is stored once.
     if any(after <= before for before, after in pairwise(chosen)):
         raise BadInputError(f"layers must be strictly increasing, got {show(list(chosen))}")
     return chosen
 
 
 def _cut_config(config: Mapping[str, object], blueprint: Blueprint, chosen: tuple[int, ...]) -> dict[str, object]:
-    """Which layers slide is written out where the class would else count it anew from the kept ones' places."""
+    """Return the config with the chosen layers only.
+
+    Which layers slide is written out where the class would otherwise derive it from the kept layers' positions.
+    """
     windows = blueprint.spec.layer_windows
     if windows and config.get("layer_types") is None:
         types = ["full_attention" if window is None else "sliding_attention" for window in windows]
@@ -251,10 +254,10 @@ def _cut_config(config: Mapping[str, object], blueprint: Blueprint, chosen: tupl
 
 
 def _select(checkpoint: Checkpoint, layers: str, blueprint: Blueprint, chosen: tuple[int, ...]) -> dict[str, str]:
-    """New name -> old name of each tensor to keep: every tensor outside the layers, and those of the chosen ones.
+    """Return new name -> old name of each tensor to keep: all outside the layers, and those of the chosen layers.
 
     Raises:
-        CheckpointError: a layer has fewer tensors or elements than the others or than config.json says.
+        CheckpointError: a layer has fewer tensors or elements than the rest or than config.json says.
     """
     prefix = layers + "."
     of_layer: dict[int, dict[str, str]] = {layer: {} for layer in chosen}
@@ -290,7 +293,7 @@ def _select(checkpoint: Checkpoint, layers: str, blueprint: Blueprint, chosen: t
 
 
 def _modules_without(suffixes: Iterable[str], blueprint: Blueprint) -> list[str]:
-    """Matrices of a layer of which a quantized checkpoint stores nothing, whatever it calls the parts."""
+    """Return matrices of a layer of which a quantized checkpoint stores nothing, whatever it calls the parts."""
     starts = {suffix[: at.start()] for suffix in suffixes for at in re.finditer(r"[._](?=[^._]*$)|\.", suffix)}
     starts |= set(suffixes)
     return [t.name for t in blueprint.layer if t.name.removesuffix(".weight") not in starts]

@@ -42,7 +42,7 @@ _LIMITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDescription:
-    """One GPU, as its file describes it. Rates are peaks; 1 GB is 1e9 bytes.
+    """GPU as its file describes it. Rates are peaks; 1 GB is 1e9 bytes.
 
     Attributes:
         name: names it in ``--gpus NAME:COUNT``; none of the listed ones.

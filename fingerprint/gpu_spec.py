@@ -1,4 +1,7 @@
-"""What one GPU (or a CPU offered as a device) can do. Values only; the datasheet table is ``fingerprint.gpus``."""
+"""Specification of one GPU (or a CPU offered as a device).
+
+Values only; the datasheet table is ``fingerprint.gpus``.
+"""
 
 from __future__ import annotations
 
@@ -67,13 +70,13 @@ class GpuSpec:
         return self.flops_fp8_per_s is not None
 
     def slowest_link_bytes_per_s(self, group: int) -> float:
-        """One-direction bandwidth of the slowest link between two of ``group`` adjacent GPUs."""
+        """Return the one-direction bandwidth of the slowest link between two of ``group`` adjacent GPUs."""
         if group <= 1:
             return float("inf")
         return self.link_bytes_per_s if group <= self.link_group_size else self.pcie_bytes_per_s
 
     def collective_bytes_per_s(self, group: int) -> float:
-        """One-direction bandwidth of each of ``group`` adjacent GPUs that exchange data with all others at once.
+        """Return the one-direction bandwidth of each of ``group`` adjacent GPUs, all exchanging data at once.
 
         In a mesh a GPU drives its links to all of them; behind a switch, a bridge or PCIe it has one.
         """

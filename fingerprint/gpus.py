@@ -35,7 +35,7 @@ class _PriceSource:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One GPU as the file spells it; field meanings and units stand in the file's ``about``."""
+    """Row of the table as the file spells it; the file's ``about`` has the fields' meanings and units."""
 
     product: str
     aliases: tuple[str, ...]
@@ -114,7 +114,7 @@ def _spec(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where a row of the table is from, for readers."""
+    """Origin of a row of the table, for readers."""
 
     aliases: tuple[str, ...]
     source: str
@@ -129,12 +129,13 @@ def provenance(name: str) -> Provenance:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Names of the table's GPUs as the file lists them: NVIDIA's from small to large, then AMD's."""
+    """Return names of the table's GPUs as the file lists them: NVIDIA's from small to large, then AMD's."""
     return tuple(_table().gpus)
 
 
 def gpu_spec(name: str) -> GpuSpec:
-    """The datasheet row called ``name``: a listed name, an alias (``h200``, ``a100-40gb``) or the product name.
+    """Return the datasheet row called ``name``: a listed name, an alias (``h200``, ``a100-40gb``) or the product
+    name.
 
     Upper and lower case are the same. ``price_usd_per_gpu_hour`` is the median of the listed on-demand prices;
     None where none was found.
@@ -210,7 +211,7 @@ def _same(name: str, described: GpuSpec) -> GpuSpec:
 
 
 def match_device(nvml_name: str) -> GpuSpec | None:
-    """The datasheet row of the device that NVML calls ``nvml_name``; None when it is not listed.
+    """Return the datasheet row of the device that NVML calls ``nvml_name``; None when it is not listed.
 
     Exact product names only: an H200 NVL, an RTX 4090 D or a MIG slice is not the part whose name it contains.
     """

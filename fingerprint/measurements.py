@@ -1,4 +1,4 @@
-"""What is measured of fingerprints, and the protocol of what can be measured.
+"""Measurements of fingerprints, and the protocol of what can be measured.
 
 ``daemon`` implements :class:`ProfileTarget`; ``fingerprint.profile`` drives it; estimators read the
 :class:`Profile` that results. Nothing here predicts.
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineInfo:
-    """Where a profile was taken. ``device`` carries measured peak figures on a CPU, datasheet ones on a GPU."""
+    """Machine of a profile. ``device`` carries measured peak figures on a CPU, datasheet ones on a GPU."""
 
     device: GpuSpec
     """Peak figures of one device: measured on a CPU, from the datasheet on a GPU."""
@@ -127,7 +127,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReading:
-    """One engine step, timed on the device's own timeline (``daemon/step_timer``)."""
+    """Timing of one engine step on the device's own timeline (``daemon/step_timer``)."""
 
     tokens: int
     """Tokens computed, over all requests."""
@@ -156,7 +156,7 @@ class StepReading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReading:
-    """One run: ``batch`` prompts handed over at once, ``output_tokens`` each.
+    """Timing of one run: ``batch`` prompts handed over at once, ``output_tokens`` each.
 
     ``device_s`` is time in the model's forward (CUDA events on a GPU, wall-clock inside the forward on a CPU,
     of the slowest stage summed over stages); ``host_s`` is the rest of the run's wall-clock.
@@ -283,11 +283,11 @@ class ProfileSession(Protocol):
         ...
 
     def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
-        """One burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
+        """Run one burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """Memory of what is loaded, activation peak since ``load``."""
+        """Return the memory of what is loaded, activation peak since ``load``."""
         ...
 
     def close(self) -> None:
@@ -330,7 +330,7 @@ class StepTimedSession(Protocol):
         until_s: float,
         steps: bool = True,
     ) -> tuple[RunReading, ...]:
-        """Bursts of dummy requests back to back: at least one, until ``most`` or ``until_s``.
+        """Run bursts of dummy requests back to back: at least one, until ``most`` or ``until_s``.
 
         Args:
             repeat: times that each step's forward is run on the same inputs, so that the fingerprint takes the
@@ -355,7 +355,7 @@ class ProfileTarget(Protocol):
         """Launch a worker on tp * pp devices.
 
         Raises:
-            EngineError: the worker did not come up.
+            EngineError: the worker did not start.
             InfeasibleError: fewer devices than that are free.
         """
         ...

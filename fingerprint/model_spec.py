@@ -1,4 +1,4 @@
-"""What an architecture is made of, in counts. Values only: reading config.json is ``fingerprint.families``."""
+"""Specification of an architecture, in counts. Values only: reading config.json is ``fingerprint.families``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KV_ELEMENT_BYTES = {KvFormat.BITS16: 2.0, KvFormat.INT8: 1.0, KvFormat.FP8: 1.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """What a layer is made of and keeps of a sequence, in a model whose layers differ in that."""
+    """Parts of a layer and what it keeps of a sequence, in a model whose layers differ in that."""
 
     mixer: str
     """Kind of token mixing, such as `attention`, `latent attention` or `mamba2`."""
@@ -56,18 +56,18 @@ class LayerKind:
     read_share: float = 1.0  # likewise what one of them looks at, be it kept by another
 
     def attended(self, context: float) -> float:
-        """Of ``context`` tokens, those that the last one looks at."""
+        """Return how many of ``context`` tokens the last one looks at."""
         return context if self.window is None else min(context, self.window)
 
     def attended_pairs(self, length: int) -> float:
-        """(query, key) pairs of one causal prompt of ``length`` tokens, in one head."""
+        """Return (query, key) pairs of one causal prompt of ``length`` tokens, in one head."""
         window = min(self.window or length, length)
         return window * (window + 1) / 2 + (length - window) * window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """How an already quantized checkpoint holds the linear matrices of its layers (``fingerprint.quantized``)."""
+    """Storage of the linear matrices in an already quantized checkpoint (``fingerprint.quantized``)."""
 
     method: str
     """Value of `quant_method` in config.json, such as `gptq`."""
@@ -173,7 +173,7 @@ class ModelSpec:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether some layer keeps something of a sequence that does not grow with its length."""
+        """True when some layer keeps something of a sequence that does not grow with its length."""
         return any(shape.state_bytes for shape in self.layer_shapes)
 
     @property
@@ -182,7 +182,7 @@ class ModelSpec:
         return not self.layer_shapes or any(shape.kv_elements for shape in self.layer_shapes)
 
     def kv_bytes_per_token_per_layer(self, kv: KvFormat) -> float:
-        """Bytes that one token occupies in a layer that keeps most of it, over all TP ranks if none is replicated.
+        """Return bytes of one token in a layer that keeps most of it, over all TP ranks if none is replicated.
 
         Scales of quantized formats are not included (at most 4 / head_dim of an element), but for those of sparse
         attention, whose fp8 cache has a layout of its own.
@@ -221,7 +221,7 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """How far back each layer looks."""
+        """Attention window of each layer."""
         return self.layer_windows or (self.sliding_window,) * self.num_layers
 
     @property
@@ -247,7 +247,7 @@ class ModelSpec:
 
     @property
     def kept_by_layer(self) -> tuple[tuple[int | None, float, int], ...]:
-        """What tells layers apart by what they keep: how far back they look, of a token, and of a sequence."""
+        """Kinds of layers by what they keep: how far back they look, bytes of a token, and of a sequence."""
         of_kinds = [
             (kind.window, kind.kv_share, 0 if kind.shape is None else kind.shape.state_bytes)
             for kind in self.kinds
@@ -256,7 +256,7 @@ class ModelSpec:
 
     @property
     def several_kinds(self) -> bool:
-        """Whether the layers are of more than one kind."""
+        """True when the layers are of more than one kind."""
         return bool(self.layer_windows) or len(set(self.layer_shape_indexes)) > 1
 
     @property

@@ -1,4 +1,4 @@
-"""Where a file may be put that a person has named: never in place of what is no file."""
+"""Check of a path that a person named for output: never in place of anything but a file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["output_file"]
 
 
 def output_file(target: Path) -> Path:
-    """The file itself, behind whatever links lead to it; it need not be there, its directory must.
+    """Return the file itself, behind all links to it; it need not exist, its directory must.
 
-    A file is written beside its name and then takes it, whole or not at all; a device or a pipe would be gone
-    after that (``/dev/null`` too, for whoever may), and a link would no longer be one.
+    A file is written next to its name and then takes it, whole or not at all; a device or a pipe would be gone
+    after that (``/dev/null`` too, for a user with the right), and a link would no longer be one.
 
     Raises:
         ConfigError: a directory, a device, a pipe, a socket, ``-``, or a directory that is not there.

@@ -1,7 +1,8 @@
-"""Text that somebody else chose, made harmless where people read it: terminal, log, report.
+"""Text from outside, made harmless where people read it: terminal, log, report.
 
-What a terminal obeys (control characters, escape sequences among them), what turns the direction of what follows,
-what begins a line and what cannot be encoded is shown as JSON writes it, so that JSON stays the same JSON.
+Characters that a terminal obeys (control characters, escape sequences among them), that change the direction of
+writing, that begin a line or that cannot be encoded are shown as JSON writes them, so that JSON stays the same
+JSON.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _UNPRINTABLE = re.compile(f"[{UNPRINTABLE}]")
 
 
 def printable(text: str) -> str:
-    """``text`` with each such character as ``\\u001b``; emoji and any script are left as they are."""
+    """Return ``text`` with each such character as ``\\u001b``; emoji and any script are left as they are."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def is_plain(text: str) -> bool:
-    """Whether ``text`` is one line that can be shown as it is."""
+    """Return whether ``text`` is one line that can be shown as it is."""
     return not _UNPRINTABLE.search(text) and "\n" not in text and "\t" not in text

@@ -38,7 +38,7 @@ _Form = tuple[int, str, tuple[int, int], _BytesOf]
 
 
 def read_stored(quantization: object, layer: Sequence[TensorShape], stack: str, num_layers: int) -> Stored | None:
-    """How the linear matrices are stored; None: in 16 bits.
+    """Return how the linear matrices are stored; None: in 16 bits.
 
     Args:
         quantization: the field of config.json.
@@ -83,7 +83,7 @@ def read_stored(quantization: object, layer: Sequence[TensorShape], stack: str, 
 
 
 class _Ignored:
-    """Which matrices stay in 16 bits, as a share of the layers."""
+    """Matrices that stay in 16 bits, as a share of the layers."""
 
     def __init__(
         self, quantization: Mapping[str, object], matrices: Sequence[TensorShape], stack: str, num_layers: int
@@ -137,7 +137,10 @@ def _entries(quantization: Mapping[str, object]) -> list[str]:
 
 
 def _test(entry: str, stack: str) -> Callable[[str], bool]:
-    """Whether ``entry`` means a module, given its name within a layer: by a name, the end of one, a parent's."""
+    """Return a test of whether ``entry`` means a module, given the module's name within a layer.
+
+    An entry means a module by its name, by the end of its name, or by a parent's.
+    """
     if not entry.startswith("re:"):
         return lambda name: f".{entry}." in f".{stack}.*.{name}." or f".{entry}." in f".{stack}.0.{name}."
     pattern = entry[3:]
@@ -153,7 +156,7 @@ def _test(entry: str, stack: str) -> Callable[[str], bool]:
 
 
 def _rows(tensor: TensorShape) -> tuple[int, int]:
-    """Outputs, of all experts that are joined, and inputs."""
+    """Return outputs, of all experts that are joined, and inputs."""
     if len(tensor.shape) == 3:
         experts, inputs, outputs = tensor.shape
         return experts * outputs, inputs

@@ -25,7 +25,8 @@ _T95 = (
 
 
 def t_quantile_95(dof: float) -> float:
-    """Half-width of a 90% interval in standard errors; ``dof`` may be fractional, below 1 it counts as 1.
+    """Return the half-width of a 90% interval in standard errors; ``dof`` may be fractional, below 1 it counts as
+    1.
 
     Source: the table of Student's t, interpolated linearly in 1/dof (within 1% of the exact value from 2 up).
     """
@@ -35,7 +36,7 @@ def t_quantile_95(dof: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where repeated values lie. One value alone has the standard error ``inf`` and 0 degrees of freedom."""
+    """Location of repeated values. One value alone has the standard error ``inf`` and 0 degrees of freedom."""
 
     value: float
     standard_error: float
@@ -48,7 +49,7 @@ class Location:
 
 
 def locate(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]]) -> Location:
-    """Trimmed mean of at least one value, its standard error and degrees of freedom.
+    """Return the trimmed mean of at least one value, its standard error and degrees of freedom.
 
     Source: Tukey and McLaughlin (1963): the standard error is that of the winsorized values over
     ``(1 - 2g/n) * sqrt(n)``, with ``n - 2g - 1`` degrees of freedom, g values trimmed from each end.

@@ -71,7 +71,7 @@ class StoredTensor:
 
 
 class DeclaredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One tensor's entry in a header; the fields have the format's own names, in the order of its writers."""
+    """Entry of one tensor in a header; the fields have the format's own names, in the order of its writers."""
 
     dtype: str
     shape: tuple[_Size, ...]

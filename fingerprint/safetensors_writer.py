@@ -25,7 +25,7 @@ _ALIGNMENT = 8  # of the first tensor, as the safetensors library pads its heade
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor to write."""
+    """Tensor to write."""
 
     name: str
     dtype: str  # safetensors' name
@@ -36,7 +36,8 @@ class OutputTensor:
 
 @contextmanager
 def new_directory(target: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """A folder to fill, beside ``target``; it becomes ``target`` when the block ends well, else it is removed.
+    """Yield a folder to fill, next to ``target``; it becomes ``target`` when the block ends well, else it is
+    removed.
 
     Raises:
         ConflictError: ``target`` is there already and is not an empty directory.
@@ -88,8 +89,8 @@ def write_safetensors(
     """Write ``tensors`` in their order. Memory: the header and one piece.
 
     Args:
-        metadata: beside ``format: pt``, which transformers asks for.
-        on_bytes: told the size of each piece written.
+        metadata: in addition to ``format: pt``, which transformers asks for.
+        on_bytes: called with the size of each piece written.
 
     Returns:
         Bytes written.

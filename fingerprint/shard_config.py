@@ -20,7 +20,7 @@ from fingerprint.families import FAMILIES, read_spec
 
 __all__ = ["refuses_shards", "shard_config"]
 
-# Of the others: vLLM's Qwen2, Qwen2-MoE and Falcon and everyone's GPT-J, GPT-NeoX and OPT compute head_dim as
+# Of further classes: vLLM's Qwen2, Qwen2-MoE and Falcon and everyone's GPT-J, GPT-NeoX and OPT compute head_dim as
 # hidden size / heads.
 _EXPLICIT_HEAD_DIM = frozenset(
     {"gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"}
@@ -29,7 +29,7 @@ _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def refuses_shards(family: str) -> str | None:
-    """Why no shard of a model of ``family`` can be written; None when it can be."""
+    """Return why no shard of a model of ``family`` can be written; None when it can be."""
     if family in _EXPLICIT_HEAD_DIM:
         return None
     return (
@@ -39,7 +39,7 @@ def refuses_shards(family: str) -> str | None:
 
 
 def shard_config(config: Mapping[str, object], tp: int) -> dict[str, object]:
-    """``config`` for one rank of ``tp``.
+    """Return ``config`` for one rank of ``tp``.
 
     The vocabulary is rounded up, as engines pad it until it divides. Special tokens beyond it are dropped.
 
@@ -76,7 +76,7 @@ def shard_config(config: Mapping[str, object], tp: int) -> dict[str, object]:
 
 
 def _keep_below(shard: dict[str, object], name: str, vocab: int) -> None:
-    """Token ids of ``name`` that the shard's vocabulary has; engines index its logits with them."""
+    """Keep the token ids of ``name`` that the shard's vocabulary has; engines index its logits with them."""
     given = shard[name]
     kept = [token for token in (given if isinstance(given, list) else [given]) if _is_below(token, vocab)]
     if not kept:

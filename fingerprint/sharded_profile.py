@@ -1,7 +1,7 @@
 """Degrees of tensor parallelism for which there are not enough GPUs, profiled as one rank on one GPU per stage.
 
 The rank's shape (``shard_config``) is loaded with tp = 1 and run through the same plan; its points are marked
-``shard``, and estimators add what a group does beside (``estimators.all_reduce``). Everything else is
+``shard``, and estimators add the work of a group (``estimators.all_reduce``). Everything else is
 ``depth_tied_profile``: once for all degrees that there are GPUs for, and once for each that there are not.
 """
 
@@ -96,7 +96,7 @@ def profile_with_shards(
 
 
 def _all_of(plan: DepthTiedPlan, engine: str) -> list[Unreached]:
-    """Every configuration of ``plan`` without one point."""
+    """Return every configuration of ``plan`` without one point."""
     num_points = len(plan.points)
     return [
         Unreached(
@@ -119,7 +119,7 @@ def _refusal(family: str, ranks: int, pp: int, num_gpus: int) -> str | None:
 def _needed(
     part: DepthTiedPlan, engine: str, needless: Needless, so_far: Profile
 ) -> tuple[tuple[WeightFormat, ...], list[str]]:
-    """The weight formats of one degree that are worth measuring, and a note on each other."""
+    """Return the weight formats of one degree that are worth measuring, and a note on each other."""
     ((tp, pp),) = part.degrees
     kept, notes = [], []
     for weights in part.weights:
@@ -159,7 +159,7 @@ class _OneRank:
 
 
 def _merged(taken: Sequence[Profile], notes: Sequence[str], budget_s: float) -> Profile:
-    """All of ``taken``, with ``notes`` on what is missing."""
+    """Return all of ``taken``, with ``notes`` on what is missing."""
     return replace(
         taken[0],
         budget_s=budget_s,

@@ -1,4 +1,4 @@
-"""What a tensor of a checkpoint is, and the few kinds of module that layers are made of. It counts elements."""
+"""Tensors of a checkpoint, and the few kinds of module that layers are made of. It counts elements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Role", "TensorShape", "elements", "linear", "norm"]
 
 
 class Role(StrEnum):
-    """What a tensor is for: decides how it is counted and how a dummy of it is filled."""
+    """Purpose of a tensor: decides how it is counted and how a dummy of it is filled."""
 
     LINEAR = "linear"  # a matrix that quantization and pruning change
     EXPERT = "expert"  # likewise, of one expert
@@ -24,7 +24,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """One tensor of a checkpoint."""
+    """Name, shape and role of one tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,17 +32,17 @@ class TensorShape:
 
 
 def elements(tensors: Iterable[TensorShape], *roles: Role) -> int:
-    """Number of elements of the tensors that have one of ``roles`` (of all, when none is given)."""
+    """Return the number of elements of the tensors that have one of ``roles`` (of all, when none is given)."""
     return sum(prod(tensor.shape) for tensor in tensors if not roles or tensor.role in roles)
 
 
 def linear(name: str, out_width: int, in_width: int, *, bias: bool, role: Role = Role.LINEAR) -> list[TensorShape]:
-    """A matrix of (out, in), as torch stores it, and its bias."""
+    """Return a matrix of (out, in), as torch stores it, and its bias."""
     weight = TensorShape(f"{name}.weight", (out_width, in_width), role)
     return [weight, TensorShape(f"{name}.bias", (out_width,), Role.BIAS)] if bias else [weight]
 
 
 def norm(name: str, width: int, *, bias: bool) -> list[TensorShape]:
-    """A norm's weight and its bias."""
+    """Return a norm's weight and its bias."""
     weight = TensorShape(f"{name}.weight", (width,), Role.NORM)
     return [weight, TensorShape(f"{name}.bias", (width,), Role.BIAS)] if bias else [weight]

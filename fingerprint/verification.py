@@ -1,5 +1,8 @@
-"""What a check of one running configuration measured. Values only: who measures is ``iserve``, what follows for
-the model's other estimates is ``fingerprint.estimators.corrected``."""
+"""Measurements of a check of one running configuration.
+
+Values only: ``iserve`` measures, and ``fingerprint.estimators.corrected`` derives what follows for the model's
+other estimates.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class Alone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """One configuration, launched with its whole model and checked under one workload.
+    """Result of a check: one configuration, launched with its whole model and run under one workload.
 
     Times are served ones: from the request's first byte to the answer's last, over HTTP. The measurement is kept,
     not its ratio to the prediction of that day: the error of an old profile must not correct a better one.

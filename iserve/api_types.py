@@ -232,7 +232,7 @@ class DeployBody(_ReplicatedWish, _EngineOptions):
     def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
         wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
         check_refuse_late(self.refuse_late, wish.intent.slo)
-        # Who is late is forecast with the plan's times, which are of the planned number of requests at once.
+        # Lateness is forecast with the plan's times, which are of the planned number of requests at once.
         return replace(wish, more_requests=wish.more_requests and not self.refuse_late)
 
 

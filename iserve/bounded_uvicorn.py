@@ -1,4 +1,4 @@
-"""One limit on connections for each uvicorn server: its protocols, one per connection, share nothing else."""
+"""Limit on connections for each uvicorn server: its protocols, one per connection, share nothing else."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _target(path: str, query: dict[str, object]) -> str:
 
 
 def controller_record(settings: Settings) -> ProcessRecord | None:
-    """The record of the living controller of this home; None when none lives."""
+    """Return the record of the living controller of this home; None when none lives."""
     record = read_record(settings.run_folder / "controller.json")
     return record if is_alive(record) else None
 
@@ -131,12 +131,12 @@ def check_running_settings(settings: Settings) -> None:
 
 
 def connect(settings: Settings, *, start: bool = True, timeout_s: float = 60.0) -> ControllerClient:
-    """A client of this home's controller, which is started, detached, when there is none.
+    """Return a client of this home's controller, which is started, detached, when there is none.
 
     One that is just starting, for another command say, is waited for.
 
     Raises:
-        UnavailableError: there is none and ``start`` is False, or it does not come up (the reason from its log is
+        UnavailableError: there is none and ``start`` is False, or it does not start (the reason from its log is
             quoted).
     """
     if not start and controller_record(settings) is None:
@@ -158,7 +158,7 @@ def connect(settings: Settings, *, start: bool = True, timeout_s: float = 60.0) 
 
 
 def _spawn_controller(settings: Settings, log_path: Path) -> tuple[int, int]:
-    """Its process id, and where in the log it begins."""
+    """Start a controller; return its process id, and where in the log it begins."""
     try:
         make_home(settings.home, log_path.parent.name)
         log_start = log_path.stat().st_size if log_path.exists() else 0
@@ -188,7 +188,7 @@ def _is_ready(record: ProcessRecord) -> bool:
 
 
 def _reason(log_path: Path, start: int) -> str:
-    """What a controller that did not come up said last, without the ``iserve: `` of its line."""
+    """Return the last line of a controller that did not start, without the ``iserve: `` of its line."""
     with contextlib.suppress(OSError), log_path.open("rb") as file:
         file.seek(start)
         lines = [line.strip() for line in file.read(1 << 20).decode(errors="replace").splitlines()]

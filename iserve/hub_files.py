@@ -92,7 +92,7 @@ def list_files(model: str, here: str) -> list[str]:
 
 
 def download_config(model: str, files: list[str]) -> Path:
-    """Return the cache's folder of ``model`` with its config and what is small beside it.
+    """Return the cache's folder of ``model`` with its config and the small files next to it.
 
     Args:
         files: names of all files that the hub has of it.
@@ -104,7 +104,7 @@ def download_config(model: str, files: list[str]) -> Path:
     from huggingface_hub import hf_hub_download
 
     def get(file: str) -> str:
-        # By branch name, not by the commit that the hub just told: only so does the cache find it again offline.
+        # By branch name, not by the commit that the hub just named: only so does the cache find it again offline.
         return hf_hub_download(model, file, etag_timeout=HUB_TIMEOUT_S)
 
     if "config.json" not in files:

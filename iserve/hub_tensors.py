@@ -1,6 +1,6 @@
 """Types and shapes of a Hugging Face model's tensors, without its weights.
 
-Of each safetensors file only the header is fetched, by HTTP range requests, and what was found is kept beside the
+Of each safetensors file only the header is fetched, by HTTP range requests, and what was found is kept with the
 model's config in the local Hugging Face cache, by commit. The hub is not trusted: sizes, files, redirects and time
 are bounded, and the answers' ranges are checked. Proxies, certificates and the user's token are huggingface_hub's
 to choose; the token goes to the hub alone, not to where it redirects.
@@ -51,7 +51,7 @@ _MAX_KEPT_BYTES = 2 * MAX_BYTES
 
 
 class _Kept(msgspec.Struct):
-    """What is kept on disk of one commit; it never changes."""
+    """Record on disk of one commit's tensors; it never changes."""
 
     version: int
     tensors: dict[str, tuple[str, tuple[int, ...]]]
@@ -143,7 +143,7 @@ class _Missing(Exception):
 
 
 class _Repository:
-    """One commit of a model on the hub, read through ``client`` (httpx's, of either name)."""
+    """Commit of a model on the hub, read through ``client`` (httpx's, of either name)."""
 
     def __init__(self, client: Any, headers: dict[str, str], model: str, commit: str) -> None:
         self._client = client
@@ -189,7 +189,7 @@ class _Repository:
                 for file in files:
                     group.create_task(read(file))
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the others were cancelled, or fail alike
+            raise errors.exceptions[0] from None  # the rest were cancelled, or fail alike
         return headers
 
     async def _header(self, file: str) -> dict[str, DeclaredTensor]:
@@ -239,7 +239,7 @@ class _Repository:
 
     @contextlib.asynccontextmanager
     async def _answer(self, file: str, begin: int, num_bytes: int) -> AsyncIterator[Any]:
-        """The last answer after redirects, none of whose bodies is read."""
+        """Yield the last answer after redirects, none of whose bodies is read."""
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self._model, file, revision=self._commit)

@@ -21,7 +21,7 @@ _RANDOM_BYTES = 32
 
 
 def new_key(scope: str = "inference") -> tuple[str, ApiKeyRecord]:
-    """A fresh key and the record to store of it.
+    """Return a fresh key and the record to store of it.
 
     Returns:
         The key itself (47 characters, to be shown once and forgotten), and its record.
@@ -36,12 +36,12 @@ def new_key(scope: str = "inference") -> tuple[str, ApiKeyRecord]:
 
 
 def hash_key(key: str) -> str:
-    """SHA-256 of the whole key, in lower-case hexadecimal."""
+    """Return the SHA-256 of the whole key, in lower-case hexadecimal."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def find_key(presented: str, records: Iterable[ApiKeyRecord]) -> ApiKeyRecord | None:
-    """The record of a presented key, or None.
+    """Return the record of a presented key, or None.
 
     Looks at every record, however early one matches, and compares in constant time: how long it takes tells
     nothing about the keys there are.

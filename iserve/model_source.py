@@ -1,7 +1,7 @@
-"""Where a MODEL argument leads: a registered name, a local directory, or a Hugging Face id.
+"""Resolution of a MODEL argument: a registered name, a local directory, or a Hugging Face id.
 
 It finds files and reads the config; it loads no weight and judges no checkpoint (``fingerprint.checkpoint`` does).
-From the hub come safetensors, JSON and tokenizer files only, and Python files where they are asked for: no pickle.
+The hub provides safetensors, JSON and tokenizer files, Python files only with permission, and no pickle.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ModelSource:
 
     @property
     def argument(self) -> str:
-        """Return the MODEL argument of a command that is printed for a person to run, quoted for a shell."""
+        """MODEL argument of a command that is printed for a person to run, quoted for a shell."""
         return shlex.quote(self.given or self.name)
 
 
@@ -55,7 +55,8 @@ def resolve(
     need_weights: bool = True,
     need_code: bool = False,
 ) -> ModelSource:
-    """The model that ``model`` names; registered names first, then local directories, then Hugging Face ids.
+    """Return the model that ``model`` names; registered names first, then local directories, then Hugging Face
+    ids.
 
     An id is looked up in the local cache first. What is missing there is downloaded: the config, and, once that is
     found to be of a supported model, the weights unless ``need_weights`` is False.
@@ -94,7 +95,7 @@ def resolve(
 
 
 def existing_path(model: str) -> Path | None:
-    """The file or folder that ``model`` leads to, ``~`` understood; None when there is none."""
+    """Return the file or folder that ``model`` leads to, ``~`` understood; None when there is none."""
     if not model:  # Path("") would be the current directory
         return None
     try:
@@ -105,12 +106,12 @@ def existing_path(model: str) -> Path | None:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether ``model`` can be a Hugging Face id."""
+    """Return whether ``model`` can be a Hugging Face id."""
     return bool(_HUB_ID.fullmatch(model)) and not model.endswith(".git") and not re.search(r"\.\.|--", model)
 
 
 def plain_path(path: str) -> str:
-    """``path`` itself.
+    """Return ``path`` itself.
 
     Raises:
         NotFoundError: it has bytes that are not UTF-8, which could neither be sent as JSON nor stored, or
@@ -141,7 +142,9 @@ def _local(name: str, directory: Path) -> ModelSource:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Whether all the files are there; of an index that cannot be read, its presence (reading it will explain)."""
+    """Return whether all the files are there; of an index that cannot be read, whether it is (reading it will
+    explain).
+    """
     if (directory / SINGLE_FILE).exists():
         return True
     if not (directory / INDEX_FILE).exists():
@@ -175,7 +178,7 @@ def _of_hub(model: str, directory: Path) -> ModelSource:
 
 
 def _spec_of_hub(model: str, directory: Path) -> ModelSpec:
-    """By its tensors where its family has no table, on the hub if need be; by its config where no hub answers."""
+    """Return the spec by its tensors where its family has no table, on the hub if need be; else by its config."""
     config = read_config(directory)
     if is_tabled(config) or _has_weights(directory):
         return load_spec(directory)
@@ -190,7 +193,7 @@ def _spec_of_hub(model: str, directory: Path) -> ModelSpec:
 
 
 def _not_here(model: str, registered: Iterable[str]) -> str:
-    """The places of this machine that do not have ``model``; a registered name has no ``/``."""
+    """Return the places of this machine that do not have ``model``; a registered name has no ``/``."""
     no_folder = f"there is no directory {model!r}"
     if "/" in model:
         return no_folder

@@ -1,4 +1,4 @@
-"""What controller and gateway tell one another: the route table to serve from, and how much of it is asked for."""
+"""Messages between controller and gateway: the route table to serve from, and how much of it is asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "WorkerTarget",
 ]
 
-DEMAND_PATH = "/internal/demand"  # of the gateway, for who has the token of its record
+DEMAND_PATH = "/internal/demand"  # of the gateway, for clients with the token of its record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class WorkerTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Punctuality:
-    """Of a deployment that refuses who would be late: what is late, and how fast its plan says a replica is."""
+    """Limits of a deployment that rejects late requests, and the pace of a replica by its plan."""
 
     slo: Slo
     pace: Pace
@@ -43,7 +43,7 @@ class Punctuality:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """One deployment: what clients put in ``model``, and who answers."""
+    """Route of one deployment: the name that clients put in ``model``, and the workers that answer."""
 
     name: str
     model: str
@@ -51,9 +51,9 @@ class Route:
     max_context_tokens: int
     workers: tuple[WorkerTarget, ...]
     ready_wait_s: float | None = None  # for a worker to be started; None: the gateway's own
-    refusal: str | None = None  # why no worker can be started now: requests are told so at once
+    refusal: str | None = None  # why no worker can be started now: requests are refused with it at once
     retry_after_s: int = 1  # with ``refusal``
-    punctuality: Punctuality | None = None  # None: nobody is refused for being late
+    punctuality: Punctuality | None = None  # None: no request is rejected for being late
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class RouteTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentDemand:
-    """Who asks for one deployment now."""
+    """Demand for one deployment now."""
 
     name: str
     waiting: int  # requests in the gateway
@@ -92,7 +92,7 @@ class DeploymentDemand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What the gateway sees, by the table in force there."""
+    """Demand as the gateway sees it, by the table in force there."""
 
     routes_version: int
     deployments: tuple[DeploymentDemand, ...]

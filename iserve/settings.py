@@ -45,7 +45,7 @@ class PathList(tuple[Path, ...]):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One installation. The variable of a field is ``ISERVE_`` and its name in capitals."""
+    """Settings of one installation. The variable of a field is ``ISERVE_`` and its name in capitals."""
 
     home: Annotated[Path, "state, logs, records; mode 0700"] = field(default_factory=default_home)
     database_url: Annotated[
@@ -112,7 +112,7 @@ class Settings:
 
     @property
     def state(self) -> Path | str:
-        """Where the state is kept: the path of a SQLite file, or PostgreSQL's URL."""
+        """Location of the state: the path of a SQLite file, or PostgreSQL's URL."""
         return self.home / "state.db" if self.database_url is None else self.database_url
 
     @property
@@ -128,7 +128,7 @@ class Settings:
         return self.home / "fingerprints"
 
     def environment(self) -> dict[str, str]:
-        """The variables that make a child process read these very settings."""
+        """Return the variables that make a child process read these very settings."""
         values = {f"ISERVE_{f.name.upper()}": getattr(self, f.name) for f in fields(self)}
         return {name: str(value) for name, value in values.items() if value is not None}
 
@@ -154,7 +154,7 @@ def _without_secrets(url: str) -> str:
 
 
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """Settings of this process.
+    """Return the settings of this process.
 
     Raises:
         ConfigError: an unknown variable, or a value that cannot be read; all faults are named at once.
@@ -188,7 +188,7 @@ class SettingRow(NamedTuple):
 
 
 def setting_rows() -> tuple[SettingRow, ...]:
-    """All settings, for docs/configuration.md."""
+    """Return all settings, for docs/configuration.md."""
     rows = []
     for setting in fields(Settings):
         kind, meaning = _kind_and_meaning(setting.name)
@@ -200,14 +200,14 @@ def setting_rows() -> tuple[SettingRow, ...]:
 
 
 def _kind_and_meaning(name: str) -> tuple[str, str]:
-    """The name of the type that the setting has when it is set, and what it means."""
+    """Return the name of the type that the setting has when it is set, and what it means."""
     hint = get_type_hints(Settings, include_extras=True)[name]
     kind, meaning = get_args(hint)
     return (get_args(kind) or (kind,))[0].__name__, meaning
 
 
 def _read(kind: str, text: str) -> object:
-    """Raises ValueError. An empty text is no value: it would be the current folder, or every address."""
+    """Read a value. Raises ValueError. An empty text is none: it would be the current folder, or every address."""
     if not text.strip():
         raise ValueError(text)
     if kind == "bool":

@@ -1,8 +1,8 @@
-"""Which replica goes when fewer would do: the one whose going frees GPUs, its requests moved to the others.
+"""Consolidation: the choice of the replica to remove when fewer suffice, and the move of its requests.
 
-Punica's consolidation: new requests go to the busiest replica that has room (``routing.Busiest``), so others fall
-idle; what still runs in one that can go is moved. Whether fewer would do is for ``scaling``, whose limits keep it
-from going back and forth.
+The removed replica frees GPUs. As in Punica, new requests go to the busiest replica that has room
+(``routing.Busiest``), so that some replicas fall idle; requests that still run in one that can go are moved.
+``scaling`` decides whether fewer suffice, and its limits keep that from going back and forth.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["consolidate"]
 
 
 def consolidate(snapshot: ClusterSnapshot, rule: Scaling) -> tuple[Drain, ...]:
-    """At most one replica of each deployment that has more than it needs, of at least two that are ready."""
+    """Return at most one drain for each deployment with more replicas than it needs, two or more of them ready."""
     tenants: dict[Key, int] = {}
     for deployment in snapshot.deployments:
         for replica in deployment.replicas:
@@ -39,7 +39,7 @@ def _dispensable(d: DeploymentState, rule: Scaling, tenants: dict[Key, int]) -> 
     def freed(replica: ReplicaState) -> int:
         return sum(tenants[key] == 1 for key in _gpus(replica))
 
-    # Its requests must find slots in the others; then the most GPUs freed, then the fewest requests to move.
+    # Its requests must find slots in the rest; then the most GPUs freed, then the fewest requests to move.
     able = [
         replica for replica in ready if slots - (replica.max_batch - replica.outstanding) >= replica.outstanding
     ]

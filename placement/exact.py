@@ -1,8 +1,8 @@
-"""The cheapest layout of one or several models: which configuration of each, which GPUs, how many layers where.
+"""Exact placement of one or several models: the cheapest choice of configurations, GPUs and layers per stage.
 
-``program`` states it; here is what goes in and what comes out. A configuration that another of the same degrees
-beats in cost and in every size is not asked about, nor one whose cost alone is beyond what the heuristics reached.
-The answer is put together anew by ``fit`` on the chosen GPUs, so that what the program calls a place is one by the
+``program`` states the problem; this module prepares its input and reads its result. A configuration that another
+of the same degrees beats in cost and in every size is left out, and so is one whose cost alone exceeds what the
+heuristics reached. ``fit`` builds the answer anew on the chosen GPUs, so that a place of the program is one by the
 heuristics' own code.
 """
 
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def proven(self) -> bool:
-        """Whether nothing is better; else the time limit came first."""
+        """True when nothing is better; False when the time limit was reached first."""
         return len(self.placed) == self.most_models and self.cost <= self.bound * (1 + _PROVEN)
 
 
@@ -68,13 +68,14 @@ def place_together(
     link_group_size: int | None = None,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
 ) -> Layout:
-    """The layout of ``wanted`` that costs least (``layout``); when the time is over, the best found and its bound.
+    """Return the layout of ``wanted`` that costs least (``layout``); after the time limit, the best found and its
+    bound.
 
     Never worse than placing one by one under any policy. The same every time where it is proven.
 
     Args:
         link_group_size: GPUs joined by the fast link; None: all of a node are equal.
-        time_limit_s: of the solver, over all its runs; stating the program comes on top.
+        time_limit_s: of the solver, over all its runs; stating the program takes further time.
 
     Raises:
         ConfigError: a demand or snapshot that contradicts itself, a model wanted twice, or more than
@@ -92,7 +93,7 @@ def place_together(
 
 
 class ExactPlacer:
-    """One snapshot, for any number of demands; answers as :class:`placement.fit.Placer` does.
+    """Exact placer on one snapshot, for any number of demands; answers as :class:`placement.fit.Placer` does.
 
     The place in which a configuration's requests take least time. Where the heuristics' place can not be beaten,
     nothing is solved; nor once the time is spent, which a plan of many configurations shares.
@@ -116,7 +117,7 @@ class ExactPlacer:
         self._gpus = by_key(snapshot)
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal:
-        """The best place; a refusal is that of ``Placer``, which refuses exactly when nothing fits."""
+        """Return the best place; a refusal is that of ``Placer``, which refuses exactly when nothing fits."""
         answer = self._placer.fit(demand)
         if isinstance(answer, Refusal):
             return answer
@@ -168,7 +169,7 @@ class _Search:
         )
 
     def _heuristics(self) -> tuple[Placed, ...]:
-        """The best of placing one by one: most models, then least cost."""
+        """Return the best of placing one by one: most models, then least cost."""
         answers = [
             one_by_one(wanted, self._snapshot, policy, link_group_size=self._link, weigh_load=weigh_load)[0]
             for policy in (LeastLoaded(), Hybrid(), Packing())
@@ -178,7 +179,7 @@ class _Search:
         return min(answers, key=lambda placed: (-len(placed), sum(one.cost for one in placed)))
 
     def _affordable(self, ceiling: float) -> list[Wanted]:
-        """Without the choices that, with the others at their cheapest, are dearer than what is there already."""
+        """Return the models without choices that are dearer than the known layout, all else at its cheapest."""
         costs = [[least_cost(c, self._snapshot.gpus) for c in one.choices] for one in self._wanted]
         self._least = sum(min(of_one) for of_one in costs)
         spare = ceiling * (1 + _PROVEN) - self._least
@@ -193,7 +194,7 @@ class _Search:
         ]
 
     def _solve(self, wanted: Sequence[Wanted], *, leave_out: int | None) -> tuple[float, tuple[Placed, ...]]:
-        """The objective's bound, and the layout found; nothing where none was found in time."""
+        """Return the objective's bound, and the layout found; nothing where none was found in time."""
         bound = 0.0
         for margin in _MARGINS_BYTES:
             program = Program(
@@ -214,7 +215,7 @@ class _Search:
         return bound, ()
 
     def _put_together(self, chosen: dict[str, tuple[Choice, Placement]]) -> tuple[Placed, ...] | None:
-        """Each model by ``fit`` on its own GPUs, beside the others; None where one does not go in."""
+        """Place each model by ``fit`` on its own GPUs, with all the rest placed; None where one does not fit."""
         placements = {model: placement for model, (_, placement) in chosen.items()}
         placed = []
         for model, (choice, stated) in chosen.items():
@@ -257,7 +258,7 @@ def _holds(placement: Placement, offered: ClusterSnapshot) -> bool:
 
 
 def _undominated(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Without those that another of the same degrees beats or equals in cost and in every size."""
+    """Return the choices without those that another of the same degrees beats or equals in cost and every size."""
     kept: list[Choice] = []
     for choice in sorted(choices, key=_figures):
         figures = _figures(choice)

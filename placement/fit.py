@@ -1,4 +1,4 @@
-"""Whether a configuration fits the free memory of a cluster, and where it goes. Knows nothing of intents or costs.
+"""Fit of a configuration into the free memory of a cluster: whether, and on which GPUs. Knows no intents or costs.
 
 A stage is a TP group of tp GPUs of one node and its room is its least free member. ``fit`` finds a placement
 exactly when one exists, whatever the policy:
@@ -7,8 +7,8 @@ exactly when one exists, whatever the policy:
     with room >= r, then i * tp GPUs have r free, so the i-th sorted group has room >= r too. The sorted groups
     therefore dominate every other grouping, rank by rank; and the pp largest of all nodes dominate every choice.
 *   Roles. The layers a stage can hold grow with its room, so the dominating groups can take over the roles of any
-    placement that exists. Which group comes first (embedding) and which last (head) is tried out: pp * (pp - 1)
-    pairs.
+    placement that exists. The groups of the first stage (embedding) and of the last (head) are tried out: pp * (pp
+    - 1) pairs.
 
 So one pass over the sorted GPUs answers "does any order fit?" (step II). The policy then decides which GPUs are
 used (step III), in this order of importance:
@@ -49,7 +49,7 @@ GIB = 2**30
 
 
 def demand(memory: MemoryEstimate) -> BlockDemand:
-    """The blocks of ``memory`` at the upper end of its interval: every part times ``1 + relative_error``.
+    """Return the blocks of ``memory`` at the upper end of its interval: every part times ``1 + relative_error``.
 
     Raises:
         ConfigError: a relative error that is negative or not a number.
@@ -79,7 +79,7 @@ def fit(
     *,
     link_group_size: int | None = None,
 ) -> Placement | Refusal:
-    """Where ``demand`` goes on ``snapshot`` under ``policy``, or why it goes nowhere.
+    """Return where ``demand`` goes on ``snapshot`` under ``policy``, or why it goes nowhere.
 
     To ask about many demands on one snapshot, build one :class:`Placer`.
 
@@ -109,7 +109,7 @@ _link: _Island = attrgetter("link")
 
 
 class _Seats(NamedTuple):
-    """Those of a tier that are left, twice."""
+    """GPUs of a tier that are left, in two orders."""
 
     order: list[_Seat]  # as the policy prefers
     by_room: list[_Seat]  # most free memory first, and those that are alike as they are preferred
@@ -127,7 +127,7 @@ def _roominess(seat: _Seat) -> tuple[int, int]:
 
 
 class Placer:
-    """One snapshot under one policy, sorted once, for any number of demands."""
+    """Placer on one snapshot under one policy, sorted once, for any number of demands."""
 
     def __init__(
         self, snapshot: ClusterSnapshot, policy: PlacementPolicy, *, link_group_size: int | None = None
@@ -149,7 +149,7 @@ class Placer:
         self._gone: tuple[Key, ...] = ()
 
     def without(self, placement: Placement) -> Placer:
-        """The same where the GPUs of ``placement``, which it gave, are not there: nothing is sorted again."""
+        """Return the same without the GPUs of ``placement``, which it gave: nothing is sorted again."""
         left = copy(self)
         keys = tuple((stage.node_id, device) for stage in placement.stages for device in stage.device_ids)
         left._gone = self._gone + keys
@@ -157,7 +157,7 @@ class Placer:
         return left
 
     def _among(self, tier: int, keys: tuple[Key, ...]) -> list[_Seat]:
-        """Those of a seated tier; first asked while all of it are there."""
+        """Return the seats of a seated tier by their keys; first called while all of the tier are there."""
         if tier not in self._named:
             self._named[tier] = {(seat.node, seat.gpu.device_id): seat for seat in self._seated[tier].order}
         return [self._named[tier][key] for key in keys if key in self._named[tier]]
@@ -184,7 +184,7 @@ class Placer:
         return _Seats(order, _by_room(order))
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal:
-        """Where ``demand`` goes, or why it goes nowhere (see the module's docstring for what is preferred)."""
+        """Return where ``demand`` goes, or why it goes nowhere (the module's docstring has the preferences)."""
         if min(demand.tp, demand.pp, demand.num_layers) < 1 or min(_sizes(demand)) < 0:
             raise ConfigError(f"a demand has at least one layer, one GPU and no negative size, got {demand}")
         if demand.pp > demand.num_layers:
@@ -211,7 +211,11 @@ class Placer:
 
 
 def _check(snapshot: ClusterSnapshot) -> None:
-    """Raises: ConfigError: a device listed twice, or a load that is not a fraction."""
+    """Check the snapshot.
+
+    Raises:
+        ConfigError: a device listed twice, or a load that is not a fraction.
+    """
     seen: set[tuple[str, str]] = set()
     for gpu in snapshot.gpus:
         if (gpu.node_id, gpu.device_id) in seen:
@@ -222,7 +226,7 @@ def _check(snapshot: ClusterSnapshot) -> None:
 
 
 def free_bytes(gpu: GpuState) -> int:
-    """Never more than the GPU has nor less than nothing, whatever was reported."""
+    """Return the free bytes: never more than the GPU has nor less than nothing, whatever was reported."""
     return max(0, min(gpu.free_bytes, gpu.total_bytes))
 
 
@@ -231,7 +235,7 @@ def _sizes(demand: BlockDemand) -> tuple[int, int, int, int]:
 
 
 def _top_rooms(by_room: Iterable[_Seat], island: _Island, demand: BlockDemand) -> list[int]:
-    """Rooms of the (at most) pp roomiest groups, largest first."""
+    """Return rooms of the (at most) pp roomiest groups, largest first."""
     waiting: dict[object, int] = {}
     rooms: list[int] = []
     for seat in by_room:
@@ -248,7 +252,7 @@ def _top_rooms(by_room: Iterable[_Seat], island: _Island, demand: BlockDemand) -
 
 
 def capacity(room_bytes: int, extra_bytes: int, demand: BlockDemand, longest: int) -> int:
-    """Layers that go into a room beside the fixed part and ``extra_bytes``; below 1 when not even one does."""
+    """Return how many layers fit in a room after the fixed part and ``extra_bytes``; below 1: not even one."""
     spare = room_bytes - demand.fixed_bytes - extra_bytes
     if demand.layer_bytes == 0:
         return longest if spare >= 0 else 0
@@ -256,7 +260,7 @@ def capacity(room_bytes: int, extra_bytes: int, demand: BlockDemand, longest: in
 
 
 def _most_layers(rooms: Sequence[int], demand: BlockDemand, longest: int) -> int:
-    """The most layers that ``rooms`` hold, each from one to ``longest``; 0 if some room holds none."""
+    """Return the most layers that ``rooms`` hold, each from one to ``longest``; 0 if some room holds none."""
     if len(rooms) < demand.pp:
         return 0
     first_extra, last_extra = demand.first_stage_bytes, demand.last_stage_bytes
@@ -284,7 +288,9 @@ def _holds(rooms: Sequence[int], demand: BlockDemand, longest: int) -> bool:
 
 
 def _shortest_longest_stage(rooms: Sequence[int], demand: BlockDemand) -> int | None:
-    """The smallest bound on a stage's layers under which ``rooms`` still hold the model; None: they never do."""
+    """Return the smallest bound on a stage's layers under which ``rooms`` still hold the model; None: they never
+    do.
+    """
     even, loosest = -(-demand.num_layers // demand.pp), demand.num_layers - demand.pp + 1
     if _holds(rooms, demand, even):
         return even
@@ -294,7 +300,7 @@ def _shortest_longest_stage(rooms: Sequence[int], demand: BlockDemand) -> int | 
 
 
 def _first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The smallest value in [low, high] for which the monotone ``holds`` is true; it is for ``high``."""
+    """Return the smallest value in [low, high] for which the monotone ``holds`` is true; it is for ``high``."""
     while low < high:
         middle = (low + high) // 2
         if holds(middle):
@@ -305,14 +311,17 @@ def _first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _by_room(order: list[_Seat]) -> list[_Seat]:
-    """Most free memory first, and those that are alike as they were."""
+    """Return the seats by free memory, most first, those that are alike in the given order."""
     return sorted(order, key=attrgetter("free_bytes"), reverse=True)
 
 
 def _select(order: list[_Seat], island: _Island, demand: BlockDemand, longest: int) -> list[_Seat]:
-    """The tp * pp GPUs to use: the shortest prefix of ``order`` that fits ends in a GPU that is needed; keep it,
-    and shorten the prefix of what is left in the same way. For a single stage that comes to the first tp GPUs with
-    room of the island that has so many first."""
+    """Return the tp * pp GPUs to use.
+
+    The shortest prefix of ``order`` that fits ends in a GPU that is needed; keep it, and shorten the prefix of
+    what is left in the same way. For a single stage this gives the first tp GPUs with room of the island that
+    first has so many.
+    """
     if demand.pp == 1:
         need_bytes, roomy = demand.stage_bytes(0, demand.num_layers), dict[object, list[_Seat]]()
         for seat in order:
@@ -339,7 +348,7 @@ def _select(order: list[_Seat], island: _Island, demand: BlockDemand, longest: i
 
 
 def _arrange(seats: list[_Seat], island: _Island, demand: BlockDemand, longest: int) -> Placement:
-    """Groups from the chosen GPUs, their order as stages, and the layers of each."""
+    """Make groups from the chosen GPUs, their order as stages, and the layers of each."""
     neighbours = _groups(seats, island, demand.tp, key=lambda s: (s.gpu.gpu_index, s.gpu.device_id))
     if _holds(sorted((_room(group) for group in neighbours), reverse=True), demand, longest):
         groups = neighbours
@@ -381,7 +390,7 @@ def _room(group: list[_Seat]) -> int:
 
 
 def _role_pairs(pp: int) -> list[tuple[int, int]]:
-    """(first, last) in order of preference: the natural order of the groups before any other."""
+    """Return (first, last) in order of preference: the natural order of the groups before any other."""
     if pp == 1:
         return [(0, 0)]
     pairs = [(f, s) for f in range(pp) for s in range(pp) if f != s]
@@ -396,7 +405,8 @@ def _stage_capacities(rooms: Sequence[int], demand: BlockDemand, longest: int) -
 
 
 def split_layers(num_layers: int, capacities: Sequence[int]) -> tuple[int, ...] | None:
-    """The most even split of ``num_layers`` into stages of at least one layer and at most ``capacities`` each.
+    """Return the most even split of ``num_layers`` into stages of at least one layer and at most ``capacities``
+    each.
 
     Every stage is filled to one common level or to its capacity; what is left over goes to the first stages, as in
     ``fingerprint.config.even_split``, which this equals when no capacity binds. None when they do not go in.
@@ -430,7 +440,7 @@ def _placement(stages: list[list[_Seat]], layers: tuple[int, ...], demand: Block
 
 
 def _refusal(demand: BlockDemand, rooms: list[int]) -> Refusal:
-    """Both numbers of the refusal, and the smallest equal addition of free memory per GPU that would do."""
+    """Return the refusal with both numbers, and the smallest equal addition of memory per GPU that suffices."""
     missing = demand.pp - len(rooms)
     padded = rooms + [0] * missing  # a further GPU brings what it has: it starts at nothing
     loosest = demand.num_layers - demand.pp + 1
@@ -460,6 +470,6 @@ def _refusal(demand: BlockDemand, rooms: list[int]) -> Refusal:
 
 
 def _largest_even_stage(demand: BlockDemand) -> int:
-    """Bytes per GPU of the fullest stage of the even split: with this much free everywhere, it fits."""
+    """Return the bytes per GPU of the fullest stage of the even split: with this much free everywhere, it fits."""
     longest = -(-demand.num_layers // demand.pp)
     return max(demand.stage_bytes(stage, longest) for stage in range(demand.pp))

@@ -49,7 +49,7 @@ LOOKED_AT = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One configuration of a model.
+    """Configuration of a model with its demand and cost.
 
     Raises:
         ConfigError: a cost that is not positive and finite.
@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def time_cost(self) -> float:
-        """What twice the time adds to the cost."""
+        """Increase of the cost when the time doubles."""
         return self.cost if self.timed else self.cost * _TIE
 
 
@@ -110,7 +110,7 @@ class LeftOut:
 
 
 def group_factor(gpus: Sequence[GpuState], link_group_size: int) -> float:
-    """How many times as long a stage takes on this TP group as on idle GPUs of one link group."""
+    """Return how many times as long a stage takes on this TP group as on idle GPUs of one link group."""
     return stretch(max(gpu.load_fraction for gpu in gpus)) + _across(gpus, link_group_size)
 
 
@@ -122,7 +122,7 @@ def _across(gpus: Sequence[GpuState], link_group_size: int) -> float:
 def cost_of(
     choice: Choice, placement: Placement, gpus: Mapping[Key, GpuState], *, link_group_size: int | None = None
 ) -> float:
-    """The module docstring's cost. ``gpus``: at least those of the placement."""
+    """Return the module docstring's cost. ``gpus``: at least those of the placement."""
     link = link_group_size or 1
     loads = {key: gpu.load_fraction for key, gpu in gpus.items()}
     tenant = Tenant(1.0, shares(placement))
@@ -134,7 +134,7 @@ def cost_of(
 
 
 def least_cost(choice: Choice, gpus: Iterable[GpuState]) -> float:
-    """What no place of ``choice`` goes below, whatever memory is free."""
+    """Return a lower bound on the cost of ``choice`` in any place, whatever memory is free."""
     nodes: dict[str, list[float]] = {}
     for gpu in gpus:
         nodes.setdefault(gpu.node_id, []).append(gpu.load_fraction)
@@ -148,7 +148,7 @@ def by_key(snapshot: ClusterSnapshot) -> dict[Key, GpuState]:
 
 
 def beside(snapshot: ClusterSnapshot, placements: Sequence[Placement]) -> ClusterSnapshot:
-    """What is free once ``placements`` hold their memory; below nothing where they hold too much."""
+    """Return what is free once ``placements`` hold their memory; below zero where they hold too much."""
     gpus = by_key(snapshot)
     for placement in placements:
         for stage in placement.stages:
@@ -159,7 +159,7 @@ def beside(snapshot: ClusterSnapshot, placements: Sequence[Placement]) -> Cluste
 
 
 def largest_first(wanted: Sequence[Wanted]) -> list[Wanted]:
-    """By the memory of the smallest choice: who has the fewest places chooses before the others."""
+    """Sort by the memory of the smallest choice, largest first: a model with fewer places chooses earlier."""
     return sorted(wanted, key=lambda one: (-min(_total_bytes(c.demand) for c in one.choices), one.model))
 
 
@@ -176,10 +176,10 @@ def one_by_one(
     link_group_size: int | None = None,
     weigh_load: bool = False,
 ) -> tuple[tuple[Placed, ...], tuple[LeftOut, ...]]:
-    """As deployments come: each in turn where ``policy`` puts it, beside those before it.
+    """Place models in their order, each where ``policy`` puts it, given those before it.
 
     Args:
-        weigh_load: take the choice that costs least where it would stand, of as many as ``LOOKED_AT`` allows;
+        weigh_load: take the choice that costs least where it would be placed, of as many as ``LOOKED_AT`` allows;
             else, as a plan does, the first that fits in the order of their costs on idle GPUs.
     """
     placed: list[Placed] = []

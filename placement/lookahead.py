@@ -47,13 +47,16 @@ _ORDERS: tuple[PlacementPolicy, ...] = (Packing(), FillUp(), Hybrid(), LeastLoad
 
 
 def expected_busy_fraction(snapshot: ClusterSnapshot) -> float:
-    """Of a model of which nothing is known yet: that of the replicas there are, on average; a half without any."""
+    """Return the busy fraction expected of a model of which nothing is known yet.
+
+    It is the average of the existing replicas; a half without any.
+    """
     busy = [d.busy_fraction for d in snapshot.deployments for _ in d.replicas]
     return sum(busy) / len(busy) if busy else 0.5
 
 
 def look_ahead_price(policy: str) -> float | None:
-    """Of a policy's name ``look-ahead[:PRICE]``, the price of a GPU; None: another policy's name.
+    """Return the price of a GPU in a policy's name ``look-ahead[:PRICE]``; None: another policy's name.
 
     Raises:
         ConfigError: a price that is not a number from 0.
@@ -71,7 +74,7 @@ def look_ahead_price(policy: str) -> float | None:
 
 
 class LookAhead:
-    """One snapshot, for any number of demands; answers as :class:`placement.fit.Placer` does.
+    """Look-ahead placer on one snapshot, for any number of demands; answers as :class:`placement.fit.Placer` does.
 
     Args:
         busy_fraction: expected of what is placed; None: as what is there is on average.
@@ -100,7 +103,7 @@ class LookAhead:
         self._score = score or self._standing_cost
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal:
-        """The cheapest proposal, of equals the first order's; a refusal where no order finds room."""
+        """Return the cheapest proposal, of equals the first order's; a refusal where no order finds room."""
         proposals: dict[Placement, None] = {}
         for placer in self._placers:
             answer = placer.fit(demand)

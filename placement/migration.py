@@ -1,11 +1,11 @@
-"""Whether a replica should stand elsewhere, and where: when what that saves pays for the move.
+"""Migration of replicas: whether a replica should move, and where, when what that saves pays for the move.
 
-Both directions are one rule. Leaving a crowded GPU saves requests that wait; joining others saves a GPU. A move is
-ordered when the fall of the standing cost (``load_model``), kept up until ``horizon_s``, exceeds what the move
-takes: ``gpu_price`` for each GPU-second in which the replica holds memory twice. None leads to a GPU on which
-another replica of the same deployment stands: the two would share its time (``replicas``). Every move that is
-made lowers the standing cost by more than a positive margin and the way back would raise it, so at a standing load
-moves come to an end, and one is undone only after the load has changed by twice the margin's worth.
+Both directions are one rule. Leaving a crowded GPU saves requests that wait; joining busy GPUs saves a GPU. A move
+is ordered when the fall of the standing cost (``load_model``), kept up until ``horizon_s``, exceeds what the move
+takes: ``gpu_price`` for each GPU-second in which the replica holds memory twice. No move leads to a GPU on which
+another replica of the same deployment is placed: the two would share its time (``replicas``). Every move that is
+made lowers the standing cost by more than a positive margin and the way back would raise it, so at a constant load
+moves end, and one is undone only after the load has changed by twice the margin's worth.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Migration:
     gpu_price: float = DEFAULT_GPU_PRICE
     horizon_s: float = 120.0  # for which the load is taken to stay: the window it was seen over
     load_bytes_per_s: float = 2e9  # of weights onto one GPU, from local disk
-    start_s: float = 10.0  # of an engine, beside its weights
+    start_s: float = 10.0  # of an engine, without its weights
     hold_s: float = 120.0  # without a change, before a replica of a deployment moves
 
     def __post_init__(self) -> None:
@@ -45,13 +45,16 @@ class Migration:
 
 
 def load_s(placement: Placement, rule: Migration) -> float:
-    """From the order to the first request: the start, and the fullest GPU's memory at the stated speed (KV room
-    counted as weights, which makes it longer than it is)."""
+    """Return the seconds from the order to the first request.
+
+    They are the start, and the fullest GPU's memory at the stated speed (KV room counted as weights, which makes
+    it longer than it is).
+    """
     return rule.start_s + max(stage.bytes_per_gpu for stage in placement.stages) / rule.load_bytes_per_s
 
 
 def best_move(snapshot: ClusterSnapshot, rule: Migration, *, link_group_size: int | None = None) -> Move | None:
-    """The one move that pays most, or None: none pays, or one is under way (its effect is not seen yet)."""
+    """Return the one move that pays most, or None: none pays, or one is under way (its effect is not seen yet)."""
     if any(deployment.moving for deployment in snapshot.deployments):
         return None
     cluster = LoadedCluster.of(snapshot)
@@ -81,7 +84,7 @@ def best_move(snapshot: ClusterSnapshot, rule: Migration, *, link_group_size: in
 def _movable(
     snapshot: ClusterSnapshot, cluster: LoadedCluster, rule: Migration
 ) -> Iterator[tuple[DeploymentState, ReplicaState]]:
-    """Replicas on the hottest and the coldest GPUs that hold any, of deployments that have stood long enough."""
+    """Yield replicas on the hottest and the coldest GPUs that hold any, of deployments steady for long enough."""
     by_load = sorted(cluster.loads, key=lambda key: (cluster.loads[key], key))
     considered = {
         name for key in (*by_load[:_CONSIDERED], *by_load[-_CONSIDERED:]) for name in cluster.tenants[key]
@@ -108,8 +111,10 @@ class _Groups:
         self._of: dict[int, list[tuple[float, tuple[GpuState, ...]]]] = {}
 
     def for_another(self, placement: Placement, held: frozenset[Key]) -> Iterator[Placement]:
-        """Placements of the same shape on GPUs with room that its deployment has not ``held``. Of a pipeline all
-        stages go, to groups next to one another in the order of preference."""
+        """Yield placements of the same shape on GPUs with room that its deployment has not ``held``.
+
+        All stages of a pipeline go, to groups next to one another in the order of preference.
+        """
         tp = len(placement.stages[0].device_ids)
         need_bytes = max(stage.bytes_per_gpu for stage in placement.stages)
         fitting: list[tuple[GpuState, ...]] = []
@@ -132,7 +137,7 @@ class _Groups:
             )
 
     def _groups(self, tp: int) -> list[tuple[float, tuple[GpuState, ...]]]:
-        """With their loads: loaded ones first, the least loaded of them first, then the empty ones."""
+        """Return the groups with their loads: loaded ones, the least loaded of them first, then the empty ones."""
         if tp not in self._of:
             aligned = self._link % tp == 0 or tp % self._link == 0
             step = tp if aligned else 1

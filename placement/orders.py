@@ -1,4 +1,7 @@
-"""What a policy that watches a running cluster may ask for. Values: whoever runs the cluster carries them out."""
+"""Actions that a policy may ask of a running cluster.
+
+Values: the cluster's controller or simulator carries them out.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Drain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """This replica is to stand at ``placement``: a second one is loaded there and takes over, the first drains."""
+    """Move of a replica to ``placement``: a second one is loaded there and takes over, the first drains."""
 
     name: str
     replica_id: str
@@ -47,7 +50,7 @@ Order: TypeAlias = Scale | Drain | Move
 
 
 class Steering(Protocol):
-    """Looks at the cluster every ``every_s``, and as a request comes for what has no replica."""
+    """Policy that looks at the cluster every ``every_s``, and at each request that finds no replica."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""What a placement policy's name stands for: an order of GPUs for ``fit``, look-ahead, or the exact placer."""
+"""Placers by the name of a placement policy: an order of GPUs for ``fit``, look-ahead, or the exact placer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ ILP = "ilp"
 
 
 class FindsPlaces(Protocol):
-    """One snapshot under one policy, for any number of demands."""
+    """Placer on one snapshot under one policy, for any number of demands."""
 
     def fit(self, demand: BlockDemand) -> Placement | Refusal: ...
 
 
 def check_placement(name: str, *, sees_load: bool = True) -> None:
-    """
+    """Check the name of a placement policy.
+
     Args:
         sees_load: whether snapshots tell what is deployed and its load, which look-ahead needs.
 
@@ -45,7 +46,7 @@ def need_solver(name: str) -> None:
 def make_placer(
     name: str, snapshot: ClusterSnapshot, *, threshold: float | None = None, link_group_size: int | None = None
 ) -> FindsPlaces:
-    """The policy ``name`` on ``snapshot``; ``threshold`` is hybrid's load limit L, of no use to any other.
+    """Return the policy ``name`` on ``snapshot``; ``threshold`` is hybrid's load limit L, of no use to any other.
 
     Raises:
         ConfigError: an unknown name, or a snapshot that contradicts itself.

@@ -1,4 +1,4 @@
-"""Which GPUs are preferred: least-loaded, packing, hybrid. An order only; whether anything fits is for ``fit``.
+"""Orders of preference among GPUs: least-loaded, packing, hybrid. Whether anything fits is for ``fit``.
 
 A new policy is a class with ``name`` and ``tiers`` plus one line in ``POLICIES``, and a subclass of the shared
 conformance test (tests/placement/conftest.py).
@@ -66,7 +66,7 @@ class Hybrid:
 
     The rest are the GPUs at or above the threshold (paper, section 6). Where neither alone has the memory but
     both together do, ``fit`` takes them together in this order, as it does for every policy: packable ones
-    first, then as few and as lightly loaded others as it takes.
+    first, then as few and as lightly loaded further ones as it takes.
 
     Raises:
         ConfigError: a threshold outside 0 to 1.
@@ -93,7 +93,7 @@ POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
 
 
 def make_policy(name: str = DEFAULT_POLICY, *, threshold: float | None = None) -> PlacementPolicy:
-    """The policy of that name; ``threshold`` is hybrid's load limit L.
+    """Return the policy of that name; ``threshold`` is hybrid's load limit L.
 
     Raises:
         ConfigError: an unknown name, or a threshold for a policy that has none.

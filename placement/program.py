@@ -1,4 +1,4 @@
-"""The integer linear program of exact placement, in PuLP, solved by HiGHS in this process.
+"""Integer linear program of exact placement, in PuLP, solved by HiGHS in this process.
 
 For every model m, choice c of it, role of a stage (first, middle, last; a single one where pp is 1) and TP group G
 of one node: x = 1 where a stage of that role stands on G, and L its layers.
@@ -37,7 +37,7 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 
 class Solved(NamedTuple):
-    """What came of a program."""
+    """Result of solving a program."""
 
     chosen: dict[str, tuple[Choice, Placement]] | None  # by model; None: nothing was found
     bound: float  # of the objective, from below
@@ -101,7 +101,7 @@ class Program:
             self._problem.setObjective(pulp.lpSum(self._cost(option) for option in self._options))
 
     def solve(self, time_limit_s: float) -> Solved:
-        """The best there is, or the best found in time."""
+        """Return the best there is, or the best found in time."""
         solver = pulp.HiGHS(
             msg=False,
             threads=1,
@@ -124,7 +124,7 @@ class Program:
         return self._problem.add_variable(f"{kind}{self._made}", 0, most, cat=category)
 
     def _option(self, model: str, choice: Choice) -> _Option | None:
-        """With its own constraints; None where it fits nowhere even alone."""
+        """Return a choice's variables with their constraints; None where it fits nowhere even alone."""
         demand = choice.demand
         taken = self._variable("z", 1)
         places: list[_Place] = []
@@ -159,7 +159,7 @@ class Program:
             )
 
     def _roomy(self, demand: BlockDemand, role: int) -> Iterator[list[tuple[GpuState, int]]]:
-        """Of each node, the GPUs with room for a stage of that role, and the layers that go in."""
+        """Yield, for each node, the GPUs with room for a stage of that role, and the layers that fit."""
         extra, loosest = _extra_bytes(demand, role), demand.num_layers - demand.pp + 1
         least = demand.num_layers if demand.pp == 1 else 1
         for members in self._nodes.values():
@@ -167,7 +167,7 @@ class Program:
             yield [(gpu, layers) for gpu, layers in held if layers >= least]
 
     def _groups(self, demand: BlockDemand, role: int) -> Iterator[tuple[tuple[GpuState, ...], int]]:
-        """TP groups with room for a stage of that role, and the layers that go in."""
+        """Yield TP groups with room for a stage of that role, and the layers that go in."""
         for roomy in self._roomy(demand, role):
             for group in combinations(roomy, demand.tp):
                 yield tuple(gpu for gpu, _ in group), min(layers for _, layers in group)
@@ -245,14 +245,14 @@ def _is(variable: pulp.LpVariable) -> bool:
 
 
 def _roles(pp: int) -> list[tuple[int, int]]:
-    """The roles of a pipeline's stages, and how many have each."""
+    """Return the roles of a pipeline's stages, and how many have each."""
     if pp == 1:
         return [(_FIRST, 1)]
     return [(_FIRST, 1), *([(_MIDDLE, pp - 2)] if pp > 2 else []), (_LAST, 1)]
 
 
 def _extra_bytes(demand: BlockDemand, role: int) -> int:
-    """What a stage of that role holds beside its layers and the fixed part."""
+    """Return the bytes that a stage of that role holds in addition to its layers and the fixed part."""
     stage = {_FIRST: 0, _MIDDLE: 1, _LAST: demand.pp - 1}[role]
     return demand.stage_bytes(stage, 0) - demand.fixed_bytes
 

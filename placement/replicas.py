@@ -23,18 +23,18 @@ __all__ = ["ReplicaPlacer", "Replicas"]
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Where each of them goes; no two share a GPU. How many layers a stage has may differ between them."""
+    """Placements of all replicas; no two share a GPU. How many layers a stage has may differ between them."""
 
     placements: tuple[Placement, ...]
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Of the first."""
+        """Layers per stage of the first replica."""
         return self.placements[0].layers_per_stage
 
 
 class ReplicaPlacer:
-    """One snapshot, for any number of demands, each ``count`` times.
+    """Placer of ``count`` replicas of a demand on one snapshot, for any number of demands.
 
     Args:
         placer_on: the policy on a snapshot, which is that of all GPUs or of those that are left.
@@ -52,7 +52,7 @@ class ReplicaPlacer:
         self._placers: dict[frozenset[Key], FindsPlaces] = {}  # by the GPUs that are taken
 
     def fit(self, demand: BlockDemand) -> Replicas | Refusal:
-        """Where all of them go, or why they do not."""
+        """Return where all of them go, or why they do not."""
         placed: list[Placement] = []
         num_taken, placer = 0, self._placer(frozenset())
         for _ in range(self._count):
@@ -67,7 +67,7 @@ class ReplicaPlacer:
         return Replicas(tuple(placed))
 
     def _after(self, placer: FindsPlaces, placed: list[Placement]) -> FindsPlaces:
-        """For what the ``placed`` left, of whom ``placer`` gave the last."""
+        """Return the placer for what the ``placed`` left, of which ``placer`` gave the last."""
         if isinstance(placer, Placer):
             return placer.without(placed[-1])
         return self._placer(
@@ -81,8 +81,11 @@ class ReplicaPlacer:
         return self._placers[taken]
 
     def _refusal(self, demand: BlockDemand, placed: int, of_next: Refusal | None) -> Refusal:
-        """With what would do for all: so much on each GPU of the roomiest groups that any stage of the even split
-        goes on any of them. With one stage that is also the least that would."""
+        """Return the refusal with what would suffice for all replicas.
+
+        So much memory on each GPU of the roomiest groups that any stage of the even split goes on any of them.
+        With one stage that is also the least that would suffice.
+        """
         if demand.pp > demand.num_layers:
             assert of_next is not None, "the first was refused, as every placer does"
             return of_next
@@ -107,7 +110,9 @@ class ReplicaPlacer:
         return Refusal(f"{fitted}: {why}", max(0, need_bytes - have_bytes), missing_gpus)
 
     def _rooms(self, tp: int) -> list[int]:
-        """Of the roomiest groups of ``tp`` GPUs of one node, most first (``placement.fit``, Grouping)."""
+        """Return the rooms of the roomiest groups of ``tp`` GPUs of one node, most first (``placement.fit``,
+        Grouping).
+        """
         by_node: dict[str, list[int]] = {}
         for gpu in self._snapshot.gpus:
             by_node.setdefault(gpu.node_id, []).append(free_bytes(gpu))

@@ -1,4 +1,4 @@
-"""Which replica takes a request. An index only; whether it has room is for the replica.
+"""Routing policies: the choice of the replica that takes a request. Whether it has room is for the replica.
 
 A new policy is a class with ``name`` and ``choose``, one line in ``ROUTERS``, and a row of the shared test
 (tests/placement/test_routing.py). A test holds least-outstanding to what ``iserve.gateway.dispatch`` does.
@@ -27,7 +27,7 @@ DEFAULT_ROUTER = "least-outstanding"
 
 
 class Replica(Protocol):
-    """What is known of one replica that has room, now."""
+    """Facts of one replica that has room, now."""
 
     @property
     def outstanding(self) -> int: ...  # requests that it has, running and waiting
@@ -42,7 +42,7 @@ class Router(Protocol):
     def name(self) -> str: ...
 
     def choose(self, replicas: Sequence[Replica], turn: int) -> int:
-        """Index of the replica for the ``turn``-th request (from 0); there is at least one replica."""
+        """Return the index of the replica for the ``turn``-th request (from 0); there is at least one replica."""
         ...
 
 
@@ -68,7 +68,7 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True)
 class Busiest:
-    """The fullest that has a slot free, so that others can fall idle (Punica); none free: fewest requests."""
+    """Choose the fullest that has a slot free, so that some fall idle (Punica); none free: fewest requests."""
 
     name: str = "busiest"
 
@@ -87,7 +87,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 def make_router(name: str = DEFAULT_ROUTER) -> Router:
-    """The policy of that name.
+    """Return the policy of that name.
 
     Raises:
         ConfigError: an unknown name.

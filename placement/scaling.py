@@ -1,4 +1,4 @@
-"""How many replicas a deployment needs for what comes: more when they would be too busy, none when nothing comes.
+"""Scaling: how many replicas a deployment needs for its load; more when they are too busy, none without requests.
 
 Going up and going down have limits of their own (``target`` above ``low``), so that a load between them changes
 nothing: once n replicas were asked for at the work w, there are fewer only after it fell below
@@ -53,12 +53,12 @@ class Scaling:
             )
 
     def within(self, replicas: int) -> int:
-        """The nearest number that may be."""
+        """Return the nearest number that may be."""
         return max(self.min_replicas, min(self.max_replicas, replicas))
 
 
 def replicas_for(state: DeploymentState, rule: Scaling) -> int:
-    """How many ``state`` is to have; as many as it has where nothing is to change."""
+    """Return how many replicas ``state`` is to have; as many as it has where nothing is to change."""
     now = state.wanted
     if now == 0:
         return rule.min_replicas if state.waiting > 0 else 0
@@ -75,7 +75,7 @@ def replicas_for(state: DeploymentState, rule: Scaling) -> int:
 
 
 def scale(snapshot: ClusterSnapshot, rule: Scaling) -> tuple[Scale, ...]:
-    """An order for every deployment that is to have another number of replicas."""
+    """Return an order for every deployment that is to have another number of replicas."""
     wanted = ((state, replicas_for(state, rule)) for state in snapshot.deployments)
     return tuple(Scale(name=state.name, replicas=number) for state, number in wanted if number != state.wanted)
 

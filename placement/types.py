@@ -21,7 +21,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuState:
-    """One GPU, or one share of a CPU, now. ``node_id`` and ``device_id`` together are unique in the cluster."""
+    """State of one GPU, or of one share of a CPU.
+
+    ``node_id`` and ``device_id`` together are unique in the cluster.
+    """
 
     device_id: str  # as its node's daemon names it and takes it: a GPU's UUID, "cpu:0" for a CPU share
     node_id: str
@@ -33,9 +36,9 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """All GPUs at one moment. The order of ``gpus`` never matters.
+    """State of all GPUs at one moment. The order of ``gpus`` never matters.
 
-    ``deployments``: what serves there, for policies that look at it; empty where nobody tells.
+    ``deployments``: what serves there, for policies that look at it; empty where unknown.
     """
 
     gpus: tuple[GpuState, ...]
@@ -44,7 +47,9 @@ class ClusterSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockDemand:
-    """What a configuration needs, in blocks (design, section 5). All bytes are per GPU of a stage's TP group.
+    """Memory that a configuration needs, in blocks (design, section 5).
+
+    All bytes are per GPU of a stage's TP group.
 
     Stage memory = layers * layer_bytes + fixed_bytes + (first_stage_bytes | last_stage_bytes at the ends).
     """
@@ -68,7 +73,7 @@ class BlockDemand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlacement:
-    """One pipeline stage: its GPUs (one TP group of one node) and its contiguous layers."""
+    """Pipeline stage: its GPUs (one TP group of one node) and its contiguous layers."""
 
     node_id: str
     """Node of the stage's devices."""
@@ -100,7 +105,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why nothing fits, with both numbers, and how much is missing, for the nearest-feasible search.
+    """Reason why nothing fits, with both numbers, and how much is missing, for the nearest-feasible search.
 
     ``shortfall_bytes`` more free memory on each GPU would do; when ``missing_gpus`` is not 0, that many further
     GPUs with this much room are needed as well.
@@ -118,13 +123,13 @@ class PlacementPolicy(Protocol):
     def name(self) -> str: ...
 
     def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
-        """Groups of GPUs to try in order, each sorted best first; ties end in node and index."""
+        """Return groups of GPUs to try in order, each sorted best first; ties end in node and index."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaState:
-    """One replica that takes requests, or will once it is ready."""
+    """State of a replica that takes requests, or will once it is ready."""
 
     replica_id: str
     """Identifier of the worker."""
@@ -142,7 +147,7 @@ class ReplicaState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stays:
-    """How long a request stays in a replica that batches, on GPUs of its own."""
+    """Times that a request stays in a replica that batches, on GPUs of its own."""
 
     alone_s: float
     """Seconds that a request takes while no other runs."""
@@ -152,7 +157,7 @@ class Stays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentState:
-    """One deployment, its load over the last 120 s, and since when it has been as it is."""
+    """State of a deployment, its load over the last 120 s, and since when it has been as it is."""
 
     name: str
     """Name of the deployment."""
@@ -179,11 +184,14 @@ class DeploymentState:
 
     @property
     def is_work_known(self) -> bool:
-        """Whether ``busy_fraction`` tells anything: of who is not called, that is 0 whatever a request takes."""
+        """True when ``busy_fraction`` is known: without requests it is 0, whatever a request takes."""
         return self.requests_per_s == 0 or self.service_s > 0
 
     @property
     def busy_fraction(self) -> float:
-        """Of each replica's time, were its GPUs its own; above 1 (of a pipeline above the batches that are under
-        way): more comes than they serve. 0 without any."""
+        """Busy fraction of each replica's time, on GPUs of its own.
+
+        Above 1 (of a pipeline above the batches that are under way), more requests arrive than are served. 0
+        without replicas.
+        """
         return self.requests_per_s * self.service_s / len(self.replicas) if self.replicas else 0.0

@@ -1,1 +1,4 @@
-"""Which configuration serves an intent best, and why. Pure: values in, values out."""
+"""Planner: the choice of the configuration that serves an intent best, and its reasons.
+
+Pure: values in, values out.
+"""

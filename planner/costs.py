@@ -1,4 +1,4 @@
-"""What a request costs and what an intent optimises, as small functions of the candidates' figures.
+"""Cost models and objectives of intents, as small functions of the candidates' figures.
 
 The formulas are those of the design, section 5. NaN means that a figure the formula needs is not known; nothing is
 guessed in its place, and the planner refuses the candidate with that reason.
@@ -38,7 +38,7 @@ Column = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What ranking needs of the estimates, as one column per figure and one row per estimate.
+    """Figures of the estimates that ranking needs, as one column per figure and one row per estimate.
 
     Times are of the whole batch of the estimate's workload. Columns, because one array operation over 10,000
     candidates costs what a few calls over single ones do.
@@ -75,7 +75,7 @@ class Figures:
 
     @property
     def usable(self) -> npt.NDArray[np.bool_]:
-        """Whether the row can be compared: finite, positive, and its interval the right way round."""
+        """Mask of rows that can be compared: finite, positive, and the interval the right way round."""
         ordered = (self.e2e_s > 0) & (self.e2e_s <= self.e2e_high_s) & np.isfinite(self.e2e_high_s)
         return ordered & (self.ttft_high_s >= 0) & (self.tpot_high_s >= 0) & (self.total_bytes >= 0)
 
@@ -104,20 +104,22 @@ class Figures:
         )
 
     def slowed(self, times: Column) -> Figures:
-        """The same where everything takes ``times`` as long, because others run on the GPUs: what is drawn while
-        these run is theirs, so that a request's energy stays."""
+        """Return the figures where everything takes ``times`` as long, because other deployments run on the GPUs.
+
+        Power drawn while the others run is theirs, so that a request's energy stays.
+        """
         late = {field.name: times * getattr(self, field.name) for field in fields(self) if field.name in _TIMES}
         drawn = {field.name: getattr(self, field.name) / times for field in fields(self) if field.name in _POWERS}
         return replace(self, **late, **drawn)
 
     def take(self, rows: npt.NDArray[np.intp]) -> Figures:
-        """The same columns with ``rows`` only, in that order."""
+        """Return the same columns with ``rows`` only, in that order."""
         return Figures(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """What GPU time costs here; a GPU is paid as a whole, whoever else is on it.
+    """Price of GPU time here; a GPU is paid as a whole, even when other deployments share it.
 
     Raises:
         ConfigError: a price that is not positive and finite.
@@ -132,7 +134,7 @@ class Prices:
 
 
 def total_bytes(memory: MemoryEstimate) -> int:
-    """Bytes over all tp * pp GPUs: the same for every layer split, so that ranking needs no placement."""
+    """Return bytes over all tp * pp GPUs: the same for every layer split, so that ranking needs no placement."""
     fixed = memory.activation_bytes + memory.pp_buffer_bytes + memory.runtime_bytes
     layer = memory.layer_weight_bytes + memory.layer_kv_bytes
     ends = memory.first_stage_bytes + memory.last_stage_bytes
@@ -140,7 +142,7 @@ def total_bytes(memory: MemoryEstimate) -> int:
 
 
 def figures(estimates: Sequence[Estimate]) -> Figures:
-    """The columns of ``estimates``, in their order."""
+    """Return the columns of ``estimates``, in their order."""
     values = np.fromiter(chain.from_iterable(map(_row, estimates)), np.float64, _ROW * len(estimates))
     columns = values.reshape(-1, _ROW).T.copy()  # contiguous
     batch, inputs, outputs, gpus, size, size_error, *times, power, power_low, power_high = columns
@@ -184,7 +186,7 @@ def _row(estimate: Estimate) -> tuple[float, ...]:
 
 
 class Cost(NamedTuple):
-    """One cost model."""
+    """Cost model: its unit and its formula."""
 
     unit: str  # per request
     of: Callable[[Figures, Prices], Column]
@@ -219,13 +221,13 @@ COSTS: Mapping[CostModel, Cost] = {
 
 
 class Objective(NamedTuple):
-    """What one kind of intent optimises, under one cost model."""
+    """Objective of one kind of intent under one cost model."""
 
     unit: str
     maximize: bool
     of: Callable[[Figures, Prices], Column]
     unknown: str
-    of_all: bool = False  # whether what the requests of others lose counts like what its own take
+    of_all: bool = False  # whether time lost by other deployments' requests counts like its own
     rate_per_s: float | None = None  # of a latency: that of its requests, whose mean E2E takes the place of ``of``
 
 
@@ -256,8 +258,11 @@ OBJECTIVES: Mapping[IntentKind, Objective | None] = {
 
 
 def objective_of(intent: Intent) -> Objective:
-    """What ``intent`` optimises. A latency is of the batch or, where a rate is told, of the mean request at it
-    (:meth:`planner.attainment.Attainment.mean_e2e`)."""
+    """Return what ``intent`` optimises.
+
+    A latency is of the batch or, where a rate is given, of the mean request at it
+    (:meth:`planner.attainment.Attainment.mean_e2e`).
+    """
     own, rate = OBJECTIVES[intent.kind], intent.rate_per_s
     if own is _LATENCY and rate is not None:
         return own._replace(unit=f"{own.unit} at {rate * intent.replicas:g} requests/s", rate_per_s=rate)

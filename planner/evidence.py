@@ -1,4 +1,4 @@
-"""Measured configurations before predicted ones, and which of them cannot be told apart.
+"""Preference of measured configurations over predicted ones, and sets that intervals cannot distinguish.
 
 A configuration that was not run on this machine is estimated from another one by the ratio of two rooflines, and
 may be wrong by a factor. So it takes the place of a measured one only where no truth within their intervals speaks
@@ -26,7 +26,7 @@ class Ends(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What the choice between rows rests on besides their order.
+    """Evidence of the choice between rows besides their order.
 
     Attributes:
         measured: the rows whose configuration was run.
@@ -42,7 +42,7 @@ class Evidence(NamedTuple):
 
 
 def preferred(rows: Rows, evidence: Evidence) -> int | None:
-    """The row to choose.
+    """Return the row to choose.
 
     Args:
         rows: those that keep every limit and fit, best first.
@@ -58,12 +58,14 @@ def preferred(rows: Rows, evidence: Evidence) -> int | None:
 
 
 def rivals(ahead: Rows, measured: int, evidence: Evidence) -> Rows:
-    """The rows of ``ahead``, none of them measured, that are chosen before the ``measured`` row if they fit."""
+    """Return the rows of ``ahead``, none of them measured, that are chosen before the ``measured`` row if they
+    fit.
+    """
     return ahead[_wholly_better(evidence, ahead, measured) & evidence.surely_keeps(ahead)]
 
 
 def indistinguishable(rows: Rows, chosen: int, evidence: Evidence) -> Mask:
-    """The ``rows`` whose interval has a value in common with that of ``chosen``, itself included."""
+    """Return the ``rows`` whose interval has a value in common with that of ``chosen``, itself included."""
     (low,), (high,) = evidence.ends(np.array([chosen]))
     ends = evidence.ends(rows)
     return np.asarray((ends.low <= high) & (low <= ends.high))

@@ -1,11 +1,11 @@
-"""Why the better-ranked candidates were refused; with nothing feasible, what it would take. Changes no verdict.
+"""Explanation of a plan: why better-ranked candidates were refused; with none feasible, what it would take.
 
-Each relaxation is of one limit alone: following its advice makes the plan feasible. ``nearest`` may take several
-at once, and ``together`` then says to what each. Among all candidates that can run at all it prefers those that
-fit the hardware there is, then those that keep the quality, then the smallest sum of |ln(needed / allowed)| over
-the violated limits, then the better rank. Where nothing fits, it prefers fewer missing GPUs to all that, and of
-equals what is least short of memory. Where requests wait too long, the limit can give way or the rate can: each
-candidate is told by the smaller change.
+It changes no verdict. Each relaxation is of one limit alone: following its advice makes the plan feasible.
+``nearest`` may take several at once, and ``together`` then says to what each. Among all candidates that can run at
+all it prefers those that fit the hardware there is, then those that keep the quality, then the smallest sum of
+|ln(needed / allowed)| over the violated limits, then the better rank. Where nothing fits, it prefers fewer missing
+GPUs to all that, and of equals what is least short of memory. Where requests wait too long, the limit can give way
+or the rate can: each candidate is described by the smaller change.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _DIGITS = 9  # of a distance; what differs by less is equally far
 
 
 def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
-    """The refused that rank above the chosen one, or the best of all where there is none; in the plan's order."""
+    """Return the refused that rank above the chosen one, or the best of all where there is none; in the plan's
+    order.
+    """
     chosen = ordered[0] if ordered and ordered[0].feasible else None
     found: list[Better] = []
     for ranked in ordered:
@@ -65,7 +67,9 @@ def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
 
 
 def passed_over(feasible: Sequence[Ranked], unit: str) -> tuple[PassedOver, ...]:
-    """The feasible ones that have a better value than the first of them, the chosen one, in the plan's order."""
+    """Return the feasible ones that have a better value than the first of them, the chosen one, in the plan's
+    order.
+    """
     ahead = [one for one in feasible[1:] if one.row < feasible[0].row]
     if not ahead:
         return ()
@@ -74,7 +78,7 @@ def passed_over(feasible: Sequence[Ranked], unit: str) -> tuple[PassedOver, ...]
 
 
 def _why_passed_over(one: Ranked, measured: Ranked, unit: str) -> str:
-    """Args: measured: the best of the measured ones."""
+    """Return why ``one`` was passed over for ``measured``, the best of the measured ones."""
     mine, theirs = one.weight_interval, measured.weight_interval
     may_miss = mine and theirs and (mine[1] < theirs[0] or theirs[1] < mine[0])
     why = (
@@ -88,7 +92,7 @@ def _why_passed_over(one: Ranked, measured: Ranked, unit: str) -> str:
 
 
 def _told_value(ranked: Ranked, unit: str) -> str:
-    """A configuration with what it is ranked by, and the interval of that."""
+    """Return a configuration with what it is ranked by, and the interval of that."""
     within = "" if ranked.weight_interval is None else ", {:.4g} to {:.4g}".format(*ranked.weight_interval)
     value = "unknown" if ranked.weight is None else f"{ranked.weight:.4g} {unit}"
     others = "" if ranked.weight == ranked.objective else ", delays of what runs there now included"
@@ -105,7 +109,7 @@ def what_it_takes(
     cost_unit: str,
     served: Attainment | None,
 ) -> WhyNot:
-    """The nearest point and the relaxations of a plan in which nothing is feasible.
+    """Return the nearest point and the relaxations of a plan in which nothing is feasible.
 
     Args:
         refused: every candidate that has an estimate, best objective first: the rows of ``asked``, ``seen`` and
@@ -152,7 +156,7 @@ class _Room:
         self._fitting: set[int] = set()
 
     def lack(self, row: int) -> NoRoom | None:
-        """Why the candidate goes nowhere; None when it has a place."""
+        """Return why the candidate goes nowhere; None when it has a place."""
         if row not in self._answers and row not in self._fitting:
             estimate = self.refused[row].estimate
             assert estimate is not None, "only candidates with an estimate are asked about"
@@ -167,7 +171,9 @@ class _Room:
         return next((row for row in rows if self.lack(row) is None), None)
 
     def objective(self, row: int, changes: Sequence[Change]) -> float | None:
-        """With ``changes`` made: a latency at a rate is then that at the rate which is needed."""
+        """Return the objective with ``changes`` made: a latency at a rate is then that at the rate which is
+        needed.
+        """
         rate = next((change.needed for change in changes if change.limit is LimitKind.RATE), None)
         if rate is None or self._served is None:
             return self.refused[row].objective
@@ -179,13 +185,13 @@ class _Room:
 
 
 def _missed_alone(checks: Sequence[Check], able: Mask) -> list[tuple[Check, Rows]]:
-    """Per limit, the candidates that miss nothing else."""
+    """Return, per limit, the candidates that miss nothing else."""
     lone = able & (num_missed(checks, len(able)) == 1)
     return [(check, np.flatnonzero(lone & check.missed)) for check in checks]
 
 
 def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxation | None:
-    """The smallest change of one limit that admits one of ``rows``, which miss nothing else."""
+    """Return the smallest change of one limit that admits one of ``rows``, which miss nothing else."""
     cells, sign = check.actual, -1.0 if check.limit.kind is LimitKind.RATE else 1.0
     row = smallest(
         rows,
@@ -203,7 +209,7 @@ def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxa
 
 
 def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
-    """The smallest addition of free memory on the GPUs there are."""
+    """Return the smallest addition of free memory on the GPUs there are."""
     short = [
         (lack.shortfall_bytes, row)
         for row in homeless
@@ -219,7 +225,7 @@ def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
 def _nearest(
     able: Mask, asked: Sequence[Check], slower: Sequence[Check], room: _Room
 ) -> tuple[int, tuple[Violation, ...]] | None:
-    """The row that is nearest, and all that it misses, memory included."""
+    """Return the row that is nearest, and all that it misses, memory included."""
     far = _Distances(asked, slower)
     rows = np.flatnonzero(able)
     steps = far.steps(rows)
@@ -242,7 +248,7 @@ def _nearest(
 
 
 def _least_homeless(rows: Rows, steps: Column, far: _Distances, room: _Room) -> int | None:
-    """Fewest missing GPUs, then the least change of quality, then the nearest, then the least short of memory."""
+    """Return the one with fewest missing GPUs, then least change of quality, nearest, least short of memory."""
     lacks = [lack for row in rows.tolist() if (lack := room.lack(row)) is not None]
     assert len(lacks) == len(rows), "only asked where nothing fits"
     if not lacks:
@@ -254,7 +260,7 @@ def _least_homeless(rows: Rows, steps: Column, far: _Distances, room: _Room) -> 
 
 
 class _Distances:
-    """How far candidates are from keeping every limit: as asked, or at a lower rate, by the smaller change."""
+    """Distances of candidates from keeping every limit: as asked, or at a lower rate, by the smaller change."""
 
     def __init__(self, asked: Sequence[Check], slower: Sequence[Check]) -> None:
         self._quality = [check for check in asked if check.limit.kind is LimitKind.QUALITY]
@@ -265,14 +271,16 @@ class _Distances:
         self._endless = [check.missed for check in asked if check.limit.kind is LimitKind.RATE]
 
     def steps(self, rows: Rows) -> Column:
-        """Of quality."""
+        """Return the distance in steps of quality."""
         found = np.zeros(len(rows))
         for check in self._quality:
             found += np.where(check.missed[rows], check.actual.of(rows) - check.limit.allowed, 0.0)
         return found
 
     def nearest(self, rows: Rows, admits: Callable[[int], bool]) -> int | None:
-        """By the sum of |ln(actual / allowed)| over all limits but quality; of equals the first of ``rows``."""
+        """Return the nearest by the sum of |ln(actual / allowed)| over all limits but quality; of equals the
+        first.
+        """
         return smallest(rows, self._bounds(rows), self._exact, self._reach, admits)
 
     def told_slower(self, rows: Rows) -> Mask:
@@ -304,7 +312,7 @@ def _sum(checks: Sequence[Check], rows: Rows, *, bounds: bool = False) -> Column
 
 
 def _ratio(check: Check, rows: Rows, *, bounds: bool) -> Column:
-    """|ln(actual / allowed)| of the rows that miss it; a rate of 0 is infinitely far."""
+    """Return |ln(actual / allowed)| of the rows that miss it; a rate of 0 is infinitely far."""
     found, missed = np.zeros(len(rows)), np.flatnonzero(check.missed[rows])
     read = check.actual.bounds if bounds else check.actual.of
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -314,7 +322,7 @@ def _ratio(check: Check, rows: Rows, *, bounds: bool) -> Column:
 
 
 def _within(checks: Sequence[Check], rows: Rows, value: float) -> Mask:
-    """Whether the sum may be ``value``: each limit may reach what the others, at their least, leave to it."""
+    """Return whether the sum may be ``value``: each limit may reach what the rest, at their least, leave to it."""
     may = np.ones(len(rows), np.bool_)
     least = _sum(checks, rows, bounds=True)
     for check in checks:
@@ -340,8 +348,10 @@ def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Neare
 
 
 def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: str) -> Together | None:
-    """What the limits that the nearest point misses would all have to be; None where it is one alone, or where no
-    number would do: GPUs are missing, or only a rate of 0 keeps the SLO."""
+    """Return what all the limits that the nearest point misses would have to be together.
+
+    None where it is one alone, or where no number would do: GPUs are missing, or only a rate of 0 keeps the SLO.
+    """
     lack = room.lack(row)
     if len(missed) < 2 or (lack is not None and lack.missing_gpus) or any(v.actual <= 0 for v in missed):
         return None
@@ -352,7 +362,7 @@ def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: s
 
 
 def _change(violation: Violation) -> Change:
-    """What the limit of ``violation`` would have to be, rounded to 3 digits such that it is enough."""
+    """Return what the limit of ``violation`` would have to be, rounded to 3 digits such that it is enough."""
     limit, allowed, actual, _ = violation
     if limit in (LimitKind.QUALITY, LimitKind.MEMORY):
         return Change(limit, allowed, actual)
@@ -376,7 +386,7 @@ def _told(change: Change, cost_unit: str) -> str:
 
 
 def _up(value: float) -> float:
-    """Rounded up to 3 digits, so that the number that is printed is enough."""
+    """Round up to 3 digits, so that the number that is printed is enough."""
     return _rounded(value, math.ceil)
 
 

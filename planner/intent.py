@@ -1,4 +1,4 @@
-"""What the user wants: what to optimise and which limits to keep. Knows nothing of any configuration's figures."""
+"""Intent of a user: what to optimise and which limits to keep. Knows nothing of any configuration's figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class IntentKind(StrEnum):
-    """What is optimised. ``latency-slo``: the cheapest that meets the SLO; ``cost-slo``: the fastest in budget."""
+    """Objective kinds. ``latency-slo``: the cheapest that meets the SLO; ``cost-slo``: the fastest in budget."""
 
     MIN_LATENCY = "min-latency"
     MIN_COST = "min-cost"
@@ -37,7 +37,7 @@ class IntentKind(StrEnum):
 
 
 class CostModel(StrEnum):
-    """What a request costs; the formulas and units are in ``planner.costs``."""
+    """Cost of a request, by model; the formulas and units are in ``planner.costs``."""
 
     MEMORY_LATENCY = "memory-latency"
     MEMORY = "memory"
@@ -54,7 +54,7 @@ _UNITS = {
 
 
 class Quality(StrEnum):
-    """How far the model's answers may change, strictest first.
+    """Extent to which the model's answers may change, strictest first.
 
     ``exact``: 16bit weights, or those of the checkpoint as it is, and 16bit KV, nothing pruned. ``near``: also
     int8 and fp8 weights, with any KV format. ``any``: everything.
@@ -70,7 +70,7 @@ _NEAR_WEIGHTS = (*_AS_GIVEN, WeightFormat.INT8, WeightFormat.FP8)
 
 
 def quality_needed(config: DeploymentConfig) -> Quality:
-    """The strictest quality that still allows ``config``."""
+    """Return the strictest quality that still allows ``config``."""
     if config.pruning is not Pruning.NONE or config.weights not in _NEAR_WEIGHTS:
         return Quality.ANY
     if config.weights in _AS_GIVEN and config.kv is KvFormat.BITS16:
@@ -79,13 +79,13 @@ def quality_needed(config: DeploymentConfig) -> Quality:
 
 
 def allows(quality: Quality, config: DeploymentConfig) -> bool:
-    """Whether ``config`` changes the model's answers no further than ``quality`` lets it."""
+    """Return whether ``config`` changes the model's answers no further than ``quality`` lets it."""
     strictness = list(Quality)
     return strictness.index(quality_needed(config)) <= strictness.index(quality)
 
 
 _MOST_CV = 100.0
-_MEAN = 1e-3  # rates are told with few digits
+_MEAN = 1e-3  # rates are given with few digits
 
 
 def _positive(name: str, value: float | None) -> None:
@@ -140,7 +140,7 @@ MOST_WINDOWS = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """How requests come and how their lengths vary about the workload's, which are the means.
+    """Pattern of arrivals, and variation of lengths about the workload's, which are the means.
 
     ``rates``: over their mean, in windows of ``window_s`` that follow one another again and again; none: the rate
     is always the same. The burstiness is that within a window.
@@ -180,7 +180,9 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intent:
-    """One wish. The limits (slo, rate, budget, quality) hold under every kind of intent that is given them.
+    """Intent of a user.
+
+    The limits (slo, rate, budget, quality) hold under every kind of intent that is given them.
 
     Raises:
         ConfigError: a value out of its range, or a limit that the kind cannot do without.

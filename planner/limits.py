@@ -1,7 +1,7 @@
-"""Which limits of an intent the candidates miss, and by how much: one column per limit, one row per candidate.
+"""Limits of an intent that candidates miss, and by how much: one column per limit, one row per candidate.
 
 Without a rate, TTFT, TPOT and E2E are those of the batch handed over at once, judged on the upper end of the
-estimate's interval. With a rate, each must be kept by ``percentile`` % of the requests that come so
+estimate's interval. With a rate, each must be kept by ``percentile`` % of the requests that arrive so
 (:mod:`planner.attainment`, which takes the interval into account), and at the upper end by a request alone. The
 rate itself must be served at the upper end, or at the percentile of the truth where that is higher. The budget
 must hold for a request whose time and memory are both at their upper ends. Memory is not judged here: the
@@ -43,7 +43,10 @@ _METRICS: dict[LimitKind, Metric] = {LimitKind.TTFT: "ttft", LimitKind.TPOT: "tp
 
 
 class Check(NamedTuple):
-    """One limit over all candidates. ``risk``: the share of requests that miss it, where there is a rate."""
+    """Check of one limit over all candidates.
+
+    ``risk``: the share of requests that miss it, where there is a rate.
+    """
 
     limit: Limit
     actual: Cells
@@ -96,13 +99,13 @@ class Verdicts:
 
 
 def _ends_of(intervals: Ends, row: int) -> tuple[float, float] | None:
-    """Both ends; None of an interval without end."""
+    """Return both ends; None of an interval without end."""
     low, high = float(intervals.low[row]), float(intervals.high[row])
     return (low, high) if np.isfinite(high) else None
 
 
 def _alike(one: Check, other: Check) -> bool:
-    """To the last digit, all numbers worked out."""
+    """Return whether two checks are equal to the last digit, all numbers computed."""
     columns = [(one.actual, other.actual)]
     if one.risk is not None and other.risk is not None:
         columns.append((one.risk, other.risk))
@@ -127,7 +130,7 @@ def checks_as_asked(
     cost_unit: str,
     served: Attainment | None,
 ) -> list[Check]:
-    """Every limit that ``intent`` sets, in the order in which reasons are told.
+    """Return a check of every limit that ``intent`` sets, in the order in which reasons are given.
 
     Args:
         costs: of a request, at the upper end.
@@ -150,8 +153,11 @@ def checks_as_asked(
 
 
 def kept_at_the_upper_end(intent: Intent, served: Attainment | None, num_rows: int) -> Mask:
-    """The rows that keep the SLO under the rate were the truth the upper end of the estimate's interval. Without a
-    rate that is what ``checks_as_asked`` asks already, as it does of budget and rate."""
+    """Return the rows that keep the SLO under the rate were the truth the upper end of the estimate's interval.
+
+    Without a
+    rate that is what ``checks_as_asked`` asks already, as it does of budget and rate.
+    """
     kept, rate = np.ones(num_rows, np.bool_), intent.rate_per_s
     if served is None or rate is None:
         return kept
@@ -161,7 +167,7 @@ def kept_at_the_upper_end(intent: Intent, served: Attainment | None, num_rows: i
 
 
 def _capacity(intent: Intent, served: Attainment) -> Column:
-    """Requests per second that are served for sure."""
+    """Return the requests per second that are served for sure."""
     return np.asarray(1 / served.service_at(max(_UPPER_END, intent.percentile)))
 
 
@@ -183,7 +189,10 @@ def _of_the_batch(intent: Intent, seen: Figures) -> list[Check]:
 
 
 def _under_load(intent: Intent, served: Attainment, saturated: Mask) -> list[Check]:
-    """Where the rate is not served at all, that is what is wrong; say it once, and judge a request alone."""
+    """Return the checks under load.
+
+    Where the rate is not served at all, say it once, and judge a request alone.
+    """
     rate, share = intent.rate_per_s, 1 - intent.percentile / 100
     assert rate is not None, "asked with a rate only"
     at_rate = f"at p{intent.percentile:g} of {rate * intent.replicas:g} requests/s"
@@ -218,8 +227,10 @@ class _Risk(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """A time under load, at least that of a request alone; ``allowed`` is not the time of any: who keeps it under
-    load has the time alone."""
+    """Time under load, at least that of a request alone.
+
+    ``allowed`` is no row's own time: a row that keeps it under load has the time of a request alone.
+    """
 
     served: Attainment
     metric: Metric
@@ -263,7 +274,7 @@ class _Slower(NamedTuple):
 
 
 class _AtThatRate(NamedTuple):
-    """A time that a request alone misses already, at the rate to which ``rates_per_s`` has come."""
+    """Time that a request alone misses already, at the rate that ``rates_per_s`` has reached."""
 
     late: _Late
 
@@ -279,9 +290,11 @@ class _AtThatRate(NamedTuple):
 def checks_at_lower_rates(
     asked: Sequence[Check], intent: Intent, seen: Figures, served: Attainment | None
 ) -> list[Check]:
-    """The same limits told in another way, with the rate to blame for every wait: the highest at which the limits
-    hold that a request alone keeps; and of the others, how they come out at a rate at which all but the percentile
-    find a slot at once."""
+    """Return the same limits in another form, with the rate to blame for every wait.
+
+    That is the highest rate at which the limits hold that a request alone keeps; for the remaining limits, their
+    values at a rate at which all but the percentile find a slot at once.
+    """
     rate = intent.rate_per_s
     if rate is None or served is None:
         return list(asked)
@@ -316,7 +329,7 @@ def _at_most(kind: LimitKind, allowed: float | None, actual: Column, note: str) 
 
 
 def told_of(served: Attainment, row: int, intent: Intent) -> Served:
-    """What the candidate in ``row`` gives under the intent's rate."""
+    """Return what the candidate in ``row`` gives under the intent's rate."""
     rate, one = intent.rate_per_s, served.take(np.array([row]))
     assert rate is not None, "asked with a rate only"
     limits = dict(_limits_of(intent))
@@ -336,15 +349,15 @@ def told_of(served: Attainment, row: int, intent: Intent) -> Served:
 
 
 def num_missed(checks: Sequence[Check], num_rows: int) -> npt.NDArray[np.int64]:
-    """How many limits each candidate misses."""
+    """Return how many limits each candidate misses."""
     return sum((check.missed.astype(np.int64) for check in checks), start=np.zeros(num_rows, dtype=np.int64))
 
 
 def limits_missed(checks: Sequence[Check], num_rows: int) -> list[tuple[Limit, ...]]:
-    """Per candidate, the limits it misses in the order of ``checks``."""
+    """Return, per candidate, the limits it misses in the order of ``checks``."""
     limits: list[tuple[Limit, ...]] = [()] * num_rows
     which = sum((check.missed << bit for bit, check in enumerate(checks)), start=np.zeros(num_rows, np.int64))
-    for pattern in np.unique(which[which > 0]).tolist():  # candidates that miss the same limits are told together
+    for pattern in np.unique(which[which > 0]).tolist():  # one value for candidates that miss the same limits
         same = tuple(check.limit for bit, check in enumerate(checks) if pattern >> bit & 1)
         for row in np.flatnonzero(which == pattern).tolist():
             limits[row] = same

@@ -1,9 +1,10 @@
-"""A rate that moves: the levels it is at, how long it stays, and the queue that a busy time leaves behind.
+"""Variable arrival rate: its levels, how long it stays at one, and the queue that a busy time leaves behind.
 
-Told is a path: the rate over its mean in windows that follow one another, again and again. With utilisation ``u``
+A path is given: the rate over its mean in windows that follow one another, again and again. With utilisation ``u``
 on average a window of ``times`` the mean rate adds ``x = u times - 1`` windows of work, so that the work left at
-the start of windows is ``W' = max(W + x, 0)``; who comes at a share v of a window finds ``max(W + x v, 0)``. Only
-how the rate moves is in here: what comes and goes by chance at a steady rate is ``planner.queueing``'s.
+the start of windows is ``W' = max(W + x, 0)``; a request that arrives at a share v of a window finds
+``max(W + x v, 0)``. Only the variation of the rate is modelled here: random variation at a steady rate is
+``planner.queueing``'s.
 
 *Levels* are windows sorted by their rates, with equally many requests each. *How long* the rate stays near one is
 as many windows as make long sums vary as much as these do, ``1 + 2 sum(r_k)`` of the autocorrelations r at lags of
@@ -34,7 +35,7 @@ _MOMENTS = (np.arange(8) + 0.5) / 8  # of a window
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """``share`` of the requests come while the rate is ``times`` its mean."""
+    """Level of the rate: ``share`` of the requests arrive while the rate is ``times`` its mean."""
 
     share: float
     """Share of the requests, from 0 to 1."""
@@ -44,12 +45,12 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class MovingRate:
-    """What follows from a path.
+    """Distribution of the work left by a path of rates.
 
     Args:
         stays: windows for which the rate stays near a level.
-        most: [loads], the most windows of work that anybody finds; 0 where nobody finds any.
-        found: [levels, loads, knots], how many of those who come at a level find more than the knot, which is
+        most: [loads], the most windows of work that any request finds; 0 where none finds any.
+        found: [levels, loads, knots], how many of those that arrive at a level find more than the knot, which is
             ``(knot / knots) ** 2`` of ``most``.
         means: [levels, loads], the windows of work that they find on average.
     """
@@ -61,7 +62,7 @@ class MovingRate:
     means: Array
 
     def left_beyond(self, level: int, utilisation: Array, windows: Array) -> Array:
-        """The share of those who come at a level that find more than ``windows`` windows of work left.
+        """Return the share of requests at a level that find more than ``windows`` windows of work left.
 
         Args:
             utilisation: on average over all levels, below 1.
@@ -82,13 +83,13 @@ class MovingRate:
         return np.asarray(below + along * (above - below))
 
     def mean_left(self, level: int, utilisation: Array) -> Array:
-        """The windows of work that those who come at a level find on average, of all of them."""
+        """Return the windows of work that all requests at a level find on average."""
         return np.asarray(np.interp(utilisation, _LOADS, self.means[level]))
 
 
 @lru_cache(maxsize=32)
 def moving_rate(rates: tuple[float, ...]) -> MovingRate:
-    """Of the rates over their mean in successive windows; none: it is always the same."""
+    """Return the model of rates over their mean in successive windows; none: it is always the same."""
     times = np.array(rates) if rates else np.ones(1)
     group = _groups(times)
     levels = tuple(
@@ -118,7 +119,7 @@ def moving_rate(rates: tuple[float, ...]) -> MovingRate:
 
 
 def _groups(times: Array) -> npt.NDArray[np.intp]:
-    """Of each window the number of its level, those with the lowest rates first."""
+    """Return the number of each window's level, those with the lowest rates first."""
     in_order = np.argsort(times, kind="stable")
     before = np.cumsum(times[in_order]) - times[in_order]
     number = np.minimum((before * _LEVELS / times.sum() + 1e-9).astype(np.intp), _LEVELS - 1)
@@ -128,7 +129,7 @@ def _groups(times: Array) -> npt.NDArray[np.intp]:
 
 
 def _stays(times: Array) -> float:
-    """At least one window, at most all of them."""
+    """Return the windows of one stay: at least one, at most all of them."""
     off = times - times.mean()
     size = 2 * len(off)
     covariance = np.fft.irfft(np.abs(np.fft.rfft(off, size)) ** 2, size)[: len(off)]

@@ -18,10 +18,10 @@ _CDF = np.array([NormalDist().cdf(z) for z in _KNOTS.tolist()])
 
 
 def normal_cdf(z: Array) -> Array:
-    """Within 5e-7; 0 and 1 beyond 8 standard deviations."""
+    """Return the normal distribution function, accurate within 5e-7; 0 and 1 beyond 8 standard deviations."""
     return np.asarray(np.interp(z, _KNOTS, _CDF, left=0.0, right=1.0))
 
 
 def normal_quantile(share: Array) -> Array:
-    """From -8 to 8 standard deviations."""
+    """Return the normal quantile, from -8 to 8 standard deviations."""
     return np.asarray(np.interp(share, _CDF, _KNOTS))

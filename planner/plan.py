@@ -1,4 +1,4 @@
-"""The values a plan is made of: every candidate with its verdict, the chosen one, and why not the others."""
+"""Values of a plan: every candidate with its verdict, the chosen one, and why not any other."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INTERVAL_NOTE = "(upper end of the 90% interval)"
 
 
 class Candidate(NamedTuple):
-    """One configuration of the space. ``refusal``: why it cannot run at all (its shape, its engine).
+    """Configuration of the space. ``refusal``: why it cannot run at all (its shape, its engine).
 
     ``alone``: the same configuration with one request, which says what a batch costs each of its requests.
     Without it a request alone is taken to be as slow as the batch. It is asked for with a rate only.
@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 
 
 class Layout(Protocol):
-    """Where a candidate would go; the planner reads the layer split only (``placement.Placement`` is one)."""
+    """Place of a candidate; the planner reads the layer split only (``placement.Placement`` is one)."""
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]: ...
@@ -69,7 +69,7 @@ class NoRoom(NamedTuple):
 
 
 class LimitKind(StrEnum):
-    """What can be relaxed."""
+    """Kinds of limits that can be relaxed."""
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -104,13 +104,16 @@ _REFUSED_FOR = {
 }
 
 
-# What may be missed only because others run on the same GPUs.
+# What may be missed only because other deployments run on the same GPUs.
 TIMED = frozenset((LimitKind.TTFT, LimitKind.TPOT, LimitKind.E2E, LimitKind.BUDGET, LimitKind.RATE))
 
 
 class Limit(NamedTuple):
-    """One limit of an intent. ``allowed`` is in its unit: seconds, requests/s, the cost model's unit; for quality
-    the position in ``Quality``, for memory 0."""
+    """Limit of an intent.
+
+    ``allowed`` is in its unit: seconds, requests/s, the cost model's unit; for quality the position in
+    ``Quality``, for memory 0.
+    """
 
     kind: LimitKind
     allowed: float
@@ -124,7 +127,7 @@ class Limit(NamedTuple):
 
 
 class Violation(NamedTuple):
-    """One limit that a candidate misses, and its own number: for memory the missing bytes per GPU."""
+    """Limit that a candidate misses, and its own number: for memory the missing bytes per GPU."""
 
     limit: LimitKind
     allowed: float
@@ -133,7 +136,7 @@ class Violation(NamedTuple):
 
     @property
     def text(self) -> str:
-        """One line with both numbers."""
+        """Violation in one line with both numbers."""
         match self.limit:
             case LimitKind.QUALITY:
                 return "changes the model's answers; quality not measured"
@@ -155,10 +158,10 @@ class Violation(NamedTuple):
 
 
 class Numbers(Protocol):
-    """What the candidates of one plan come to, a row each; worked out when it is asked for."""
+    """Numbers of the candidates of one plan, a row each; computed when asked for."""
 
     def actual(self, row: int) -> tuple[float, ...]:
-        """Of every limit that the row misses."""
+        """Return the number of every limit that the row misses."""
         ...
 
     def risk(self, row: int) -> float | None: ...
@@ -166,7 +169,7 @@ class Numbers(Protocol):
     def utilisation(self, row: int) -> float | None: ...
 
     def interval(self, row: int) -> tuple[float, float] | None:
-        """Of the objective; None of a row that misses a limit."""
+        """Return the interval of the objective; None of a row that misses a limit."""
         ...
 
     def weight_interval(self, row: int) -> tuple[float, float] | None:
@@ -175,7 +178,7 @@ class Numbers(Protocol):
 
 
 class Ranked(NamedTuple):
-    """One candidate with its verdict.
+    """Candidate with its verdict.
 
     ``missed``: the limits it misses, one value for all candidates that miss the same ones. Its own number for each
     is ``row`` of ``numbers``.
@@ -193,15 +196,14 @@ class Ranked(NamedTuple):
     numbers: Numbers | None = None
     row: int = 0
     slowdown: float = 1.0  # by what runs on the GPUs of ``layout``; the objective, the cost and the limits have it
-    weight: float | None = (
-        None  # what it is ranked by: the objective and, of a latency, what the others lose by it, and ``later_s``
-    )
-    later_s: float = 0.0  # of a latency: what all lose more by each request once those who are expected have come
+    # What it is ranked by: the objective and, of a latency, what all other requests lose by it, and ``later_s``.
+    weight: float | None = None
+    later_s: float = 0.0  # of a latency: what all lose more by each request with the expected deployments
     is_unknown: bool = False  # refused because a figure that the intent needs is not known
 
     @property
     def actual(self) -> tuple[float, ...]:
-        """Its own number for each of ``missed``."""
+        """Numbers of the candidate for each of ``missed``."""
         if self.no_room is not None:
             return (float(self.no_room.shortfall_bytes),)
         return self.numbers.actual(self.row) if self.numbers is not None and self.missed else ()
@@ -223,12 +225,12 @@ class Ranked(NamedTuple):
 
     @property
     def weight_interval(self) -> tuple[float, float] | None:
-        """The 90% interval of ``weight``, by which configurations are told apart; None as for ``interval``."""
+        """Interval (90%) of ``weight``, by which configurations are compared; None as for ``interval``."""
         return None if self.numbers is None or not self.feasible else self.numbers.weight_interval(self.row)
 
     @property
     def is_measured(self) -> bool:
-        """Whether this configuration was run, and not estimated from others or from datasheets."""
+        """True when this configuration was run, and not estimated from others or from datasheets."""
         return self.estimate is not None and self.estimate.is_measured
 
     @property
@@ -237,7 +239,7 @@ class Ranked(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        """Why it is refused, None when it is feasible."""
+        """Reason for which it is refused, None when it is feasible."""
         if self.refusal is not None:
             return self.refusal
         told = [violation.text for violation in self.violations]
@@ -267,7 +269,7 @@ class Better(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why it was refused."""
+        """Reason for which it was refused."""
         return self.ranked.reason or ""
 
 
@@ -280,7 +282,7 @@ class PassedOver(NamedTuple):
 
 
 class BetterIdle(NamedTuple):
-    """What would have been chosen if nobody ran on the GPUs; ``text`` says why it is not."""
+    """Choice that would have been made on idle GPUs; ``text`` says why it is not."""
 
     config: DeploymentConfig
     objective: float  # on idle GPUs
@@ -289,9 +291,9 @@ class BetterIdle(NamedTuple):
 
 
 class Relaxation(NamedTuple):
-    """One limit changed alone, from ``allowed`` to ``needed``, would admit ``config``; ``text`` says so.
+    """Change of one limit alone, from ``allowed`` to ``needed``, that would admit ``config``; ``text`` says so.
 
-    Of ``gpus``, ``batch`` and ``replicas``, which only another plan can tell, they are numbers of each.
+    For ``gpus``, ``batch`` and ``replicas``, which only another plan can assess, they are numbers of each.
     """
 
     limit: LimitKind
@@ -303,7 +305,9 @@ class Relaxation(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One limit, from ``allowed`` to ``needed``; both as in :class:`Violation`, memory on each GPU in bytes."""
+    """Change of one limit, from ``allowed`` to ``needed``; both as in :class:`Violation`, memory on each GPU in
+    bytes.
+    """
 
     limit: LimitKind
     allowed: float
@@ -330,10 +334,11 @@ class Nearest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WhyNot:
-    """``better``: refused candidates that rank above the chosen one, best first, at most a few.
+    """Reasons against further candidates.
 
-    The others are filled in only when nothing is feasible. ``relaxations``: each of one limit alone, any of which
-    is enough. ``together``: what ``nearest`` takes where that is more than one limit at once.
+    ``better``: refused candidates that rank above the chosen one, best first, at most a few. The remaining fields
+    are filled in only when nothing is feasible. ``relaxations``: each of one limit alone, any of which is enough.
+    ``together``: what ``nearest`` takes where that is more than one limit at once.
     """
 
     better: tuple[Better, ...] = ()
@@ -343,7 +348,7 @@ class WhyNot:
 
 
 class Expected(NamedTuple):
-    """One limit of the SLO or, without one, a time: what is expected of it under the rate."""
+    """Forecast under the rate of one limit of the SLO or, without one, of a time."""
 
     metric: str  # "ttft", "tpot", "e2e"
     quantile_s: float  # at the intent's percentile
@@ -354,7 +359,7 @@ class Expected(NamedTuple):
 class Room(NamedTuple):
     """For whom a plan leaves room."""
 
-    later: int  # deployments that are still to come
+    later: int  # deployments that are still expected
     num_gpus: int  # of the cluster
 
     def text(self, config: DeploymentConfig) -> str:
@@ -363,7 +368,7 @@ class Room(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What the chosen configuration gives under the intent's rate."""
+    """Service of the chosen configuration under the intent's rate."""
 
     rate_per_s: float
     utilisation: float
@@ -387,7 +392,7 @@ class Plan:
     served: Served | None  # of the chosen one, None without a rate
     why_not: WhyNot
     better_idle: BetterIdle | None = None  # None: the chosen one is that of idle GPUs, too
-    room: Room | None = None  # None: nobody is expected
+    room: Room | None = None  # None: no deployment is expected
     passed_over: tuple[PassedOver, ...] = ()  # better by their values than the chosen one, and not measured
     indistinguishable: tuple[int, ...] = ()  # feasible ones whose ``weight_interval`` overlaps the chosen one's
 

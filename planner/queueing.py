@@ -1,10 +1,9 @@
-"""How often and how long a request waits for one of a deployment's batch slots: a G/G/c queue whose service rate
-grows with the batch.
+"""Queueing for one of a deployment's batch slots: a G/G/c queue whose service rate grows with the batch.
 
 *The chain.* ``n`` requests run at once, at most ``slots``; while they do, each takes ``T(n) = A + B n``
-seconds, so that ``n / T(n)`` end in a second: a birth-death chain whose service rates come from the estimates
-of one request and of the whole batch. With B = 0 it is M/M/c, with one slot M/M/1. Utilisation is ``rate *
-T(slots) / slots``; what does not grow with the batch is the *fixed share* ``A / T(slots)``.
+seconds, so that ``n / T(n)`` end in a second: a birth-death chain whose service rates are computed from the
+estimates of one request and of the whole batch. With B = 0 it is M/M/c, with one slot M/M/1. Utilisation is ``rate
+* T(slots) / slots``; what does not grow with the batch is the *fixed share* ``A / T(slots)``.
 
 *Bursts.* Gaps are gamma with a coefficient of variation ``c_a`` (1: Poisson). Arrivals of peakedness z meet
 ``slots`` as Poisson ones of rate / z meet slots / z (Hayward). With one slot, as many wait as of GI/M/1.
@@ -55,9 +54,9 @@ class Tail(NamedTuple):
 
 
 def peakedness(offered: Array, arrival_cv: float, service_cv: float) -> Array:
-    """Variance over mean of how many would run at once if all could; 1 for Poisson arrivals.
+    """Return the variance over mean of how many would run at once if all could; 1 for Poisson arrivals.
 
-    Exact for exponential services (``service_cv`` 1); for others its excess over 1 is taken to go with
+    Exact for exponential services (``service_cv`` 1); for any other its excess over 1 is taken to go with
     ``2 / (1 + service_cv**2)``, which is right for constant ones in heavy traffic.
 
     Args:
@@ -73,17 +72,17 @@ def peakedness(offered: Array, arrival_cv: float, service_cv: float) -> Array:
 def wait_probability(
     utilisation: Array, fixed_share: Array, slots: int, arrival_cv: float, service_cv: float
 ) -> Array:
-    """How many of the requests find every slot taken, for utilisations from 0 to 1."""
+    """Return the share of requests that find every slot taken, for utilisations from 0 to 1."""
     (found,) = _between(_waiting(slots, arrival_cv, service_cv), utilisation, fixed_share)
     return found
 
 
 def wait_tail(utilisation: Array, arrival_cv: float, service_cv: Array, largest_cv: float) -> Tail:
-    """How long those wait, for utilisations from 0 to 1.
+    """Return how long waiting requests wait, for utilisations from 0 to 1.
 
     Args:
         service_cv: a column, none above ``largest_cv``, which settles where between the table's knots they lie: of
-            the traffic and not of the rows, so that a row's answer does not depend on those beside it.
+            the traffic and not of the rows, so that a row's answer does not depend on any other row.
     """
     along = service_cv / largest_cv if largest_cv > 0 else np.zeros_like(service_cv)
     scale, decay, until = _between(_tails(arrival_cv, largest_cv), utilisation, along)
@@ -93,7 +92,7 @@ def wait_tail(utilisation: Array, arrival_cv: float, service_cv: Array, largest_
 
 
 def _between(tables: Array, load: Array, share: Array) -> list[Array]:
-    """Of each of ``tables``, [tables, _LOADS times _SHARES]: linear between."""
+    """Return the values of each of ``tables``, [tables, _LOADS times _SHARES]: linear between."""
     load, share = np.minimum(load, 1.0) * (len(_LOADS) - 1), share * (len(_SHARES) - 1)
     row = np.minimum(load.astype(np.intp), len(_LOADS) - 2)
     column = np.minimum(share.astype(np.intp), len(_SHARES) - 2)
@@ -120,7 +119,7 @@ def _line(low: Array, high: Array, along: Array) -> Array:
 def _waiting(slots: int, arrival_cv: float, service_cv: float) -> Array:
     load, share = _LOADS[:, None], _SHARES[None, :]
     if slots == 1:
-        idle = _decay(_LOADS, arrival_cv, 1.0)  # in GI/M/1, of all that come
+        idle = _decay(_LOADS, arrival_cv, 1.0)  # in GI/M/1, of all arrivals
         return np.repeat(1 - idle, len(_SHARES))[None]
     spread = peakedness(load * slots, arrival_cv, service_cv)
     sought = slots / spread  # slots of the smooth queue, and no whole number
@@ -138,7 +137,8 @@ def _waiting(slots: int, arrival_cv: float, service_cv: float) -> Array:
 
 @lru_cache(maxsize=64)
 def _tails(arrival_cv: float, most: float) -> Array:
-    """[scale, decay over 1 - utilisation, until times its root], a column per ``service_cv`` from 0 to ``most``.
+    """Return [scale, decay over 1 - utilisation, until times its root], a column per ``service_cv`` from 0 to
+    ``most``.
 
     Near saturation the decay falls as the idle share and ``until`` rises as its inverse root, both without end:
     only what is left after dividing by that is smooth enough to lie on a line between two knots.
@@ -156,7 +156,7 @@ def _tails(arrival_cv: float, most: float) -> Array:
 
 
 def _until(late: Array, decay: Array) -> Array:
-    """Where a line from 1 meets the tail so that the mean is ``late + 1 / decay``."""
+    """Return where a line from 1 meets the tail so that the mean is ``late + 1 / decay``."""
     mean = late + 1 / decay
     low, high = late * 1.001, 2 * mean
     for _ in range(_HALVINGS):
@@ -168,7 +168,8 @@ def _until(late: Array, decay: Array) -> Array:
 
 
 def _decay(loads: Array, arrival_cv: float, service_cv: float) -> Array:
-    """The positive root d of ``log(1 + a d / load) / a + log(1 - s d) / s = 0``, a and s the squares of the two.
+    """Return the positive root d of ``log(1 + a d / load) / a + log(1 - s d) / s = 0``, a and s the squares of the
+    two.
 
     Bisection: the left side rises from 0 and falls through the root, and d is below ``1 / s``.
     """

@@ -1,5 +1,6 @@
-"""Which configuration serves an intent best: candidates in, an ordered plan out. Asks whether a candidate fits the
-cluster by calling a function it is given, and knows no GPU.
+"""Ranking: candidates and an intent in, an ordered plan out.
+
+Asks whether a candidate fits the cluster by calling a function it is given, and knows no GPU.
 
 Rules.
 
@@ -8,14 +9,14 @@ Rules.
 *   The limits are judged as :mod:`planner.limits` says; the objective on the value itself. With a rate a latency
     is the mean request's at that rate; where it is not served that has no end, and a batch's latency orders those.
 *   Of those that are feasible a measured one is preferred to those that are not (:mod:`planner.evidence`). The
-    chosen one is listed first, the others by their value: one with a better value that was passed over comes next.
+    chosen one is listed first, the rest by their value: one with a better value that was passed over is next.
 *   Ties are broken by fewer GPUs, then less memory, then the order of configurations, so that the order in which
     candidates are listed never matters. The configurations of ``candidates`` are distinct.
 *   ``fits`` is called at most once per candidate, best objective first, and only for candidates that nothing
     else refuses; when none of them fits, also for those that relaxing a limit could admit.
-*   Where others run on the GPUs (:mod:`planner.beside`), the objective, the cost and the limits are those of the
-    times where a candidate would go. What misses a limit on idle GPUs is asked for its place only where nothing is
-    feasible; else it is taken to be as slow as the chosen one.
+*   Where other deployments run on the GPUs (:mod:`planner.beside`), the objective, the cost and the limits are
+    those of the times where a candidate would go. What misses a limit on idle GPUs is asked for its place only
+    where nothing is feasible; else it is taken to be as slow as the chosen one.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def best_of(
     prices: Prices = _NO_PRICES,
     neighbours: Neighbours | None = None,
 ) -> Ranked | None:
-    """What ``rank`` chooses, with nothing explained."""
+    """Return what ``rank`` chooses, with nothing explained."""
     objective = objective_of(intent)
     table, checks, fits, _ = _weighed(candidates, intent, fits, prices, neighbours)
     verdicts = Verdicts(checks, table.served, intent.rate_per_s)
@@ -135,7 +136,8 @@ def best_of(
 def rivals_of(
     measured: Candidate, predicted: Sequence[Candidate], intent: Intent, prices: Prices = _NO_PRICES
 ) -> list[Candidate]:
-    """The candidates that are chosen before the best ``measured`` one on idle GPUs if they fit, the best first.
+    """Return the candidates that are chosen before the best ``measured`` one on idle GPUs if they fit, the best
+    first.
 
     Args:
         predicted: candidates that were not measured; all keep every limit on idle GPUs, as ``measured`` does.
@@ -154,7 +156,7 @@ def _rows(ranked: Sequence[Ranked]) -> Rows:
 
 
 def _chosen_first(feasible: list[Ranked], evidence: Evidence) -> list[Ranked]:
-    """``feasible``, best first, with the one that is chosen before all others."""
+    """Return ``feasible``, best first, with the one that is chosen before all of them."""
     chosen = preferred(_rows(feasible), evidence)
     if chosen is None or feasible[0].row == chosen:
         return feasible
@@ -162,7 +164,7 @@ def _chosen_first(feasible: list[Ranked], evidence: Evidence) -> list[Ranked]:
 
 
 def _like_the_first(feasible: Sequence[Ranked], evidence: Evidence) -> tuple[int, ...]:
-    """Positions of those that cannot be told apart from the first one."""
+    """Return the positions of those that cannot be distinguished from the first one."""
     if not feasible:
         return ()
     return tuple(np.flatnonzero(indistinguishable(_rows(feasible), feasible[0].row, evidence)).tolist()[1:])
@@ -174,7 +176,7 @@ class _Weighed(NamedTuple):
     table: _Table
     checks: list[Check]
     fits: Fits
-    first: tuple[DeploymentConfig, float] | None  # beside others: what is best on idle GPUs, and its objective
+    first: tuple[DeploymentConfig, float] | None  # on shared GPUs: what is best on idle ones, and its objective
 
 
 def _weighed(
@@ -192,7 +194,7 @@ def _weighed(
     sites.ask(kept)
     first = _first_of(table, kept & sites.placed, _evidence(table, intent, objective, prices))
     if first is not None and not (sites.load.slowdowns > 1).any() and not sites.load.later.any():
-        # nobody is there where any of them would go, nor to come
+        # no deployment runs where any of them would go, and none is expected
         return _Weighed(table, checks, sites.fits, None)
     return _Weighed(*_beside(table, sites, intent, objective, cost, prices), sites.fits, first)
 
@@ -258,7 +260,7 @@ def _weights(
     prices: Prices,
     z: float = 0.0,
 ) -> tuple[Column, Column, Column]:
-    """What each row comes to, what it is ranked by, and how much of that is by those who are expected.
+    """Return each row's objective, what it is ranked by, and how much of that is by the expected deployments.
 
     Args:
         z: where in their intervals the times of ``idle`` and ``there`` are taken, in standard deviations.
@@ -275,7 +277,7 @@ def _weights(
 
 
 def _ends(table: _Table, rows: Rows, objective: Objective, prices: Prices) -> tuple[Ends, Ends]:
-    """Of what each of ``rows`` comes to, and of what it is ranked by."""
+    """Return the ends of each row's objective, and of what it is ranked by."""
     alone = table.alone.take(rows)
     seen = alone if table.seen is table.alone else table.seen.take(rows)
     load = Load(*(column[rows] for column in table.load))
@@ -291,7 +293,7 @@ def _ends(table: _Table, rows: Rows, objective: Objective, prices: Prices) -> tu
 def _ends_of_kept(
     table: _Table, checks: Sequence[Check], objective: Objective, prices: Prices
 ) -> tuple[Ends, Ends]:
-    """Return what each row comes to, and what it is ranked by, where it keeps every limit; NaN of the others."""
+    """Return what each row gives, and what it is ranked by, where it keeps every limit; NaN for all other rows."""
     rows = np.flatnonzero(num_missed(checks, len(table.rows)) == 0)
     if len(rows) == len(table.rows):
         return _ends(table, rows, objective, prices)
@@ -321,7 +323,7 @@ def _checks(table: _Table, intent: Intent, cost: Cost) -> list[Check]:
 
 
 def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainment:
-    """On idle GPUs."""
+    """Return the service on idle GPUs."""
     alone = None
     if any(row.alone is not None for row in rows):
         found = (row.alone or row.estimate for row in rows)
@@ -330,13 +332,13 @@ def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainm
 
 
 def _askable(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[Estimate | None]:
-    """The estimates of the rows that can run at all."""
+    """Return the estimates of the rows that can run at all."""
     refusals = _refusals(table, intent, objective, cost)
     return [None if refusal else row.estimate for row, refusal in zip(table.rows, refusals, strict=True)]
 
 
 def _first_of(table: _Table, rows: Mask, evidence: Evidence) -> tuple[DeploymentConfig, float] | None:
-    """What would be chosen if nobody ran on the GPUs, whose ``table`` this is."""
+    """Return what would be chosen on idle GPUs, whose ``table`` this is."""
     row = preferred(np.flatnonzero(rows), evidence)
     return None if row is None else (table.rows[row].config, float(table.objectives[row]))
 
@@ -344,7 +346,7 @@ def _first_of(table: _Table, rows: Mask, evidence: Evidence) -> tuple[Deployment
 def _beside(
     table: _Table, sites: Sites, intent: Intent, objective: Objective, cost: Cost, prices: Prices
 ) -> tuple[_Table, list[Check]]:
-    """The idle ``table`` where each of its rows goes."""
+    """Return the idle ``table`` where each of its rows goes."""
     position = {id(row.estimate): at for at, row in enumerate(table.rows)}  # of the rows of ``sites``
 
     def there() -> tuple[_Table, list[Check], Rows]:
@@ -381,7 +383,7 @@ def _better_idle(
 
 
 def _refusals(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[str | None]:
-    """Why each row cannot run at all, or cannot be judged."""
+    """Return why each row cannot run at all, or cannot be judged."""
     unknown = np.isnan(table.objectives) | (np.isnan(table.costs) & (intent.budget is not None))
     refusals = [candidate.refusal for candidate in table.rows]
     usable, known = table.seen.usable, ~np.isnan(table.objectives)
@@ -400,7 +402,7 @@ def _judge(
     cost: Cost,
     fits: Fits,
 ) -> list[Ranked]:
-    """The verdict on every candidate of ``table``."""
+    """Return the verdict on every candidate of ``table``."""
     judged: list[Ranked] = []
     values = _or_none(table.objectives)
     is_weighed = table.load.taken.any() or table.load.later.any()
@@ -444,8 +446,10 @@ def _or_none(column: Column) -> list[float | None]:
 
 
 def _order(predicted: Sequence[Candidate], seen: Figures, ascending: Column) -> npt.NDArray[np.intp]:
-    """Rows by objective, then fewer GPUs, less memory, and the order of configurations; those without end by their
-    batch's E2E, unknown ones last."""
+    """Return the rows by objective, then fewer GPUs, less memory, and the order of configurations.
+
+    Rows without end are ordered by their batch's E2E, unknown ones are last.
+    """
     endless_s = np.where(np.isposinf(ascending), seen.e2e_s, 0.0)
     keys = (seen.total_bytes, seen.num_gpus, endless_s, ascending)  # lexsort: the last counts most, NaN sorts last
     order = np.lexsort(keys)

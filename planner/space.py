@@ -1,4 +1,4 @@
-"""Which configurations there are to choose from, and which of them the model's own shape rules out.
+"""Space of configurations to choose from, and those that the model's own shape rules out.
 
 Does not know what an engine can run (that is ``EngineCapabilities``) nor what fits. What is in the space and what
 is left out of it is decided in docs/decisions/0003-configuration-space.md.
@@ -28,7 +28,7 @@ _PRUNING = (Pruning.SPARSEGPT, Pruning.WANDA, Pruning.WANDA_2_4, Pruning.WANDA_4
 
 
 def formats(spec: ModelSpec, gpu: GpuSpec) -> tuple[tuple[WeightFormat, KvFormat, Pruning], ...]:
-    """Every (weights, KV, pruning) of the space: quantized but not pruned, or pruned but at 16 bits.
+    """Return every (weights, KV, pruning) of the space: quantized but not pruned, or pruned but at 16 bits.
 
     An already quantized checkpoint stays as it is: its KV cache alone may be of several formats.
     fp8 is there where the GPU multiplies it; ``llm-pruner-25`` where every query head has its own KV head.
@@ -46,7 +46,7 @@ def formats(spec: ModelSpec, gpu: GpuSpec) -> tuple[tuple[WeightFormat, KvFormat
 def configuration_space(
     spec: ModelSpec, gpu: GpuSpec, num_gpus: int, engine_of: EngineOf
 ) -> tuple[DeploymentConfig, ...]:
-    """Every configuration of ``spec`` on ``num_gpus`` GPUs like ``gpu``, whether or not it can run.
+    """Return every configuration of ``spec`` on ``num_gpus`` GPUs like ``gpu``, whether or not it can run.
 
     Args:
         engine_of: names the engine for a configuration, whose own ``engine`` is then still empty.
@@ -68,7 +68,7 @@ def configuration_space(
 
 
 def shape_refusal(spec: ModelSpec, config: DeploymentConfig, num_gpus: int) -> str | None:
-    """Why no engine can cut ``spec`` as ``config`` asks, with both numbers; None when it can be cut."""
+    """Return why no engine can cut ``spec`` as ``config`` asks, with both numbers; None when it can be cut."""
     tp, pp = config.tp, config.pp
     if config.num_gpus > num_gpus:
         return f"tp={tp},pp={pp} needs {config.num_gpus} GPUs, there are {num_gpus}"

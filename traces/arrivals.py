@@ -1,8 +1,9 @@
-"""When requests arrive: seeded processes that yield arrival times for ever, a chunk at a time.
+"""Arrival processes: seeded sources of arrival times without end, a chunk at a time.
 
 All are one construction: points whose gaps are independent, of mean 1 and a given coefficient of variation
 (gamma law; 1 is Poisson), run through a clock that goes as fast as the rate at that moment. With cv 1 the result
-is exactly the Poisson process of that rate; else the gaps keep their cv wherever the rate stands still for a few.
+is exactly the Poisson process of that rate; with another, the gaps keep their cv wherever the rate is constant
+over a few of them.
 
 Source: time rescaling; Cox and Isham, Point Processes, 1980, sections 3.2 and 4.2.
 """
@@ -32,15 +33,15 @@ __all__ = [
 
 Seconds: TypeAlias = NDArray[np.float64]
 _CHUNK = 4096
-# Gamma gaps of a larger one are below what a float holds, and the clock would stand still.
+# Gamma gaps of a larger one are below what a float holds, and the clock would stop.
 _MAX_CV = 1000.0
 
 
 class ArrivalProcess(Protocol):
-    """Where requests' times come from."""
+    """Source of the arrival times of requests."""
 
     def arrivals(self, rng: np.random.Generator) -> Iterator[Seconds]:
-        """Ascending times from 0 on, in arrays of any length; without end unless the process says otherwise."""
+        """Yield ascending times from 0 on, in arrays of any length; without end unless the process says so."""
         ...
 
 
@@ -62,7 +63,7 @@ class Gamma:
 
 
 def Poisson(rate_per_s: float) -> Gamma:
-    """Exponential gaps: arrivals that know nothing of each other."""
+    """Return exponential gaps: arrivals that know nothing of each other."""
     return Gamma(rate_per_s)
 
 
@@ -90,7 +91,7 @@ class OnOff:
 
     @property
     def mean_rate_per_s(self) -> float:
-        """Requests per second in the long run."""
+        """Mean rate in the long run, requests per second."""
         work = self.rate_per_s * self.on_s + self.off_rate_per_s * self.off_s
         return work / (self.on_s + self.off_s)
 
@@ -110,10 +111,10 @@ class OnOff:
 
 @dataclass(frozen=True)
 class Drifting:
-    """A rate that wanders about its mean: its logarithm is an AR(1) process over slots of ``slot_s``.
+    """Rate that wanders about its mean: its logarithm is an AR(1) process over slots of ``slot_s``.
 
     ``modulation_cv`` is the rate's own coefficient of variation (lognormal), ``correlation_s`` the time in which
-    the logarithm's correlation falls to 1/e; ``cv`` that of the gaps at a standing rate.
+    the logarithm's correlation falls to 1/e; ``cv`` is that of the gaps at a constant rate.
     """
 
     rate_per_s: float
@@ -141,8 +142,10 @@ class Drifting:
 
 @dataclass(frozen=True)
 class RateSeries:
-    """A measured rate: ``rates_per_s[i]`` holds from ``i * slot_s`` for one slot. Ends with its last slot unless
-    ``repeats``."""
+    """Measured rate: ``rates_per_s[i]`` holds from ``i * slot_s`` for one slot.
+
+    The series ends with its last slot unless ``repeats``.
+    """
 
     slot_s: float
     rates_per_s: tuple[float, ...]
@@ -158,13 +161,15 @@ class RateSeries:
                 raise ConfigError(f"the rate of slot {index} is {rate}; it must be finite and at least 0")
 
     def scaled_to(self, rate_per_s: float) -> RateSeries:
-        """The same course at another mean rate."""
+        """Return the same course at another mean rate."""
         _require(rate_per_s=rate_per_s)
         factor = rate_per_s * len(self.rates_per_s) / sum(self.rates_per_s)
         return replace(self, rates_per_s=tuple(rate * factor for rate in self.rates_per_s))
 
     def mean_day(self, period_s: float = 86_400.0) -> RateSeries:
-        """The mean course of one period, repeated. Slots with rate 0 count as gaps in the source, not as idle.
+        """Return the mean course of one period, repeated.
+
+        Slots with rate 0 count as gaps in the source, not as idle.
 
         Raises:
             ConfigError: a period is not a whole number of slots, the series is shorter than one, or a time of day
@@ -214,7 +219,7 @@ class Diurnal:
 
     @property
     def series(self) -> RateSeries:
-        """One period, repeated."""
+        """The rates of one period, repeated."""
         edges = 2 * np.pi * (np.arange(289) / 288 - self.phase)
         means = -np.diff(np.cos(edges)) / np.diff(edges)
         rates = np.maximum(0.0, self.rate_per_s * (1 + self.amplitude * means))
@@ -233,7 +238,7 @@ class _Span:
 
 
 def _run(spans: Iterator[_Span], cv: float, rng: np.random.Generator) -> Iterator[Seconds]:
-    """Unit-rate points through the clock of the spans: within each, time is points divided by the rate."""
+    """Yield points of rate 1 through the clock of the spans: within each, time is points divided by the rate."""
     points, taken = np.empty(0), 0
     last_point = 0.0
     start_s, start_point = 0.0, 0.0
@@ -256,7 +261,7 @@ def _run(spans: Iterator[_Span], cv: float, rng: np.random.Generator) -> Iterato
 
 
 def _gamma_array(rng: np.random.Generator, cv: float, count: int) -> Seconds:
-    """Gamma-distributed numbers of mean 1 and the given coefficient of variation."""
+    """Return gamma-distributed numbers of mean 1 and the given coefficient of variation."""
     return rng.gamma(1 / cv**2, cv**2, count)
 
 

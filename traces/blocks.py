@@ -22,7 +22,7 @@ class Block(NamedTuple):
 
 
 def blocks(requests: Iterable[Request], size: int = 8192) -> Iterator[Block]:
-    """The stream in blocks of ``size``, the last one shorter; none for an empty stream."""
+    """Yield the stream in blocks of ``size``, the last one shorter; none for an empty stream."""
     held: list[Request] = []
     for request in requests:
         held.append(request)
@@ -53,7 +53,7 @@ class Moments:
         self._spread = np.zeros((width, width))
 
     def add(self, rows: NDArray[np.float64]) -> None:
-        """More rows, shape [any, width]."""
+        """Add rows of shape [any, width]."""
         more = len(rows)
         if more == 0:
             return
@@ -70,13 +70,13 @@ class Moments:
 
     @property
     def correlation(self) -> float:
-        """Of the first two columns; 0 where one of them does not vary."""
+        """Correlation of the first two columns; 0 where one of them does not vary."""
         scale = float(np.sqrt(self._spread[0, 0] * self._spread[1, 1]))
         return float(np.clip(self._spread[0, 1] / scale, -1, 1)) if scale > 0 else 0.0
 
 
 def count_values(values: NDArray[np.int64], histogram: dict[int, int]) -> None:
-    """Add how often each value comes to the histogram."""
+    """Add the number of occurrences of each value to the histogram."""
     found, times = np.unique(values, return_counts=True)
     for value, count in zip(found.tolist(), times.tolist(), strict=True):
         histogram[value] = histogram.get(value, 0) + count

@@ -36,7 +36,7 @@ def line_chart(
     logarithmic: bool = False,
     dots: bool = True,
 ) -> Markup:
-    """Every line over the same axes; a time axis gets the unit that suits it.
+    """Return a chart of every line over the same axes; a time axis gets the unit that suits it.
 
     Args:
         dots: mark every point, with its numbers when pointed at.

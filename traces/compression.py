@@ -35,7 +35,7 @@ __all__ = ["compress"]
 def compress(
     requests: Iterable[Request], *, rate_factor: float, interval_s: float, aggregate: int, seed: int
 ) -> Iterator[Request]:
-    """The trace at ``rate_factor * aggregate`` times its rate and 1 / ``aggregate`` of its length.
+    """Yield the trace at ``rate_factor * aggregate`` times its rate and 1 / ``aggregate`` of its length.
 
     Args:
         requests: a sorted stream.

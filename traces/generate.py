@@ -25,10 +25,10 @@ def generate(
     models: Sequence[str] = (),
     popularity: Popularity | None = None,
 ) -> Iterator[Request]:
-    """Requests until ``duration_s`` or ``num_requests``, whichever comes first; constant memory.
+    """Yield requests until ``duration_s`` or ``num_requests`` is reached, in constant memory.
 
-    The same arguments give the same stream. Arrivals, lengths and models have random numbers of their own: a
-    change of one law leaves what the others give as it was, and a longer duration only continues the stream.
+    The same arguments give the same stream. Arrivals, lengths and models have separate random numbers: a change of
+    one law leaves the values of the other two as they were, and a longer duration only continues the stream.
 
     Raises:
         ConfigError: neither bound is given, or one is not above 0.

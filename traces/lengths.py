@@ -1,4 +1,4 @@
-"""How long prompts and answers are: seeded models of both at once, fitted to a trace or given.
+"""Models of prompt and answer lengths: seeded, both lengths at once, fitted to a trace or given.
 
 Memory of a fit is bounded whatever the trace's length.
 """
@@ -34,10 +34,10 @@ Tokens: TypeAlias = NDArray[np.int64]
 
 
 class LengthModel(Protocol):
-    """Where requests' lengths come from."""
+    """Source of the lengths of requests."""
 
     def sample(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
-        """Input and output tokens of ``count`` requests, each at least 1."""
+        """Return the input and output tokens of ``count`` requests, each at least 1."""
         ...
 
 
@@ -113,7 +113,7 @@ class LognormalLengths:
 
     @classmethod
     def fit(cls, requests: Iterable[Request]) -> LognormalLengths:
-        """By moments of the logarithms, in one pass; half a token is taken off for the rounding up."""
+        """Fit by moments of the logarithms, in one pass; half a token is taken off for the rounding up."""
         logs, longest = Moments(2), np.ones(2, dtype=np.int64)
         for block in blocks(requests):
             logs.add(np.log(np.maximum(block.tokens, 1) - 0.5))
@@ -174,7 +174,7 @@ class HistogramLengths:
 
 @dataclass(frozen=True, eq=False)
 class MixedLengths:
-    """One of several models for each request, by weight."""
+    """Mixture of length models: each request draws one of them by weight."""
 
     parts: tuple[tuple[float, LengthModel], ...]
 
@@ -203,7 +203,7 @@ class FitDistance:
 def fit_distance(
     model: LengthModel, requests: Iterable[Request], *, samples: int = 100_000, seed: int = 0
 ) -> FitDistance:
-    """How far a length model is from a trace, length by length (not their correlation).
+    """Return the distance of a length model from a trace, length by length (not of their correlation).
 
     Two-sample: the model's ``samples`` draws carry an error of about ``1 / sqrt(samples)``.
     """

@@ -24,9 +24,9 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Lines:
-    """Iterate over a file's lines, without their ends; ``number`` is the line last given, from 1.
+    """Iterator over a file's lines, without their ends; ``number`` is the line last given, from 1.
 
-    Whether the file is gzip is told from its first bytes, not its name. A byte order mark is dropped.
+    Gzip is recognised by the file's first bytes, not by its name. A byte order mark is dropped.
 
     Raises, at the first line that shows it:
         NotFoundError: there is no such file.
@@ -39,7 +39,7 @@ class Lines:
         self.number = 0
 
     def error(self, what: str, *, line: int | None = None) -> BadInputError:
-        """The error that says ``what`` is wrong in the line that was given last."""
+        """Return the error that says ``what`` is wrong in the line that was given last."""
         return BadInputError(f"{self.path}, line {line or self.number}: {what}")
 
     def __iter__(self) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""What became of every request of a run, replayed or simulated: one array per fact, one row per request.
+"""Outcomes of all requests of a run, replayed or simulated: one array per fact, one row per request.
 
-Times are seconds on the run's clock, 0 at its start; what never happened is NaN. A simulation sends when it is
-scheduled; a replay may be late, and says by how much.
+Times are seconds on the run's clock, 0 at its start; the time of an event that never happened is NaN. A simulation
+sends each request when it is scheduled; a replay may be late, and its outcomes say by how much.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Integers = NDArray[np.integer]
 
 
 class Failure(IntEnum):
-    """Why a request has no whole answer. The number is what ``Outcomes.failure`` holds."""
+    """Reason for which a request has no complete answer. The number is what ``Outcomes.failure`` holds."""
 
     NONE = 0
     REFUSED_BY_CLIENT = 1  # more in flight than allowed; never sent, never delayed
@@ -90,7 +90,7 @@ class Outcomes:
 
     @property
     def lateness_s(self) -> Floats:
-        """How much later than scheduled each was sent; NaN for what was not."""
+        """Delay of each send behind its schedule; NaN for requests that were not sent."""
         return self.sent_s - self.scheduled_s
 
     @property
@@ -118,7 +118,7 @@ class Outcomes:
         return np.asarray((self.last_token_s - self.first_token_s) / after_first)
 
     def select(self, rows: NDArray[np.bool_]) -> Outcomes:
-        """The requests where ``rows`` is true."""
+        """Return the requests where ``rows`` is true."""
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         gaps_s, num_gaps = self.gaps_s, self.num_gaps
         if num_gaps is not None:
@@ -126,7 +126,7 @@ class Outcomes:
         return Outcomes(deployments=self.deployments, gaps_s=gaps_s, num_gaps=num_gaps, **columns)
 
     def by_deployment(self) -> Sequence[tuple[str, Outcomes]]:
-        """The requests of each deployment that had any."""
+        """Return the requests of each deployment that had any."""
         parts = [(name, self.select(self.deployment == i)) for i, name in enumerate(self.deployments)]
         return [(name, part) for name, part in parts if len(part)]
 

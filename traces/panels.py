@@ -14,19 +14,19 @@ __all__ = ["outcome_line", "over_time", "quantiles", "tiles"]
 
 
 def outcome_line(words: str, summary: Summary) -> Markup:
-    """The first line of a page: ``words`` on what became of the requests, coloured where some failed."""
+    """Return the first line of a page: ``words`` on the requests' outcome, coloured where some failed."""
     failed = summary.completed < summary.requests
     return el("p", el("b", f"{words[0].upper()}{words[1:]}.", class_="bad" if failed else "good"), class_="lead")
 
 
 def tiles(figures: Sequence[tuple[str, str]]) -> Markup:
-    """Names and figures, each in a box of its own."""
+    """Return a panel of names and figures, each in a box of its own."""
     made = [el("div", el("b", value), el("span", name), class_="tile") for name, value in figures]
     return el("div", made, class_="tiles")
 
 
 def quantiles(name: str, lines: Sequence[tuple[str, str, tuple[CurvePoint, ...]]]) -> Markup | None:
-    """Latencies by percentile, each line a name, a colour and its points; None where no line has any."""
+    """Chart latencies by percentile, each line a name, a colour and its points; None where no line has any."""
     drawn = [
         Line(said, color, tuple((point.percent, point.value_s) for point in points), dashed=number > 0)
         for number, (said, color, points) in enumerate(lines)
@@ -46,7 +46,7 @@ def _figure(name: str, chart: Markup, lines: Sequence[Line]) -> Markup:
 
 
 def over_time(bins: Sequence[Bin], requests: str) -> Markup | None:
-    """Rates, requests in flight, output and TTFT over time; None where the run is too short to tell.
+    """Chart rates, requests in flight, output and TTFT over time; None where the run is too short.
 
     Args:
         requests: what the panel of their rate is called.

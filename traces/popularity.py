@@ -1,4 +1,4 @@
-"""Which model a request is for, where the trace does not say: the popularity laws of the literature."""
+"""Popularity laws of the literature: the choice of each request's model, where the trace does not name it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Popularity(Protocol):
     """A law over models, the most popular first."""
 
     def draw(self, rng: np.random.Generator, first: int, count: int, models: int) -> Indexes:
-        """Model indexes, below ``models``, of the requests number ``first`` to ``first + count - 1``."""
+        """Return model indexes, below ``models``, of the requests number ``first`` to ``first + count - 1``."""
         ...
 
 
@@ -98,7 +98,7 @@ _PLAIN: dict[str, Popularity] = {
 
 
 def popularity_named(text: str) -> Popularity:
-    """A law by name: ``uniform``, ``identical``, ``distinct``, ``zipf[:ALPHA]`` or ``geometric[:RATIO]``.
+    """Return a law by name: ``uniform``, ``identical``, ``distinct``, ``zipf[:ALPHA]`` or ``geometric[:RATIO]``.
 
     Raises:
         ConfigError: no such law, or its number is not one or is out of range.

@@ -81,7 +81,7 @@ class OpenTrace:
             raise BadInputError(f"{self.path} has a header and no requests")
 
     def _check_time(self, arrival_s: float, last_s: float) -> None:
-        """Of a request that is not later than the one before, or than 0."""
+        """Raise when a request does not arrive later than the one before, or the first one before 0."""
         when = f"arrives at {arrival_s:.7f} s"
         if self.rows == 1:
             if arrival_s < 0:
@@ -99,7 +99,7 @@ def open_trace(
     strict: bool = False,
     zero_lengths: ZeroLengths | None = None,
 ) -> OpenTrace:
-    """The requests of a trace file, plain or gzip.
+    """Return the requests of a trace file, plain or gzip.
 
     Args:
         path: the file.

@@ -1,4 +1,4 @@
-"""One request of a workload, the unit that readers and generators yield and replay and simulation consume."""
+"""Request of a workload: the unit that readers and generators yield and replay and simulation consume."""
 
 from __future__ import annotations
 

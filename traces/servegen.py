@@ -48,14 +48,14 @@ class ClientSlot:
 
 @dataclass(frozen=True)
 class Client:
-    """One client's slots, ascending."""
+    """Slots of one client, ascending."""
 
     name: str
     slots: tuple[ClientSlot, ...]
 
 
 def client_requests(clients: Sequence[Client], *, seed: int) -> Iterator[Request]:
-    """All clients' requests, merged, from the first slot to the last; a client's slot at a time in memory."""
+    """Yield all clients' requests, merged, from first to last slot; a client's slot at a time in memory."""
     seeds = np.random.SeedSequence(seed).spawn(len(clients))
     streams = [_requests(client, np.random.default_rng(own)) for client, own in zip(clients, seeds, strict=True)]
     return heapq.merge(*streams, key=lambda request: request.arrival_s)
@@ -98,7 +98,7 @@ class LengthWindow:
 
 
 def series_requests(rates: RateSeries, windows: Sequence[LengthWindow], *, seed: int) -> Iterator[Request]:
-    """Requests of a rate series whose lengths change from window to window.
+    """Yield requests of a rate series whose lengths change from window to window.
 
     Raises:
         BadInputError: no window begins at 0, or one not at the beginning of a slot.

@@ -18,7 +18,7 @@ def requests_of(
     strict: bool = False,
     seed: int = 0,
 ) -> RequestStream:
-    """The requests of ``source``. ``format`` and ``strict`` are for files, ``seed`` for stand-ins.
+    """Return the requests of ``source``. ``format`` and ``strict`` are for files, ``seed`` for synthetic traces.
 
     Raises:
         NotFoundError: no such file, or no such stand-in.

@@ -40,13 +40,13 @@ class StandIn:
     duration_s: float
 
     def requests(self, *, seed: int = 0, duration_s: float | None = None) -> Iterator[Request]:
-        """The stream; as long as the real trace unless told otherwise."""
+        """Yield the stream, as long as the real trace by default."""
         length_s = self.duration_s if duration_s is None else duration_s
         return generate(self.arrivals, self.lengths, seed=seed, duration_s=length_s)
 
 
 def standin(name: str) -> StandIn:
-    """A stand-in by name.
+    """Return a stand-in by name.
 
     Raises:
         NotFoundError: there is none of that name.

@@ -1,4 +1,4 @@
-"""What a trace is like, in one pass: rate, burstiness, lengths.
+"""Statistics of a trace in one pass: rate, burstiness, lengths.
 
 Memory does not grow with the number of requests, only with how many different lengths and models there are.
 """
@@ -76,7 +76,7 @@ class TraceStatistics:
 
 
 def statistics_of(requests: Iterable[Request]) -> TraceStatistics:
-    """Statistics of a stream, which is consumed.
+    """Return statistics of a stream, which is consumed.
 
     Raises:
         BadInputError: it has no requests.

@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Percentiles:
-    """Of one quantity, seconds. Linear interpolation between order statistics, as numpy does by default."""
+    """Percentiles of one quantity, in seconds, interpolated linearly between order statistics as numpy does."""
 
     count: int
     mean_s: float
@@ -51,7 +51,9 @@ class FailureCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SloResult:
-    """How many requests kept every limit. A failed one keeps none; an answer of one token has no TPOT to miss.
+    """Number of requests that kept every limit.
+
+    A failed one keeps none; an answer of one token has no TPOT to miss.
 
     Requests in flight when a run was ended early are not judged.
     """
@@ -105,7 +107,7 @@ class Summary:
 
 
 def percentiles(values: Floats) -> Percentiles | None:
-    """NaN is left out; None when nothing remains."""
+    """Return percentiles without NaN; None when nothing remains."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
     if not known.size:
@@ -123,7 +125,7 @@ def percentiles(values: Floats) -> Percentiles | None:
 
 
 def summarize(outcomes: Outcomes, slo: Slo | None = None, *, duration_s: float | None = None) -> Summary:
-    """The figures of a run.
+    """Return the figures of a run.
 
     Args:
         duration_s: what rates are over; None: from the first scheduled send to the last token.
@@ -155,7 +157,7 @@ def outcome_words(summary: Summary, reasons: Mapping[str, str] = MappingProxyTyp
     """Return one line: how many requests failed and why, and how many were answered.
 
     Args:
-        reasons: words for kinds of failure; a kind without any stands for itself.
+        reasons: words for kinds of failure; a kind without any is printed as it is.
     """
     failed = summary.requests - summary.completed
     if not failed:
@@ -205,7 +207,7 @@ def _judge(outcomes: Outcomes, slo: Slo, span_s: float) -> SloResult:
 
 
 def kept(outcomes: Outcomes, slo: Slo) -> NDArray[np.bool_]:
-    """Which requests were answered within every limit of ``slo``."""
+    """Return a mask of the requests that were answered within every limit of ``slo``."""
     late = (
         _over(outcomes.ttft_s, slo.ttft_s) | _over(outcomes.tpot_s, slo.tpot_s) | _over(outcomes.e2e_s, slo.e2e_s)
     )
@@ -213,7 +215,7 @@ def kept(outcomes: Outcomes, slo: Slo) -> NDArray[np.bool_]:
 
 
 def _over(values_s: Floats, limit_s: float | None) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """NaN is over no limit."""
+    """Return which values are over the limit; NaN is over no limit."""
     if limit_s is None:
         return np.zeros(values_s.shape, np.bool_)
     return np.asarray(values_s > limit_s)

@@ -25,7 +25,7 @@ class Bin:
     completed: int
     failed: int
     in_flight: int  # of the completed: sent and without their last token, at the end of the bin
-    output_tokens_per_s: float  # of the requests whose last token came in it
+    output_tokens_per_s: float  # of the requests whose last token arrived in it
     ttft_p50_s: float | None
     ttft_p99_s: float | None
 
@@ -37,7 +37,7 @@ class CurvePoint:
 
 
 def curve(values: Floats) -> tuple[CurvePoint, ...]:
-    """The quantiles of what is not NaN; empty when nothing is."""
+    """Return the quantiles of what is not NaN; empty when nothing is."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
     if not known.size:
@@ -47,7 +47,7 @@ def curve(values: Floats) -> tuple[CurvePoint, ...]:
 
 
 def timeline(outcomes: Outcomes, *, bins: int = 60) -> tuple[Bin, ...]:
-    """The run from its start to its last event, in about ``bins`` stretches of a round width."""
+    """Return the run from its start to its last event, in about ``bins`` stretches of a round width."""
     if not len(outcomes):
         return ()
     ends_s = np.nanmax(np.concatenate([outcomes.scheduled_s, outcomes.last_token_s]))

@@ -1,13 +1,13 @@
-"""What a queue must know of a trace: how its rate moves, how bursty it is beside that, how its lengths vary.
+"""Traffic parameters of a queue: how a trace's rate moves, how bursty it is at a given rate, how lengths vary.
 
-Requests are counted in windows. Were the rate always the same, the counts of a window would vary as much as their
-mean (Poisson); what they vary beyond that is the rate moving. Of their deviations from the mean the part that is
-the rate's own is kept, ``sqrt(1 - 1 / index of dispersion)``, so that noise is not counted twice. Within a window,
-the index of dispersion of its tenths says how bursty it is at a steady rate. A trace of many windows is told in
+Requests are counted in windows. If the rate were always the same, the counts of the windows would vary as much as
+their mean (Poisson); variation beyond that is the rate moving. The part of the counts' deviations that is due to
+the rate is kept, ``sqrt(1 - 1 / index of dispersion)``, so that noise is not counted twice. Within a window, the
+index of dispersion of its tenths says how bursty it is at a steady rate. A trace of many windows is described in
 longer ones.
 
 Source: Sriram and Whitt, Characterizing superposition arrival processes in packet multiplexers, 1986 (indices of
-dispersion). What is made of it: ``planner.moving_rate``; how well it does: docs/risk.md.
+dispersion). ``planner.moving_rate`` uses these figures; docs/risk.md shows how well they predict.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_CV, _MOST_CV = 0.25, 100.0
 
 
 def traffic_of(requests: Iterable[Request], *, window_s: float = WINDOW_S) -> Traffic:
-    """The traffic of a stream, which is consumed; memory grows with its time, ten counts a window.
+    """Return the traffic of a stream, which is consumed; memory grows with its time, ten counts a window.
 
     Raises:
         BadInputError: it spans fewer than eight windows.
@@ -66,7 +66,7 @@ def traffic_of(requests: Iterable[Request], *, window_s: float = WINDOW_S) -> Tr
 
 
 def _rates(counts: NDArray[np.int64]) -> tuple[float, ...]:
-    """Over their mean, of the counts of windows; none where they vary no more than Poisson's."""
+    """Return the counts of windows over their mean; none where they vary no more than Poisson's."""
     mean = float(counts.mean())
     dispersion = float(counts.var()) / mean
     if dispersion <= 1:

@@ -19,12 +19,15 @@ _CHUNK = 4096
 
 
 def merge(*streams: Iterable[Request]) -> Iterator[Request]:
-    """Several sorted streams as one; of requests at one time, those of an earlier stream come first."""
+    """Yield several sorted streams as one; of requests at one time, those of an earlier stream are first."""
     return heapq.merge(*streams, key=lambda request: request.arrival_s)
 
 
 def only_model(requests: Iterable[Request], model: str) -> Iterator[Request]:
-    """The requests for one model, at their own times. Merging the parts of all models gives the whole again."""
+    """Yield the requests for one model, at their own times.
+
+    Merging the parts of all models gives the whole again.
+    """
     return (request for request in requests if request.model == model)
 
 
@@ -55,7 +58,8 @@ def _assigned(
 
 
 def clip(requests: Iterable[Request], start_s: float, end_s: float) -> Iterator[Request]:
-    """The requests in [start_s, end_s), with the clock starting at ``start_s``; reads no further than ``end_s``.
+    """Yield the requests in [start_s, end_s), with the clock starting at ``start_s``; reads no further than
+    ``end_s``.
 
     Raises:
         ConfigError: the window is empty or begins before 0.

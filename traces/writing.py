@@ -20,7 +20,7 @@ __all__ = ["write_trace"]
 def write_trace(path: str | Path, requests: Iterable[Request], format: str = "csv") -> int:  # noqa: A002
     """Write the requests and return how many there were; a path that ends in ``.gz`` is written as gzip.
 
-    ``csv`` keeps everything. The others keep what they have columns for, and refuse a request that says more:
+    ``csv`` keeps everything. The other formats keep what they have columns for, and refuse a request with more:
     ``azure`` times to 100 ns from the first request on; ``mooncake`` times in milliseconds, prefix blocks;
     ``burstgpt`` times from the first request on, models.
 

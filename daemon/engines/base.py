@@ -19,7 +19,7 @@ __all__ = ["Command", "Container", "Engine", "Inside", "StageAssignment", "Worke
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageAssignment:
-    """One pipeline stage on this node: the devices of its TP group and how many layers it holds."""
+    """Pipeline stage on this node: the devices of its TP group and how many layers it holds."""
 
     device_ids: tuple[str, ...]
     """Devices of the stage's tensor-parallel group, one per rank."""
@@ -29,14 +29,14 @@ class StageAssignment:
     """Memory promised on each device of this stage; None: that of the worker's limits."""
 
     def room_bytes(self, limits: WorkerLimits) -> int:
-        """What each of its ranks may take."""
+        """Return the bytes that each of its ranks may take."""
         given = self.memory_bytes_per_device
         return limits.memory_bytes_per_device if given is None else given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLimits:
-    """What the estimate assumed, enforced at launch."""
+    """Limits that the estimate assumed, enforced at launch."""
 
     max_batch: int
     """Most requests that run at once."""
@@ -93,7 +93,7 @@ class WorkerSpec:
                 raise ConfigError(f"{len(stage.device_ids)} devices in a stage for tp={self.config.tp}")
 
     def promised_bytes(self) -> dict[str, int]:
-        """By device, what the ranks on it may take together. With an uneven split the stages differ."""
+        """Return, by device, what the ranks on it may take together. With an uneven split the stages differ."""
         promised: dict[str, int] = {}
         for stage in self.stages:
             for device_id in stage.device_ids:
@@ -117,7 +117,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inside:
-    """What an engine finds in a container: the checkpoint's folder, that of its files, and the release.
+    """Contents of a container for an engine: the checkpoint's folder, that of its files, and the release.
 
     Both may be read-only.
     """
@@ -143,9 +143,9 @@ class Container:
 
 
 class Engine(Protocol):
-    """One inference engine. Adapters never import the engine: they start it, with the Python it is installed for.
+    """Inference engine. Adapters never import the engine: they start it, with the Python it is installed for.
 
-    What holds for the process that :meth:`command` describes, whichever engine it is: it listens on the spec's
+    The process that :meth:`command` describes keeps these rules, whichever engine it is: it listens on the spec's
     host and port and nowhere else; ``GET /health`` answers 200 once it serves and not before; it speaks the OpenAI
     API under the name ``spec.served_model`` and refuses a prompt longer than ``max_context_tokens`` with 400 in
     OpenAI's form; SIGTERM ends it within 35 s, all its processes with it. An engine that is not ours is started
@@ -164,7 +164,7 @@ class Engine(Protocol):
         ...
 
     def capabilities(self) -> EngineCapabilities:
-        """What it runs; with ``unavailable`` set where no worker of it can be started here."""
+        """Return what it runs; with ``unavailable`` set where no worker of it can be started here."""
         ...
 
     def versions(self) -> tuple[tuple[str, str], ...]:
@@ -175,7 +175,7 @@ class Engine(Protocol):
         ...
 
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
-        """How to start a worker for ``spec`` with every one of its limits enforced. Starts and writes nothing.
+        """Return how to start a worker for ``spec`` with all its limits enforced. Starts and writes nothing.
 
         Args:
             folder: the worker's own; ``spec.json`` will lie there.
@@ -188,7 +188,9 @@ class Engine(Protocol):
         ...
 
     def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
-        """What starts the same worker in a container, every limit enforced. The engine need not be installed here.
+        """Return what starts the same worker in a container, all limits enforced.
+
+        The engine need not be installed here.
 
         The checkpoint's own folder is read for what the launch has to know; its weights need not lie there.
 
@@ -210,7 +212,7 @@ class Engine(Protocol):
         ...
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
-        """The worker's own account from what ``stats_path`` answered.
+        """Return the worker's own account from what ``stats_path`` answered.
 
         Raises:
             EngineError: it is not what this engine is documented to answer.
@@ -218,9 +220,9 @@ class Engine(Protocol):
         ...
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
-        """Why a worker ended by itself, with the fix where one is known.
+        """Return why a worker ended by itself, with the fix where one is known.
 
-        The class decides what follows: a BadInputError or InfeasibleError would come again at every start, so the
+        The class decides what follows: a BadInputError or InfeasibleError would occur again at every start, so the
         worker is given up; after an UnavailableError or EngineError it is started again.
         """
         ...

@@ -1,7 +1,8 @@
 """Engine environments under the home: their layout, and which installations are complete.
 
 An environment is the folder ``HOME/engines/ENGINE-VERSION``, a virtual environment. Its file ``installed.json`` is
-written last and removed first, so a folder without it is unfinished, whoever was killed, and is never used.
+written last and removed first, so a folder without it is unfinished, whichever process was killed, and is never
+used.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MAX_VERSION_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class EngineEnvironment:
-    """One version of an engine, in a virtual environment of its own."""
+    """Version of an engine, in a virtual environment of its own."""
 
     engine: str
     version: str
@@ -74,7 +75,7 @@ def _is_canonical(version: str) -> bool:
 def exact_version(text: str) -> str:
     """Return ``text`` as a full version number in its canonical form.
 
-    ``0.33`` stands for ``0.33.0``, ``v0.33-rc1`` for ``0.33.0rc1``.
+    ``0.33`` becomes ``0.33.0``, ``v0.33-rc1`` becomes ``0.33.0rc1``.
 
     Raises:
         ConfigError: not one exact version.

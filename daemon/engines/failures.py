@@ -41,7 +41,7 @@ def explain(
     signs: Sequence[Sign],
     dull: re.Pattern[str] | None = None,
 ) -> IserveError:
-    """The error of the first sign that is found; else the engine's last named error, else its last line.
+    """Return the error of the first sign that is found; else the engine's last named error, else its last line.
 
     Args:
         dull: lines that only say that something else failed.
@@ -69,5 +69,5 @@ def _line_around(text: str, at: int) -> str:
 
 
 def _plain(line: str) -> str:
-    """Without the logger's process name, time and place."""
+    """Return the line without the logger's process name, time and place."""
     return _DECORATION.sub("", line.strip(), count=1).strip()[:_SHOWN]

@@ -1,6 +1,6 @@
 """Engines that live in an environment of their own: the Python they are installed for, and the guard around them.
 
-The engine is never imported: its version is read from the metadata of the distributions installed beside it.
+The engine is never imported: its version is read from the metadata of the distributions installed with it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Installation:
     versions: tuple[tuple[str, str], ...]  # of the distributions asked for that are there
     packages: Mapping[str, Path] = field(default_factory=dict)  # the folder of each that is imported from one
     is_editable: bool = (
-        False  # installed by ``pip install -e``: whatever its version says, its sources may be others
+        False  # installed by ``pip install -e``: whatever its version says, its sources may be different
     )
     source: Source = "here"  # named by the setting, an environment under the home, or the running interpreter
 
     def version(self, distribution: str) -> str:
-        """Empty for one that is not there."""
+        """Return the version of a distribution; empty for one that is not there."""
         return dict(self.versions).get(distribution, "")
 
     def package(self, distribution: str) -> Path:
@@ -87,7 +87,7 @@ class _Place:
 
 
 class Interpreter:
-    """The Python an engine is installed for.
+    """Python interpreter that an engine is installed for.
 
     The first of: the program that ``variable`` names; the newest environment that ``iserve engines install`` made
     under the home; the running interpreter. All are looked at anew each time, so that an installation is found by
@@ -165,7 +165,7 @@ class Interpreter:
         return (command if self.installable else "") + self._how_to_set
 
     def _look(self, place: _Place) -> Installation:
-        """Raises EngineError: the engine is not there, or ``place`` is no Python."""
+        """Look at ``place``. Raises EngineError: the engine is not there, or ``place`` is no Python."""
         python, name = place.python, place.name
         if place.source == "here":
             answer = _read_answer({**look(list(self._names)), "path": []}, self._names)
@@ -231,7 +231,7 @@ def _read_answer(answer: dict[str, Any], names: tuple[str, ...]) -> _Answer:
 
 
 def _stamp(python: str, answer: _Answer) -> object:
-    """Return what changes with what is installed: metadata folders come and go with each version."""
+    """Return what changes with what is installed: metadata folders appear and go with each version."""
     return tuple(_modified_ns(entry) for entry in (python, *answer.path))
 
 
@@ -243,7 +243,7 @@ def _modified_ns(path: str) -> int:
 
 
 class ForeignEngine(ABC):
-    """What adapters of such engines share: whether the engine is there, what it then runs, and of which versions.
+    """Base of adapters of such engines: whether the engine is there, what it then runs, and of which versions.
 
     Args:
         table: what it runs where it is installed.
@@ -260,7 +260,7 @@ class ForeignEngine(ABC):
 
     @abstractmethod
     def check(self, found: Installation) -> None:
-        """Raises EngineError: what is installed there is not what this adapter knows; says what to install."""
+        """Raise EngineError if this adapter does not know what is installed there; it says what to install."""
 
     def standing(self, found: Installation) -> str:
         """Return how far ``found`` is verified: ``run`` on a GPU, ``read`` in its sources, or ``unknown``."""
@@ -304,14 +304,14 @@ class ForeignEngine(ABC):
         return (("engine", f"{self.name} {found.version(own)}"), *beside)
 
     def check_options(self, options: EngineOptions) -> None:
-        """Raises ConfigError: anything is given, unless the adapter takes it."""
+        """Raise ConfigError if any option is given, unless the adapter takes it."""
         refuse_options(self.name, options)
 
 
 def guarded(
     spec: WorkerSpec, argv: tuple[str, ...], *, python_path: str = "", token_variable: str = ""
 ) -> tuple[str, ...]:
-    """``argv`` under our guard (``daemon.engines.guard``).
+    """Return ``argv`` under our guard (``daemon.engines.guard``).
 
     The guard refuses a port that is in use (exit code 98), ends every process of the engine with the engine, with
     itself and with the keeper, and hides our own ``PYTHONPATH`` from the engine's interpreter.

@@ -1,7 +1,7 @@
-"""Stands between a keeper and an engine that is not ours: ``python -m daemon.engines.guard --port P -- COMMAND``.
+"""Guard between a keeper and an engine that is not ours: ``python -m daemon.engines.guard --port P -- COMMAND``.
 
-Engines like vLLM are several processes and share a port with whoever else asks for it (SO_REUSEPORT). So the
-guard makes sure first that nobody has the port, hands every signal on, ends with the engine's own exit status, and
+Engines like vLLM are several processes and share a port with any process that asks for it (SO_REUSEPORT). So the
+guard makes sure first that the port is free, hands every signal on, ends with the engine's own exit status, and
 leaves none of its processes behind: not when the engine ends, not when the keeper is killed (the lease's end is
 the keeper's to see), and not when it is killed itself, for then the kernel kills the engine and the keeper, a
 subreaper, inherits the rest. Standard library only, one thread.
@@ -32,7 +32,7 @@ _LISTENING = "0A"
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether nobody has the port, connections that are still being closed aside.
+    """Return whether no process has the port, connections that are still being closed aside.
 
     A strict bind fails for those too; a lenient one (SO_REUSEADDR) does not see a socket that was bound leniently
     itself and does not listen yet, such as a loading vLLM's. So a port that only the lenient bind gets is free
@@ -72,7 +72,7 @@ class _Guard:
         self._to_hand_on: list[int] = []
 
     def run(self) -> int:
-        """Until nothing of the engine is left. Its exit status; negative for the signal that ended it."""
+        """Run until nothing of the engine is left; return its exit status, negative for a signal that ended it."""
         wakeup, wakeup_write = os.pipe()
         for end in (wakeup, wakeup_write):
             os.set_blocking(end, False)
@@ -140,7 +140,7 @@ def end_like(status: int) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The engine's exit status; 98 when the port is in use, 127 when the engine cannot be started."""
+    """Run the guard; return the engine's exit status, 98: the port is in use, 127: it cannot be started."""
     parser = argparse.ArgumentParser(prog="python -m daemon.engines.guard")
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)

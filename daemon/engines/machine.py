@@ -14,7 +14,7 @@ __all__ = ["gpu_machine"]
 
 
 def gpu_machine(devices: Iterable[Device], versions: tuple[tuple[str, str], ...]) -> MachineInfo:
-    """What is known of the machine that ``devices``, GPUs of one kind, are in. Touches no GPU.
+    """Return what is known of the machine that ``devices``, GPUs of one kind, are in. Touches no GPU.
 
     Raises:
         ConfigError: GPUs of several kinds, or one of which neither a table nor its driver says enough.

@@ -44,7 +44,7 @@ def _only_once(arguments: tuple[tuple[str, str | None], ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """What an engine is started with beyond what iServe decides.
+    """Options that an engine is started with beyond what iServe decides.
 
     Raises:
         ConfigError: a name or value that cannot be one.
@@ -82,7 +82,7 @@ NO_OPTIONS = EngineOptions()
 
 
 def read_engine_args(given: list[str]) -> dict[str, str | None]:
-    """``KEY=VALUE`` words by key; ``KEY`` alone is a flag.
+    """Return ``KEY=VALUE`` words by key; ``KEY`` alone is a flag.
 
     Raises:
         ConfigError: a key is given twice.
@@ -97,7 +97,7 @@ def read_engine_args(given: list[str]) -> dict[str, str | None]:
 
 
 def option_words(options: EngineOptions) -> tuple[str, ...]:
-    """The arguments as words of a command line, each ``--name=value`` so that no value is taken for an option."""
+    """Return the arguments as words, each ``--name=value`` so that no value is taken for an option."""
     return tuple(f"--{name}" if value is None else f"--{name}={value}" for name, value in options.arguments)
 
 

@@ -20,7 +20,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType({engine.name: engine for engine
 
 
 def get_engine(name: str) -> Engine:
-    """Raises ConfigError: there is no such engine."""
+    """Return the engine called ``name``. Raises ConfigError: there is no such engine."""
     try:
         return ENGINES[name]
     except KeyError:
@@ -28,7 +28,7 @@ def get_engine(name: str) -> Engine:
 
 
 def capabilities_for(name: str) -> tuple[EngineCapabilities, ...]:
-    """The tables to plan with: one engine's, or every engine's for ``"auto"``.
+    """Return the tables to plan with: one engine's, or every engine's for ``"auto"``.
 
     Raises:
         ConfigError: there is no such engine.

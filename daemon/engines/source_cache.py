@@ -46,7 +46,7 @@ def kept_reading(
         EngineError: as ``read`` raises it, or ``file`` is not there.
     """
     stamp = sources_stamp(package) if is_editable else _stamp(package / file)
-    with _READING:  # who asks meanwhile wants what is being read
+    with _READING:  # a caller meanwhile wants what is being read
         return _kept(read, kind, package, version, stamp)  # type: ignore[return-value, arg-type]
 
 

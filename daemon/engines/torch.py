@@ -102,7 +102,7 @@ class TorchEngine:
             return replace(TABLE, notes=(Note(text=said),))
 
     def versions(self) -> tuple[tuple[str, str], ...]:
-        """Of the installed distributions, read without importing them."""
+        """Return the versions of the installed distributions, read without importing them."""
         return (
             ("engine", f"torch {_version('iserve')}"),
             ("torch", _version("torch")),
@@ -138,7 +138,11 @@ class TorchEngine:
         return read_own_stats(spec.worker_id, body)
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
-        """What the worker itself said (its last JSON line), else what its exit code means, else its last words."""
+        """Return the error that a worker ended with.
+
+        Its message is what the worker itself said (its last JSON line), else what its exit code means, else its
+        last words.
+        """
         error, meaning = _MEANINGS.get(exit_code, (EngineError, f"exit code {exit_code}"))
         said = _reported(log_tail)
         if said is None:
@@ -148,7 +152,7 @@ class TorchEngine:
 
 
 def _arguments(spec_file: Path) -> tuple[str, ...]:
-    """What follows the Python."""
+    """Return the arguments after the Python."""
     return ("-m", "daemon.torch_engine", "--spec", str(spec_file))
 
 
@@ -160,7 +164,7 @@ def _version(distribution: str) -> str:
 
 
 def _reported(log_tail: str) -> str | None:
-    """The message of the last ``{"error", "message"}`` line that ``exit_codes.report_failure`` printed."""
+    """Return the message of the last ``{"error", "message"}`` line that ``exit_codes.report_failure`` printed."""
     for line in reversed(log_tail.splitlines()):
         if line.startswith('{"error"'):
             try:

@@ -141,7 +141,7 @@ def _config_has_plan(modeling: Path) -> bool:
 
 
 def _text(file: Path) -> str:
-    """Raises OSError, ValueError: no readable text of a bearable size."""
+    """Return a file's text. Raises OSError, ValueError: no readable text of a bearable size."""
     if file.stat().st_size > _MAX_FILE_BYTES:
         raise ValueError(f"{file.name} has more than {_MAX_FILE_BYTES} bytes")
     return file.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""One TensorRT-LLM engine at a time, started on a fingerprint and measured in bursts. Runs in its interpreter.
+"""Host of one TensorRT-LLM engine at a time, started on a fingerprint and measured in bursts.
 
-Written from its documentation and sources, never run. The options are those of a deployment
-(``daemon/engines/tensorrt_llm/options.py``, which cannot be imported here), but for the cache of earlier prompts:
-it is off, because bursts repeat theirs.
+Runs in TensorRT-LLM's interpreter. Written from its documentation and sources, never run. The options are those of
+a deployment (``daemon/engines/tensorrt_llm/options.py``, which cannot be imported here), but for the cache of
+earlier prompts: it is off, because bursts repeat theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trt_rank import Rank
 TOKENS_PER_BLOCK = 32
 _KV_FRACTION_OF_REST = 0.95
 _KV_DTYPE = {"16bit": "auto", "fp8": "fp8"}
-_EXTRA_TOKENS = 2  # that its scheduler keeps room for beside each sequence, one step ahead
+_EXTRA_TOKENS = 2  # that its scheduler keeps room for in addition to each sequence, one step ahead
 _LOOK_S = 0.2  # between looks whether all ranks live
 _END_S = 90.0  # for all of it to end by itself: MPI alone may take 60
 
@@ -145,8 +145,11 @@ class HostedTensorRtLlm(Hosted):
         return [len(one.outputs[0].token_ids) for one in done]
 
     def check_steps(self, rows: list[Rows], *, batch: int, input_tokens: int, output_tokens: int) -> None:
-        """Each token but a sequence's last is computed once and sees all before it and itself; were the sources
-        read wrongly, or another release counts differently, these sums would be others."""
+        """Check the counts of the steps: each token but a sequence's last is computed once and sees all before it
+        and itself.
+
+        If the sources were read wrongly, or another release counts differently, these sums would be others.
+        """
         length = input_tokens + output_tokens - 1
         expected = (batch * length, batch * length * (length + 1) // 2)
         for number, steps in enumerate(rows):
@@ -196,7 +199,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_formats(order: dict[str, Any], config: dict[str, Any]) -> None:
-    """Raises WorkError: the weights asked for are not those that TensorRT-LLM would make of this checkpoint."""
+    """Raise WorkError if the weights asked for are not those that TensorRT-LLM would make of this checkpoint."""
     stored = config.get("quantization_config") or (Path(order["checkpoint"]) / "hf_quant_config.json").exists()
     if (order["weights"] != "16bit") != bool(stored):
         raise WorkError(
@@ -209,7 +212,7 @@ def _check_formats(order: dict[str, Any], config: dict[str, Any]) -> None:
 
 
 def _check_kinds(config: dict[str, Any]) -> None:
-    """Raises WorkError: layers that look back differently far."""
+    """Raise WorkError for layers that look back differently far."""
     if len(set(config.get("layer_types") or ())) > 1 or config.get("sliding_window_pattern"):
         raise WorkError(
             "ConfigError",
@@ -219,7 +222,10 @@ def _check_kinds(config: dict[str, Any]) -> None:
 
 
 def _rank_memory(rank: int, stage: int, counted: dict[str, int], others_bytes: int) -> dict[str, Any]:
-    """``outside`` is seen on the whole GPU: what others had of it before is none of the engine's."""
+    """Return a rank's memory.
+
+    ``outside`` is seen on the whole GPU: what other processes had of it before is not counted.
+    """
     return {
         "rank": rank,
         "stage": stage,
@@ -231,6 +237,6 @@ def _rank_memory(rank: int, stage: int, counted: dict[str, int], others_bytes: i
         "graph_bytes": 0,  # inside the runtime's
         "kv_room_tokens": counted["blocks"] * counted["block_tokens"],
         "kv_block_tokens": counted["block_tokens"],
-        "kv_blocks": 0,  # it was told how many
+        "kv_blocks": 0,  # it was given the number
         "budget_bytes": 0,  # it knows no other limit than the cache's
     }

@@ -1,4 +1,4 @@
-"""One rank of a TensorRT-LLM engine, as its step timer answers (``iserve_step_timer_tensorrt_llm``)."""
+"""Rank of a TensorRT-LLM engine, as its step timer answers (``iserve_step_timer_tensorrt_llm``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _TIMEOUT_S = 60.0  # reading waits for the GPU
-_THERE_S, _POLL_S = 15.0, 0.05  # the engine answers when its first rank is ready; the others may come later
+_THERE_S, _POLL_S = 15.0, 0.05  # the engine answers when its first rank is ready; the rest may follow later
 
 
 class Rank:
@@ -39,7 +39,7 @@ class Rank:
         return answer["value"]
 
     def lives(self) -> bool:
-        """A process that ended and was not waited for is gone as well."""
+        """Return whether a process lives; one that ended and was not waited for is gone as well."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:

@@ -89,7 +89,7 @@ def _read_token(folder: Path) -> str | None:
 
 
 def _bind(spec: WorkerSpec) -> socket.socket:
-    """The listening socket, before anything slow, so that a taken port is known at once.
+    """Return the listening socket, before anything slow, so that a taken port is known at once.
 
     Raises:
         ConflictError: the port is in use.
@@ -187,7 +187,7 @@ async def _serve(
             _log.error("the engine did not end within %.0f s", _CLOSE_LIMIT_S)
             code = code or exit_codes.ENGINE_FAILED
         else:
-            _log.info("ended in the middle of a load")  # nobody's answer is lost
+            _log.info("ended in the middle of a load")  # no answer is lost
         os._exit(code)
     return code
 
@@ -213,9 +213,9 @@ async def _until_over(
 
 
 async def _lease_ended(lease: Path | None, ttl_s: float) -> None:
-    """Returns once nobody has touched the lease for its time to live; never without a lease.
+    """Return once the lease has not been touched for its time to live; never without a lease.
 
-    Time without a touch, on the monotonic clock: setting the wall clock ends no worker and keeps none.
+    Time without a touch is measured on the monotonic clock: setting the wall clock ends no worker and keeps none.
     """
     if lease is None:
         await asyncio.Event().wait()
@@ -232,7 +232,7 @@ async def _lease_ended(lease: Path | None, ttl_s: float) -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """By the first in the chain of causes that says more than "it failed"."""
+    """Return the exit code of the first error in the chain of causes that says more than "it failed"."""
     cause: BaseException | None = error
     while cause is not None:
         if exit_codes.is_out_of_memory(cause):

@@ -1,8 +1,8 @@
 """Attention of a mixed batch over the slot cache, as a function in transformers' attention interface.
 
 transformers' model classes call it in place of their own; what it needs beyond q, k and v reaches it through the
-keyword that their forward passes along. The work itself is torch's SDPA, once per sequence. It can neither cap
-logits (Gemma 2) nor put a sink beside them (GPT-OSS): these are computed as they are written.
+keyword that their forward passes along. The work itself is torch's SDPA, once per sequence. SDPA can neither cap
+logits (Gemma 2) nor add a sink to them (GPT-OSS): these are computed as they are written.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _attend(
 
 
 def _seen(span: Span, keys: torch.Tensor, values: torch.Tensor, sliding_window: int | None) -> KeysValues:
-    """What some query of the span may look at: its own position and the window - 1 before the first's."""
+    """Return what some query of the span may look at: its own position and the window - 1 before the first's."""
     most = span.end if sliding_window is None else span.count + sliding_window - 1
     first = max(0, keys.shape[2] - most)
     return keys[:, :, first:], values[:, :, first:]
@@ -84,8 +84,10 @@ def _attend_written_out(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``softmax([cap(q k / sqrt d), sink])`` without the sink's share, times v. The heads that share a key go
-    in as rows of one query block."""
+    """Return ``softmax([cap(q k / sqrt d), sink])`` without the sink's share, times v.
+
+    The heads that share a key go in as rows of one query block.
+    """
     heads, count, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
     grouped = query.reshape(kv_heads, heads // kv_heads * count, -1)
     logits = torch.matmul(grouped, keys[0].transpose(1, 2)).reshape(heads, count, -1) * scaling
@@ -100,8 +102,11 @@ def _attend_written_out(
 
 
 def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-    """One token sees all keys it is given: the heads that share a key go in as rows of one query block, which
-    is 5 to 10 times faster on the CPU than ``enable_gqa`` (docs/decisions/0004)."""
+    """Return the attention of one token to all keys that it is given.
+
+    The heads that share a key go in as rows of one query block, which is 5 to 10 times faster on the CPU than
+    ``enable_gqa`` (docs/decisions/0004).
+    """
     heads, kv_heads = query.shape[1], keys.shape[1]
     grouped = query.reshape(1, kv_heads, heads // kv_heads, -1)
     return scaled_dot_product_attention(grouped, keys, values, scale=scaling).reshape(1, heads, 1, -1)
@@ -116,7 +121,7 @@ def _attend_piece(
     scaling: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Several tokens: causal among themselves, all of what is cached before them within the window."""
+    """Attend several tokens: causal among themselves, all of what is cached before them within the window."""
     gqa = query.shape[1] != keys.shape[1]
     whole_prompt = span.start == 0 and (sliding_window is None or span.count <= sliding_window)
     if whole_prompt:
@@ -134,7 +139,7 @@ def _mask_of(batch: FlatBatch, span: Span, keys: torch.Tensor, sliding_window: i
 
 
 def _causal_mask(span: Span, num_keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-    """[count, num_keys] bool, True where the query may look; the last key is the last query's own."""
+    """Return [count, num_keys] bool, True where the query may look; the last key is the last query's own."""
     queries = torch.arange(span.start, span.end, device=device)[:, None]
     keys = torch.arange(span.end - num_keys, span.end, device=device)[None, :]
     allowed = keys <= queries

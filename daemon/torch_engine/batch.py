@@ -1,4 +1,4 @@
-"""One step's tokens, laid flat: where each sequence's piece lies, and which of its tokens want logits.
+"""Tokens of one step, laid flat: where each sequence's piece lies, and which of its tokens want logits.
 
 Knows nothing of models; refuses plans that the loaded limits do not cover.
 """
@@ -17,7 +17,7 @@ __all__ = ["FlatBatch", "Span", "check_plan"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One item of a plan inside the flattened batch: tokens ``first`` to ``first + count`` of it."""
+    """Item of a plan inside the flattened batch: tokens ``first`` to ``first + count`` of it."""
 
     slot: int
     start: int  # position of its first token in its sequence
@@ -47,7 +47,7 @@ class FlatBatch:
 
     @property
     def mask_elements(self) -> int:
-        """Of the masks that pieces of prompts with something cached before them need, per window at most."""
+        """Elements of the masks that pieces of prompts with cached tokens before them need, per window at most."""
         return sum(span.count * span.end for span in self.spans if span.count > 1 and span.start)
 
     @classmethod

@@ -33,7 +33,7 @@ class RenderedTooLongError(BadInputError):
 
 
 class ChatTemplate:
-    """One template and its process, which the first rendering starts, and the next after it has ended.
+    """Chat template and its process, which the first rendering starts, and the next after it has ended.
 
     Thread-safe; conversations are rendered one after the other.
     """
@@ -45,7 +45,9 @@ class ChatTemplate:
         self._closed = False
 
     def render(self, messages: Sequence[Mapping[str, str]], max_chars: int) -> str:
-        """The conversation's text, up to where the assistant's answer begins. Blocks: not for an event loop.
+        """Return the conversation's text, up to where the assistant's answer begins.
+
+        Blocks: not for an event loop.
 
         Raises:
             BadInputError: the template refuses these messages, with its own words, or takes too long or too much
@@ -68,7 +70,7 @@ class ChatTemplate:
 
     def _ask(self, question: bytes) -> bytes:
         process = self._process
-        if process is not None and process.poll() is not None:  # ended by others, and not over these messages
+        if process is not None and process.poll() is not None:  # ended from outside, and not over these messages
             _end(process)
             process = self._process = None
         if self._closed:
@@ -104,7 +106,7 @@ class ChatTemplate:
         """End the process, whatever it renders. Idempotent, from any thread."""
         self._closed = True
         if (process := self._process) is not None:
-            process.kill()  # who waits for its answer has an empty one now
+            process.kill()  # a caller that waits for its answer has an empty one now
         with self._one_at_a_time:
             process, self._process = self._process, None
             if process is not None:

@@ -1,4 +1,4 @@
-"""What this worker's device can do: datasheet figures for a known GPU, a short measurement for anything else.
+"""Figures of this worker's device: datasheet figures for a known GPU, a short measurement for anything else.
 
 A CPU share is measured with the cores this process may use; call it in a pinned, otherwise idle process. The
 figures are what torch reaches, so they are lower than the hardware's peaks, and efficiencies over them near 1.
@@ -19,7 +19,7 @@ _ALL = 2**20
 
 
 def measure_device(*, memory_bytes: int) -> GpuSpec:
-    """The device torch computes on now. Takes about half a second on a CPU.
+    """Measure the device torch computes on now. Takes about half a second on a CPU.
 
     Args:
         memory_bytes: what a worker may use of it (a CPU share has no driver to ask).

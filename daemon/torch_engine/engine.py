@@ -49,7 +49,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceRequest:
-    """One sequence to generate. ``end_ids`` end it, as its last token; before ``min_tokens`` they are barred."""
+    """Sequence to generate. ``end_ids`` end it, as its last token; before ``min_tokens`` they are barred."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -145,7 +145,7 @@ class Engine:
 
     @property
     def limits(self) -> WorkerLimits | None:
-        """Of what is loaded; None while nothing is."""
+        """Limits of what is loaded; None while nothing is."""
         return self._limits
 
     @property
@@ -191,12 +191,12 @@ class Engine:
         return self.call(replace_model)
 
     def warm_up(self) -> Future[None]:
-        """Run the largest steps that can come, on a cache that nobody uses yet.
+        """Run the largest steps that may occur, on a cache that no request uses yet.
 
-        What a device does only once (loading kernels, choosing algorithms, first allocations) is then behind the
-        first request, and a plan whose activations do not fit fails at the start instead of under load. A piece of
-        a prompt takes most at the context's end, where its mask is widest and other kernels run than at its
-        beginning; the steps that follow take most when every slot gives a token.
+        Work that a device does only once (loading kernels, choosing algorithms, first allocations) is then behind
+        the first request, and a plan whose activations do not fit fails at the start instead of under load. A
+        piece of a prompt takes most at the context's end, where its mask is widest and other kernels run than at
+        its beginning; the steps that follow take most when every slot gives a token.
         """
 
         def first_steps() -> None:
@@ -214,7 +214,7 @@ class Engine:
         return self.call(first_steps)
 
     def memory(self) -> Future[tuple[RankMemory, ...]]:
-        """A fresh reading, made between two steps."""
+        """Read memory afresh, between two steps."""
         return self.call(self._read_memory)
 
     def submit(self, requests: Sequence[SequenceRequest]) -> tuple[int, ...]:
@@ -262,7 +262,7 @@ class Engine:
         return not self._thread.is_alive()
 
     def stats(self, model: str) -> WorkerStats:
-        """A consistent account; memory as last read, refreshed in the background."""
+        """Return a consistent account; memory as last read, refreshed in the background."""
         if time.perf_counter() - self._memory_at_s > _MEMORY_REFRESH_S and self._scheduler is not None:
             self._memory_at_s = time.perf_counter()
             self.call(self._read_memory)
@@ -304,7 +304,7 @@ class Engine:
             self._loop()
         except IserveError as known:
             error = known
-        finally:  # a bug travels on and keeps its traceback, after everybody was told
+        finally:  # a bug travels on and keeps its traceback, after all callers have their answer
             error = error or sys.exception()
             try:
                 self._end(error)
@@ -332,7 +332,7 @@ class Engine:
     @staticmethod
     def _answer(future: Future, function: Callable[[], object]) -> None:
         if not future.set_running_or_notify_cancel():
-            return  # whoever asked has left; from here on the future cannot be cancelled any more
+            return  # the caller has left; from here on the future cannot be cancelled any more
         try:
             future.set_result(function())
         except (IserveError, MemoryError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
@@ -417,7 +417,7 @@ class Engine:
         return self._memory
 
     def _end(self, error: BaseException | None) -> None:
-        """The loop is over: everyone who waits is told."""
+        """End the loop: every waiting caller is answered."""
         message = str(error) or type(error).__name__ if error is not None else "the worker is shutting down"
         with self._wake:
             if error is not None:

@@ -1,4 +1,4 @@
-"""How a worker process says, after its end, what went wrong: exit codes and one JSON document.
+"""Exit codes of a worker process and its JSON document on what went wrong, for the reader after its end.
 
 The adapter and the keeper read these; neither has to parse a log. Standard library only.
 """
@@ -22,13 +22,13 @@ __all__ = [
 ENGINE_FAILED = 95  # a rank died, a step failed, or the weights did not load for another reason
 BAD_CHECKPOINT = 96  # the checkpoint, the configuration or the spec cannot be served, restarting will not help
 OUT_OF_MEMORY = 97  # the device or the host had no room
-PORT_IN_USE = 98  # somebody else listens on the spec's port
+PORT_IN_USE = 98  # another process listens on the spec's port
 
 STARTUP_ERROR_FILE = "startup_error.json"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's own, CUDA's, and that of torch's CPU allocator, which has no class of its own."""
+    """Return whether an error is a lack of memory: Python's, CUDA's, torch's CPU allocator's without a class."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says of this process and its GPU; nothing, where there is no library or no driver."""
+"""Facts of this process and its GPU by the NVIDIA driver; none, where there is no library or no driver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _nvml() -> Iterator[ModuleType]:
 
 
 def own_gpu_bytes(uuid: str) -> int | None:
-    """Bytes of the calling process on the GPU named by ``uuid`` (``GPU-...``); CUDA counts all processes together.
+    """Return the calling process's bytes on the GPU named by ``uuid`` (``GPU-...``); CUDA counts all processes.
 
     Returns:
         None when the driver does not tell, as in a container that hides process ids.
@@ -50,7 +50,7 @@ def own_gpu_bytes(uuid: str) -> int | None:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver; None where there is none."""
+    """Return the version of the NVIDIA driver; None where there is none."""
     try:
         with _nvml() as nvml:
             return str(nvml.nvmlSystemGetDriverVersion())
@@ -59,7 +59,7 @@ def driver_version() -> str | None:
 
 
 def clock_and_power() -> tuple[float | None, float | None]:
-    """SM clock in MHz and power in W of torch's current GPU, now; None where there is none."""
+    """Return SM clock in MHz and power in W of torch's current GPU, now; None where there is none."""
     if not torch.cuda.is_available():
         return None, None
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"

@@ -19,7 +19,7 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]
 def kv_cache_bytes(
     *, layer_tokens: Sequence[int], slots: int, kv_heads: int, head_dim: int, element_bytes: int
 ) -> int:
-    """Bytes of K and V on one rank; ``kv_heads`` are the ones that this rank holds."""
+    """Return bytes of K and V on one rank; ``kv_heads`` are the ones that this rank holds."""
     return 2 * sum(layer_tokens) * slots * kv_heads * head_dim * element_bytes
 
 
@@ -90,19 +90,22 @@ class KvCache:
         self._values[layer][at] = value.transpose(0, 1)
 
     def _read(self, layer: int, span: Span, low: int, high: int) -> KeysValues:
-        """Views of places ``low`` to ``high``."""
+        """Return views of places ``low`` to ``high``."""
         at = (slice(span.slot, span.slot + 1), slice(None), slice(low, high))
         return self._keys[layer][at], self._values[layer][at]
 
     def _last(self, layer: int, span: Span, most: int) -> KeysValues:
-        """Copies of what is stored before ``span``, in order; of ``most`` tokens at most."""
+        """Return copies of what is stored before ``span``, in order; of ``most`` tokens at most."""
         keys, values = self._read(layer, span, 0, self._keys[layer].shape[2])
         positions = torch.arange(max(0, span.start - most), span.start, device=keys.device) % keys.shape[2]
         return keys[:, :, positions], values[:, :, positions]
 
 
 def _last_of_each(spans: Sequence[Span], most: int, device: torch.device) -> torch.Tensor:
-    """Which tokens of the step lie within the last ``most`` of their span: no place is then written twice."""
+    """Return which tokens of the step lie within the last ``most`` of their span.
+
+    No place is then written twice.
+    """
     parts = [
         torch.arange(span.first + max(0, span.count - most), span.first + span.count, device=device)
         for span in spans

@@ -37,7 +37,7 @@ class _NoLosses(ModuleType):
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """What is imported in it stays for good, and the collector does not look through it, now or later."""
+    """Import inside the block for good: the collector looks through no imported object, now or later."""
     sys.modules.setdefault(_LOSSES, _NoLosses(_LOSSES))
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""The worker's Prometheus metrics, prefix ``iserve_worker_``, base units.
+"""Prometheus metrics of the worker, prefix ``iserve_worker_``, base units.
 
-Sums and levels are read from the engine when somebody looks; only latencies are observed as they happen.
+Sums and levels are read from the engine at each scrape; only latencies are observed as they happen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class WorkerMetrics:
-    """One registry per worker; ``read`` gives its account when scraped."""
+    """Metrics registry of one worker; ``read`` gives its account when scraped."""
 
     def __init__(self, read: Callable[[], tuple[WorkerStats, Totals]]) -> None:
         self._read = read
@@ -45,7 +45,7 @@ class WorkerMetrics:
         self._registry.register(self)
 
     def observe_sequence(self, start_s: float, first_s: float, last_s: float, tokens: int) -> None:
-        """A sequence ended: when it was submitted, its first and last token, how many tokens it has."""
+        """Observe a sequence that ended: its submission, its first and last token, how many tokens it has."""
         self._ttft.observe(first_s - start_s)
         self._e2e.observe(last_s - start_s)
         if tokens > 1:
@@ -55,7 +55,7 @@ class WorkerMetrics:
         return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: else the registry would collect, and so read the engine, on registration."""
+        """Yield nothing: else the registry would collect, and so read the engine, on registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

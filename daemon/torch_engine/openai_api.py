@@ -1,7 +1,7 @@
-"""The OpenAI API as values: bodies checked on the way in, bodies and error documents on the way out.
+"""Values of the OpenAI API: bodies checked on the way in, bodies and error documents on the way out.
 
 Pure: bytes and values, no socket, no engine. Fields that would change the answer and are not done here are refused
-by name; fields nobody here knows are ignored, as vLLM does.
+by name; fields unknown to this engine are ignored, as vLLM does.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Usage:
 
 
 def parse_completion(raw: bytes) -> Generation:
-    """The body of ``POST /v1/completions``.
+    """Return the body of ``POST /v1/completions``.
 
     Raises:
         ApiError: 400, naming the field.
@@ -204,7 +204,7 @@ def parse_completion(raw: bytes) -> Generation:
 
 
 def parse_chat(raw: bytes) -> Generation:
-    """The body of ``POST /v1/chat/completions``.
+    """Return the body of ``POST /v1/chat/completions``.
 
     Raises:
         ApiError: 400, naming the field.
@@ -252,7 +252,7 @@ def _short(value: object) -> str:
 
 
 def _prompts(prompt: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """A prompt in one of its four shapes, as texts or as lists of token ids."""
+    """Return a prompt in one of its four shapes, as texts or as lists of token ids."""
     if isinstance(prompt, str):
         return (prompt,), ()
     if not isinstance(prompt, list) or not prompt:
@@ -335,7 +335,7 @@ def _sampling(body: _Body) -> SamplingParams:
 def choice_body(
     generation: Generation, index: int, text: str, finish: str, prompt: tuple[int, ...], tokens: list[int]
 ) -> dict[str, Any]:
-    """One finished choice of an answer that is not streamed."""
+    """Return one finished choice of an answer that is not streamed."""
     body: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
     if generation.chat:
         body["message"] = {"role": "assistant", "content": text}
@@ -349,7 +349,7 @@ def choice_body(
 def choice_chunk(
     generation: Generation, index: int, text: str, finish: str | None, tokens: list[int], *, first: bool = False
 ) -> dict[str, Any]:
-    """One piece of a choice that is streamed; ``first`` opens a chat answer with its role."""
+    """Return one piece of a choice that is streamed; ``first`` opens a chat answer with its role."""
     body: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
     if generation.chat:
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
@@ -370,7 +370,7 @@ def response(
     *,
     created: int | None = None,
 ) -> dict[str, Any]:
-    """The whole answer, or one chunk of a stream when the request asked for one."""
+    """Return the whole answer, or one chunk of a stream when the request asked for one."""
     kind = "text_completion"
     if generation.chat:
         kind = "chat.completion.chunk" if generation.stream else "chat.completion"
@@ -387,7 +387,7 @@ def response(
 
 
 def as_api_error(error: IserveError) -> ApiError:
-    """The project's own errors in the words of this API."""
+    """Return the project's own errors in the words of this API."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadInputError):

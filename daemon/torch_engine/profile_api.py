@@ -44,7 +44,10 @@ T = TypeVar("T")
 
 
 def profile_routes(spec: WorkerSpec, engine: Engine, streams: Streams) -> Iterable[web.RouteDef]:
-    """The routes of a worker that was started with ``profiling``. One of them at a time; a second gets 409."""
+    """Return the routes of a worker that was started with ``profiling``.
+
+    One of them at a time; a second gets 409.
+    """
     busy = asyncio.Lock()
 
     def route(answer: Callable[[bytes], Awaitable[object]]) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -81,7 +84,7 @@ def profile_routes(spec: WorkerSpec, engine: Engine, streams: Streams) -> Iterab
 
 
 def dummy_requests(run: ProfileRun, vocab_size: int) -> list[SequenceRequest]:
-    """Random prompts, the same for the same run; greedy, and nothing ends them but their length."""
+    """Return random prompts, the same for the same run; greedy, and nothing ends them but their length."""
     random = np.random.default_rng((run.batch, run.input_tokens))
     prompts = random.integers(0, vocab_size, size=(run.batch, run.input_tokens))
     return [
@@ -110,7 +113,7 @@ async def _load(spec: WorkerSpec, engine: Engine, order: ProfileLoad) -> None:
 
 
 async def _run(engine: Engine, streams: Streams, run: ProfileRun) -> RunReading:
-    """All of the burst is queued at once; its end is when the engine had sampled the last token."""
+    """Run a burst: all of it is queued at once; its end is when the engine had sampled the last token."""
     _check_room(engine, run)
     requests = dummy_requests(run, engine.vocab_size)
     before = await _in_engine(engine.call(lambda: engine.totals))  # behind a step of a run that was given up
@@ -152,7 +155,7 @@ def _check_room(engine: Engine, run: ProfileRun) -> None:
 
 
 async def _in_engine(future: Awaitable[T] | object) -> T:
-    """The result of a call in the engine's thread, torch's own errors as EngineError."""
+    """Return the result of a call in the engine's thread, torch's own errors as EngineError."""
     try:
         return await asyncio.wrap_future(future)  # type: ignore[arg-type]
     except (MemoryError, RuntimeError) as error:

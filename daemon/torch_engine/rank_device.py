@@ -21,9 +21,10 @@ CORES_VARIABLE = "ISERVE_DEVICE_CORES"
 
 
 def cores_of(device_id: str, text: str | None = None) -> tuple[int, ...]:
-    """Cores of a CPU device by ``text``, else by the environment: ``cpu:0=0,1;cpu:1=2`` or ``{"cpu:0": [0, 1]}``.
+    """Return a CPU device's cores by ``text``, else by the environment.
 
-    Empty when nothing is said of the device: it is then not pinned.
+    Either is ``cpu:0=0,1;cpu:1=2`` or ``{"cpu:0": [0, 1]}``. Empty when nothing is said of the device: it is then
+    not pinned.
 
     Raises:
         ConfigError: the value is neither.
@@ -74,7 +75,7 @@ class RankDevice:
 
     @property
     def counts_memory(self) -> bool:
-        """Whether torch's allocator keeps the peak; on a CPU it does not."""
+        """True where torch's allocator keeps the peak; on a CPU it does not."""
         return self.is_cuda
 
     @property
@@ -89,7 +90,7 @@ class RankDevice:
         return events
 
     def stop_clock(self, clock: tuple[torch.cuda.Event, torch.cuda.Event] | float) -> float:
-        """Seconds of device time since ``start_clock``; all work handed to the device is done afterwards."""
+        """Return device time in seconds since ``start_clock``; all work of the device is done afterwards."""
         if isinstance(clock, float):
             return time.perf_counter() - clock
         begin, end = clock
@@ -112,13 +113,16 @@ class RankDevice:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self, held_bytes: int) -> int:
-        """Most that was allocated since ``reset_peak``, beyond ``held_bytes`` (CUDA only)."""
+        """Return the most that was allocated since ``reset_peak``, beyond ``held_bytes`` (CUDA only)."""
         return max(0, torch.cuda.max_memory_allocated(self.torch_device) - held_bytes)
 
     def runtime_bytes(self, held_bytes: int) -> int:
-        """What the process takes beside its counted tensors: on CUDA the context and libraries (its use of the
-        device less what torch reserved), on a CPU the resident rest. Where the driver does not tell processes
-        apart, everything on the GPU that torch did not reserve counts: too much when the GPU is shared."""
+        """Return what the process takes in addition to its counted tensors.
+
+        On CUDA that is the context and libraries (its use of the device less what torch reserved), on a CPU the
+        resident rest. Where the driver does not list processes separately, everything on the GPU that torch did
+        not reserve counts: too much when the GPU is shared.
+        """
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             own = own_gpu_bytes(f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}")
@@ -138,7 +142,7 @@ def release_memory() -> None:
 
 
 def _pin_process(cores: tuple[int, ...]) -> None:
-    """All threads, those that libraries have started already too."""
+    """Pin all threads, those that libraries have started already too."""
     for task in Path("/proc/self/task").iterdir():
         try:
             os.sched_setaffinity(int(task.name), cores)

@@ -39,7 +39,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class _Child:
-    """One further rank's process, the control socket to it, and the pipe whose closing ends it."""
+    """Process of one further rank, the control socket to it, and the pipe whose closing ends it."""
 
     def __init__(self, place: RankPlace, device_id: str, store: Path, threads: int) -> None:
         self.rank = place.rank
@@ -70,7 +70,7 @@ class _Child:
         self.control.settimeout(_START_TIMEOUT_S)
 
     def last_words(self) -> IserveError | None:
-        """Why it gave up, where it could still say so; of a child that has ended or is about to."""
+        """Return why it gave up, where it could still say so; of a child that has ended or is about to."""
         self.control.settimeout(_LAST_WORDS_S)
         try:
             answer, _ = receive_answer(self.control)
@@ -79,7 +79,11 @@ class _Child:
         return answer.exception(self.rank)
 
     def end(self, *, ordered: bool) -> None:
-        """``ordered``: it was told to close and gets a moment; otherwise it is killed."""
+        """End the child's process.
+
+        Args:
+            ordered: it was asked to close and gets a moment; otherwise it is killed.
+        """
         if not ordered:
             self.process.kill()
         self.control.close()
@@ -92,10 +96,10 @@ class _Child:
 
 
 class RankGroup:
-    """Ranks on ``device_ids``, rank 0 of them this process.
+    """Group of ranks on ``device_ids``, rank 0 of them this process.
 
     Raises:
-        EngineError: a rank did not come up, or this process has another group of several ranks.
+        EngineError: a rank did not start, or this process has another group of several ranks.
     """
 
     def __init__(self, place: RankPlace, device_ids: tuple[str, ...]) -> None:
@@ -139,7 +143,7 @@ class RankGroup:
             child.control.settimeout(STEP_TIMEOUT_S)
 
     def load(self, order: LoadOrder) -> Stage:
-        """Every rank loads its part. A refused load leaves the ranks alive, and empty, for the next one."""
+        """Load every rank's part. A refused load leaves the ranks alive, and empty, for the next one."""
         self._tell(Order(Verb.LOAD, load=order))
         stage: Stage | None = None
         failed: IserveError | None = None
@@ -149,7 +153,7 @@ class RankGroup:
         except IserveError as error:
             failed = error
         except Exception as error:
-            if not is_out_of_memory(error):  # a bug: the others' answers are never read, they cannot be used again
+            if not is_out_of_memory(error):  # a bug: further answers are never read, no rank can be used again
                 self._end(ordered=False)
                 raise
             failed = EngineError(f"rank 0 has no memory for {order.checkpoint}: {error}")
@@ -166,7 +170,7 @@ class RankGroup:
         return stage
 
     def step(self, stage: Stage, plan: StepPlan) -> tuple[torch.Tensor, tuple[RankTiming, ...]]:
-        """Logits [items, vocab] and every rank's timing, by rank.
+        """Return logits [items, vocab] and every rank's timing, by rank.
 
         Raises:
             EngineError: a rank is gone, failed, or out of memory; the group is then ended.
@@ -231,7 +235,7 @@ class RankGroup:
             raise self._lost(child, error) from error
 
     def _collect(self, *, raise_errors: bool = True) -> list[tuple[Answer, torch.Tensor | None]]:
-        """One answer of each child, by rank. Whoever is ready is read first: a death is seen at once."""
+        """Return one answer of each child, by rank. The first ready is read first: a death is seen at once."""
         answers: dict[int, tuple[Answer, torch.Tensor | None]] = {}
         with selectors.DefaultSelector() as selector:
             for child in self._children:
@@ -255,7 +259,7 @@ class RankGroup:
         return [answers[rank] for rank in sorted(answers)]
 
     def _lost(self, child: _Child, error: Exception) -> EngineError:
-        """A child is gone: end the group and say how it went."""
+        """End the group, of which a child is gone, and say how it went."""
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(1.0)  # its exit code says how it went
         code = child.process.poll()
@@ -275,8 +279,10 @@ class RankGroup:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _abort_when_gone(self, child: _Child) -> None:
-        """A kernel that waits for a dead peer's data never ends by itself; gloo's calls do. Each group has a
-        communicator of its own, and what hangs may be of any of them."""
+        """Wait for the child's end, then abort every group's communicator: what hangs may be of any of them.
+
+        A kernel that waits for a dead peer's data never ends by itself; gloo's calls do.
+        """
         child.process.wait()
         if not self._closed:
             own = self._groups.tensor if self._groups is not None else None

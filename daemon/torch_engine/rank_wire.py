@@ -1,4 +1,4 @@
-"""What rank 0 says to the other ranks and what they answer: length-prefixed JSON on a socket pair.
+"""Messages between rank 0 and the other ranks: length-prefixed JSON on a socket pair.
 
 Never pickle. An answer may be followed by raw float32 logits, whose shape it gives.
 """
@@ -54,7 +54,7 @@ class Answer:
     logits_shape: tuple[int, int] | None = None
 
     def exception(self, rank: int) -> IserveError | None:
-        """The error to raise at rank 0, by a MemoryError where the rank had no room; None when there was none."""
+        """Return the error to raise at rank 0, from a MemoryError where the rank had no room; None: none."""
         if self.error is None:
             return None
         cls = getattr(errors, self.error_class or "", EngineError)
@@ -67,7 +67,7 @@ class Answer:
 
 
 def failure(error: Exception) -> Answer:
-    """The project's own errors keep their class; anything else is this engine's failure."""
+    """Return the failure to send: the project's errors keep their class; any other is this engine's."""
     own = isinstance(error, IserveError)
     message = str(error) if own else f"{type(error).__name__}: {error}"
     error_class = type(error).__name__ if own else "EngineError"

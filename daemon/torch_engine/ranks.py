@@ -34,7 +34,7 @@ def join(place: RankPlace, device: RankDevice, store_path: Path) -> None:
     """Enter the process group of all ranks; they meet at a file that only this user can reach.
 
     Raises:
-        EngineError: the others did not come.
+        EngineError: the other ranks did not join.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks are of one node: nothing listens beyond it
     world = place.tp * place.pp

@@ -1,6 +1,6 @@
-"""The executing half of the engine: one model on tp * pp ranks, driven step by step from rank 0.
+"""Runner: the executing half of the engine, one model on tp * pp ranks, driven step by step from rank 0.
 
-Rank 0 computes in this process; the others are ``ranks.RankGroup``'s. Knows nothing of requests or schedules.
+Rank 0 computes in this process; the other ranks are ``ranks.RankGroup``'s. Knows nothing of requests or schedules.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LocalRunner:
         stages: tuple[StageAssignment, ...],
         limits: WorkerLimits,
     ) -> None:
-        """As the protocol says; also raises UnsupportedModelError for a family this engine does not run."""
+        """Load as the protocol says; also raises UnsupportedModelError for a family this engine does not run."""
         _check_config(config)
         if any(stage.num_layers < 1 for stage in stages):
             layers = ", ".join(str(stage.num_layers) for stage in stages)
@@ -122,7 +122,7 @@ def _check_config(config: DeploymentConfig) -> None:
 
 
 def _result(logits: torch.Tensor, timings: tuple[RankTiming, ...], tp: int) -> StepResult:
-    """Timings are by rank; ranks of one stage lie together."""
+    """Return the result by ranks' timings; ranks of one stage lie together."""
     stages = [timings[first : first + tp] for first in range(0, len(timings), tp)]
     handover_s = sum(
         max(after.input_ready_at for after in receivers) - max(before.output_begun_at for before in senders)

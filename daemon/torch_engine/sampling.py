@@ -24,7 +24,7 @@ _LIGHTEST = 1e-7  # where bands stop to pay: some passes over all weights cost a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. ``seed`` None draws a fresh one."""
+    """Parameters of choosing tokens. ``seed`` None draws a fresh one."""
 
     temperature: float = 1.0
     top_p: float = 1.0  # smallest set of tokens whose probability reaches this
@@ -45,7 +45,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """One sequence's choices: parameters, its generator, and tokens that are barred for now."""
+    """Sampler of one sequence: parameters, its generator, and tokens that are barred for now."""
 
     __slots__ = ("_random", "params")
 
@@ -55,7 +55,7 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(seed))
 
     def choose(self, logits_V: np.ndarray) -> int:
-        """A token drawn from one row of logits, at least one of them finite, none NaN."""
+        """Draw a token from one row of logits, at least one of them finite, none NaN."""
         params = self.params
         weights = np.exp((logits_V - logits_V.max()) * np.float32(1 / params.temperature))
         if params.top_k and params.top_k < len(weights):
@@ -66,7 +66,7 @@ class Sampler:
 
 
 def _pick(weights_V: np.ndarray, fraction: float) -> int:
-    """The token at ``fraction`` (0 to 1, exclusive) of the weights laid end to end.
+    """Return the token at ``fraction`` (0 to 1, exclusive) of the weights laid end to end.
 
     In order of token ids, not of probability: rounding then moves a boundary, never swaps two tokens. First among
     blocks, then within one, as a running sum over a whole vocabulary takes milliseconds.
@@ -79,7 +79,7 @@ def _pick(weights_V: np.ndarray, fraction: float) -> int:
 
 
 def _reach(cumulative: np.ndarray, target: float) -> tuple[int, float]:
-    """The first entry to exceed ``target``, never one that adds nothing, and how far ``target`` is into it."""
+    """Return the first entry to exceed ``target``, never an empty one, and how far ``target`` is into it."""
     index = int(np.searchsorted(cumulative, target, side="right"))
     if index == len(cumulative):  # by rounding: then the last that adds anything
         index = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
@@ -87,7 +87,10 @@ def _reach(cumulative: np.ndarray, target: float) -> tuple[int, float]:
 
 
 def _kth_largest(weights_V: np.ndarray, k: int) -> float:
-    """As a partition of all weights says, which takes milliseconds for a large vocabulary: most never matter."""
+    """Return the k-th largest weight, without partitioning all weights where that can be avoided.
+
+    A partition of all weights takes milliseconds for a large vocabulary, most of which never matter.
+    """
     low = float(weights_V.max())
     likely = weights_V[:0]
     while len(likely) < k and low > _LIGHTEST:
@@ -97,7 +100,7 @@ def _kth_largest(weights_V: np.ndarray, k: int) -> float:
 
 
 def _nucleus(weights_V: np.ndarray, top_p: float) -> np.ndarray:
-    """The weights with all but the likeliest tokens set to 0: those needed to reach ``top_p`` of the whole.
+    """Return the weights with all but the likeliest tokens set to 0: those needed to reach ``top_p`` of the whole.
 
     Only the band of weights in which ``top_p`` is reached has to be sorted; what is above it is needed as it is.
     """
@@ -125,7 +128,7 @@ def _nucleus(weights_V: np.ndarray, top_p: float) -> np.ndarray:
 def sample(
     logits_NV: np.ndarray, samplers: Sequence[Sampler], barred: Sequence[Sequence[int]]
 ) -> list[int | None]:
-    """The next token of each sequence.
+    """Return the next token of each sequence.
 
     Args:
         logits_NV: float32, one row per sequence; changed in place at the barred tokens.

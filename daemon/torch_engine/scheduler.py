@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which sequences go into the next step.
+"""Continuous batching: the choice of which tokens of which sequences go into the next step.
 
 Pure: counts tokens, knows neither their ids nor torch, a clock or a thread. The engine runs it on real steps and
 a simulator can run it on predicted ones.
@@ -22,7 +22,7 @@ __all__ = ["Demand", "Scheduler", "Work"]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a new sequence asks for."""
+    """Demand of a new sequence."""
 
     sequence_id: int  # unique among the sequences that are here
     prompt_tokens: int
@@ -53,7 +53,7 @@ class _Sequence:
 
 
 class Scheduler:
-    """One engine's queue and slots. Not thread-safe.
+    """Queue and slots of one engine. Not thread-safe.
 
     Use: ``submit`` and ``cancel`` at any time; ``plan``, run it, ``complete`` it, in turns.
     """
@@ -135,7 +135,7 @@ class Scheduler:
         return True
 
     def plan(self) -> tuple[Work, ...]:
-        """The next step, admitting waiting sequences into free slots; empty when there is nothing to do."""
+        """Return the next step, admitting waiting sequences into free slots; empty when there is nothing to do."""
         work = [_work(s, 1) for s in self._running.values() if s.generated]
         budget = self.max_batched_tokens - len(work)
         assert budget >= 0, "each decoder came out of a step that held its last prompt token beside all the others"

@@ -35,14 +35,14 @@ __all__ = ["MAX_BODY_BYTES", "Worker", "make_app"]
 
 MAX_BODY_BYTES = 32 * 2**20
 _BODY_TIMEOUT_S = 60.0
-_LONG_TEXT_CHARS = 4096  # longer prompts are tokenized beside the event loop
+_LONG_TEXT_CHARS = 4096  # longer prompts are tokenized outside the event loop
 _CHAT_THREADS = 4  # of their own: a template that takes long keeps no other prompt waiting
 
 _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One engine and what is needed to talk to it. Lives in one event loop.
+    """Engine with its HTTP streams and codec. Lives in one event loop.
 
     Args:
         failed: called in the engine's thread when it has ended by an error.
@@ -93,7 +93,7 @@ class Worker:
     # Requests.
 
     async def prepare(self, generation: Generation) -> list[SequenceRequest]:
-        """Token ids, ends and lengths of each prompt of a request.
+        """Return token ids, ends and lengths of each prompt of a request.
 
         Raises:
             ApiError: unknown model, no tokenizer, ids out of range, longer than the context.
@@ -192,7 +192,7 @@ class Worker:
 
 
 class _Answer:
-    """One request on its way: its choices, filled from the engine's events."""
+    """Answer to one request on its way: its choices, filled from the engine's events."""
 
     def __init__(self, worker: Worker, generation: Generation, requests: list[SequenceRequest]) -> None:
         self.worker, self.generation, self.requests = worker, generation, requests
@@ -200,11 +200,11 @@ class _Answer:
         self.created = int(time.time())
         self.start_s = time.perf_counter()
         self.choices = [Choice(request, worker.codec, generation.stops) for request in requests]
-        self.stream = worker.open(requests)  # last: from here on somebody must close it
+        self.stream = worker.open(requests)  # last: from here on it must be closed
         self._index = {sequence_id: index for index, sequence_id in enumerate(self.stream.ids)}
 
     def push(self, event: TokenEvent) -> tuple[int, str]:
-        """The event's choice and its new text.
+        """Take an event; return its choice and its new text.
 
         Raises:
             ApiError: the sequence has ended by an error, or the tokenizer fails on its tokens.
@@ -357,7 +357,7 @@ def _error_response(error: ApiError) -> web.Response:
 async def _errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every refusal has an OpenAI body."""
+    """Give every refusal an OpenAI body."""
     try:
         return await handler(request)
     except IserveError as error:
@@ -393,7 +393,7 @@ def _authentication(token: str) -> Middleware:
 
 
 def make_app(worker: Worker, token: str | None = None) -> web.Application:
-    """All routes of a worker; the profiling ones only with ``spec.profiling``.
+    """Return all routes of a worker; the profiling ones only with ``spec.profiling``.
 
     Args:
         token: wanted for every route but ``/health``; None: for none.

@@ -1,6 +1,6 @@
-"""One rank at work: its part of the model, its KV cache and buffers, and the clock on each step.
+"""Rank at work: its part of the model, its KV cache and buffers, and the clock on each step.
 
-Knows its neighbours in the pipeline, and nothing of who decides the steps.
+Knows its neighbours in the pipeline, and nothing of how steps are decided.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ __all__ = ["RankTiming", "Stage"]
 
 @dataclass(frozen=True, slots=True)
 class RankTiming:
-    """One rank's step. Instants are of the machine's monotonic clock, so ranks of one node can be compared."""
+    """Timing of one rank's step.
+
+    Instants are of the machine's monotonic clock, so ranks of one node can be compared.
+    """
 
     forward_s: float  # its own part; waiting for the stage before is not in it
     input_ready_at: float  # hidden states have arrived (first stage: the step began)
@@ -89,7 +92,7 @@ class Stage:
         }
 
     def _make_inbox(self) -> torch.Tensor | None:
-        """Where hidden states of the stage before arrive: the pipeline's only buffer."""
+        """Return the buffer in which hidden states of the stage before arrive: the pipeline's only one."""
         if self._shape.is_first:
             return None
         size = (1, self._limits.max_batched_tokens, self._spec.hidden_size)
@@ -109,7 +112,10 @@ class Stage:
             )
 
     def step(self, plan: StepPlan) -> tuple[torch.Tensor | None, RankTiming]:
-        """Run this stage's part. The logits' owner gets them, [items, vocab] float32 on the CPU; others None."""
+        """Run this stage's part of a step.
+
+        The owner of the logits gets them, [items, vocab] float32 on the CPU; all other stages get None.
+        """
         device = self._device
         batch = FlatBatch.from_plan(plan, device.torch_device)
         hidden = self._receive(batch.num_tokens)
@@ -132,7 +138,9 @@ class Stage:
         return hidden
 
     def _metered_forward(self, batch: FlatBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        """On the CPU a step larger in any way than all before is metered; the others run at full speed."""
+        """Run the forward; on the CPU, meter a step larger in any way than all before, and run the rest at full
+        speed.
+        """
         size = (batch.num_tokens, len(batch.spans), batch.mask_elements)
         largest = tuple(map(max, size, self._metered))
         if self._device.counts_memory or largest == self._metered:

@@ -1,4 +1,4 @@
-"""One pipeline stage as transformers' own model class, holding only its layers and only its rank's weights.
+"""Pipeline stage as transformers' own model class, holding only its layers and only its rank's weights.
 
 The class is built on the meta device from the model's config with the stage's number of layers; what belongs to
 other stages becomes Identity. Nothing here knows how an architecture computes.
@@ -46,7 +46,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """Which part of the model a stage is."""
+    """Part of the model that a stage is."""
 
     first_layer: int
     num_layers: int
@@ -55,7 +55,7 @@ class StageShape:
 
 
 def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | None) -> ModelSource:
-    """What a checkpoint's config.json says. ``dtype`` None takes the checkpoint's own 16-bit type.
+    """Return what a checkpoint's config.json says. ``dtype`` None takes the checkpoint's own 16-bit type.
 
     float32 checkpoints are held as bfloat16; so are float16 ones on a CPU, which has no fast float16.
 
@@ -89,17 +89,17 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of the model, or of each of its kinds of layers."""
+    """Return the rope types of the model, or of each of its kinds of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     return {str(value.get("rope_type", "default")) for value in each}
 
 
 class StageModel:
-    """One rank's part of one stage: on the meta device first (sizes are right), then loaded.
+    """Part of one stage that one rank has: on the meta device first (sizes are right), then loaded.
 
     Raises:
-        EngineError: the format or the split cannot be done for this model; said before anything is read.
+        EngineError: the format or the split cannot be done for this model; raised before anything is read.
     """
 
     def __init__(
@@ -144,7 +144,9 @@ class StageModel:
         return self.parallel.shard(name, tuple(self.model.get_parameter(name).shape)) is not None
 
     def _plan_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every parameter; the model's own become this rank's shards, linears their format's."""
+        """Plan the full shape of every parameter; the model's own become this rank's shards, linears their
+        format's.
+        """
         full = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
         for name, shape in full.items():
             shard = self.parallel.shard(name, shape)
@@ -161,7 +163,7 @@ class StageModel:
         return full
 
     def planned_bytes(self) -> int:
-        """Bytes the weights will take on this rank, before they are read; a tied head counts once."""
+        """Return the bytes of this rank's weights, before they are read; a tied head counts once."""
         tied = self._tied_here()
         head = self.model.get_submodule(self.source.layout.head) if tied else None
         skip = {id(t) for t in head.parameters()} if head is not None else set()
@@ -210,7 +212,7 @@ class StageModel:
             _set(self.model, name, nn.Parameter(value, requires_grad=False))
 
     def _stored_name(self, name: str) -> str:
-        """The checkpoint numbers layers over the whole model, the stage over its own."""
+        """Return the name in the checkpoint, which numbers layers over the whole model, the stage over its own."""
         prefix = self.source.layout.layers + "."
         if not name.startswith(prefix):
             return name
@@ -219,7 +221,8 @@ class StageModel:
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, hidden: torch.Tensor | None, cache: KvCache) -> torch.Tensor:
-        """Hidden states [1, T, hidden] of a middle stage, or this rank's logits [len(spans), vocab or its part].
+        """Return hidden states [1, T, hidden] of a middle stage, or this rank's logits [len(spans), vocab or its
+        part].
 
         ``hidden`` comes from the stage before; None on the first.
         """
@@ -234,17 +237,17 @@ class StageModel:
         return self.model(**inputs, logits_to_keep=batch.last_tokens).logits[0]
 
     def weight_bytes(self) -> int:
-        """Live bytes of the weights and buffers, by storage: what is shared counts once."""
+        """Return live bytes of the weights and buffers, by storage: what is shared counts once."""
         return tensor_bytes((*self.model.parameters(), *self.model.buffers()))
 
 
 def tensor_bytes(tensors: tuple[torch.Tensor, ...]) -> int:
-    """Bytes of the distinct storages behind ``tensors``."""
+    """Return the bytes of the distinct storages behind ``tensors``."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """An nn.Linear, or what a format put in its place: both know nothing but out and in."""
+    """Return whether a module is an nn.Linear, or a format's in its place: both know nothing but out and in."""
     return isinstance(module, nn.Linear) or type(module).__module__.startswith("daemon.torch_engine.formats.")
 
 
@@ -285,7 +288,7 @@ def _with_buffers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_made(module: nn.Module) -> bool:
-    """Whether :func:`_materialize_buffers` can: a module made anew would lose its weights."""
+    """Return whether :func:`_materialize_buffers` can make the module anew: one made so would lose its weights."""
     if isinstance(module, nn.Embedding):  # Gemma's is scaled
         return all(hasattr(module, f"scalar_{name}") for name, _ in module.named_buffers(recurse=False))
     bare = not any(True for _ in module.parameters())
@@ -293,7 +296,7 @@ def _is_made(module: nn.Module) -> bool:
 
 
 def _materialize_buffers(model: nn.Module, config: Any, device: torch.device) -> None:
-    """Buffers are not in checkpoints (rotary frequencies): the modules that own some are built anew, for real."""
+    """Build the modules that own buffers anew, for real: buffers are not in checkpoints (rotary frequencies)."""
     for name, module in _with_buffers(model):
         if isinstance(module, nn.Embedding):
             for buffer, _ in list(module.named_buffers(recurse=False)):

@@ -1,4 +1,4 @@
-"""What the serving half of the engine hands to the executing half, and what it gets back.
+"""Interface between the serving and the executing half of the engine: plans, limits and results of steps.
 
 The scheduler (pure) decides a :class:`StepPlan`; a :class:`Runner` executes it on all ranks. Neither knows of
 HTTP, tokenizers or text.
@@ -30,14 +30,14 @@ class StepItem:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass over several sequences at once, prompts and single tokens mixed."""
+    """Forward pass over several sequences at once, prompts and single tokens mixed."""
 
     items: tuple[StepItem, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a forward pass gave and took."""
+    """Result of a forward pass and the time that it took."""
 
     logits: torch.Tensor  # [len(items), vocab] float32 on the CPU: after the last token of each item
     device_s: float  # inside the forward of the slowest rank of each stage, summed over stages
@@ -74,7 +74,7 @@ class Runner(Protocol):
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """Live bytes per rank as counted, activation peak since ``load``.
+        """Return live bytes per rank as counted, activation peak since ``load``.
 
         Raises:
             EngineError: a rank is gone; the runner is unusable afterwards.

@@ -24,7 +24,10 @@ class Streams:
         self._queues: dict[int, asyncio.Queue[TokenEvent]] = {}
 
     def deliver(self, events: list[TokenEvent]) -> None:
-        """Called in the engine's thread, once per step. After the loop has ended nobody listens any more."""
+        """Pass events to the event loop, once per step, from the engine's thread.
+
+        After the loop has ended they are dropped.
+        """
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._dispatch, events)
 
@@ -66,7 +69,7 @@ class Stream:
             yield event
 
     def drop(self, sequence_id: int) -> None:
-        """One sequence is done with (a stop string): free its slot and ignore what is on the way."""
+        """Drop a sequence that is complete (by a stop string): free its slot and ignore what is on the way."""
         self._open.discard(sequence_id)
         self._engine.cancel([sequence_id])
 
@@ -80,7 +83,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence's answer as it grows."""
+    """Answer of one sequence as it grows."""
 
     request: SequenceRequest
     codec: TextCodec | None
@@ -98,7 +101,7 @@ class Choice:
             self._detokenizer = self.codec.detokenizer(self.request.prompt)
 
     def push(self, event: TokenEvent) -> str:
-        """The text to give out now. Sets ``finish``, to ``stop`` also when a stop string is complete."""
+        """Return the text to give out now. Sets ``finish``, to ``stop`` also when a stop string is complete."""
         assert event.token is not None
         self.tokens.append(event.token)
         self.first_at_s = self.first_at_s or event.at_s

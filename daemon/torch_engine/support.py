@@ -1,4 +1,4 @@
-"""What the embedded engine runs, as plain tables: readable without importing torch.
+"""Tables of what the embedded engine runs, readable without importing torch.
 
 ``stage_model`` and ``formats`` hold the facts; a test compares these tables with them.
 """

@@ -1,6 +1,6 @@
-"""Renders one chat template, in a process of its own that the kernel bounds: ``python -P template_process.py``.
+"""Renderer of one chat template, in a process that the kernel bounds: ``python -P template_process.py``.
 
-A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and sockets, not from
+A template is a program that is part of a checkpoint. Jinja's sandbox keeps it from files and sockets, not from
 looping, calling itself or writing ``2 ** 10**9``; only the kernel stops all of that. Its own limits are on this
 process before it sees the template. One JSON document a line: first the template, its special tokens and its
 seconds a rendering, then a question a line, each answered by a line; ends with its input. Standard library and
@@ -59,7 +59,7 @@ def _check_name(name: object) -> None:
 
 
 def compile_template(text: str) -> Template:
-    """With what transformers gives a chat template, which they are written for."""
+    """Compile a template in the environment that transformers gives a chat template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )
@@ -84,7 +84,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _bounded(work: Callable[[], str], max_cpu_s: int) -> dict[str, Any]:
-    """The answer to what ``work`` returns or raises. Past its CPU time the kernel ends the process."""
+    """Answer what ``work`` returns or raises. Past its CPU time the kernel ends the process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     used_s = math.ceil(usage.ru_utime + usage.ru_stime)

@@ -31,7 +31,10 @@ _SUM_AFTER = {"rowwise", "moe_tp_experts"}
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank's place in its group. ``group`` is None while only sizes are counted, or when ``tp`` is 1."""
+    """Place of one rank in its group, and the plan of splitting modules.
+
+    ``group`` is None while only sizes are counted, or when ``tp`` is 1.
+    """
 
     tp: int
     index: int
@@ -39,7 +42,7 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
 
     def style(self, name: str) -> str | None:
-        """The style of a module or of a parameter that the plan lists by its own name."""
+        """Return the style of a module or of a parameter that the plan lists by its own name."""
         return self.plan.get(re.sub(r"\.\d+(?=\.)", ".*", name))
 
     def check(self, model: nn.Module) -> None:
@@ -59,7 +62,7 @@ class TensorParallel:
                 raise EngineError(f"the plan of {name} is {style!r}, which this engine does not split; use tp=1")
 
     def shard(self, parameter: str, shape: tuple[int, ...]) -> Shard | None:
-        """Which part of a parameter of the full ``shape`` this rank holds; None for all of it.
+        """Return which part of a parameter of the full ``shape`` this rank holds; None for all of it.
 
         Raises:
             EngineError: the dimension does not divide by ``tp``.
@@ -81,7 +84,7 @@ class TensorParallel:
         return Shard(dim, self.index, self.tp)
 
     def adds_up(self, module: str) -> bool:
-        """Whether the group's outputs of this module are parts of one sum."""
+        """Return whether the group's outputs of this module are parts of one sum."""
         return self.tp > 1 and self.style(module) in _SUM_AFTER
 
     def connect(self, model: nn.Module) -> None:
@@ -100,7 +103,7 @@ class TensorParallel:
         return self.index == 0
 
     def _look_up(self, module: nn.Embedding, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embedding of which this rank has some rows: it adds zeros for the tokens of the others."""
+        """Embed tokens by the rows that this rank has: tokens of other ranks' rows add zeros."""
         rows = module.weight
         local = token_ids - self.index * rows.shape[0]
         mine = (local >= 0) & (local < rows.shape[0])

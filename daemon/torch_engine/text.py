@@ -38,7 +38,7 @@ class ChatMessage:
 
 
 class TextTooLongError(BadInputError):
-    """A text of more characters than the tokens that it may have can stand for."""
+    """Text of more characters than the tokens that it may have can represent."""
 
 
 class TextCodec:
@@ -57,12 +57,12 @@ class TextCodec:
         self.has_chat_template = self._template is not None or self._no_template is not None
 
     def close(self) -> None:
-        """No conversation is encoded any more; what is being rendered is given up."""
+        """End the encoding of conversations; what is being rendered is given up."""
         if self._template is not None:
             self._template.close()
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer puts around one.
+        """Return token ids of a prompt, with the special tokens that the tokenizer puts around one.
 
         Raises:
             BadInputError: the tokenizer fails on the text.
@@ -88,7 +88,7 @@ class TextCodec:
         )
 
     def encode_chat(self, messages: Sequence[ChatMessage], max_tokens: int) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+        """Return token ids of a conversation, up to where the assistant's answer begins.
 
         With the checkpoint's chat template; without one as plain text, ``Role: content`` a line and ``Assistant:``
         at the end.
@@ -129,7 +129,7 @@ def _is_tokenizers_failure(error: BaseException) -> bool:
 
 
 class Detokenizer:
-    """Tokens to text as they come, never half a character, and no character changed once given out.
+    """Decoder of tokens to text as they arrive, never half a character, no character changed once given out.
 
     A token's text depends on the one before (leading spaces), so each piece is decoded together with the last.
     """
@@ -145,7 +145,7 @@ class Detokenizer:
         self._prefix_text = decode(self._tokens)
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token; may be empty."""
+        """Return the text that is complete with this token; may be empty."""
         if token in self._special:
             return ""
         self._tokens.append(token)
@@ -160,7 +160,7 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """What is left at the end, an unfinished character as U+FFFD."""
+        """Return what is left at the end, an unfinished character as U+FFFD."""
         return self._take(len(self._tokens), self._decode(self._tokens[self._prefix :]))
 
     def _take(self, cut: int, text: str) -> str:
@@ -179,7 +179,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, *, armed: bool = True) -> tuple[str, bool]:
-        """The text that can be given out now, and whether a stop string was met (it is not part of the text).
+        """Return the text that can be given out now, and whether a stop string was met (it is not part of the
+        text).
 
         No stop string ends in a text that is pushed while not ``armed``; one may begin there.
         """
@@ -199,18 +200,18 @@ class StopMatcher:
         return given, False
 
     def flush(self) -> str:
-        """What was held back in case a stop string went on."""
+        """Return the text that was held back in case a stop string went on."""
         given, self._held = self._held, ""
         return given
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that is a beginning of ``stop``."""
+        """Return the length of the longest end of the held text that is a beginning of ``stop``."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
 def load_text_codec(checkpoint: Path) -> TextCodec | None:
-    """The checkpoint's tokenizer; None when it has no tokenizer files.
+    """Return the checkpoint's tokenizer; None when it has no tokenizer files.
 
     Raises:
         CheckpointError: the files are there and cannot be read, or want code that is not ours to run.
@@ -229,7 +230,7 @@ def load_text_codec(checkpoint: Path) -> TextCodec | None:
 
 
 def _chat_template(tokenizer: Any) -> tuple[ChatTemplate | None, str | None]:
-    """The tokenizer's template, or why it has several and none is meant; neither where it has none."""
+    """Return the tokenizer's template, or why it has several and none is meant; neither where it has none."""
     if not tokenizer.chat_template:
         return None, None
     try:
@@ -241,7 +242,7 @@ def _chat_template(tokenizer: Any) -> tuple[ChatTemplate | None, str | None]:
 
 
 def end_token_ids(checkpoint: Path, codec: TextCodec | None) -> frozenset[int]:
-    """Tokens that end an answer: those of generation_config.json, else config.json, and the tokenizer's own."""
+    """Return tokens that end an answer: generation_config.json's, else config.json's, and the tokenizer's own."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         try:

@@ -1,4 +1,4 @@
-"""Who is who among the ranks of one model, and what they are all told at a load."""
+"""Places of the ranks of one model, and the order that all of them receive at a load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Groups", "LoadOrder", "RankPlace", "make_groups"]
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """What every rank loads its part of. Crosses processes as JSON."""
+    """Order to load a model, of which every rank loads its part. Crosses processes as JSON."""
 
     checkpoint: str
     weights: WeightFormat
@@ -50,7 +50,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """One rank's neighbours. Hidden states go from each rank to its like in the next stage."""
+    """Neighbours of one rank. Hidden states go from each rank to its like in the next stage."""
 
     tensor: dist.ProcessGroup | None
     leader_rank: int  # of this stage
@@ -59,7 +59,7 @@ class Groups:
 
 
 def make_groups(place: RankPlace) -> Groups:
-    """All ranks call this together, once the default process group is there (one rank: it need not be).
+    """Make the process groups; all ranks call this together, once the default group is there (if several ranks).
 
     A single stage is the default group: another one of the same ranks would be a second communicator, with buffers
     of its own on each GPU, and a second one to abort.

@@ -67,7 +67,7 @@ class WeightReader:
     def read(
         self, name: str, shape: tuple[int, ...], shard: Shard | None, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """The parameter ``name`` of the full ``shape``, or this rank's shard of it, in memory of its own."""
+        """Return the parameter ``name`` of the full ``shape``, or this rank's shard of it, in its own memory."""
         if name in self._file_of:
             return self._own(self._slice(name, shape, shard), dtype, device)
         for stored in self._renamed(name):
@@ -105,7 +105,7 @@ class WeightReader:
         return self._files[name]
 
     def _renamed(self, name: str) -> Iterator[str]:
-        """Names that checkpoints of this family use for ``name``, by transformers' own table."""
+        """Yield names that checkpoints of this family use for ``name``, by transformers' own table."""
         for change in self._converters:
             if type(change) is WeightRenaming:
                 for source, target in zip(change.source_patterns, change.target_patterns, strict=True):
@@ -113,7 +113,7 @@ class WeightReader:
                         yield name.replace(target, source)
 
     def _expert_pieces(self, name: str, shape: tuple[int, ...]) -> list[list[str]] | None:
-        """Stored names of a parameter that joins all experts: per expert, the tensors to lay end to end."""
+        """Return stored names of a parameter that joins all experts: per expert, the tensors to lay end to end."""
         for change in self._converters:
             if not isinstance(change, WeightConverter) or len(change.target_patterns) != 1:
                 continue
@@ -139,7 +139,7 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """[experts, out, in]; each expert's ``out`` rows come from its pieces in turn, each sharded alike."""
+        """Return [experts, out, in]; each expert's ``out`` rows are its pieces in turn, each sharded alike."""
         each = (shape[1] // len(pieces[0]), shape[2])
         part = Shard(shard.dim - 1, shard.index, shard.count) if shard else None
         local = list(shape)

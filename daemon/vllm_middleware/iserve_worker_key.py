@@ -1,7 +1,7 @@
-"""The worker's token on every route of vLLM's server, as ASGI middleware (``--middleware``) in its interpreter.
+"""Middleware (ASGI, ``--middleware``) that asks for the worker's token on every route of vLLM's server.
 
-vLLM's own key guards the paths under /v1, /v2, /inference and /cohere alone: ``/invocations``, among others, still
-generates for every client that reaches the port. Standard library only.
+It runs in vLLM's interpreter. vLLM's own key guards the paths under /v1, /v2, /inference and /cohere alone:
+``/invocations``, among others, still generates for every client that reaches the port. Standard library only.
 """
 
 from __future__ import annotations

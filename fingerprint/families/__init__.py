@@ -1,4 +1,4 @@
-"""From a parsed config.json, and the checkpoint's headers where they are there, to a model's counts and tensors.
+"""Reader of models: a parsed config.json, and the checkpoint's headers where known, become counts and tensors.
 
 A family with a row of the table is described by the list of its tensors, from which the counts of
 :class:`ModelSpec` and the files of a dummy checkpoint both come; no torch is needed. Every other is described by
@@ -56,7 +56,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def load_spec(path: Path, tensors: Mapping[str, StoredTensor] | None = None) -> ModelSpec:
-    """:func:`read_spec` of the config.json at ``path`` (the file, or a directory that holds it).
+    """Return :func:`read_spec` of the config.json at ``path`` (the file, or a directory that holds it).
 
     A family without a row is described by the headers of the checkpoint's files where they are there.
 
@@ -93,7 +93,7 @@ def _spec_of(
 
 
 def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
-    """``config`` with what it leaves out to its class: by the row of its text model, else by transformers' class.
+    """Return ``config`` with what it leaves out to its class: by the row of its text model, else by the class.
 
     Raises:
         MissingExtraError: transformers is needed for that and not installed.
@@ -126,7 +126,7 @@ def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _facts_of(spec: ModelSpec) -> dict[str, object]:
-    """As a config.json says them."""
+    """Return the model's facts as a config.json gives them."""
     windows = [window for window in spec.windows if window is not None]
     return {
         "num_hidden_layers": spec.num_layers,
@@ -148,7 +148,7 @@ def _has_headers(directory: Path) -> bool:
 
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
-    """The architecture that a parsed config.json describes. Offline; code that a model brings is never run.
+    """Return the architecture that a parsed config.json describes. Offline; code that a model brings is never run.
 
     Of a family without a row, transformers' class is built on the meta device: seconds, the first time.
 
@@ -165,13 +165,13 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
 
 
 def is_tabled(config: Mapping[str, object]) -> bool:
-    """Whether the family has a row of the table, which multimodal models have not."""
+    """Return whether the family has a row of the table, which multimodal models have not."""
     name = config.get("model_type")
     return isinstance(name, str) and name in FAMILIES and not is_multimodal(config)
 
 
 def read_blueprint(config: Mapping[str, object]) -> Blueprint:
-    """The tensors of a model with one stack of equal layers, which it is cut and run by.
+    """Return the tensors of a model with one stack of equal layers, which it is cut and run by.
 
     Raises:
         As :func:`read_spec`, and UnsupportedModelError: layers that differ, or a multimodal model.
@@ -185,7 +185,7 @@ def read_blueprint(config: Mapping[str, object]) -> Blueprint:
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """The row of the table, else what transformers' class amounts to; errors as :func:`read_spec`."""
+    """Return the row of the table, else what transformers' class amounts to; errors as :func:`read_spec`."""
     name = family_name(config, FAMILIES)
     family = FAMILIES.get(name) or general_family(config, name)
     if family is None:

@@ -1,4 +1,4 @@
-"""What a reader of a family makes: a model's counts and the tensors that they come from."""
+"""Blueprint of a model: its counts and the tensors that they follow from, as a family's reader makes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table."""
+    """Row of the table of families."""
 
     architectures: tuple[str, ...]  # of the causal-LM class; the first is transformers' own
     layout: ModuleLayout
@@ -46,7 +46,7 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """What lies before and after the hidden layers."""
+    """Tensors before and after the hidden layers."""
 
     embedding: list[TensorShape]
     final_norm: list[TensorShape]
@@ -82,7 +82,7 @@ def blueprint_of(
     layer_windows: Windows | None = None,
     gated_mlp: bool = True,
 ) -> Blueprint:
-    """Sizes as read, counts from the tensors.
+    """Return the blueprint: sizes as read, counts from the tensors.
 
     Args:
         layer_windows: how far back each layer looks; None: all to the beginning.

@@ -13,7 +13,7 @@ _LAYOUT = ModuleLayout("transformer.h", ("transformer.word_embeddings",), ("tran
 
 
 def _falcon(fields: Fields) -> Blueprint:
-    """LayerNorms with bias, fused query_key_value, plain MLP. Three attention layouts, as in FalconAttention."""
+    """Return the blueprint: LayerNorms with bias, fused query_key_value, plain MLP, three attention layouts."""
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     hidden = fields.count("n_embed", "hidden_size")
     heads = fields.count("num_attention_heads")

@@ -1,4 +1,4 @@
-"""Families without a row of their own: what transformers' class itself builds, on torch's meta device.
+"""Families without a row of their own: read from transformers' own class, built on torch's meta device.
 
 The class is instantiated from config.json without memory behind its tensors, which gives names, shapes and the
 stack of layers; one forward pass there gives the shapes of K and V. Only classes that come with transformers are
@@ -34,7 +34,8 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 
 def general_family(config: Mapping[str, object], name: str) -> Family | None:
-    """The row that transformers' class of ``name`` amounts to for this config; None: it has no causal-LM class.
+    """Return the row that transformers' class of ``name`` amounts to for this config; None: it has no causal-LM
+    class.
 
     Raises:
         ConfigError: the class refuses the sizes, or they are out of bounds.
@@ -68,7 +69,7 @@ def _family(text: str, name: str) -> Family | None:
 
 
 def _build(fields: Fields, text: str) -> Any:
-    """The causal-LM model on the meta device."""
+    """Return the causal-LM model on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -150,7 +151,7 @@ def _described(fields: Fields, model: Any, layout: ModuleLayout, architecture: s
 
 
 def _first(config: Any, names: tuple[str, ...], fields: Fields, most: int, default: int | None = None) -> int:
-    """The first of ``names`` that the class's config has, its defaults included."""
+    """Return the first of ``names`` that the class's config has, its defaults included."""
     found = {name: getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)}
     return Fields(found, fields.family).count(*list(found)[:1] or names[:1], default=default, most=most)
 
@@ -176,7 +177,10 @@ def _is_tied(model: Any) -> bool:
 
 
 def _ends(model: Any, layout: ModuleLayout) -> Ends:
-    """Beside the vocabulary's two matrices: tables (positions) go with the embedding, vectors with the norm."""
+    """Return the tensors outside the layers.
+
+    In addition to the vocabulary's two matrices, tables (positions) go with the embedding, vectors with the norm.
+    """
     embedding: list[TensorShape] = []
     ends = Ends(embedding=embedding, final_norm=[], head=[])
     for name, parameter in model.named_parameters():
@@ -192,7 +196,7 @@ def _ends(model: Any, layout: ModuleLayout) -> Ends:
 
 
 def _kv_shape(fields: Fields, model: Any) -> tuple[int, int]:
-    """KV heads and their width, of what one forward pass leaves in the cache."""
+    """Return KV heads and their width, of what one forward pass leaves in the cache."""
     import torch
 
     def run() -> list[tuple[int, ...]]:
@@ -210,7 +214,10 @@ def _kv_shape(fields: Fields, model: Any) -> tuple[int, int]:
 
 
 def _windows(fields: Fields, config: Any, num_layers: int) -> Windows:
-    """By ``layer_types`` where the class has them; else all count as full, so that KV is never too small."""
+    """Return the windows by ``layer_types`` where the class has them.
+
+    All other layers count as full, so that KV is never too small.
+    """
     named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     types = named or ["full_attention"] * num_layers
     if set(types) - _KINDS:

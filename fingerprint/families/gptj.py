@@ -13,7 +13,7 @@ _LAYOUT = ModuleLayout("transformer.h", ("transformer.wte",), ("transformer.ln_f
 
 
 def _gptj(fields: Fields) -> Blueprint:
-    """One LayerNorm per layer, attention without biases, MLP and head with biases."""
+    """Return the blueprint: one LayerNorm per layer, attention without biases, MLP and head with biases."""
     hidden = fields.count("n_embd", "hidden_size")
     heads = fields.count("n_head", "num_attention_heads")
     vocab = fields.count("vocab_size", most=MAX_VOCAB)

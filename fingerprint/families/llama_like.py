@@ -41,7 +41,7 @@ def llama_like(
     has_sinks: bool = False,
     windows: Callable[[Fields, int], Windows] = no_windows,
 ) -> Blueprint:
-    """RMSNorm, rotary attention with q, k, v, o matrices, gated MLP or experts.
+    """Return the blueprint: RMSNorm, rotary attention with q, k, v, o matrices, gated MLP or experts.
 
     Args:
         architecture: the causal-LM class.
@@ -92,7 +92,7 @@ def llama_like(
 
 
 def rotary_head_dim(fields: Fields, hidden: int, heads: int, class_default: int | None) -> int:
-    """``head_dim``, else hidden size over heads; even, for rotary embeddings turn pairs."""
+    """Return ``head_dim``, else hidden size over heads; even, for rotary embeddings turn pairs."""
     head_dim = fields.count("head_dim", default=class_default or 0)
     if head_dim == 0:
         divides("num_attention_heads", heads, "hidden_size", hidden)

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: one gated MLP, or experts with a router before them.
+"""Part of a layer after attention: one gated MLP, or experts with a router before them.
 
 Experts are named as published checkpoints name them, one by one; transformers stacks them in memory only.
 """
@@ -27,7 +27,7 @@ class Mlp:
 
 
 def gated(fields: Fields, hidden: int, *, reads_bias: bool = False) -> Mlp:
-    """Gate, up and down; ``reads_bias``: the family reads ``mlp_bias``."""
+    """Return gate, up and down; ``reads_bias``: the family reads ``mlp_bias``."""
     inner = fields.count("intermediate_size")
     bias = reads_bias and fields.flag("mlp_bias", default=False)
     return Mlp(tensors=_gated("mlp", hidden, inner, bias=bias), intermediate_size=inner)
@@ -63,10 +63,10 @@ def mixtral_experts(fields: Fields, hidden: int) -> Mlp:
 def qwen_experts(
     fields: Fields, hidden: int, *, count_default: int, inner_default: int, per_token_default: int, shared: bool
 ) -> Mlp:
-    """Experts in every layer; ``shared``: and one MLP with a gate of its own that works on every token.
+    """Return experts for every layer; ``shared``: and one MLP with a gate of its own that works on every token.
 
     Raises:
-        UnsupportedModelError: some layers have experts and others one MLP.
+        UnsupportedModelError: some layers have experts and some one MLP.
     """
     _refuse_dense_between(fields)
     count = fields.count("num_experts", "num_local_experts", default=count_default, most=MAX_EXPERTS)

@@ -59,7 +59,7 @@ def _opt(fields: Fields) -> Blueprint:
 
 
 def _refuse_350m(fields: Fields, hidden: int) -> None:
-    """One published size has an embedding narrower than its layers, and its norms behind them."""
+    """Refuse the published size whose embedding is narrower than its layers, with its norms behind them."""
     if (width := fields.count("word_embed_proj_dim", default=hidden)) != hidden:
         raise UnsupportedModelError(
             f"word_embed_proj_dim={width} with hidden_size={hidden} is not supported: of the published OPT models "

@@ -1,4 +1,4 @@
-"""What is no model that iServe serves, told by its config.json, each with what it is instead."""
+"""Model types that iServe does not serve, recognised by config.json, each with what it is instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fingerprint.errors import ConfigError, UnsupportedModelError
 
 __all__ = ["family_name", "is_multimodal", "refuse_other_kinds", "refuse_other_tasks", "supported"]
 
-# Families people ask for, so that the refusal can say what the model is; all others are refused as unknown.
+# Families people ask for, so that the refusal can say what the model is; every other one is refused as unknown.
 _ENCODER_DECODERS = {"t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper"}
 _ENCODERS = {"bert", "roberta", "camembert", "xlm-roberta", "distilbert", "electra", "deberta-v2", "modernbert"}
 _VISION = {
@@ -30,12 +30,12 @@ _PART_CONFIGS = ("vision_config", "audio_config", "text_config", "speech_config"
 
 
 def supported(families: Iterable[str]) -> str:
-    """The end of every refusal: what is served."""
+    """Return the end of every refusal: what is served."""
     return "supported are decoder-only " + ", ".join(families) + ", and others that transformers has"
 
 
 def is_multimodal(config: Mapping[str, object]) -> bool:
-    """Whether it has towers for images or sound beside its text model, or the text model in a part of its own."""
+    """Return whether the model has towers for images or sound, or its text model in a part of its own."""
     name = config.get("model_type")
     return (isinstance(name, str) and name in _VISION) or any(config.get(key) for key in _PART_CONFIGS)
 
@@ -66,7 +66,7 @@ def refuse_other_kinds(config: Mapping[str, object]) -> None:
 
 
 def family_name(config: Mapping[str, object], families: Iterable[str]) -> str:
-    """The model's family, be it one of ``families`` or none.
+    """Return the model's family, be it one of ``families`` or none.
 
     Raises:
         ConfigError: no model_type.

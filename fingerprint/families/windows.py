@@ -1,4 +1,4 @@
-"""How far back each layer looks: a number of tokens, or None for all the way to the beginning.
+"""Attention windows by layer: a number of tokens, or None for all the way to the beginning.
 
 Layers that look back differently are of different kinds: beyond the window they cost different times and KV.
 """
@@ -27,14 +27,14 @@ def no_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def one_window(fields: Fields, num_layers: int, *, default: int | None) -> Windows:
-    """The same for all layers."""
+    """Return the same window for all layers."""
     return (_window(fields, default),) * num_layers
 
 
 def windows_by_turns(
     fields: Fields, num_layers: int, *, default: int, turn_key: str = "", turn_default: int = 2
 ) -> Windows:
-    """Of every so many layers the last looks all the way back (Gemma 2 and 3, GPT-OSS).
+    """Return windows by turns: of every so many layers the last looks all the way back (Gemma 2 and 3, GPT-OSS).
 
     Args:
         default: the window, when the field is left out.
@@ -45,13 +45,13 @@ def windows_by_turns(
 
 
 def qwen_windows(fields: Fields, num_layers: int) -> Windows:
-    """Full below ``max_window_layers``, sliding from there on, if the switch is on at all."""
+    """Return full windows below ``max_window_layers``, sliding from there on, if the switch is on at all."""
     first_sliding = fields.count("max_window_layers", default=28, least=0, most=MAX_WIDTH)
     return _by_type(fields, num_layers, _switched(fields), lambda layer: layer >= first_sliding)
 
 
 def qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
-    """Every second layer below ``max_window_layers`` slides, if the switch is on at all."""
+    """Let every second layer below ``max_window_layers`` slide, if the switch is on at all."""
     first_full = fields.count("max_window_layers", default=28, least=0, most=MAX_WIDTH)
     return _by_type(
         fields, num_layers, _switched(fields), lambda layer: layer < first_full and (layer + 1) % 2 != 0
@@ -59,12 +59,12 @@ def qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def qwen3_moe_windows(fields: Fields, num_layers: int) -> Windows:
-    """One switch and one window for all layers."""
+    """Return one window for all layers, by its switch."""
     return (_switched(fields),) * num_layers
 
 
 def _by_type(fields: Fields, num_layers: int, window: int | None, slides: Callable[[int], bool]) -> Windows:
-    """As ``layer_types`` says; where it is left out, as the class fills it in."""
+    """Return windows by ``layer_types``; where it is left out, as the class fills it in."""
     types = fields.layer_types(num_layers)
     if types is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
@@ -76,7 +76,7 @@ def _switched(fields: Fields) -> int | None:
 
 
 def _window(fields: Fields, default: int | None) -> int | None:
-    """A null switches it off, an absent field means the class's default."""
+    """Return the window: a null switches it off, an absent field means the class's default."""
     if fields.given("sliding_window")[1] is None:
         return None if fields.has("sliding_window") else default
     return fields.count("sliding_window", most=MAX_CONTEXT)

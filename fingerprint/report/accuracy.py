@@ -1,4 +1,4 @@
-"""Predictions beside what the full model then took. Values only; ``tests/bench`` measures them."""
+"""Predictions and what the full model then took. Values only; ``tests/bench`` measures them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AccuracyRecord", "AccuracyRow", "machine_key"]
 
 
 def machine_key(machine: MachineInfo) -> str:
-    """Equal for machines on which one full model's measurement speaks for another: devices and versions.
+    """Return a key that is equal for machines whose full-model measurements agree: devices and versions.
 
     A CPU's measured peaks and its free memory differ from launch to launch and are left out.
     """
@@ -31,7 +31,7 @@ def machine_key(machine: MachineInfo) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccuracyRow:
-    """One quantity of one full model: predicted from fingerprints, and measured.
+    """Quantity of one full model: predicted from fingerprints, and measured.
 
     ``quantity`` is named with its unit last: ``ttft_s``, ``tpot_s``; ``memory_bytes_per_gpu``, all of the fullest
     GPU; ``engine_bytes_per_gpu``, of it what the engine counts (weights, KV, activations and pipeline buffers), to
@@ -58,12 +58,12 @@ class AccuracyRow:
 
     @property
     def relative_error(self) -> float:
-        """Of the prediction; positive when it is too high."""
+        """Relative error of the prediction; positive when it is too high."""
         return self.predicted.value / self.measured - 1 if self.measured else float("inf")
 
     @property
     def inside(self) -> bool:
-        """Whether the measured value lies in the predicted 90% interval."""
+        """True when the measured value lies in the predicted 90% interval."""
         return self.predicted.low <= self.measured <= self.predicted.high
 
 

@@ -21,7 +21,7 @@ class Scale:
     logarithmic: bool = False
 
     def __call__(self, value: float) -> float:
-        """Position; a value outside is drawn at the edge."""
+        """Return the position; a value outside is drawn at the edge."""
         value = min(max(value, self.low), self.high)
         if self.logarithmic:
             share = math.log(value / self.low) / math.log(self.high / self.low)
@@ -37,14 +37,14 @@ class Scale:
 
 
 def linear(low: float, high: float, start: float, end: float) -> Scale:
-    """A linear scale; equal ends are spread, so that it can always be drawn."""
+    """Return a linear scale; equal ends are spread, so that it can always be drawn."""
     if not high > low:
         low, high = low - (abs(low) or 1.0) * 0.5, high + (abs(high) or 1.0) * 0.5
     return Scale(low, high, start, end)
 
 
 def spread(values: list[float], start: float, end: float) -> Scale:
-    """Around positive ``values`` with some air: logarithmic when they span a lot, else linear."""
+    """Return a scale around positive ``values`` with some air: logarithmic when they span a lot, else linear."""
     low, high = min(values), max(values)
     if high / low >= _LOG_FROM:
         air = (high / low) ** 0.06
@@ -54,7 +54,7 @@ def spread(values: list[float], start: float, end: float) -> Scale:
 
 
 def linear_ticks(low: float, high: float, count: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten inside ``low..high``."""
+    """Return multiples of 1, 2 or 5 times a power of ten inside ``low..high``."""
     rough = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
@@ -63,7 +63,7 @@ def linear_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float, count: int) -> list[float]:
-    """Powers of ten inside, with their twos and fives where there is room."""
+    """Return powers of ten inside, with their twos and fives where there is room."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         found = [f * 10.0**d for d in decades for f in factors if low <= f * 10.0**d <= high]

@@ -28,7 +28,7 @@ _LABEL_WIDTH = 44.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCurve:
-    """One line of a chart: a quantity of one input length."""
+    """Line of a chart: a quantity of one input length."""
 
     input_tokens: int
     color: str  # a class of the style sheet
@@ -40,7 +40,7 @@ class BatchCurve:
 def batch_chart(
     curves: Sequence[BatchCurve], *, name: str, logarithmic: bool, width: float, height: float
 ) -> Markup:
-    """Lines over the batch with 90% bands, dots where it was run, diamonds where the truth is known.
+    """Draw lines over the batch with 90% bands, dots where it was run, diamonds where the truth is known.
 
     Args:
         logarithmic: the time axis; otherwise it begins at 0.
@@ -100,7 +100,7 @@ def _axes(x: Scale, y: Scale, ran: Sequence[int], height: float) -> list[Child]:
 
 
 def _tick(value_s: float) -> str:
-    """In its own unit: an axis may reach from milliseconds to seconds."""
+    """Return the label in its own unit: an axis may reach from milliseconds to seconds."""
     if value_s == 0:
         return "0"
     scale, unit = time_unit(value_s)
@@ -128,7 +128,7 @@ _End = tuple[float, float, BatchCurve]  # where a line ends: right, down
 
 
 def _apart(ends: Sequence[_End], lowest: float) -> list[_End]:
-    """Labels of lines that end close to each other, moved until none covers another nor is below ``lowest``."""
+    """Move labels of lines that end close to each other until none covers another nor is below ``lowest``."""
     down: list[_End] = []
     for at, y, curve in sorted(ends, key=lambda end: end[1]):
         above = [other + _LABEL_HEIGHT for left, other, _ in down if abs(left - at) < _LABEL_WIDTH]
@@ -141,7 +141,7 @@ def _apart(ends: Sequence[_End], lowest: float) -> list[_End]:
 
 
 def step_bar(step: DecodeStep, most_s: float, name: str) -> Markup:
-    """A decode step's parts, one after the other; ``most_s`` long at most."""
+    """Draw a decode step's parts, one after the other; ``most_s`` long at most."""
     x, parts = 0.0, []
     for class_, said, field in STEP_PARTS:
         part_s = float(getattr(step, field))

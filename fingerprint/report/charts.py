@@ -1,7 +1,7 @@
 """Charts as SVG, from values to markup; no plotting library.
 
 Colours are classes (``c-16bit``, ``m-weights``) that the page's style sheet gives a light and a dark value. Every
-mark carries a ``<title>``, every chart a name; the numbers behind each stand in a table beside it.
+mark carries a ``<title>``, every chart a name; a table next to it has the numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def time_chart(
     width: float = 330,
     height: float = 210,
 ) -> Markup:
-    """Measured depths with their spread, the fitted lines on to the whole model, their 90% bands.
+    """Draw measured depths with their spread, the fitted lines on to the whole model, their 90% bands.
 
     Args:
         most_s: top of the time axis, so that neighbouring panels can share it.
@@ -118,13 +118,13 @@ def _layer_ticks(num_layers: int) -> list[int]:
 
 
 def whisker(interval: Interval, most: float, least: float, title: str) -> Markup:
-    """A value with its interval on a line that shows where zero is; stretches to its table cell."""
+    """Draw a value with its interval on a line that shows where zero is; it stretches to its table cell."""
     x = linear(min(least, 0.0), most, 1, 199)
     return _span(interval, x, title, "unresolved" if interval.low <= 0 else "resolved")
 
 
 def error_bar(error: Interval, limit: float, title: str, *, inside: bool) -> Markup:
-    """A prediction's error and its interval about the measured value, which is the line; cut at ``limit``."""
+    """Draw a prediction's error and its interval about the measured value, which is the line; cut at ``limit``."""
     value, low, high = (min(max(end, -limit), limit) for end in (error.value, error.low, error.high))
     x = linear(-limit, limit, 1, 199)
     return _span(Interval(value, low, high), x, title, "resolved" if inside else "unresolved")
@@ -153,7 +153,7 @@ def _span(interval: Interval, x: Scale, title: str, class_: str) -> Markup:
 
 
 def memory_bar(stage: StageMemory, most_bytes: int, name: str, *, with_runtime: bool = True) -> Markup:
-    """One configuration's bytes on its fullest GPU as a stacked bar, ``most_bytes`` long at most."""
+    """Draw a configuration's bytes on its fullest GPU as a stacked bar, ``most_bytes`` long at most."""
     x, parts = 0.0, []
     for part, said in MEMORY_PARTS if with_runtime else MEMORY_PARTS[:-1]:
         size = int(getattr(stage, f"{part}_bytes"))
@@ -190,7 +190,7 @@ def memory_bar(stage: StageMemory, most_bytes: int, name: str, *, with_runtime: 
 
 @dataclass(frozen=True, slots=True)
 class ParetoPoint:
-    """One configuration in the plane of cost and latency. ``number``: on the front, counted from the cheapest."""
+    """Configuration in the plane of cost and latency. ``number``: on the front, counted from the cheapest."""
 
     cost: float
     e2e_s: float
@@ -203,9 +203,10 @@ class ParetoPoint:
 
 
 def pareto_front(values: Sequence[tuple[float, float]]) -> list[int]:
-    """Indexes of the (cost, latency) that no other is at most as large in both and smaller in one, cheapest first.
+    """Return indexes of the (cost, latency) points that no other dominates, cheapest first.
 
-    Of equal points the first stands for all.
+    A point dominates another when it is at most as large in both and smaller in one. Of equal points the first is
+    kept.
     """
     front: list[int] = []
     best = float("inf")
@@ -217,7 +218,7 @@ def pareto_front(values: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def pareto_chart(points: Sequence[ParetoPoint], *, cost_unit: str, width: float, height: float) -> Markup:
-    """E2E latency against cost: feasible ones as discs, refused ones as crosses, the front as a stepped line."""
+    """Draw E2E latency against cost: feasible ones as discs, refused ones as crosses, the front as steps."""
     x = spread([p.cost for p in points], 54, width - 14)
     y = spread([p.e2e_s for p in points], height - 42, 12)
     scale, unit = time_unit(y.high)
@@ -244,7 +245,7 @@ def pareto_chart(points: Sequence[ParetoPoint], *, cost_unit: str, width: float,
 
 
 def _steps(front: Sequence[ParetoPoint], x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """Above and right of this line everything is worse than some point of the front."""
+    """Return the corners of the line above and right of which all is worse than some point of the front."""
     corners = [(x(front[0].cost), y.end)]
     for here, after in zip(front, [*front[1:], None], strict=True):
         corners.append((x(here.cost), y(here.e2e_s)))

@@ -23,13 +23,13 @@ Element = ElementTree.Element
 
 
 def render_markdown(report: Report) -> str:
-    """One Markdown file (with GitHub's tables). Nothing in it is HTML, whatever the model's name."""
+    """Return one Markdown file (with GitHub's tables). Nothing in it is HTML, whatever the model's name."""
     blocks = _blocks(ElementTree.fromstring(page_body(report)), 0)
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def _blocks(node: Element, depth: int) -> Iterator[str]:
-    """The children of ``node``, ``depth`` folds deep."""
+    """Yield the Markdown of the children of ``node``, ``depth`` folds deep."""
     for child in node:
         match child.tag:
             case "h1" | "h2" | "h3":
@@ -70,12 +70,12 @@ def _heading(level: int, text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """A line that begins no list, heading or rule."""
+    """Return a line that begins no list, heading or rule."""
     return _LINE_START.sub(r"\1\\\2", text)
 
 
 def _text(node: Element) -> str:
-    """All words in one line, a semicolon before a block; small ones in parentheses, what is only seen left out."""
+    """Return all words in one line, a semicolon before a block; small ones in parentheses, drawings left out."""
     words, small = [node.text or ""], []
     for child in node:
         if child.tag == "small":
@@ -118,7 +118,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _drawn(drawing: Element) -> str:
-    """What each mark of a drawing stands for; the drawing's own name over it."""
+    """Return a table of what each mark of a drawing means; the drawing's own name over it."""
     own, *marks = [_plain(title) for title in drawing.iter("title")]
     rows = [[_SPECIAL.sub(r"\\\1", part) for part in mark.partition(": ")[::2]] for mark in dict.fromkeys(marks)]
     return _table([_SPECIAL.sub(r"\\\1", own), ""], rows)

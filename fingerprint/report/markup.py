@@ -29,7 +29,7 @@ Child: TypeAlias = "str | Sequence[Child] | None"
 
 
 def join(*children: Child) -> Markup:
-    """All children one after the other."""
+    """Return all children one after the other."""
     parts: list[str] = []
     for child in children:
         if child is None:
@@ -44,7 +44,10 @@ def join(*children: Child) -> Markup:
 
 
 def el(tag: str, *children: Child, **attributes: str | float | None) -> Markup:
-    """One element. ``class_`` is ``class``, ``aria_label`` is ``aria-label``; an attribute of None is left out."""
+    """Return an element.
+
+    ``class_`` is ``class``, ``aria_label`` is ``aria-label``; an attribute of None is left out.
+    """
     given = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for name, value in attributes.items()
@@ -63,5 +66,7 @@ def _attribute(value: str | float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """What XML cannot hold is lost; marks of direction, which would turn what follows them, are shown."""
+    """Escape text: what XML cannot hold is lost; marks of direction, which would turn what follows them, are
+    shown.
+    """
     return escape(printable(_NOT_XML.sub("\ufffd", text).replace("\r\n", "\n").replace("\r", "\n")))

@@ -30,12 +30,12 @@ _SECTIONS: tuple[tuple[str, str, Section], ...] = (
 
 
 def render_report(report: Report) -> str:
-    """One HTML page that needs nothing else: works from a file, offline, in light and dark."""
+    """Return a self-contained HTML page: works from a file, offline, in light and dark."""
     return html_page(f"{report.model}: iServe report", page_body(report))
 
 
 def page_body(report: Report) -> Markup:
-    """All that the page says."""
+    """Return all that the page says."""
     filled = tuple((anchor, name, of(report)) for anchor, name, of in _SECTIONS)
     return sectioned(sections.head(report), filled, _footer(report))
 

@@ -17,7 +17,7 @@ _REASONS = 6
 
 
 def per_intent(report: Report) -> Markup | None:
-    """One table per intent, the first one open."""
+    """Return a table per intent, the first one open."""
     if not report.rankings:
         return None
     folds = [_ranking(report, ranking, is_open=i == 0) for i, ranking in enumerate(report.rankings)]
@@ -121,7 +121,7 @@ def _figures(found: Configuration) -> list[Markup]:
 
 
 def all_configurations(report: Report) -> Markup:
-    """Every configuration of the space, the refused ones with their reason."""
+    """Return every configuration of the space, the refused ones with their reason."""
     rows = [
         el(
             "tr",

@@ -24,7 +24,7 @@ _QUANTITIES: tuple[tuple[str, str, Callable[[TimeAt], Quantity]], ...] = (
 
 
 def whole_times(report: Report) -> Markup | None:
-    """One block per configuration that was run, the first one open."""
+    """Return a block per configuration that was run, the first one open."""
     if not report.whole:
         return None
     first, *others = report.whole
@@ -79,7 +79,7 @@ def _model(report: Report, model: WholeModel) -> Markup:
 def _figure(
     model: WholeModel, truths: Sequence[AccuracyRow], name: str, title: str, of: Callable[[TimeAt], Quantity]
 ) -> Markup:
-    """One quantity's chart, drawn for wide and for narrow pages."""
+    """Return the chart of one quantity, drawn for wide and for narrow pages."""
 
     def true_at(input_tokens: int) -> tuple[tuple[int, float], ...]:
         known = [(row.workload, row.measured) for row in truths if row.quantity == name]
@@ -111,7 +111,7 @@ def _figure(
 
 
 def _truths(report: Report, model: WholeModel) -> list[AccuracyRow]:
-    """Times measured on the whole model in this configuration."""
+    """Return the times measured on the whole model in this configuration."""
     rows = () if report.accuracy is None else report.accuracy.rows
     return [
         row
@@ -130,7 +130,7 @@ def _truth_words(truths: Sequence[AccuracyRow]) -> str:
 
 
 def _times_table(model: WholeModel) -> Markup:
-    """Every point that was run; of the driver's readings only those that somebody took."""
+    """Return a table of every point that was run; of the driver's readings only those that were taken."""
     taken = [reading for reading in _READINGS if any(reading[1](p) is not None for p in model.points)]
     missing = [reading[0] for reading in _READINGS if reading not in taken]
     rows = [
@@ -235,7 +235,7 @@ _ITEMS: tuple[tuple[str, Callable[[CountedItems], float]], ...] = (
 
 
 def counted_memory(report: Report) -> Markup | None:
-    """The engine's items of each fingerprint, and the whole model's."""
+    """Return the engine's items of each fingerprint, and the whole model's."""
     counted = [(model, model.memory) for model in report.whole if model.memory is not None]
     if not counted:
         return None

@@ -1,4 +1,4 @@
-"""What each section of the page says, but for the rankings."""
+"""Sections of the page, but for the rankings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VISIBLE = 0.25  # of the longest bar: below it the engine's own bytes get a bar
 
 
 def head(report: Report) -> Markup:
-    """The title, what it rests on, and the figures to begin with."""
+    """Return the title, what it rests on, and the figures to begin with."""
     spec, profile = report.spec, report.profile
     tiles = [("parameters", f"{spec.num_params:,}"), ("layers", str(spec.num_layers))]
     if profile is not None:
@@ -53,7 +53,7 @@ def head(report: Report) -> Markup:
 
 
 def _verdict(report: Report, said: Verdict) -> Markup:
-    """What the first of the intents chooses, before everything else."""
+    """Return what the first of the intents chooses, before everything else."""
     refused = f" {said.refused}." if said.refused else ""
     return el(
         "div",
@@ -65,7 +65,7 @@ def _verdict(report: Report, said: Verdict) -> Markup:
 
 
 def model_and_machine(report: Report) -> Markup:
-    """Both, and what the profile left out."""
+    """Describe model and machine, and what the profile left out."""
     spec, profile, device = report.spec, report.profile, report.device
     experts = [("experts", f"{spec.num_experts}, {spec.experts_per_token} per token")] if spec.num_experts else []
     model = facts(
@@ -125,7 +125,7 @@ def _machine(machine: MachineInfo) -> list[tuple[str, str]]:
 
 
 def times(report: Report) -> Markup | None:
-    """Charts for the burst nearest the workload; the others and the numbers to open."""
+    """Return charts for the burst nearest the workload; the remaining ones and the numbers to open."""
     if not report.panels:
         return None
     shapes = sorted({(p.batch, p.input_tokens) for p in report.panels})
@@ -174,7 +174,7 @@ def _burst(report: Report, batch: int, prompt: int) -> Markup:
 
 
 def _top(panels: Sequence[TimePanel], truths: Sequence[float]) -> float:
-    """Top of the shared axis: all values, and intervals as far as they leave the values readable."""
+    """Return the top of the shared axis: all values, and intervals as far as they leave the values readable."""
     times = [t for p in panels for s in p.series for t in (*s.points, *s.line)]
     values = max([*(t.value_s for t in times), *truths, 1e-9])
     return min(max(max(t.high_s for t in times), values), 2 * values) * 1.05
@@ -212,7 +212,7 @@ def _points_table(panels: Sequence[TimePanel]) -> Markup:
 
 
 def layer_effects(report: Report) -> Markup | None:
-    """One layer's time in prefill and decode, and whether the runs tell it from zero."""
+    """Return one layer's time in prefill and decode, and whether the runs distinguish it from zero."""
     effects = report.layer_effects
     if not effects:
         return None
@@ -262,7 +262,7 @@ def layer_effects(report: Report) -> Markup | None:
 
 
 def memory(report: Report) -> Markup | None:
-    """Stacked bars of the fullest GPU, the feasible first."""
+    """Draw stacked bars of the fullest GPU, the feasible first."""
     predicted = [
         (found, found.estimate, stage)
         for found in report.configurations
@@ -287,7 +287,7 @@ def memory(report: Report) -> Markup | None:
 
 
 def _bar_rows(predicted: Sequence[tuple[Configuration, Estimate, StageMemory]]) -> tuple[list[Markup], bool]:
-    """One row each, on one scale; whether the runtime hides the rest, which then gets a bar of its own."""
+    """Return one row each, on one scale, and whether the runtime hides the rest, which then has its own bar."""
     most = max(stage.total_bytes for _, _, stage in predicted)
     most_counted = max(stage.total_bytes - stage.runtime_bytes for _, _, stage in predicted)
     has_thin = most_counted < _VISIBLE * most
@@ -316,7 +316,7 @@ def _bar_row(
 
 
 def pareto(report: Report) -> Markup | None:
-    """All configurations that have both figures; the front among the feasible ones."""
+    """Return all configurations that have both figures; the front among the feasible ones."""
     drawn = [c for c in report.configurations if c.estimate is not None and c.cost is not None and c.cost > 0]
     if not drawn:
         return None
@@ -376,7 +376,7 @@ def _on_front(found: Configuration, report: Report) -> str:
 
 
 def reading(report: Report) -> Markup:
-    """The words of the page."""
+    """Return the words of the page."""
     return facts(
         [
             ("TTFT, TPOT", "seconds until the first token of the whole batch; seconds per further token"),

@@ -1,4 +1,4 @@
-"""What every HTML page of the project is in: a head with the style sheet, no script, no other page's address."""
+"""Frame of every HTML page of the project: a head with the style sheet, no script, no other page's address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["html_page", "sectioned"]
 
 
 def html_page(title: str, *body: Child) -> str:
-    """One HTML page that needs nothing else: works from a file, offline, in light and dark."""
+    """Return a self-contained HTML page: works from a file, offline, in light and dark."""
     style = files("fingerprint.report").joinpath("report.css").read_text(encoding="utf-8")
     page = el(
         "html",
@@ -28,7 +28,7 @@ def html_page(title: str, *body: Child) -> str:
 
 
 def sectioned(head: Child, sections: tuple[tuple[str, str, Markup | None], ...], footer: Child) -> Markup:
-    """Head, contents, and of each (anchor, heading, body) that has something to say a section."""
+    """Return head, contents, and of each (anchor, heading, body) that has something to say a section."""
     filled = [(anchor, name, body) for anchor, name, body in sections if body is not None]
     return el(
         "main",

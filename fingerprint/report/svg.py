@@ -10,7 +10,7 @@ __all__ = ["corners", "diamond", "dot", "drawing", "line", "words"]
 
 
 def drawing(width: float, height: float, name: str, *children: Child, class_: str = "chart") -> Markup:
-    """An image with a name, for those who see it and those who do not."""
+    """Return an image with a name, for those who see it and those who do not."""
     box = f"0 0 {width:g} {height:g}"
     return el("svg", el("title", name), *children, viewBox=box, role="img", class_=class_, aria_label=name)
 
@@ -24,7 +24,7 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
 
 
 def corners(pairs: Sequence[tuple[float, float]]) -> str:
-    """The ``points`` of a polygon or polyline."""
+    """Return the ``points`` of a polygon or polyline."""
     return " ".join(f"{x:.2f},{y:.2f}" for x, y in pairs)
 
 
@@ -33,6 +33,6 @@ def dot(x: float, y: float, class_: str, title: str) -> Markup:
 
 
 def diamond(x: float, y: float, color: str, title: str) -> Markup:
-    """A truth beside what was predicted; with the class ``open`` a dot below it stays visible."""
+    """Draw a measured value next to its prediction; with the class ``open`` a dot below it stays visible."""
     shape = corners([(x, y - 6), (x + 6, y), (x, y + 6), (x - 6, y)])
     return el("polygon", el("title", title), points=shape, class_=f"truth {color}")

@@ -15,7 +15,7 @@ __all__ = ["bullets", "facts", "fold", "legend", "quantity", "table", "time_cell
 def table(
     head: Sequence[str], rows: Iterable[Markup], *, caption: str | None = None, left: Sequence[int] = (0,)
 ) -> Markup:
-    """Column names over ``rows`` (made of ``tr``); scrolls by itself where it is wider than the page."""
+    """Return a table of ``rows`` (made of ``tr``) with column names; it scrolls where the page is narrower."""
     names = [el("th", name, scope="col", class_="l" if i in left else None) for i, name in enumerate(head)]
     said = None if caption is None else el("caption", caption)
     made = el("table", said, el("thead", el("tr", names)), el("tbody", list(rows)))
@@ -23,7 +23,7 @@ def table(
 
 
 def quantity(found: Quantity | None) -> Markup:
-    """A time with its interval and source, as a cell."""
+    """Return a time with its interval and source, as a cell."""
     if found is None:
         return el("td", "not predicted", class_="n")
     return el("td", seconds(found.value), el("small", range_of(found)), el("small", str(found.source)), class_="n")
@@ -34,7 +34,7 @@ def time_cell(value_s: float, low_s: float, high_s: float) -> Markup:
 
 
 def verdict(found: Verdict) -> Markup:
-    """A verdict's lines below its sentence, which the caller shows."""
+    """Return a verdict's lines below its sentence, which the caller shows."""
     pairs: list[tuple[str, list[str]]] = []
     for label, text in found.lines:
         if label or not pairs:
@@ -45,12 +45,12 @@ def verdict(found: Verdict) -> Markup:
 
 
 def facts(pairs: Iterable[tuple[str, Child]]) -> Markup:
-    """Names and values."""
+    """Return a list of names and values."""
     return el("dl", [[el("dt", name), el("dd", value)] for name, value in pairs])
 
 
 def legend(items: Iterable[tuple[str, str, str]]) -> Markup:
-    """(colour class, shape class, words); a cross is a letter."""
+    """Return a legend of (colour class, shape class, words); a cross is a letter."""
     return el(
         "ul",
         [
@@ -75,5 +75,5 @@ def bullets(lines: Iterable[str]) -> Markup:
 
 
 def fold(summary: Child, *children: Child, is_open: bool = False, class_: str | None = None) -> Markup:
-    """Something to open; works without any script."""
+    """Return a part to open; works without any script."""
     return el("details", el("summary", summary), *children, open="open" if is_open else None, class_=class_)

@@ -23,7 +23,7 @@ _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (0, "KiB"))
 
 
 def number(value: float) -> str:
-    """Three significant digits, never with an exponent below a million."""
+    """Return three significant digits, never with an exponent below a million."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6 or abs(value) < 1e-4:
@@ -35,18 +35,18 @@ def number(value: float) -> str:
 
 
 def tick_label(value: float) -> str:
-    """A round number on an axis."""
+    """Return a round number on an axis."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.6g}"
 
 
 def time_unit(largest_s: float) -> tuple[float, str]:
-    """(seconds per unit, unit) for an axis or an interval whose largest value is ``largest_s``."""
+    """Return (seconds per unit, unit) for an axis or an interval whose largest value is ``largest_s``."""
     name = next(name for limit, name in _TIME_UNITS if abs(largest_s) >= limit)
     return {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}[name], name
 
 
 def seconds(value_s: float) -> str:
-    """A time in the unit that suits it."""
+    """Return a time in the unit that suits it."""
     if value_s == 0:
         return "0 s"
     scale, unit = time_unit(value_s)
@@ -54,13 +54,13 @@ def seconds(value_s: float) -> str:
 
 
 def range_of(quantity: Quantity) -> str:
-    """The interval of a time: ``3.1 to 3.9 ms``."""
+    """Return the interval of a time: ``3.1 to 3.9 ms``."""
     scale, unit = time_unit(quantity.value)
     return f"{number(quantity.low / scale)} to {number(quantity.high / scale)} {unit}"
 
 
 def gib(size_bytes: float) -> str:
-    """A size in the unit that suits it."""
+    """Return a size in the unit that suits it."""
     if size_bytes == 0:
         return "0"
     limit, unit = next((limit, unit) for limit, unit in _SIZE_UNITS if size_bytes >= limit)
@@ -68,12 +68,12 @@ def gib(size_bytes: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A signed relative error."""
+    """Return a signed relative error."""
     return f"{fraction:+.1%}"
 
 
 def label(config: DeploymentConfig) -> str:
-    """A configuration in one line, broken between its parts only; pruning only where there is some."""
+    """Return a configuration in one line, broken between its parts only; pruning only where there is some."""
     parts = [f"tp={config.tp} pp={config.pp}", f"{config.weights} weights", f"{config.kv} KV"]
     if config.pruning != "none":
         parts.append(str(config.pruning))

@@ -32,7 +32,7 @@ class MeasuredTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSeries:
-    """One pair of formats. ``line`` reaches from one layer to the whole model; empty where nothing was fitted."""
+    """Times of one pair of formats. ``line`` reaches from one layer to the whole model; empty without a fit."""
 
     weights: WeightFormat
     kv: KvFormat
@@ -42,19 +42,19 @@ class TimeSeries:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimePanel:
-    """One quantity of one burst under one (tp, pp)."""
+    """Quantity of one burst under one (tp, pp)."""
 
     quantity: str  # TTFT or TPOT
     tp: int
     pp: int
     batch: int
     input_tokens: int
-    output_tokens: int  # of the longer runs, from which TPOT comes
+    output_tokens: int  # of the longer runs, from which TPOT is computed
     series: tuple[TimeSeries, ...]
 
 
 def time_panels(profile: Profile) -> tuple[TimePanel, ...]:
-    """Every (burst, quantity, tp, pp) that was run, in this order.
+    """Return every (burst, quantity, tp, pp) that was run, in this order.
 
     TTFT is the time of the runs with the shortest output; TPOT the difference of the longest and the shortest over
     the tokens between (equation 1 of the paper), each run located by its trimmed mean.

@@ -1,4 +1,4 @@
-"""The section that sets predictions beside what whole models were measured to take."""
+"""Section of the page that compares predictions with measurements of whole models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUANTITIES = {
 
 
 def errors(report: Report) -> Markup:
-    """Predicted against measured, when a record of full models was given."""
+    """Compare predicted with measured, when a record of full models was given."""
     record = report.accuracy
     if record is None or not record.rows:
         return el(
@@ -80,14 +80,14 @@ def _judged(rows: Sequence[AccuracyRow]) -> str:
 
 
 def _relative(row: AccuracyRow) -> Interval:
-    """The prediction and its ends over what was measured, less one."""
+    """Return the prediction and its ends over what was measured, less one."""
     ends = (row.predicted.value, row.predicted.low, row.predicted.high)
     value, low, high = (end / row.measured - 1 if row.measured else 0.0 for end in ends)
     return Interval(value, low, high)
 
 
 def _error_table(rows: Sequence[AccuracyRow]) -> Markup:
-    """A row each; a configuration that all share is named once, in the head."""
+    """Return a row each; a configuration that all share is named once, in the head."""
     configs = list(dict.fromkeys(row.config for row in rows))
     largest = max(abs(row.relative_error) for row in rows)
     limit = next((limit for limit in _LIMITS if limit >= largest), _LIMITS[-1])

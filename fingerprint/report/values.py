@@ -1,4 +1,4 @@
-"""What a report shows, as one value. The planner's words arrive as text, so that nothing here imports it."""
+"""Content of a report, as one value. The planner's words arrive as text, so that nothing here imports it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Configuration", "RankedRow", "Ranking", "Report", "Verdict"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configuration:
-    """One point of the space, once for all rankings. ``feasible`` and ``reason``: with no limit but quality."""
+    """Point of the space, once for all rankings. ``feasible`` and ``reason``: with no limit but quality."""
 
     config: DeploymentConfig
     estimate: Estimate | None  # None: nothing is predicted of it
@@ -50,7 +50,7 @@ class RankedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What an intent chooses, in the planner's words."""
+    """Choice of an intent, in the planner's words."""
 
     sentence: str
     lines: tuple[tuple[str, str], ...]  # label and text; an empty label belongs to the one before
@@ -87,5 +87,5 @@ class Report:
     panels: tuple[TimePanel, ...] = ()
     layer_effects: tuple[LayerEffect, ...] = ()
     whole: tuple[WholeModel, ...] = ()  # of a depth-tied profile; panels and effects are then empty
-    warnings: tuple[str, ...] = ()  # of the estimator, beside the profile's notes
+    warnings: tuple[str, ...] = ()  # of the estimator, in addition to the profile's notes
     accuracy: AccuracyRecord | None = None

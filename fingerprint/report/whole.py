@@ -1,8 +1,8 @@
-"""What repeated fingerprints tell of the whole model: the numbers behind the page's section of that name.
+"""Predictions for the whole model from repeated fingerprints: the numbers of the page's section of that name.
 
 Times are the estimator's, at the points that were run and between them; a decode step's parts are the medians of
-what the step timer read, beside what the repeats cost and is taken off. Memory is what the engine counted of each
-fingerprint and what follows for the whole model.
+what the step timer read, with the cost of the repeats, which is taken off. Memory is what the engine counted of
+each fingerprint and what follows for the whole model.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class BatchLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeStep:
-    """One decode step of the whole batch on the GPU's timeline, seconds; of the later half of a run."""
+    """Decode step of the whole batch on the GPU's timeline, seconds; of the later half of a run."""
 
     gap_s: float  # the GPU waited for the host
     lead_s: float
     forward_s: float  # all repeats
     tail_s: float
-    repeats_s: float  # of ``forward_s``, what repeating cost beside the layers; not the whole model's
+    repeats_s: float  # of ``forward_s``, what repeating cost in addition to the layers; not the whole model's
     num_steps: int  # behind these medians
 
     @property
@@ -73,7 +73,7 @@ class DecodeStep:
 
     @property
     def total_s(self) -> float:
-        """As it was measured, the repeats' cost included."""
+        """Total as it was measured, the repeats' cost included."""
         return self.gap_s + self.lead_s + self.forward_s + self.tail_s
 
 
@@ -99,7 +99,7 @@ class RunPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepeatCost:
-    """Of one repeat, beside its layers: seconds per pass of the forward, and per token in it."""
+    """Cost of one repeat, in addition to its layers: seconds per pass of the forward, and per token in it."""
 
     first_per_pass_s: float
     first_per_token_s: float
@@ -134,7 +134,7 @@ class CountedItems:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedModel:
-    """What was counted of each fingerprint, shallowest first, and what follows for the whole model."""
+    """Counts of each fingerprint, shallowest first, and what follows for the whole model."""
 
     fingerprints: tuple[CountedItems, ...]
     whole: CountedItems
@@ -145,7 +145,7 @@ class CountedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeModel:
-    """One configuration that was run depth-tied. All times are for ``output_tokens``."""
+    """Configuration that was run depth-tied. All times are for ``output_tokens``."""
 
     tp: int
     pp: int
@@ -163,7 +163,7 @@ class WholeModel:
 
 
 def whole_models(estimator: DepthTiedEstimator, workload: Workload) -> tuple[WholeModel, ...]:
-    """Every configuration that ``estimator`` has repeated points of, with times for the workload's output."""
+    """Return every configuration with repeated points in ``estimator``, with times for the workload's output."""
     profile, found = estimator.profile, []
     for key, whole in estimator.l3.points.items():
         config = DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=profile.engine)
@@ -174,7 +174,7 @@ def whole_models(estimator: DepthTiedEstimator, workload: Workload) -> tuple[Who
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """One configuration's estimates."""
+    """Estimates of one configuration."""
 
     estimator: DepthTiedEstimator
     config: DeploymentConfig
@@ -185,7 +185,7 @@ class _Times:
         return TimeAt(batch=batch, input_tokens=input_tokens, ttft_s=found.ttft_s, tpot_s=found.tpot_s)
 
     def line(self, input_tokens: int, ran: Sequence[int]) -> BatchLine:
-        """Over the batches that were run with that input, and the powers of two between."""
+        """Return the times over the batches that were run with that input, and the powers of two between."""
         between = {2**i for i in range(32) if min(ran) < 2**i < max(ran)}
         batches = sorted(between | set(ran))
         return BatchLine(input_tokens=input_tokens, times=tuple(self.at(b, input_tokens) for b in batches))
@@ -308,7 +308,7 @@ def _counted(estimator: DepthTiedEstimator, config: DeploymentConfig) -> Counted
 
 
 def _items(point: MemoryPoint) -> CountedItems:
-    """Of each item the largest over the ranks."""
+    """Return the largest of each item over the ranks."""
     return CountedItems(
         num_layers=point.num_layers,
         weights_bytes=max(rank.weights_bytes for rank in point.ranks),

@@ -30,9 +30,9 @@ COMMANDS = {
 
 
 def make_app(first_word: str = "") -> typer.Typer:
-    """The command line; where ``first_word``, the first argument, is a command, only what that one needs.
+    """Return the command line; where ``first_word``, the first argument, is a command, only what that one needs.
 
-    So that ``iserve COMMAND --help`` comes at once.
+    So that ``iserve COMMAND --help`` is quick.
     """
     modules = [module for module, names in COMMANDS.items() if first_word in names]
     app = typer.Typer(

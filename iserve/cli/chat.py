@@ -1,4 +1,4 @@
-"""One conversation with a deployment, streamed from the OpenAI API with the standard library."""
+"""Conversation with a deployment, streamed from the OpenAI API with the standard library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ChatLine:
         self._max_tokens, self._temperature = max_tokens, temperature
 
     def say(self, message: str, out: TextIO) -> None:
-        """Print the answer as it comes.
+        """Print the answer as it arrives.
 
         Raises:
             NotFoundError, BadInputError, UnavailableError: what the endpoint said.
@@ -88,7 +88,7 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
 
 
 def _text(data: bytes) -> str:
-    """What one chunk adds to the answer.
+    """Return what one chunk adds to the answer.
 
     Raises:
         UnavailableError: it is an error, or no chunk at all.

@@ -54,7 +54,7 @@ class AsKind(StrEnum):
 
     @property
     def is_file(self) -> bool:
-        """Whether it is an export's file, not a command."""
+        """True when it is an export's file, not a command."""
         return self.value in tuple(ExportKind)
 
 
@@ -69,7 +69,7 @@ AsOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What to write in place of a deployment, where to and with what. As typed."""
+    """Options on what to write in place of a deployment, where to and with what. As typed."""
 
     export: Annotated[
         ExportKind | None,
@@ -222,7 +222,7 @@ def _launch(
     replicas: int,
     engine_options: Mapping[str, Any],
 ) -> LaunchDocument:
-    """By the stored profile on what is free here, or by datasheets on GPUs that are not here."""
+    """Return the launch by the stored profile on what is free here, or by datasheets on GPUs that are not here."""
     from daemon.engines.options import EngineOptions
     from fingerprint.model_use import ModelUse
     from iserve.cli.live import client_for_plan, model_argument, registered_models
@@ -276,7 +276,7 @@ def _check_volume(kind: ExportKind, volume: str) -> None:
 
 
 def _check_target(target: Path) -> None:
-    """Before anything slow: whether a new file can be put there."""
+    """Check, before anything slow, whether a new file can be put there."""
     with o.usage_errors("--output"):
         output_file(target)
     if target.is_symlink() or target.exists():

@@ -1,4 +1,4 @@
-"""Which GPUs a plan is for, where they need not be here: ``--gpus`` and ``--gpu-file``."""
+"""Options on the GPUs of a plan, where they need not be here: ``--gpus`` and ``--gpu-file``."""
 
 from __future__ import annotations
 

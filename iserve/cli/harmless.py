@@ -1,4 +1,4 @@
-"""What commands print, made harmless: names, logs and answers may hold what a terminal obeys."""
+"""Output of commands, made harmless: names, logs and answers may hold what a terminal obeys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Harmless:
     """A text stream whose control characters are shown, not obeyed. In JSON they become JSON's own escapes."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.rich_proxied_file = stream  # rich's own name: its progress bars stand before such a stream too
+        self.rich_proxied_file = stream  # rich's own name: its progress bars wrap such a stream too
 
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(printable(text))
@@ -30,12 +30,12 @@ class _Harmless:
 
 
 def harmless_output() -> None:
-    """From now on, of this process's standard output and error."""
+    """Make this process's standard output and error harmless from now on."""
     sys.stdout, sys.stderr = _Harmless(sys.stdout), _Harmless(sys.stderr)
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """Where control characters are obeyed, for those who write their own and nothing of anybody else's."""
+    """Return the stream beneath, where control characters are obeyed, for callers that write only their own."""
     while (inner := getattr(stream, "rich_proxied_file", None)) is not None:
         stream = inner
     return stream

@@ -18,17 +18,17 @@ __all__ = ["client", "client_for_plan", "folder_argument", "gateway_url", "model
 
 
 def client(settings: Settings | None = None, *, start: bool = True) -> ControllerClient:
-    """This home's controller, started when ``start``."""
+    """Return this home's controller, started when ``start``."""
     from iserve.client import connect
 
     return connect(settings or load_settings(), start=start)
 
 
 def client_for_plan(settings: Settings) -> ControllerClient:
-    """This home's controller, for a plan of the devices here. Says so where it brings the home up.
+    """Return this home's controller, for a plan of the devices here. Says so where it starts the home.
 
     Raises:
-        UnavailableError: it does not come up; the message names the way to plan without it.
+        UnavailableError: it does not start; the message names the way to plan without it.
     """
     from iserve.client import controller_record
     from iserve.planning.words import ELSEWHERE
@@ -45,7 +45,7 @@ def client_for_plan(settings: Settings) -> ControllerClient:
 
 
 def folder_argument(folder: str) -> str:
-    """A folder that is there, made absolute: the controller has another working directory.
+    """Return a folder that is there, made absolute: the controller has another working directory.
 
     Raises:
         NotFoundError: a path with control characters or bytes that are not UTF-8.
@@ -57,12 +57,14 @@ def folder_argument(folder: str) -> str:
 
 
 def model_argument(model: str, settings: Settings) -> str:
-    """What the controller is given for MODEL: a registered name as it is, which comes first, else a folder."""
+    """Return what the controller is given for MODEL: a registered name as it is, which takes precedence, or a
+    folder.
+    """
     return model if model in registered_models(model, settings) else folder_argument(model)
 
 
 def registered_models(model: str, settings: Settings) -> dict[str, Path]:
-    """The registered models and the demo, when ``model`` can be a registered name; no controller is needed."""
+    """Return the registered models and the demo, when ``model`` can be a registered name; needs no controller."""
     from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 
     demo = {DEMO_MODEL_NAME: demo_model_path()}
@@ -78,7 +80,7 @@ def registered_models(model: str, settings: Settings) -> dict[str, Path]:
 
 
 def gateway_url() -> str:
-    """Where the OpenAI API of this home answers.
+    """Return the URL of this home's OpenAI API.
 
     Raises:
         UnavailableError: no gateway runs.

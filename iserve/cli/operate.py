@@ -48,7 +48,7 @@ class Finding:
 
 
 def process_states(settings: Settings) -> tuple[ProcessState, ...]:
-    """Controller, gateway, daemon and workers, as their records and the kernel say."""
+    """Return controller, gateway, daemon and workers, as their records and the kernel say."""
     states = []
     for name in ("controller", "gateway", "daemon"):
         record = read_record(settings.run_folder / f"{name}.json")
@@ -73,7 +73,7 @@ def _daemon(settings: Settings) -> DaemonClient | None:
 def take_down(settings: Settings) -> Iterator[str]:
     """End controller, gateway, workers and daemon, in that order, and say what was ended.
 
-    One that has no record yet is ended as well: it would come up a moment later, and stay.
+    A process that has no record yet is ended as well: it would appear a moment later, and stay.
 
     Raises:
         UnavailableError: something would not end.
@@ -81,7 +81,7 @@ def take_down(settings: Settings) -> Iterator[str]:
     if end_controllers(settings):
         yield "controller ended"
     if isinstance(settings.state, Path):
-        # A killed controller leaves commits in the log beside the file. The next start would join them too.
+        # A killed controller leaves commits in the log next to the file. The next start would join them too.
         with contextlib.suppress(ConflictError, StateUnavailableError):
             join_log(settings.state)
     if gateway_companion(settings).stop():
@@ -100,7 +100,7 @@ def take_down(settings: Settings) -> Iterator[str]:
 
 
 def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
-    """What is right and wrong with this installation."""
+    """Return what is right and wrong with this installation."""
     findings = [_home(settings.home), *_state(settings)]
     for state in process_states(settings)[:3]:
         ok = state.pid is not None
@@ -134,7 +134,7 @@ def _engines(settings: Settings) -> Iterator[Finding]:
 
 
 def _home(home: Path) -> Finding:
-    """It is not made here: looking changes nothing."""
+    """Check the home, which is not made here: looking changes nothing."""
     there = next(folder for folder in (home, *home.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return Finding(False, f"home {home} cannot be used: {there} cannot be written to; set ISERVE_HOME")
@@ -143,7 +143,7 @@ def _home(home: Path) -> Finding:
 
 
 def _state(settings: Settings) -> Iterator[Finding]:
-    """The database, where it is not a file of the home. Its URL is not shown: it may hold a password."""
+    """Check the database, where it is not a file of the home. Its URL is not shown: it may hold a password."""
     if settings.database_url is None:
         return
     from iserve.state.store import Store
@@ -169,7 +169,7 @@ def living_workers(settings: Settings) -> Iterator[WorkerProcess]:
 
 
 def _leftovers(settings: Settings, *, fix: bool) -> Iterator[Finding]:
-    """Workers that live although no daemon watches them."""
+    """Check for workers that live although no daemon watches them."""
     if _daemon(settings) is not None:
         yield Finding(True, "workers: watched by the daemon")
         return

@@ -207,11 +207,11 @@ def profile(
 
 
 def _taken(controller: ControllerClient, job: ProfileJobDocument) -> Profile:
-    """What the job, which has ended, measured.
+    """Return what the job, which has ended, measured.
 
     Raises:
         EngineError: it failed.
-        UnavailableError: somebody has removed the profile since.
+        UnavailableError: the profile was removed since.
     """
     from fingerprint.errors import EngineError, UnavailableError
     from fingerprint.measurements import Profile

@@ -174,13 +174,13 @@ def usage_errors(option: str | None = None) -> Iterator[None]:
 
 
 def replicated(options: PlanOptions, replicas: int) -> PlanOptions:
-    """``options`` for so many replicas, checked."""
+    """Return ``options`` for so many replicas, checked."""
     with usage_errors("--replicas"):
         return replace(options, replicas=replicas)
 
 
 def workload_of(batch: int, input_tokens: int, output_tokens: int, longest_tokens: int | None = None) -> Workload:
-    """The checked workload of these options."""
+    """Return the checked workload of these options."""
     with usage_errors():
         return Workload(
             batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, longest_tokens=longest_tokens or 0
@@ -197,7 +197,7 @@ def _traffic_of(trace: str) -> Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What ``plan`` and ``deploy`` can be asked for: a field is an option. As typed; ``checked`` judges it."""
+    """Options of ``plan`` and ``deploy``: a field is an option. As typed; ``checked`` judges them."""
 
     intent: Annotated[IntentKind, typer.Option("--intent", help=h.INTENT)] = DEFAULT_INTENT.kind
     cost: CostOption = DEFAULT_INTENT.cost_model
@@ -268,7 +268,7 @@ class Wish:
 
     @property
     def traffic(self) -> Traffic:
-        """Of the trace, or of the three options."""
+        """Traffic of the trace, or of the three options."""
         with usage_errors():
             told = Traffic(burstiness=self.burstiness, input_cv=self.input_cv, output_cv=self.output_cv)
         if self.arrivals is None:
@@ -281,10 +281,10 @@ class Wish:
         return _traffic_of(self.arrivals)
 
     def checked(self, settings: Settings, *, sees_load: bool = False) -> PlanOptions:
-        """In the core's types.
+        """Return the options in the core's types.
 
         Args:
-            sees_load: whoever places is told what is deployed and its load, which look-ahead needs.
+            sees_load: the placer is given what is deployed and its load, which look-ahead needs.
 
         Raises:
             typer.BadParameter: a value that cannot be used.
@@ -320,7 +320,7 @@ class Wish:
             )
 
     def body(self) -> dict[str, Any]:
-        """As the REST API takes it: the fields that its plan and deployment bodies share."""
+        """Return the fields that the REST API's plan and deployment bodies share."""
         limits, traffic = self.limits, self.traffic
         return {
             "intent": self.intent,
@@ -376,7 +376,7 @@ class EngineSettings:
     ] = None
 
     def body(self) -> dict[str, Any]:
-        """As the REST API takes it, checked; what is not given is left out."""
+        """Return the fields as the REST API takes them, checked; what is not given is left out."""
         from daemon.engines.options import EngineOptions, read_engine_args
 
         with usage_errors("--engine-arg"):
@@ -394,8 +394,7 @@ class EngineSettings:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` as typer reads it: a parameter that is a dataclass, such as ``Wish``, stands for its fields, the
-    options."""
+    """Return ``command`` as typer reads it: a dataclass parameter, such as ``Wish``, becomes its fields."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[type[Any], tuple[str, ...]]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():

@@ -33,7 +33,7 @@ class _Point:
 
 
 def print_pareto(document: PlanDocument) -> None:
-    """To standard output; a narrow terminal gets a line instead of the picture."""
+    """Print to standard output; a narrow terminal gets a line instead of the picture."""
     out = console()
     if out.width < LEAST_WIDTH:
         out.print(f"no picture: it takes a terminal of {LEAST_WIDTH} columns, this one has {out.width}")
@@ -43,8 +43,11 @@ def print_pareto(document: PlanDocument) -> None:
 
 
 def pareto_picture(document: PlanDocument, width: int) -> list[Text]:
-    """Lines of at most ``width`` characters, which must be ``LEAST_WIDTH`` or more; none where nothing has both
-    figures. The front is that of the configurations that would work, numbered from the cheapest."""
+    """Return lines of at most ``width`` characters, which must be ``LEAST_WIDTH`` or more.
+
+    There are none where nothing has both figures. The front is that of the configurations that would work,
+    numbered from the cheapest.
+    """
     points = [
         _Point(c.estimate.cost, c.estimate.e2e_s.value, c.feasible, f"{short(c.config)} on {c.config.engine}")
         for c in document.candidates
@@ -91,7 +94,7 @@ def _plot(points: Sequence[_Point], front: Sequence[_Point], width: int) -> list
 
 
 def _bottom(x: Scale, columns: int) -> list[Text]:
-    """The axis of costs and its labels, those that would run into each other left out."""
+    """Return the axis of costs and its labels, those that would run into each other left out."""
     axis, labels = ["-"] * columns, [" "] * (columns + _LABEL_WIDTH)
     free_from = 0
     for value in x.ticks(5):

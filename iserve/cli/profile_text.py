@@ -17,7 +17,7 @@ __all__ = ["print_profile"]
 
 
 def print_profile(measured: Profile, estimator: Estimator, workload: Workload) -> None:
-    """What was run in how long; of a depth-tied profile also what it tells of the whole model.
+    """Print what was run in how long; of a depth-tied profile also what it shows of the whole model.
 
     Args:
         estimator: made from ``measured``.

@@ -47,7 +47,7 @@ _SOURCE_WORDS = {"sharded": "shard on one GPU + modelled all-reduce"}
 
 
 def console(*, at_least: int = 0) -> Console:
-    """Standard output; width 120 where it is not a terminal, so that logs keep whole rows.
+    """Return standard output; width 120 where it is not a terminal, so that logs keep whole rows.
 
     Lines of up to ``at_least`` characters are a narrower terminal's to wrap. What is printed is plain text: names
     of models, folders and errors may hold what rich takes for markup.
@@ -60,7 +60,7 @@ def console(*, at_least: int = 0) -> Console:
 def print_plan(
     document: PlanDocument, *, rows: int = _ROWS, refused: bool = False, deployed: bool = False
 ) -> None:
-    """The verdict, the ranked table, and the refusals.
+    """Print the verdict, the ranked table, and the refusals.
 
     Args:
         refused: list each refused configuration; else they are counted.
@@ -98,7 +98,7 @@ def print_plan(
 
 
 def print_verdict(verdict: VerdictDocument, lines: Sequence[tuple[str, str]]) -> None:
-    """The sentence, and under it the lines with their labels."""
+    """Print the sentence, and under it the lines with their labels."""
     out = console()
     out.print(Text(verdict.sentence, style="bold red" if verdict.figures is None else "bold green"))
     margin = 2 + max((len(label) for label, _ in lines), default=0) + 2
@@ -112,7 +112,7 @@ def print_verdict(verdict: VerdictDocument, lines: Sequence[tuple[str, str]]) ->
 def _candidate_table(
     candidates: Sequence[CandidateDocument], document: PlanDocument, width: int
 ) -> tuple[Table, int]:
-    """The table and its width, at most ``width`` if it can be.
+    """Return the table and its width, at most ``width`` if it can be.
 
     Never a figure cut short: what a narrow terminal has no room for is left out, the least needed first, and what
     still does not fit is the terminal's to wrap.
@@ -133,7 +133,7 @@ Column = tuple[str, "JustifyMethod", list[str]]  # name, side and cells
 
 
 def _without(spare: str, column: Column) -> Column | None:
-    """``column`` without what ``spare`` names: all of it, or the intervals in its cells."""
+    """Return ``column`` without what ``spare`` names: all of it, or the intervals in its cells."""
     name, side, cells = column
     if spare == f"{name} interval":
         return name, side, [cell.partition(" [")[0] for cell in cells]
@@ -173,7 +173,7 @@ def _candidate_columns(candidates: Sequence[CandidateDocument], document: PlanDo
 
 
 def _objective(candidate: CandidateDocument) -> str:
-    """The value with its interval, where that is known."""
+    """Return the value with its interval, where that is known."""
     low, high = candidate.objective_low, candidate.objective_high
     within = "" if low is None or high is None else f" {ends(low, high)}"
     return f"{figure(candidate.objective)}{within}"
@@ -184,7 +184,7 @@ def _width(columns: Sequence[Column], gap: int) -> int:
 
 
 def _table(columns: Sequence[Column], gap: int) -> Table:
-    """As wide as its cells, the first row in green."""
+    """Return a table as wide as its cells, the first row in green."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
     for name, side, cells in columns:
         table.add_column(name, justify=side, no_wrap=True, min_width=max(map(len, (name, *cells))))
@@ -194,7 +194,7 @@ def _table(columns: Sequence[Column], gap: int) -> Table:
 
 
 def _print_refused(out: Console, document: PlanDocument) -> None:
-    """Every refused configuration with its whole reason, those of one kind together."""
+    """Print every refused configuration with its whole reason, those of one kind together."""
     from iserve.planning.verdict_text import REFUSED_FOR
 
     verdict = document.verdict
@@ -222,7 +222,7 @@ def _mark(estimate: EstimateDocument) -> str:
 
 
 def _corrections(candidates: Iterable[CandidateDocument]) -> list[str]:
-    """What ``iserve verify`` changed in these estimates, each check once."""
+    """Return what ``iserve verify`` changed in these estimates, each check once."""
     estimates = [c.estimate for c in candidates if c.estimate is not None and c.estimate.correction is not None]
     found = {(e.correction.config, e.correction.workload): e.correction for e in estimates if e.correction}
     carried = any(not e.correction.exact for e in estimates if e.correction)
@@ -231,7 +231,7 @@ def _corrections(candidates: Iterable[CandidateDocument]) -> list[str]:
 
 
 def correction_words(correction: Correction) -> str:
-    """By which check, and by how much."""
+    """Return by which check, and by how much."""
     more = correction.memory_bytes
     return (
         f"by the check of {short(correction.config)}, {workload_words(correction.workload)}, "
@@ -241,7 +241,7 @@ def correction_words(correction: Correction) -> str:
 
 
 def _print_better(out: Console, document: PlanDocument) -> None:
-    """What the intent alone would prefer, the first of each reason."""
+    """Print what the intent alone would prefer, the first of each reason."""
     if not document.why_not.better:
         return
     first_of_reason = {_NUMBER.sub("#", better.reason): better for better in reversed(document.why_not.better)}
@@ -293,7 +293,7 @@ def print_estimate(document: OneEstimateDocument) -> None:
 
 
 def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A plain aligned table."""
+    """Print a plain aligned table."""
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(header))
     for name in header:
         table.add_column(name, overflow="fold")

@@ -1,4 +1,6 @@
-"""``replay``: a trace's requests sent to running deployments at the trace's times, and what came of them."""
+"""Command ``replay``: sends a trace's requests to running deployments at the trace's times, and prints the
+outcome.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ __all__ = ["register"]
 
 
 class Prompt(StrEnum):
-    """How prompts are sent."""
+    """Form in which prompts are sent."""
 
     IDS = "ids"
     TEXT = "text"
@@ -34,7 +36,7 @@ class Prompt(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Which of the trace's requests are sent, when, and to whom."""
+    """Options on which of the trace's requests are sent, when, and to which deployment."""
 
     rate_factor: Annotated[
         float, typer.Option("--rate-factor", help="Times the trace's request rate: its times are divided by it.")
@@ -52,7 +54,7 @@ class Load:
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts, and of who gets a request.")] = 0
 
     def options(self) -> ScheduleOptions:
-        """Raises BadInputError: a value that cannot be."""
+        """Return the core's options. Raises BadInputError: a value that cannot be."""
         from traces.replay.schedule import ScheduleOptions
 
         return ScheduleOptions(
@@ -73,7 +75,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Sending:
-    """How a request is made and sent."""
+    """Options on how a request is made and sent."""
 
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds a request may take, from its send to its last token.")
@@ -96,7 +98,7 @@ class Sending:
     )
 
     def options(self, seed: int) -> ReplayOptions:
-        """Raises BadInputError: a value that cannot be."""
+        """Return the core's options. Raises BadInputError: a value that cannot be."""
         from traces.replay.prompts import PromptOptions
         from traces.replay.runner import ReplayOptions
 
@@ -196,7 +198,7 @@ def _endpoint(url: str | None) -> Endpoint:
 
 
 def _deployed(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Say of each deployment of this home what it was planned by and for; nothing where nobody tells."""
+    """Print what each deployment of this home was planned by and for; nothing where that is unknown."""
     from fingerprint.errors import IserveError
     from iserve.cli.live import client
     from iserve.cli.render import short, workload_words
@@ -216,7 +218,7 @@ def _deployed(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _run(run: Replay, *, quiet: bool) -> tuple[Outcomes, int]:
-    """The outcomes, and the signal that ended the run, or 0."""
+    """Run, and return the outcomes and the signal that ended the run, or 0."""
     import asyncio
     import signal
 

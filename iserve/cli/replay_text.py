@@ -68,7 +68,7 @@ def _progress_words(progress: Progress) -> str:
 
 
 def print_replay(document: ReplayDocument) -> None:
-    """Figures, charts over the run, failures, notes."""
+    """Print figures, charts over the run, failures, notes."""
     run, summary, out = document.run, document.summary, console()
     names = ", ".join(part.name for part in document.deployments)
     failed = summary.completed < summary.requests
@@ -129,7 +129,7 @@ def _deployment(summary: Summary) -> tuple[str, ...]:
 
 
 def _charts(document: ReplayDocument) -> list[str]:
-    """Over the run, a column per bin; nothing where there is nothing."""
+    """Return charts over the run, a column per bin; nothing where there is nothing."""
     bins = document.timeline
     if len(bins) < 3:
         return []

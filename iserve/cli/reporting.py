@@ -154,7 +154,7 @@ def _hypothetical(
 def _live(
     model: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None, *, text_only: bool
 ) -> Report:
-    """By the stored profile, on the devices of this home's node."""
+    """Return the report by the stored profile, on the devices of this home's node."""
     from daemon.engines.registry import get_engine
     from fingerprint.estimators.corrected import CorrectedEstimator
     from fingerprint.measurements import Profile
@@ -220,7 +220,7 @@ def _live(
 
 
 def hardware_here(controller: ControllerClient, gpu: GpuSpec) -> tuple[NodeDocument, Hardware]:
-    """This home's node, and its devices as a plan sees them: who serves there, and how often it is called.
+    """Return this home's node, and its devices as a plan sees them: what serves there, and its request rates.
 
     Raises:
         UnavailableError: its daemon is away.
@@ -237,7 +237,7 @@ def hardware_here(controller: ControllerClient, gpu: GpuSpec) -> tuple[NodeDocum
 
 
 def check_target(target: Path) -> None:
-    """Before anything slow: whether a file can be put there.
+    """Check, before anything slow, whether a file can be put there.
 
     Raises:
         ConfigError: as :func:`output_file`.

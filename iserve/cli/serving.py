@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How a deployment is called, and how many workers serve it when. As typed."""
+    """Options on how a deployment is called, and how many workers serve it when. As typed."""
 
     name: Annotated[str | None, typer.Option("--name", help=h.NAME)] = None
     replicas: o.Replicas = 1
@@ -62,7 +62,7 @@ class Serving:
     ] = False
 
     def check(self, wish: o.Wish) -> None:
-        """Raises typer.BadParameter: a value that cannot be used."""
+        """Raise typer.BadParameter for a value that cannot be used."""
         from iserve.api_types import check_name, check_refuse_late
         from placement.scaling import Scaling
 
@@ -75,7 +75,7 @@ class Serving:
             check_refuse_late(self.refuse_late, wish.limits)
 
     def body(self) -> dict[str, Any]:
-        """As the REST API takes it."""
+        """Return the fields as the REST API takes them."""
         return {
             "name": self.name,
             "replicas": self.replicas,

@@ -32,7 +32,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What is there, what is deployed on it, and what happens to it."""
+    """Options on the cluster, what is deployed on it, and what happens to it."""
 
     models: Annotated[
         str, typer.Option("--models", help="[NAME=]MODEL,...: what is deployed, under which names requests call.")
@@ -54,7 +54,7 @@ class ClusterOptions:
     ] = None
 
     def hardware(self) -> tuple[GpuSpec, ClusterSnapshot]:
-        """Raises ConfigError: GPUs of several kinds, none, or none in a node."""
+        """Return the hardware. Raises ConfigError: GPUs of several kinds, none, or none in a node."""
         from iserve.simulation.running import idle_cluster
 
         if self.gpus is not None and "," in self.gpus:
@@ -69,7 +69,7 @@ class ClusterOptions:
         return gpu, idle_cluster(gpu, count, per_node=self.gpus_per_node)
 
     def named_models(self) -> dict[str, str]:
-        """Deployment name to MODEL. A model without a name has its own last part."""
+        """Return deployment name to MODEL. A model without a name has its own last part."""
         named: dict[str, str] = {}
         for part in filter(None, (piece.strip() for piece in self.models.split(","))):
             name, separator, model = part.partition("=")
@@ -94,7 +94,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """How requests are served, and how many may wait."""
+    """Options on how requests are served, and how many may wait."""
 
     overhead: Annotated[
         float, typer.Option("--overhead", help="Seconds of each request beside its steps, such as HTTP.")
@@ -145,7 +145,7 @@ class ServiceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SteeringOptions:
-    """What may change once it runs."""
+    """Options on what may change once it runs."""
 
     replicas: Annotated[
         str, typer.Option("--replicas", help="Of every model: N, or MIN:MAX, scaled between by the load.")
@@ -163,7 +163,7 @@ class SteeringOptions:
     ] = False
 
     def range(self) -> tuple[int, int]:
-        """Fewest and most replicas. Raises ConfigError: no such numbers."""
+        """Return the fewest and most replicas. Raises ConfigError: no such numbers."""
         least, separator, most = self.replicas.partition(":")
         try:
             numbers = (int(least), int(most if separator else least))
@@ -177,7 +177,7 @@ class SteeringOptions:
         return numbers
 
     def policy(self, gpu: GpuSpec, startup_s: float) -> Elastic | None:
-        """None: what was deployed stays as it is.
+        """Return the policy; None: what was deployed stays as it is.
 
         Args:
             startup_s: of a worker; a move takes as long and loads its memory, and where it is 0, migration's own.
@@ -208,7 +208,7 @@ class SteeringOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Which of the trace's requests come, and for whom."""
+    """Options on which of the trace's requests arrive, and for which models."""
 
     popularity: Annotated[
         str | None,
@@ -226,7 +226,7 @@ class LoadOptions:
     seed: Annotated[int, typer.Option("--seed", help="Of synthetic traces and --popularity.", min=0)] = 0
 
     def requests(self, trace: str, names: tuple[str, ...]) -> Iterator[Request]:
-        """The trace, with models assigned where it is asked for or where there is one model only."""
+        """Return the trace, with models assigned where it is asked for or where there is one model only."""
         from itertools import islice
 
         from traces.popularity import popularity_named
@@ -244,7 +244,7 @@ class LoadOptions:
 def scenario_of(
     cluster: ClusterOptions, snapshot: ClusterSnapshot, service: ServiceOptions, replicas: int, slo: Slo | None
 ) -> Scenario:
-    """Raises ConfigError: a value that cannot be, or late requests refused where no SLO says what is late."""
+    """Return the scenario. Raises ConfigError: an invalid value, or late requests rejected without an SLO."""
     from traces.simulator.scenario import Scenario
 
     if service.refuse_late and slo is None:
@@ -296,7 +296,7 @@ def _numbers(parts: list[str], text: str, option: str, form: str, counts: tuple[
 
 
 def _told_models(requests: Iterator[Request], names: tuple[str, ...]) -> Iterator[Request]:
-    """A request that names no model is for the only one there is."""
+    """Yield the requests; one that names no model is assigned to the only one there is."""
     from dataclasses import replace
 
     for request in requests:

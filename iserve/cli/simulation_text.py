@@ -18,7 +18,7 @@ _CHANGES = 30
 
 
 def print_simulation(document: SimulationDocument) -> None:
-    """Deployments with their latencies, GPUs, what happened, and what to be wary of."""
+    """Print deployments with their latencies, GPUs, what happened, and what to be wary of."""
     out, whole = console(), document.summary
     failed = whole.completed < whole.requests
     out.print(answered_words(document), style="bold red" if failed else "bold")

@@ -1,4 +1,4 @@
-"""Rich's console, whose texts are made harmless and whose own escape sequences come through."""
+"""Console of rich, whose texts are made harmless and whose own escape sequences pass through."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _MODELS = 12
 
 
 def print_statistics(name: str, requests: RequestStream, found: TraceStatistics) -> None:
-    """Rate, gaps, counts in bins, lengths, models, and the rate over time."""
+    """Print rate, gaps, counts in bins, lengths, models, and the rate over time."""
     out = console()
     known = f" ({requests.format.name})" if isinstance(requests, OpenTrace) else ""
     rate = "" if found.rate_per_s is None else f", {found.rate_per_s:.4g} requests/s"
@@ -58,7 +58,9 @@ def print_statistics(name: str, requests: RequestStream, found: TraceStatistics)
 
 
 def sparkline(curve: RateCurve, columns: int = _COLUMNS) -> tuple[str, float, float]:
-    """The rate in up to ``columns`` characters, blank where nothing came; a column's seconds; the highest rate."""
+    """Return the rate in up to ``columns`` characters, blank without requests; a column's seconds; the highest
+    rate.
+    """
     slots = len(curve.rates_per_s)
     width = -(-slots // columns)
     rates = [

@@ -139,7 +139,7 @@ def write(
 
 
 def _told(requests: Iterable[Request], display: StepDisplay) -> Iterator[Request]:
-    """The same, and now and then a word on how far it is: of some traces a whole reading takes an hour."""
+    """Yield the same, and print now and then how far it is: a whole reading of some traces takes an hour."""
     for count, request in enumerate(requests, start=1):
         if count % _TOLD_EVERY == 0:
             display.show(f"{count:,} requests read, {request.arrival_s:,.0f} s of the trace", None)

@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What an update changes: a field is an option. As typed."""
+    """Options on what an update changes: a field is an option. As typed."""
 
     intent: Annotated[IntentKind | None, typer.Option("--intent", help="What to optimise.")] = None
     slo: Annotated[
@@ -81,7 +81,7 @@ class Changes:
     ] = None
 
     def body(self) -> dict[str, Any]:
-        """As the REST API takes it; what is not given is left out.
+        """Return the fields as the REST API takes them; what is not given is left out.
 
         Raises:
             typer.BadParameter: a value that cannot be used.
@@ -151,7 +151,7 @@ def update(
 
 
 def _number(option: str, value: str) -> int | None:
-    """The number that ``option`` was given; None for ``none``."""
+    """Return the number that ``option`` was given; None for ``none``."""
     if value == "none":
         return None
     try:
@@ -201,7 +201,7 @@ def _follow(
     """Wait until the new workers serve.
 
     Raises:
-        EngineError: they did not come up.
+        EngineError: they did not start.
         NotFoundError: the deployment was removed meanwhile.
     """
     from fingerprint.codec import to_json
@@ -220,7 +220,7 @@ def _follow(
                 document = controller.get(path, DeploymentDocument)
     if document.error is not None:
         raise EngineError(document.error)
-    if document.status == "launching":  # neither the new workers came up nor the former ones
+    if document.status == "launching":  # neither the new workers nor the former ones started
         raise EngineError(f"{document.name} was not updated and is started anew; `iserve show {document.name}`")
     if as_json:
         typer.echo(to_json(document, indent=2).decode())

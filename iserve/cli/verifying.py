@@ -1,4 +1,4 @@
-"""``verify``: a running configuration beside what was predicted of it."""
+"""Command ``verify``: compares a running configuration with what was predicted of it."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def print_verification(document: VerificationDocument, model: str) -> None:
 
 
 def _kept(metrics: tuple[MetricDocument, ...], model: str) -> list[str]:
-    """What the check is good for: which figures of other answers it changes, and why not the others."""
+    """Return what the check is good for: which figures of other answers it changes, and why not the rest."""
     corrected, vague = [], []
     for metric in metrics:
         name = _NAMES[metric.name].partition(",")[0]

@@ -1,4 +1,4 @@
-"""``python -m iserve.controller``: run the controller of this home until it is told to stop.
+"""``python -m iserve.controller``: run the controller of this home until it is asked to stop.
 
 Settings come from ``ISERVE_*``. One controller per home: a second one is refused.
 """
@@ -37,9 +37,10 @@ _BACKLOG = 64  # also how many are accepted at a time
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """Listening before anything is started, so that a port in use costs nothing; who connects is answered later.
+    """Return a listening socket before anything is started, so that a port in use costs nothing.
 
-    A port that is only bound could be bound, and then listened on, by another home's controller as well.
+    A client that connects early is answered later. A port that is only bound could be bound, and then listened on,
+    by another home's controller as well.
 
     Raises:
         ConflictError: the port is in use.
@@ -59,10 +60,10 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _start_companions(controller: Controller, reconciler: Reconciler) -> None:
-    """Find or start daemon and gateway; when one does not come up, end what was started here.
+    """Find or start daemon and gateway; when one does not start, end what was started here.
 
     Raises:
-        UnavailableError: one does not come up (the gateway's port is in use, say).
+        UnavailableError: one does not start (the gateway's port is in use, say).
     """
     absent = [c for c in (controller.daemon_process, controller.gateway_process) if c.record() is None]
     try:
@@ -87,7 +88,7 @@ def run(settings: Settings) -> None:
     with hold_home(settings), ExitStack() as at_the_end:
         check_running_settings(settings)
         remove_stale_temporaries(settings.run_folder, path.name, ROUTES_FILE)
-        # What a profile left whose controller was killed: from here on nobody else uses it.
+        # What a profile left whose controller was killed: from here on nothing else uses it.
         shutil.rmtree(settings.fingerprint_folder, ignore_errors=True)
         listener = _listen(settings)
         at_the_end.callback(listener.close)
@@ -126,7 +127,7 @@ def _terminate(_signum: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """0 after a signal, 1 refused with one line on stderr."""
+    """Run the controller; return 0 after a signal, 1 refused with one line on stderr."""
     raise_file_limit()
     log_to_stderr()
     logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -87,7 +87,7 @@ JobId = Annotated[str, Path(description="Identifier of the job, as its start ans
 
 
 def _reach(request: Request) -> Reach:
-    """Of the caller, as the door found it."""
+    """Return the reach of the caller, as the door found it."""
     reach: Reach = request.state.reach
     return reach
 
@@ -101,7 +101,7 @@ class _ReadOnce(Request):
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a name that is given twice JSON takes the last, which may not be the one that was meant."""
+    """Refuse a name that is given twice: JSON takes the last, which may not be the one that was meant."""
     if len(found := dict(pairs)) < len(pairs):
         twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
         raise HTTPException(400, f"the body gives {twice[:80]!r} twice")
@@ -109,7 +109,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Route(APIRoute):
-    """One whose body, if it takes any, is JSON that gives each name once."""
+    """Route whose body, if it takes any, is JSON that gives each name once."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -126,7 +126,9 @@ class _Route(APIRoute):
 
 
 def _known_query(request: Request) -> None:
-    """A query parameter that the route does not have, or has twice, is a slip of who asks, as in a body."""
+    """Refuse a query parameter that the route does not have, or has twice: it is a slip of the client, as in a
+    body.
+    """
     known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
     if unknown := sorted(set(request.query_params) - known):
         raise errors.BadInputError(
@@ -436,5 +438,5 @@ def _error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     def bug(_request: Request, error: Exception) -> JSONResponse:
-        """The traceback goes to the log, not to the client."""
+        """Answer 500 for a bug; the traceback goes to the log, not to the client."""
         return problem("IserveError", f"internal error: {type(error).__name__}; the controller's log has it", 500)

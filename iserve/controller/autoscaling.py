@@ -1,13 +1,13 @@
-"""Deployments that end when nobody calls and come back when somebody does (``deploy --scale-to-zero``).
+"""Autoscaling of deployments that end without requests and start at the next one (``deploy --scale-to-zero``).
 
-Whether to is decided by ``placement.scaling``, as in the simulator. Here are its carrying out and its record, each
-step of which is written down before it is taken:
+``placement.scaling`` decides, as in the simulator. This module carries the decision out and records it, each
+step written down before it is taken:
 
 ``ready`` -> ``asleep``: recorded first. The gateway then sends nothing to the workers any more. Only when it says
 so, and that it has nothing left there, they are ended: no request is cut short by it.
 
 ``asleep`` -> ``waking``: when requests wait in the gateway. The deployer takes it to ``ready``, or back to
-``asleep`` with the reason, which those who wait are told.
+``asleep`` with the reason, which the waiting requests are answered.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ __all__ = ["Autoscaler", "Refusal"]
 
 log = logging.getLogger(__name__)
 
-_TRY_AGAIN_S = 10.0  # after a start that came to nothing: meanwhile requests are refused
+_TRY_AGAIN_S = 10.0  # after a start that failed: meanwhile requests are refused
 _DRAIN_PATIENCE_S = 60.0  # for a gateway that does not answer; a worker that is ended then drains by itself
 
 
 class Refusal(NamedTuple):
-    """What those are told who ask for what cannot be started."""
+    """Refusal of requests for a deployment that cannot be started."""
 
     reason: str
     retry_after_s: int
 
 
 class Autoscaler:
-    """Of one controller. Remembers only since when a deployment has been as it is; a new one begins to count anew.
+    """Autoscaler of one controller.
+
+    It remembers only since when a deployment has been as it is; a new one begins to count anew.
 
     Args:
         clock: seconds, monotonic.
@@ -56,7 +58,7 @@ class Autoscaler:
         self._not_started: set[int] = set()  # deployments that sleep because they could not be woken
 
     def look(self, rows: tuple[DeploymentRow, ...], node: NodeStatus | None, routes_version: int) -> None:
-        """One pass over ``rows``, of which routes of at least ``routes_version`` tell the gateway."""
+        """Make one pass over ``rows``; routes of at least ``routes_version`` have reached the gateway."""
         now_s = self._clock()
         self._not_started = {row.id for row in rows if row.phase == "asleep" and self._could_not_wake(row)}
         self._since = {row.id: (row.phase, self._since_s(row, now_s)) for row in rows}
@@ -79,7 +81,7 @@ class Autoscaler:
                     self._put_to_sleep(row, limit_s)
 
     def refusal(self, row: DeploymentRow) -> Refusal | None:
-        """Of ``row``, which sleeps and could not be started a moment ago; None: it is started when called."""
+        """Return the refusal of ``row``, at zero replicas, whose start just failed; None: a request starts it."""
         if row.phase != "asleep" or row.error is None or not self._could_not_wake(row):
             return None
         now_s = self._clock()
@@ -125,7 +127,7 @@ class Autoscaler:
 def _idle_limit_s(row: DeploymentRow) -> float | None:
     try:
         return recorded_wish(row).scale_to_zero_s
-    except ConfigError:  # its trouble is told where it is asked for
+    except ConfigError:  # its trouble is reported where it is asked for
         return None
 
 
@@ -138,8 +140,10 @@ def _rule(idle_s: float | None) -> Scaling:
 
 
 def _state(row: DeploymentRow, asked: DeploymentDemand, steady_s: float) -> DeploymentState:
-    """As the decision sees it: all replicas sleep and wake together, so that the rate decides nothing, and is not
-    told."""
+    """Return the state as the decision sees it.
+
+    All replicas are scaled to zero and back together, so that the rate decides nothing, and is not given.
+    """
     return DeploymentState(
         name=row.name,
         model=row.name,

@@ -1,8 +1,8 @@
-"""What a check checks: a deployment that runs, or a worker that is launched for it.
+"""Targets of a check: a deployment that runs, or a worker that is launched for it.
 
 A worker of a check belongs to the check alone and is recorded nowhere: it is stopped at the end; when this
-controller is killed the next one finds that nobody owns it and ends it, and where none comes the daemon does. No
-check runs while a profile is taken or a deployment is launched: they would measure each other.
+controller is killed the next one finds that it has no owner and ends it, and without a next one the daemon does.
+No check runs while a profile is taken or a deployment is launched: they would measure each other.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Targets:
         self._daemon, self._resolve = daemon, resolve
 
     def deployment(self, body: VerifyBody) -> tuple[str, Find]:
-        """One that runs.
+        """Return a target that is a running deployment.
 
         Raises:
             NotFoundError, ConfigError, ConflictError: there is none, more was asked for, or it does not serve now.
@@ -136,7 +136,7 @@ class Targets:
         return name, find
 
     def _running(self, row: DeploymentRow, status: WorkerStatus) -> CheckTarget:
-        """The worker of ``status``, which ``row`` records.
+        """Return the worker of ``status``, which ``row`` records.
 
         Raises:
             ConflictError: the deployment was updated meanwhile, or another release of the engine is installed.
@@ -166,7 +166,7 @@ class Targets:
         )
 
     def _first_ready(self, row: DeploymentRow) -> WorkerStatus:
-        """Of the replicas, which are all of one configuration."""
+        """Return the first ready one of the replicas, which are all of one configuration."""
         workers = recorded_workers(row)
         if not workers:
             raise ConflictError(f"the deployment {row.name!r} has no worker; `iserve ps` tells")
@@ -178,7 +178,9 @@ class Targets:
         return ready
 
     def _served(self, wish: DeployBody, spec: WorkerSpec) -> ModelSource:
-        """What the worker loaded, under the name it was deployed by unless that means another folder by now."""
+        """Return what the worker loaded, under the name it was deployed by unless that means another folder by
+        now.
+        """
         with contextlib.suppress(IserveError):
             source = self._resolve(wish.model, need_weights=False)
             if str(source.directory) == spec.checkpoint:
@@ -196,10 +198,10 @@ class Targets:
         return found
 
     def model(self, body: VerifyBody) -> tuple[str, Find]:
-        """A worker of the best configuration, launched for the check and ended with it.
+        """Return a worker of the best configuration, launched for the check and ended with it.
 
         Raises:
-            BadInputError, InfeasibleError: the wish, the model or the engine cannot be.
+            BadInputError, InfeasibleError: the request, the model or the engine cannot be.
         """
         options = body.options(default_policy=self._settings.policy, load_threshold=self._settings.load_threshold)
         deployable_engine(body.engine)
@@ -224,7 +226,7 @@ class Targets:
             with self._profiler.paused(lambda: None), self._profiler.owning(worker_id):
                 planned = self._deployer.plan(source, engine, profile, options)
                 (spec,) = planned.workers("verify", source, worker_id, options.workload, profile)
-                # Should no controller ever come back to end it.
+                # In case no controller ever returns to end it.
                 spec = replace(
                     spec, ends_at=time.time() + self._settings.start_timeout_s + 2 * body.max_seconds + _SLACK_S
                 )
@@ -265,8 +267,10 @@ class Targets:
 
     @contextlib.contextmanager
     def _launched(self, spec: WorkerSpec) -> Iterator[WorkerStatus]:
-        """The worker of ``spec``, ended whatever happens inside; one that a daemon which is away cannot end is
-        nobody's then, and ended by the reconciler."""
+        """Yield the worker of ``spec``, ended whatever happens inside.
+
+        A worker that a daemon which is away cannot end has no owner then, and is ended by the reconciler.
+        """
         try:
             ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
             yield wait_until_ready(
@@ -285,13 +289,13 @@ class Targets:
 
 
 def check_same_engine(engine: Engine, running: tuple[tuple[str, str], ...], name: str) -> None:
-    """What is measured of a worker must not correct what is predicted of another release than it runs.
+    """Check that a worker runs the engine that is installed: one release must not correct predictions of another.
 
     Args:
         running: versions that the worker of ``name`` was started with; (): not recorded.
 
     Raises:
-        ConflictError: others are installed now.
+        ConflictError: other versions are installed now.
     """
     now = engine.versions()
     if running and running != now:
@@ -302,5 +306,5 @@ def check_same_engine(engine: Engine, running: tuple[tuple[str, str], ...], name
 
 
 def used_bytes(node: NodeStatus) -> dict[str, int]:
-    """Bytes in use by device, where a driver counts them."""
+    """Return bytes in use by device, where a driver counts them."""
     return {device.device_id: device.used_bytes for device in node.devices if device.used_bytes is not None}

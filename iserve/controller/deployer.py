@@ -1,4 +1,4 @@
-"""One deployment from its intent to a running worker, step by step, each step recorded before it is taken.
+"""Deployer: takes one deployment from its intent to a running worker, each step recorded before it is taken.
 
 A controller that is killed anywhere in between finds the record and goes on: a worker that was launched is found
 at the daemon by its id, so none is ever launched twice.
@@ -55,11 +55,11 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # at a worker whose time is up when the others of its deployment have been waited for
+_LOOK_S = 1.0  # at a worker whose time is up when the rest of its deployment has been waited for
 
 
 class Measured(NamedTuple):
-    """What a plan is made of."""
+    """Input of a plan."""
 
     source: ModelSource
     engine: Engine
@@ -122,7 +122,7 @@ class Deployer:
                 serves = self._any_is_there(recorded)
             except StateUnavailableError:
                 raise
-            except UnavailableError as error:  # who may well serve is not given up for that
+            except UnavailableError as error:  # a worker that may well serve is not given up for that
                 log.warning("%s: looked at again when the daemon is back: %s", row.name, error)
                 return
             if serves:
@@ -142,11 +142,12 @@ class Deployer:
         self._launch(job, lambda: self._choose(job, measured))
 
     def measured(self, row: DeploymentRow, body: DeployBody, move: Callable[[str], None]) -> Measured:
-        """The model and engine of ``body`` with a profile that holds, which is taken first where there is none.
+        """Return the model and engine of ``body`` with a profile that holds, which is taken first where there is
+        none.
 
         Args:
             row: whose removal ends it.
-            move: is told each step before it is taken.
+            move: is called with each step before it is taken.
         """
         move("resolving")
         use = body.use
@@ -222,7 +223,7 @@ class Deployer:
         gone: Sequence[WorkerSpec] = (),
         full: Collection[str] = (),
     ) -> PlannedDeployment:
-        """Rank everything on the devices that are free now; ``notes`` are told with it.
+        """Rank everything on the devices that are free now; ``notes`` are reported with it.
 
         Args:
             gone: workers whose memory counts as free, for they end before the planned ones start.
@@ -242,10 +243,10 @@ class Deployer:
         )
 
     def _choose(self, job: _Job, measured: Measured) -> tuple[WorkerSpec, ...]:
-        """The best workers for what is free now, recorded with their plan.
+        """Return the best workers for what is free now, recorded with their plan.
 
         Raises:
-            InfeasibleError: nothing runs here; the message says what comes nearest.
+            InfeasibleError: nothing runs here; the message says what is nearest.
         """
         planned = self.plan(*measured[:5])
         job.write(plan=to_json(planned.document))
@@ -254,7 +255,7 @@ class Deployer:
         return specs
 
     def _free_id(self, row: DeploymentRow) -> str:
-        """The id of new workers. Living workers keep theirs: those of before an update may still drain."""
+        """Return the id of new workers. Living workers keep theirs: those of before an update may still drain."""
         worker_id = f"{worker_slug(row.name)}-{row.id}"
         node = ask_daemon(self._daemon, DaemonClient.node)
         living = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
@@ -265,7 +266,7 @@ class Deployer:
     def workers_of(
         self, row: DeploymentRow, planned: PlannedDeployment, measured: Measured, worker_id: str
     ) -> tuple[WorkerSpec, ...]:
-        """The launch of ``planned``, on the version of the engine that it was planned for.
+        """Return the launch of ``planned``, on the version of the engine that it was planned for.
 
         Raises:
             InfeasibleError: nothing runs here.
@@ -282,13 +283,16 @@ class Deployer:
         return any(seen.is_of(worker) for seen in there for worker in workers)
 
     def _mend(self, job: _Job, workers: tuple[WorkerSpec, ...]) -> None:
-        """Start the replicas again that were lost, each by itself, while the others serve on; wait for none, for
-        the next may be lost meanwhile, and who serves is seen at the daemon. It stays ready whatever comes of it;
-        what cannot be started is told, and tried again by the reconciler."""
+        """Start lost replicas again, each by itself, while the remaining ones serve on.
+
+        No start is waited for: the next replica may be lost meanwhile, and the daemon reports which serve. The
+        deployment stays ready whatever the result; what cannot be started is reported, and tried again by the
+        reconciler.
+        """
         row = job.row
         with self._profiler.paused(lambda: self.check_not_removed(row)):
             now = self._store.deployment_by_id(row.id)
-            if now is None or now.desired == "removed" or now.phase != "ready":  # it fell asleep, say
+            if now is None or now.desired == "removed" or now.phase != "ready":  # it was scaled to zero, say
                 return
             if now.workers != row.workers:  # it was updated
                 return
@@ -296,7 +300,7 @@ class Deployer:
             error = reasons[0] if reasons else None
             if error is None or now.error is None:
                 self._store.add_event(row.id, "ready", error or f"{row.name}: what was lost is started again")
-            if error != now.error:  # else tried again, and told already
+            if error != now.error:  # else tried again, and reported already
                 job.write(phase="ready", error=error)
 
     def _why_not_running(self, spec: WorkerSpec) -> str | None:
@@ -313,8 +317,11 @@ class Deployer:
         return None
 
     def _launch(self, job: _Job, choose: Callable[[], tuple[WorkerSpec, ...]]) -> None:
-        """Have the daemon run what ``choose`` says, and see it serve. Of two deploys at once the second chooses
-        when the first has its memory. A worker that does not come to serve is ended by the reconciler."""
+        """Have the daemon run what ``choose`` says, and wait until it serves.
+
+        Of two deploys at once the second chooses when the first has its memory. A worker that does not become
+        ready is ended by the reconciler.
+        """
         row = job.row
         with self._profiler.paused(lambda: self.check_not_removed(row)):
             specs = choose()
@@ -333,7 +340,7 @@ class Deployer:
         ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
 
     def once_ready(self, row: DeploymentRow, spec: WorkerSpec, deadline_s: float) -> WorkerSpec:
-        """As it serves, its port included."""
+        """Return the worker's spec once it serves, its port included."""
 
         def wait() -> WorkerStatus:
             left_s = max(_LOOK_S, deadline_s - time.monotonic())
@@ -348,8 +355,11 @@ class Deployer:
             return wait().spec
 
     def _move(self, job: _Job, phase: str, *, workers: bytes | None = None) -> None:
-        """The next step, if it is still to be taken. One that wakes is waking until it serves, so that whoever
-        takes it up after a crash knows what becomes of it should it fail."""
+        """Record the next step, if it is still to be taken.
+
+        A deployment that wakes is waking until it serves, so that a controller that takes it up after a crash
+        knows what becomes of it should it fail.
+        """
         self._check_wanted(job.row)
         if job.row.phase != "waking" or phase == "ready":
             self._record(job, phase, error=None, workers=workers)
@@ -360,7 +370,10 @@ class Deployer:
             raise NoLongerWantedError
 
     def check_not_removed(self, row: DeploymentRow) -> None:
-        """In the middle of a step. With the database away nobody can have asked for the removal."""
+        """Raise if the deployment was removed in the middle of a step.
+
+        With the database away, no client can have asked for the removal.
+        """
         with contextlib.suppress(StateUnavailableError):
             self._check_wanted(row)
 

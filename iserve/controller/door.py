@@ -1,4 +1,4 @@
-"""What every REST request passes before any of its body is read: who asks, and how much they would send."""
+"""Admission of REST requests before their bodies are read: the caller, and the size of the body."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 def problem(name: str, message: str, status: int) -> JSONResponse:
-    """The body of every error: the class of ``fingerprint.errors``, and one line."""
+    """Return the body of every error: the class of ``fingerprint.errors``, and one line."""
     headers = {"Retry-After": "1"} if status == 503 else None
     return JSONResponse({"error": name, "message": message}, status, headers=headers)
 
 
 class Door:
-    """ASGI middleware. Everything but the two health checks wants the home's token or an admin API key.
+    """ASGI middleware. Everything but the two health checks needs the home's token or an admin API key.
 
     Args:
         token: of run/controller.json; the command line reads it there.
         reach: which folders API keys may name. The state of a request has its caller's, as ``reach``.
-        count: told method and status of every answer.
+        count: called with method and status of every answer.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Door:
         return None
 
     def _reach_of(self, authorizations: list[str]) -> Reach | None:
-        """Which folders may be named by who says that; None: nobody who may ask anything."""
+        """Return the folders that a caller with these headers may name; None: a caller without any right."""
         if len(authorizations) != 1:
             return None
         scheme, _, presented = authorizations[0].partition(" ")

@@ -14,7 +14,7 @@ __all__ = ["end_workers"]
 
 
 def end_workers(daemon: DaemonClient, workers: Sequence[WorkerSpec]) -> None:
-    """Returns when all are gone, and their memory is free.
+    """End workers; return when all are gone, and their memory is free.
 
     Raises:
         UnavailableError: the daemon is away; some may be left.

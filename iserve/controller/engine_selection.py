@@ -121,7 +121,7 @@ def select_engine(
 
     Args:
         version: of the engine, wherever it is installed; None: the first installation.
-        profile_of: finds or takes the profile on an engine; is told why others are passed over.
+        profile_of: finds or takes the profile on an engine; is given why other engines are passed over.
 
     Raises:
         ConfigError, InfeasibleError, UnsupportedModelError: as :func:`engine_for`.

@@ -20,7 +20,7 @@ __all__ = ["contradictions", "estimator_for", "profile_as", "step_tokens_of"]
 
 
 def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator | WithTowers:
-    """Estimator of what was measured, with the roofline of the same device and engine to scale it by.
+    """Return the estimator of what was measured, scaled by the roofline of the same device and engine.
 
     Measured is a model as text alone; where the profile's is one with towers, their memory is added.
     """
@@ -47,7 +47,8 @@ def profile_as(spec: ModelSpec, profile: Profile) -> Profile:
 
 
 def contradictions(profile: Profile) -> dict[MeasuredKey, str]:
-    """Where fingerprints of more layers were faster than those of fewer, beyond the noise of their runs; and how.
+    """Return where fingerprints of more layers were faster than those of fewer, beyond the noise of their runs;
+    and how.
 
     A profile of repeated forwards was looked through as it was taken (``fingerprint.profile_checks``).
     """
@@ -63,8 +64,10 @@ def contradictions(profile: Profile) -> dict[MeasuredKey, str]:
 
 
 def step_tokens_of(profile: Profile) -> int | None:
-    """Tokens of the largest step that the engine was measured with, where it counts its own memory for a step of
-    as many; None where activations were measured step by step, so that every size of step has its estimate.
+    """Return the tokens of the largest step that the engine was measured with.
+
+    That is where it counts its own memory for a step of as many; None where activations were measured step by
+    step, so that every size of step has its estimate.
     """
     if not (_is_depth_tied(profile) or _is_counted(profile)):
         return None

@@ -49,7 +49,7 @@ def hold_home(settings: Settings) -> Iterator[None]:
 
 
 def _await_record(settings: Settings) -> ProcessRecord | None:
-    """The record of whoever holds the lock, who may only just have taken it."""
+    """Return the record of the process that holds the lock, which may only just have taken it."""
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         record = read_record(settings.run_folder / "controller.json")

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol, and a bound on what those may hold who connect and never ask.
+"""HTTP protocol of uvicorn with a bound on the connections of clients that never send a request.
 
-Without it anybody who can reach the port can use up the controller's file descriptors: it then reaches neither its
-daemon nor its state, and logs each connection that it cannot accept.
+Without it any client that can reach the port can use up the controller's file descriptors: the controller then
+reaches neither its daemon nor its state, and logs each connection that it cannot accept.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class BoundedProtocol(H11Protocol):
             self._limit.works(self)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # which begins the next one, if that has come already
+        super().on_response_complete()  # which begins the next one, if that has arrived already
         (self._limit.works if self._has_request() else self._limit.waits)(self)
 
     def _has_request(self) -> bool:
-        """Whether a whole request is there that has not been answered."""
+        """Return whether a whole request is there that has not been answered."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body

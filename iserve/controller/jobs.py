@@ -1,4 +1,4 @@
-"""Long work in the background, one after the other, which whoever began it asks for by its id."""
+"""Background jobs, one after the other, each asked for by its id."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Jobs(Generic[Job]):
         return job
 
     def get(self, job_id: str) -> Job:
-        """Raises NotFoundError: there is none of that id, or it was long ago."""
+        """Return a job. Raises NotFoundError: there is none of that id, or it was long ago."""
         with self._lock:
             found = self._jobs.get(job_id)
         if found is None:

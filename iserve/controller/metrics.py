@@ -10,7 +10,7 @@ __all__ = ["Metrics"]
 
 
 class Metrics:
-    """Of one controller, in a registry of their own."""
+    """Metrics of one controller, in a registry of their own."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -29,11 +29,11 @@ class Metrics:
         )
 
     def count(self, method: str, status: int) -> None:
-        """One REST request was answered."""
+        """Count one REST request that was answered."""
         self._requests.labels(method, str(status)).inc()
 
     def render(self) -> bytes:
-        """Prometheus text."""
+        """Return Prometheus text."""
         for gauge in (self._deployments, self._free, self._load):
             gauge.clear()
         for document in self._controller.deployments():

@@ -46,7 +46,7 @@ _WINDOW_S = 120.0  # over which the daemon tells loads, and the gateway rates
 def hardware_of(
     node: NodeStatus | NodeDocument, gpu: GpuSpec, serving: tuple[DeploymentState, ...] = ()
 ) -> Hardware:
-    """The devices of ``node``, with what is free on them and their load now.
+    """Return the devices of ``node``, with what is free on them and their load now.
 
     Args:
         gpu: what one device can do, as the profile recorded it or the datasheet says.
@@ -76,7 +76,7 @@ def hardware_of(
 
 
 def without(node: NodeStatus, gone: Sequence[WorkerSpec] = (), full: Collection[str] = ()) -> NodeStatus:
-    """``node`` as if the workers of ``gone`` had ended and the devices in ``full`` had nothing free."""
+    """Return ``node`` as if the workers of ``gone`` had ended and the devices in ``full`` had nothing free."""
     ended = {worker.spec.worker_id for worker in workers_seen(gone, node.workers)}
     freed = Counter[str]()
     for worker in node.workers:
@@ -96,7 +96,7 @@ def without(node: NodeStatus, gone: Sequence[WorkerSpec] = (), full: Collection[
 
 
 def check_one_kind(node: NodeStatus | NodeDocument) -> None:
-    """What one GPU was measured to do would be taken for what another kind does.
+    """Refuse GPUs of several kinds: measurements of one would be taken for what another does.
 
     Raises:
         InfeasibleError: the node offers GPUs of several kinds.
@@ -118,7 +118,7 @@ _HELD = 0.02  # of a device's memory: less is the driver's own
 
 
 def _called(serving: tuple[DeploymentState, ...]) -> set[str]:
-    """The devices of those that anybody calls."""
+    """Return the devices of the deployments with requests."""
     return {
         device
         for d in serving
@@ -129,10 +129,13 @@ def _called(serving: tuple[DeploymentState, ...]) -> set[str]:
 
 
 def _load_of_those_there(device: DeviceStatus, *, may_be_busy: bool) -> float:
-    """0 where nobody holds memory: what was seen of the last 120 s is then of who has left, such as the engine of
-    a profile that was taken a moment ago. A CPU's memory is always held: there it is 0 without a worker of ours
-    that ``may_be_busy``, one that is called or of which nothing is told, for what else runs on it ran beside the
-    profile too and is in its times."""
+    """Return the load of the workers that are on a device.
+
+    It is 0 where no process holds memory: what was seen of the last 120 s is then of a worker that has left, such
+    as the engine of a profile that was taken a moment ago. A CPU's memory is always held: there it is 0 without a
+    worker of ours that ``may_be_busy`` (one with requests, or of unknown demand), for any other program ran during
+    the profile too and is in its times.
+    """
     if device.kind == "cpu" and not may_be_busy:
         return 0.0
     if device.total_bytes - device.free_bytes < _HELD * device.total_bytes:
@@ -146,15 +149,16 @@ _HERE = frozenset({WorkerState.STARTING, WorkerState.READY, WorkerState.RESTARTI
 def serving_on(
     node: NodeStatus, rows: Iterable[DeploymentRow], demand: Demand | None
 ) -> tuple[DeploymentState, ...]:
-    """The deployments with a worker on ``node`` of which the gateway told how often they are called.
+    """Return the deployments with a worker on ``node`` whose request rates the gateway reported.
 
-    What a request takes is what was predicted when the configuration was chosen, of one as long as was planned
-    for; or less, by how busy the devices of its workers were seen that have been there all the time and keep up.
-    Those that were not seen for long, or have only begun to queue, are taken to be asked for all of their time at
-    most. Of those that batch how long a request stays is told besides, by itself and in a full batch.
+    The service time of a request is the prediction of the chosen configuration, for a request as long as was
+    planned for; or less, by the observed load of the devices of its workers, where they have been there all the
+    time and keep up. Deployments that were not observed for long, or have only begun to queue, are taken to be
+    busy for all of their time at most. For deployments that batch, how long a request stays is given as well, by
+    itself and in a full batch.
 
     Args:
-        demand: None: the gateway is away, and nobody tells.
+        demand: None: the gateway is away, and rates are unknown.
     """
     asked = {} if demand is None else {one.name: one for one in demand.deployments}
     workers = [worker for worker in node.workers if worker.state in _HERE]
@@ -174,7 +178,7 @@ def _state(
     requests_per_s: float,
     node: NodeStatus,
 ) -> DeploymentState:
-    """Requests go to whoever has the fewest: each replica has as many as the others."""
+    """Return the state of a deployment whose replicas share its requests evenly."""
     plan = _recorded_plan(row)
     specs, number = [_as_planned(worker.spec, plan) for worker in workers], len(workers)
     most = sum(_most_batches(spec) for spec in specs)
@@ -217,7 +221,7 @@ def _state(
 
 
 def _as_planned(spec: WorkerSpec, plan: PlanDocument | None) -> WorkerSpec:
-    """``spec`` with as many requests at once as the plan's times are of, where it serves more."""
+    """Return ``spec`` with as many requests at once as the plan's times are of, where it serves more."""
     planned = spec.limits.max_batch if plan is None else plan.workload.batch
     return replace(spec, limits=replace(spec.limits, max_batch=min(spec.limits.max_batch, planned)))
 
@@ -227,13 +231,13 @@ def _batches(spec: WorkerSpec) -> int:
 
 
 def _most_batches(spec: WorkerSpec) -> float:
-    """Under way on average while its longest stage is always busy."""
+    """Return the batches under way on average while the worker's longest stage is always busy."""
     layers = [stage.num_layers for stage in spec.stages]
     return min(_batches(spec), sum(layers) / max(layers))
 
 
 def _recorded_plan(row: DeploymentRow) -> PlanDocument | None:
-    """None: there is none, or it is of an iServe of another version."""
+    """Return the plan; None: there is none, or it is of an iServe of another version."""
     if row.plan is None:
         return None
     try:
@@ -244,20 +248,23 @@ def _recorded_plan(row: DeploymentRow) -> PlanDocument | None:
 
 
 def _planned(plan: PlanDocument | None, spec: WorkerSpec) -> EstimateDocument | None:
-    """Of the whole batch."""
+    """Return the estimate of the whole batch."""
     candidates = () if plan is None else plan.candidates
     return next((one.estimate for one in candidates if one.config == spec.config), None)
 
 
 def _planned_service_s(plan: PlanDocument | None, spec: WorkerSpec) -> float:
-    """Seconds of the worker that a request takes while the batch is full; 0: not known."""
+    """Return the seconds of the worker that a request takes while the batch is full; 0: not known."""
     full = _planned(plan, spec)
     return 0.0 if plan is None or full is None else full.e2e_s.value / plan.workload.batch
 
 
 def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:
-    """None: it does not batch, or its plan did not tell of a request by itself. A prompt beside others that decode
-    takes what it adds to their step: the weights are read for them in any case."""
+    """Return the planned times in service; None: no batching, or a plan without the time of a request by itself.
+
+    A prompt that joins sequences that decode takes what it adds to their step: the weights are read for them in
+    any case.
+    """
     full = _planned(plan, spec)
     if plan is None or full is None or plan.alone is None:
         return None
@@ -270,7 +277,7 @@ def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:
 
 
 def _as_busy(stays: Stays, spec: WorkerSpec, requests_per_s: float, seen: float, node_id: str) -> Stays:
-    """Of requests that are shorter, where the worker was ``seen`` busy for less of the time."""
+    """Return the times in service of shorter requests, where the worker was ``seen`` busy for less of the time."""
     tenant = Batching(
         requests_per_s=requests_per_s,
         alone_s=stays.alone_s,
@@ -284,8 +291,9 @@ def _as_busy(stays: Stays, spec: WorkerSpec, requests_per_s: float, seen: float,
 
 
 def _most_busy(spec: WorkerSpec, node: NodeStatus) -> float:
-    """The batches that can have been under way, as busy as the worker's devices were: each stage runs for its
-    layers' share of every one. Of one batch that is the share of the time that the worker was busy."""
+    """Return the batches that can have been under way, as busy as the worker's devices were: each stage runs for
+    its layers' share of every one. Of one batch that is the share of the time that the worker was busy.
+    """
     seen = {device.device_id: device.load_fraction for device in node.devices}
     layers = sum(stage.num_layers for stage in spec.stages)
     return min(
@@ -311,7 +319,7 @@ def _placement(spec: WorkerSpec, node_id: str) -> Placement:
 
 
 def devices_of(node: NodeStatus) -> tuple[Device, ...]:
-    """What of the devices of ``node`` does not change."""
+    """Return the facts of the devices of ``node`` that do not change."""
     return tuple(
         Device(
             device_id=device.device_id,

@@ -1,6 +1,6 @@
-"""How long is waited for a worker that does not come to serve again, while its deployment is ready.
+"""Deadline for a worker of a ready deployment to become ready again.
 
-The daemon ends a start that takes too long and starts the worker once more. One that hangs each time is never
+The daemon ends a start that takes too long and starts the worker once more. A worker that hangs each time is never
 given up there: the daemon counts the starts of some minutes, which such starts outlast. Here it is, after as long
 as a worker may take to start and one that serves may be silent before. It then rests for as long, so that half of
 the time its memory is free.
@@ -19,7 +19,7 @@ _NOT_YET = frozenset({WorkerState.STARTING, WorkerState.RESTARTING})
 
 
 class Patience:
-    """Of one controller; a new one begins to count anew.
+    """Deadlines of one controller's workers; a new one begins to count anew.
 
     Args:
         limit_s: that a worker may not serve in one go, and then rests.
@@ -32,8 +32,9 @@ class Patience:
         self._rests_until_s: dict[str, float] = {}
 
     def given_up(self, workers: Iterable[WorkerStatus]) -> tuple[str, ...]:
-        """The ids of those of ``workers``, who are all of ready deployments, whose time is up; they rest from now
-        on."""
+        """Return the ids of those of ``workers``, all of ready deployments, whose time is up; they rest from now
+        on.
+        """
         now_s = self._clock()
         late = [worker.spec.worker_id for worker in workers if worker.state in _NOT_YET]
         self._since_s = {one: self._since_s.get(one, now_s) for one in late}
@@ -45,5 +46,5 @@ class Patience:
         return over
 
     def rests(self, worker_id: str) -> bool:
-        """As of the last look."""
+        """Return whether a worker rests, as of the last look."""
         return worker_id in self._rests_until_s

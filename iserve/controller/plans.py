@@ -77,7 +77,7 @@ class Plans:
         return self._planned(body, options)[0].document
 
     def launch(self, body: LaunchBody) -> LaunchDocument:
-        """What a deploy of the same wish would start; nothing is started, measured or kept.
+        """Return what a deploy of the same request would start; nothing is started, measured or kept.
 
         Raises:
             InfeasibleError: a deploy would be refused.
@@ -109,7 +109,7 @@ class Plans:
         return planned.launch(name, source, workload, profile, body.engine_options)
 
     def _planned(self, body: PlanBody, options: PlanOptions) -> tuple[PlannedDeployment, ModelSource, Profile]:
-        """A plan for what is free here now, the model and the profile that it rests on.
+        """Return a plan for what is free here now, the model and the profile that it rests on.
 
         Raises:
             NotMeasuredError: no profile holds here.
@@ -135,7 +135,7 @@ class Plans:
     def _stored(
         self, source: ModelSource, engine: Engine, notes: tuple[str, ...], node: NodeStatus, batch: int
     ) -> Profile:
-        """Return the profile that holds on ``node``; ``notes`` are told with the refusal where there is none.
+        """Return the profile that holds on ``node``; ``notes`` are reported with the refusal where there is none.
 
         Raises:
             NotMeasuredError: there is none.

@@ -32,11 +32,11 @@ _MAX_RESPAWN_S = 30.0
 
 
 class Companion:
-    """One role of this home: a record file, and how to start a process for it.
+    """Process of one role of this home: a record file, and how to start a process for it.
 
     Args:
         program: how its command line begins, by which a process of this role, and of this home, is known.
-        options: what follows; not everybody gives the same.
+        options: what follows; not every caller gives the same.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class Companion:
         self._program, self._options = tuple(program), tuple(options)
         self._start_timeout_s = start_timeout_s
         self._next_start_s = float("-inf")
-        self._failures = 0  # starts in a row that came to nothing
+        self._failures = 0  # starts in a row that failed
         self._why = f"the {name} is starting"
         self.record_path = settings.run_folder / f"{name}.json"
         self.log_path = settings.log_folder / f"{name}.log"
 
     def record(self) -> ProcessRecord | None:
-        """The record of the living process; None when none lives."""
+        """Return the record of the living process; None when none lives."""
         record = read_record(self.record_path)
         return record if is_alive(record) else None
 
     def _found(self) -> tuple[ProcessStat, ...]:
-        """Those that run, with a record or not yet; this looks at every process's command line."""
+        """Return those that run, with a record or not yet; this looks at every process's command line."""
         return _of_home(started_as(self._program[1:]), self._settings)
 
     def ensure(self) -> ProcessRecord:
-        """The living process's record, after starting one if needed.
+        """Return the living process's record, after starting one if needed.
 
         One that is just starting, begun by a controller that was killed, is waited for: a second would be refused,
         or be the only one that has a record.
 
         Raises:
-            UnavailableError: it does not come up; the last line of its log is quoted.
+            UnavailableError: it does not start; the last line of its log is quoted.
         """
         record = self.record()
         if record is not None:
@@ -110,7 +110,7 @@ class Companion:
             record = self.record()
             if record is not None:
                 return record
-            if start_time_ticks(pid) is None:  # ended, reaped or not: in a container nobody may do that
+            if start_time_ticks(pid) is None:  # ended, reaped or not: in a container no process may do that
                 break
             time.sleep(0.05)
         else:
@@ -159,7 +159,7 @@ def end_controllers(settings: Settings, *, grace_s: float = 30.0) -> bool:
 
 
 def _of_home(found: Iterable[ProcessStat], settings: Settings) -> tuple[ProcessStat, ...]:
-    """Without those of a container that has a home of the same name."""
+    """Return the processes of this home, without those of a container with a home of the same name."""
     return tuple(stat for stat in found if sees(stat.pid, settings.home))
 
 
@@ -175,7 +175,7 @@ def _end(name: str, record_path: Path, found: Callable[[], tuple[ProcessStat, ..
             with contextlib.suppress(ProcessLookupError):
                 if os.getpgid(pid) == pid:
                     kill_group(pid, grace_s=grace_s)
-                else:  # of somebody's group, or still on its way to one of its own
+                else:  # of another process's group, or still on its way to one of its own
                     os.kill(pid, signal.SIGTERM)
         time.sleep(0.1)
     record_path.unlink(missing_ok=True)
@@ -183,7 +183,7 @@ def _end(name: str, record_path: Path, found: Callable[[], tuple[ProcessStat, ..
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says something."""
+    """Return the last line of a log that says something."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))

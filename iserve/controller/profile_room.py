@@ -1,7 +1,7 @@
-"""Which devices a profile is taken on, and what of it fits beside the workers that are there.
+"""Devices that a profile is taken on, and what of it fits next to the workers that are there.
 
-An engine that is told how many KV blocks to make makes them, so nobody but its plan keeps it from memory that is
-promised to others.
+An engine that is given a number of KV blocks makes them, so only its plan keeps it from memory that is promised to
+other workers.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ _GIB = 2**30
 
 
 def quietest(devices: Iterable[DeviceStatus]) -> list[DeviceStatus]:
-    """The least loaded and emptiest first, so that profiling harvests what others leave."""
+    """Return the least loaded and emptiest first, so that profiling uses what other workers leave."""
     return sorted(devices, key=lambda d: (d.load_fraction, -d.free_bytes, d.index))
 
 
 def share_of_free_bytes(devices: Iterable[DeviceStatus]) -> int:
-    """What a profiling worker may take of each of ``devices``: most of what the fullest has free of promises."""
+    """Return what a profiling worker may take of each of ``devices``: most of what the fullest has free of
+    promises.
+    """
     return int(min(device.free_bytes for device in devices) * _SHARE_OF_FREE)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What of a plan fits what is free now."""
+    """Part of a plan that fits what is free now."""
 
     plan: DepthTiedPlan
     notes: tuple[str, ...]  # on each point that does not
@@ -48,7 +50,7 @@ class Room:
 
 
 def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequence[DeviceStatus]) -> Room:
-    """The points and degrees of ``plan`` that fit what ``devices`` have free now.
+    """Return the points and degrees of ``plan`` that fit what ``devices`` have free now.
 
     Args:
         devices: in the order in which they are used: tp * pp of them from the first on.
@@ -91,7 +93,7 @@ def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequenc
 
 
 def _need_bytes(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec) -> dict[tuple[int, int], int]:
-    """By point, what the largest fingerprint takes on one GPU: by the roofline, with 16-bit weights."""
+    """Return, by point, what the largest fingerprint takes on one GPU: by the roofline, with 16-bit weights."""
     deepest = max((k for _, pp in plan.degrees for k in tied_depths(spec, pp)), default=1)  # layers of a stage
     shapes = spec.layer_shape_indexes[:deepest]
     # Without windows: a sliding layer's blocks are made for all tokens.

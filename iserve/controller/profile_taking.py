@@ -1,5 +1,7 @@
-"""What a profile measures: the formats and degrees that the engine runs and somebody may want, as far as they can
-still change the decision that it is taken for."""
+"""Taking of a profile: the formats and degrees that the engine runs and that may be wanted.
+
+Only those are measured that can still change the decision that the profile is taken for.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,14 @@ _DEGREES = ((1, 1), (2, 1), (1, 2))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """One profile to be taken.
+    """Order of one profile.
 
     Attributes:
         table: what the engine runs of checkpoints as they are.
         node: before any worker of this profile.
         serving: on the node, with their rates, where these are known.
-        wish: measure what may serve it best; None: everything that may serve some wish of that quality.
-        known: holds on the node, with measurements left out that the wish needs: these are added to it.
+        wish: measure what may serve it best; None: everything that may serve some request of that quality.
+        known: holds on the node, with measurements left out that the request needs: these are added to it.
         shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
             and where it carries our step timer of all GPUs together.
@@ -94,7 +96,7 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
 
 
 def _refuse_more_than_a_step(order: Order) -> None:
-    """Raises ConfigError: one token of each sequence does not fit a step, and the engine would not start."""
+    """Raise ConfigError if one token of each sequence does not fit a step: the engine would not start."""
     if order.workload.batch > STEP_TOKENS:
         raise ConfigError(
             f"batch={order.workload.batch:,} is more than the {STEP_TOKENS:,} tokens of one step that "
@@ -103,7 +105,7 @@ def _refuse_more_than_a_step(order: Order) -> None:
 
 
 def _refuse_without_pattern(source: ModelSource) -> None:
-    """A forward repeated to the model's depth has the whole model's mix of layers only where that repeats.
+    """Refuse repeats of a model without a pattern: only a pattern has the whole model's mix of layers.
 
     Raises:
         UnsupportedModelError: it does not.
@@ -123,7 +125,7 @@ def _refuse_without_pattern(source: ModelSource) -> None:
 
 
 def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Fingerprints as they are, on an engine that loads one after the other in a moment.
+    """Measure fingerprints as they are, on an engine that loads one after the other in a moment.
 
     Raises:
         NotMeasuredError: as :func:`consistent`.
@@ -170,8 +172,10 @@ def _engine_sizes(spec: ModelSpec, workload: Workload, plan: ProfilePlan) -> Eng
 
 
 def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfilePlan], Profile]) -> Profile:
-    """``measured``; what contradicts itself in it (two layers faster than one) is measured once more, in as much
-    time as it had, and left out where it does so again. Nothing is extrapolated from it.
+    """Return ``measured`` without contradictions (two layers faster than one).
+
+    A contradiction is measured once more, in as much time as it had, and left out where it occurs again. Nothing
+    is extrapolated from it.
 
     Raises:
         NotMeasuredError: nothing else is left.
@@ -221,8 +225,11 @@ def _named(key: MeasuredKey) -> str:
 
 
 def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Every forward repeated to the model's depth. A format takes two engine starts of its own, so those that the
-    wished quality does not allow are left out, as is what cannot become the best any more."""
+    """Take a profile in which every forward is repeated to the model's depth.
+
+    A format takes two engine starts of its own, so formats that the requested quality does not allow are left out,
+    and so is what cannot become the best any more.
+    """
     device = target.machine().device
     weights, degrees = _formats_and_degrees(order.source.spec, order, device)
     allowed = tuple(w for w in weights if allows(order.quality, DeploymentConfig(weights=w)))
@@ -243,8 +250,10 @@ def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fi
 def _added(
     known: Profile, wish: PlanOptions, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
 ) -> Profile:
-    """``known`` and what it lacks for ``wish``. It stays good for what it holds: what there is no room for now is
-    not added, and what fails is not tried again."""
+    """Return ``known`` with what it lacks for ``wish``.
+
+    It stays good for what it holds: what there is no room for now is not added, and what fails is not tried again.
+    """
     given_s = known.spent_s + order.max_seconds
     while known.spent_s < given_s and (missing := lacking(known, order.node, order.table, wish, order.serving)):
         config = missing[0]
@@ -303,7 +312,7 @@ def _measured(
     fingerprints: Fingerprints,
     skipped: list[DeploymentConfig],
 ) -> Profile:
-    """What of ``plan`` there is room for; what turns out needless on the way is added to ``skipped``."""
+    """Measure what of ``plan`` there is room for; what turns out needless on the way is added to ``skipped``."""
     spec = order.source.spec
     room = fitting(plan, spec, device, quietest(order.node.devices))
     alone = _ranks_alone(order, device, room)
@@ -336,7 +345,7 @@ def _measured(
 
 
 def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int], ...]:
-    """Of the degrees there are no GPUs for, those to take as one rank alone."""
+    """Return which of the degrees without enough GPUs are taken as one rank alone."""
     if order.shards is Shards.NEVER:
         return ()
     given, name = order.source.spec.as_given, order.table.engine
@@ -353,7 +362,10 @@ def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int
 def _formats_and_degrees(
     spec: ModelSpec, order: Order, gpu: GpuSpec
 ) -> tuple[tuple[WeightFormat, ...], tuple[tuple[int, int], ...]]:
-    """What the engine runs of the model on the node's devices. Raises UnsupportedModelError: nothing at all."""
+    """Return what the engine runs of the model on the node's devices.
+
+    Raises UnsupportedModelError: nothing at all.
+    """
     table, name = order.table, order.table.engine
 
     def runs(config: DeploymentConfig) -> bool:
@@ -380,7 +392,9 @@ class Fingerprints:
         self._source, self._folder, self._weights = source, folder, weights
 
     def __call__(self, layers: int | Sequence[int], tp: int = 1) -> Path:
-        """These layers, or the first so many; above ``tp`` 1 the shape of one rank of so many, without weights."""
+        """Return a fingerprint of these layers, or the first so many; above ``tp`` 1 one rank's shape, without
+        weights.
+        """
         chosen = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
         name = "layers-" + "-".join(map(str, chosen))
         target = self._folder / (name if tp == 1 else f"{name}-of-{tp}")

@@ -25,11 +25,11 @@ __all__ = [
 
 Versions = Sequence[tuple[str, str]]
 
-_UNWATCHED = frozenset({"python"})  # recorded beside an engine's packages; a profile holds whichever it is
+_UNWATCHED = frozenset({"python"})  # recorded with an engine's packages; a profile holds whichever it is
 
 
 def machine_key(node: NodeStatus, engine: Engine) -> str:
-    """Equal while a profile stays valid: the same devices, driver and engine versions.
+    """Return a key that is equal while a profile stays valid: the same devices, driver and engine versions.
 
     Memory is counted in whole GiB, because a CPU share's changes a little from boot to boot.
     """
@@ -39,7 +39,7 @@ def machine_key(node: NodeStatus, engine: Engine) -> str:
 
 
 def key_without_driver(node: NodeStatus, engine: Engine) -> str:
-    """The key where there is no driver; and, on GPUs, the one by which older profiles are stored."""
+    """Return the key where there is no driver; and, on GPUs, the one by which older profiles are stored."""
     return _hashed(_identity(node, engine))
 
 
@@ -63,7 +63,7 @@ def release_to_start(engine: Engine) -> str | None:
 
 
 def described(versions: Versions) -> str:
-    """As one reads them: ``vllm 0.24.0, torch 2.11.0``."""
+    """Return versions as text: ``vllm 0.24.0, torch 2.11.0``."""
     named = (version if name == "engine" else f"{name} {version}" for name, version in versions)
     return ", ".join(named) or "not installed"
 
@@ -89,7 +89,7 @@ def _started_for(profile: Profile) -> int:
 
 
 def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: int) -> str:
-    """A sentence on a profile that is there and does not hold now.
+    """Return a sentence on a profile that is there and does not hold now.
 
     Args:
         versions: of the engine, now.
@@ -103,7 +103,7 @@ def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: in
 
 
 def differences(profile: Profile, node: NodeStatus | NodeDocument, versions: Versions) -> list[str]:
-    """What the profile was taken with that is otherwise now: versions of the engine, driver, devices."""
+    """Return what is different now from when the profile was taken: versions of the engine, driver, devices."""
     then = profile.machine
     found = _other_versions(then.versions, versions)
     if then.driver != node.driver:
@@ -118,7 +118,7 @@ def differences(profile: Profile, node: NodeStatus | NodeDocument, versions: Ver
 
 
 def _other_versions(then: Versions, now: Versions) -> list[str]:
-    """Packages of another version, that are gone, or that have come; of an engine that is gone it alone."""
+    """Return packages of another version, removed, or added; of an engine that is gone only itself."""
     before, after = {name: version for name, version in then if name not in _UNWATCHED}, dict(now)
     if not after:
         before = {name: version for name, version in before.items() if name == "engine"}

@@ -1,4 +1,4 @@
-"""What a profile need not hold for a wish; and what one that was taken for another wish lacks for this one."""
+"""Scope of a profile for a request: what it need not hold, and what one taken for another request lacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def why_needless(
     wish: PlanOptions,
     serving: tuple[DeploymentState, ...] = (),
 ) -> str | None:
-    """Why measuring ``config`` beside ``so_far`` cannot change what ``wish`` is answered with; None: it may.
+    """Return why measuring ``config`` in addition to ``so_far`` cannot change the answer to ``wish``; None: it
+    may.
 
     Args:
         serving: on ``node``, with their rates, where these are known.
@@ -51,7 +52,7 @@ def lacking(
     wish: PlanOptions,
     serving: tuple[DeploymentState, ...] = (),
 ) -> tuple[DeploymentConfig, ...]:
-    """Of what was left out of ``profile`` as needless for the wish it was taken for, what this one may need.
+    """Return what was left out of ``profile`` as needless for its own request and may be needed by this one.
 
     Args:
         table: what the engine runs of checkpoints as they are.

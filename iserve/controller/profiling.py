@@ -82,7 +82,9 @@ _ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
 def ask_daemon(
     daemon: Callable[[], DaemonClient], question: Callable[[DaemonClient], T], *, patience_s: float = 30.0
 ) -> T:
-    """What the daemon answers. One that is killed meanwhile is back within a few seconds, and is asked again.
+    """Return what the daemon answers.
+
+    One that is killed meanwhile is back within a few seconds, and is asked again.
 
     Args:
         question: may be asked twice, the answer to the first being lost.
@@ -102,7 +104,8 @@ def ask_daemon(
 
 
 def launched(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus:
-    """The worker of ``spec``: the one that is there, a stopped one not counted, or one that is launched now.
+    """Return the worker of ``spec``: the one that is there, a stopped one not counted, or one that is launched
+    now.
 
     A worker with the same id and another spec is ended: a state that was put back gives out ids again.
 
@@ -135,7 +138,7 @@ def _the_one_there(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus | Non
 def wait_until_ready(
     daemon: Callable[[], DaemonClient], worker_id: str, timeout_s: float, *, go_on: Callable[[], None]
 ) -> WorkerStatus:
-    """The worker's status once it serves; a daemon that is away for a while is waited for.
+    """Return the worker's status once it serves; a daemon that is away for a while is waited for.
 
     Args:
         go_on: called between looks; what it raises ends the waiting.
@@ -234,8 +237,10 @@ class Profiler:
 
     @contextlib.contextmanager
     def paused(self, go_on: Callable[[], None]) -> Iterator[None]:
-        """Inside, no profile is taken by anybody else, and nobody else is inside: what a device has free is not
-        on loan to a profiling worker, nor about to be promised to another deployment.
+        """Hold off every other profile and deployment while the block runs.
+
+        Inside, no other profile is taken: what a device has free is not on loan to a profiling worker, nor about
+        to be promised to another deployment.
 
         Args:
             go_on: called every second while a profile under way is waited for; what it raises ends the waiting.
@@ -249,7 +254,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def paused_now(self) -> Iterator[bool]:
-        """As :meth:`paused`; False, and no such promise, where somebody else is inside."""
+        """Do as :meth:`paused`; yield False, and hold nothing off, where another caller is inside."""
         got = self._one_at_a_time.acquire(blocking=False)
         try:
             yield got
@@ -259,7 +264,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def owning(self, worker_id: str) -> Iterator[None]:
-        """Inside (and inside ``paused``), this worker is no orphan, and is not ended where it drains."""
+        """Own a worker inside (and inside ``paused``): it is no orphan, and is not ended where it drains."""
         self._workers = frozenset({worker_id})
         try:
             yield
@@ -267,14 +272,14 @@ class Profiler:
             self._workers = frozenset()
 
     def estimator(self, profile: Profile, engine: Engine, node: NodeStatus) -> CorrectedEstimator:
-        """What was measured of the model's fingerprints, corrected by the checks of its deployments."""
+        """Return the estimator by the model's fingerprints, corrected by the checks of its deployments."""
         rows = self._store.verifications(
             shape_hash=profile.spec.shape_hash, engine=engine.name, machine_key=machine_key(node, engine)
         )
         return CorrectedEstimator(estimator_for(profile), [row.verification for row in rows])
 
     def stored(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> Profile | None:
-        """The profile, as of ``source``, that holds on ``node`` now for up to ``batch`` requests at once.
+        """Return the profile, as of ``source``, that holds on ``node`` now for up to ``batch`` requests at once.
 
         Raises:
             InfeasibleError: the node has GPUs of several kinds, of which a profile measures one.
@@ -292,18 +297,20 @@ class Profiler:
         return found if found is not None and covers(found, batch) else None
 
     def enough(self, source: ModelSource, engine: Engine, node: NodeStatus, wish: PlanOptions) -> Profile | None:
-        """The stored profile, where nothing was left out of it that ``wish`` may need."""
+        """Return the stored profile, where nothing was left out of it that ``wish`` may need."""
         found = self.stored(source, engine, node, batch=wish.workload.batch)
         return None if found is None or self.lacking(found, engine, node, wish) else found
 
     def lacking(
         self, profile: Profile, engine: Engine, node: NodeStatus, wish: PlanOptions
     ) -> tuple[DeploymentConfig, ...]:
-        """What was left out of ``profile`` as needless for another wish, and may change what this one chooses."""
+        """Return what was left out of ``profile`` as needless for another request, and may change what this one
+        chooses.
+        """
         return lacking(profile, node, engine.capabilities().unprepared(), wish, self._serving(node))
 
     def unused(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> tuple[str, ...]:
-        """A sentence on every profile of this model and engine that is there and does not hold now."""
+        """Return a sentence on every profile of this model and engine that is there and does not hold now."""
         used = self._stored(source, engine, node, batch)
         same = (source.spec.text_alone.shape_hash, engine.name)
         return tuple(
@@ -327,15 +334,16 @@ class Profiler:
         unless: Callable[[], Profile | None] = lambda: None,
         go_on: Callable[[], None] = lambda: None,
     ) -> Profile:
-        """Measure the model's fingerprints on devices that are free now, and keep the result. A profile that holds
-        and is not :meth:`enough` for ``wish`` is kept, with what it lacks.
+        """Measure the model's fingerprints on devices that are free now, and keep the result.
+
+        A profile that holds and is not :meth:`enough` for ``wish`` is kept, with what it lacks.
 
         Args:
             wish: what it is taken for, if for anything in particular.
-            quality: which formats are worth a start of the engine, where there is no wish.
+            quality: which formats are worth a start of the engine, where there is no request.
             shards: which degrees may be taken as one tensor-parallel rank alone.
             progress: what it raises ends the profile.
-            unless: asked when this profile's turn has come; one that another took meanwhile is returned instead.
+            unless: asked when this profile's turn is reached; one that another took meanwhile is returned instead.
             go_on: called while that turn is waited for; what it raises ends the waiting.
 
         Raises:
@@ -372,7 +380,7 @@ class Profiler:
             return profile_as(source.spec, measured)
 
     def _measured(self, order: Order, engine: Engine, daemon: Callable[[], DaemonClient]) -> Profile:
-        """As :meth:`take`; fingerprints and workers are gone afterwards."""
+        """Measure as :meth:`take`; fingerprints and workers are gone afterwards."""
         folder = self._folder / uuid.uuid4().hex
         fingerprints = Fingerprints(order.source, folder, weights=not order.table.own_environment)
         try:
@@ -386,7 +394,7 @@ class Profiler:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _keep(self, measured: Profile, key: str, *, patience_s: float = 60.0) -> None:
-        """A minute of measuring is not lost to a database that is being restarted."""
+        """Keep the profile: a minute of measuring is not lost to a database that is being restarted."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -398,7 +406,8 @@ class Profiler:
             time.sleep(0.5)
 
     def _without_leftovers(self, daemon: DaemonClient) -> NodeStatus:
-        """The node, after ending the profiling workers of a controller that was killed, and its fingerprints.
+        """Return the node, after ending the profiling workers of a controller that was killed, and its
+        fingerprints.
 
         They would take memory and time from what is measured now.
         """
@@ -463,13 +472,15 @@ def _measure_unlisted(engine: Engine, node: NodeStatus, go_on: Callable[[], None
 
 
 def last_words(engine: Engine, spec: WorkerSpec, error: EngineError, log: str) -> IserveError:
-    """What a profiling worker's engine died of, which often only its log knows: the engine runs in processes of
-    its own. Of a log of several starts the last one's part counts."""
+    """Return the error that a profiling worker's engine ended with, which often only its log has.
+
+    The engine runs in processes of its own. Of a log of several starts the last one's part counts.
+    """
     return engine.explain_failure(spec, 1, f"{log.rpartition(LOAD_MARK)[2]}\n{error}")
 
 
 def _check_usable(measured: Profile, workload: Workload) -> None:
-    """Raises NotMeasuredError: too little was measured; kept, it would stand in the way of a better one."""
+    """Raise NotMeasuredError if too little was measured; kept, it would be in the way of a better one."""
     try:
         estimator_for(measured).estimate(DeploymentConfig(engine=measured.engine), workload)
     except NotMeasuredError as error:
@@ -481,7 +492,7 @@ def _check_usable(measured: Profile, workload: Workload) -> None:
 
 
 def _check_same_engine(engine: Engine, before: Sequence[tuple[str, str]], measured: Profile) -> None:
-    """Raises ConflictError: what was measured is not, or not all, of what is installed."""
+    """Raise ConflictError if what was measured is not, or not all, of what is installed."""
     now = engine.versions()
     if now != before or not set(now) <= set(measured.machine.versions):
         then = described(measured.machine.versions)
@@ -492,7 +503,7 @@ def _check_same_engine(engine: Engine, before: Sequence[tuple[str, str]], measur
 
 
 def within_what_is_free(spec: WorkerSpec, node: NodeStatus) -> WorkerSpec:
-    """``spec`` with most of what its devices have free now; a CPU's memory changes from second to second."""
+    """Return ``spec`` with most of what its devices have free now; a CPU's memory changes every second."""
     used = {device_id for stage in spec.stages for device_id in stage.device_ids}
     free_bytes = share_of_free_bytes(device for device in node.devices if device.device_id in used)
     limits = replace(spec.limits, memory_bytes_per_device=free_bytes)

@@ -1,4 +1,4 @@
-"""What the gateway is told of a deployment that refuses who would be late: its limits, and its plan's times."""
+"""Limits and plan's times of a deployment that rejects late requests, for the gateway."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["pace_of", "punctuality_of"]
 
 
 def punctuality_of(row: DeploymentRow) -> Punctuality | None:
-    """None: nobody is refused there for being late, or nothing is planned yet."""
+    """Return the punctuality of a deployment; None: it rejects no late requests, or nothing is planned yet."""
     if row.plan is None:
         return None
     try:
         wish = recorded_wish(row)
-    except ConfigError:  # its trouble is told where it is asked for
+    except ConfigError:  # its trouble is reported where it is asked for
         return None
     slo = wish.slo
     pace = pace_of(row.plan) if wish.refuse_late and slo is not None else None
@@ -33,8 +33,10 @@ def punctuality_of(row: DeploymentRow) -> Punctuality | None:
 
 @lru_cache(maxsize=256)
 def pace_of(plan: str) -> Pace | None:
-    """Of the chosen configuration of a plan's JSON, beside what ran on its GPUs then. None: nothing is chosen, or
-    the plan is of another version of iServe."""
+    """Return the pace of the chosen configuration of a plan's JSON, given what ran on its GPUs then.
+
+    None: nothing is chosen, or the plan is of another version of iServe.
+    """
     try:
         document = from_json(plan, PlanDocument, what="the recorded plan")
     except BadInputError:

@@ -1,9 +1,10 @@
-"""Which folders of this machine a caller of the REST API may name as a model.
+"""Reach of a caller of the REST API: the folders of this machine that it may name as a model.
 
-The home's own token is read from a file of mode 0600: who has it may read all that the controller may, and names
-any folder. An API key may be anybody's, anywhere: it names what is registered, a Hugging Face id, or a folder that
-lies, all links followed, within ISERVE_MODEL_FOLDERS, and so must every file in it. What is refused is refused in
-the same words whether it exists or not. Looked at when something is asked for, not while it is carried out.
+The home's own token is read from a file of mode 0600: a caller that has it may read all that the controller may,
+and names any folder. An API key may be anyone's, anywhere: it names what is registered, a Hugging Face id, or a
+folder that lies, all links followed, within ISERVE_MODEL_FOLDERS, and so must every file in it. What is refused is
+refused in the same words whether it exists or not. Looked at when something is asked for, not while it is carried
+out.
 """
 
 from __future__ import annotations

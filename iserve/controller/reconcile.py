@@ -46,7 +46,7 @@ _SERVED = frozenset({"launching", "ready", "waking"})  # a worker is there, or a
 # Its clients wait for as long as a start may take.
 _STARTED_SOON = frozenset({"asleep", "waking", DRAINING, REPLACING, RESTORING})
 _SAY_AGAIN_S = 60.0
-_TRY_AGAIN_S = 10.0  # a replica that could not be started again, while others serve
+_TRY_AGAIN_S = 10.0  # a replica that could not be started again, while the rest serve
 _LOST_AGAIN_S = 1.0  # one that could, and is lost once more
 _ORPHAN_GRACE_S = 5.0  # a worker may be launched a moment before its record is read
 
@@ -87,7 +87,7 @@ class Reconciler:
             self._stopping.wait(self._tick_s)
 
     def _warn(self, error: IserveError) -> None:
-        """Once a minute for one reason: it comes up at every pass, and would fill the disk."""
+        """Log a warning, once a minute for one reason: it recurs at every pass, and would fill the disk."""
         now_s, text = time.monotonic(), str(error)
         self._said_s = {said: at_s for said, at_s in self._said_s.items() if now_s - at_s < _SAY_AGAIN_S}
         if text not in self._said_s:
@@ -95,7 +95,7 @@ class Reconciler:
             log.warning("%s", text)
 
     def tick(self) -> None:
-        """One pass."""
+        """Make one pass."""
         controller = self._controller
         for companion in (controller.daemon_process, controller.gateway_process):
             try:
@@ -130,8 +130,10 @@ class Reconciler:
                 self._controller.work_on(row)
 
     def _is_lost(self, row: DeploymentRow, node: NodeStatus) -> bool:
-        """Whether the daemon does not know a worker of a deployment that was ready, or it was stopped there. One
-        that rests is not missed while another is there."""
+        """Return whether the daemon does not know a worker of a ready deployment, or it was stopped there.
+
+        A worker that rests is not missed while another is there.
+        """
         there = {w.spec.worker_id: w for w in node.workers if w.state is not WorkerState.STOPPED}
         recorded = recorded_workers(row)
         workers = {spec.worker_id for spec in recorded}
@@ -139,7 +141,7 @@ class Reconciler:
         return lost == workers or not all(self._patience.rests(one) for one in lost)
 
     def _end_overdue(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
-        """End workers of ready deployments that do not come to serve again, and say so."""
+        """End workers of ready deployments that do not become ready again, and say so."""
         ready = [row for row in rows if row.phase == "ready" and row.desired == "running"]
         owners = {worker.worker_id: row for row in ready for worker in recorded_workers(row)}
         for worker_id in self._patience.given_up(w for w in node.workers if w.spec.worker_id in owners):
@@ -153,8 +155,11 @@ class Reconciler:
             self._controller.end_worker(worker_id, "it does not come to serve")
 
     def _end_orphans(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
-        """Stop workers that no deployment owns: those of a profile whose controller was killed, say, or one that
-        did not come to serve in time and would hold its memory for nobody."""
+        """Stop workers that no deployment owns.
+
+        They are those of a profile whose controller was killed, say, or one that did not become ready in time and
+        would hold its memory for no deployment.
+        """
         owned = {w.worker_id for row in rows if row.phase not in _GIVEN_UP for w in recorded_workers(row)}
         owned |= {w.worker_id for row in rows for w in (*update_workers(row), *draining_workers(row))}
         present = {w.spec.worker_id for w in node.workers if w.state is not WorkerState.STOPPED}
@@ -214,8 +219,8 @@ class Reconciler:
         refusal = self._autoscaler.refusal(row)
         patience_s = self._controller.settings.start_timeout_s if row.phase in _STARTED_SOON else None
         first, punctuality = specs[0], punctuality_of(row)
-        # As many again wait at the worker as run there, so that a slot that frees is filled at once; but where who
-        # would be late is refused: all of those wait in the gateway, which then knows when each began.
+        # As many again wait at the worker as run there, so that a slot that frees is filled at once; but where
+        # late requests are rejected: all of those wait in the gateway, which then knows when each began.
         a_slot = 2 if punctuality is None else 1
         return Route(
             name=row.name,

@@ -1,5 +1,7 @@
-"""What a deployment's row holds, as values. One that an iServe of another version wrote may be beyond reading:
-that is one deployment's trouble, never that of the others."""
+"""Values of a deployment's row. A value that an iServe of another version wrote may be unreadable.
+
+That is one deployment's trouble, never that of the rest.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ __all__ = [
 # Phases of an update that ends the former workers first.
 DRAINING = "draining"  # the gateway sends nothing to the former workers, which finish what they have
 REPLACING = "replacing"  # they end, and the new ones start
-RESTORING = "restoring"  # the new ones did not come up: they end, and the former ones start again
+RESTORING = "restoring"  # the new ones did not start: they end, and the former ones start again
 
 log = logging.getLogger(__name__)
 
 
 def recorded_wish(row: DeploymentRow) -> DeployBody:
-    """What was asked for.
+    """Return what was asked for.
 
     Raises:
         ConfigError: it cannot be read.
@@ -49,7 +51,7 @@ def recorded_wish(row: DeploymentRow) -> DeployBody:
 
 
 def recorded_update(row: DeploymentRow) -> DeployBody:
-    """What it is being updated to.
+    """Return what it is being updated to.
 
     Raises:
         ConfigError: it cannot be read.
@@ -58,18 +60,19 @@ def recorded_update(row: DeploymentRow) -> DeployBody:
 
 
 def recorded_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
-    """The workers that were chosen, one for each replica; none before that, and where they cannot be read: then
-    they are chosen anew."""
+    """Return the workers that were chosen, one for each replica; none before that, and where they cannot be read:
+    then they are chosen anew.
+    """
     return _workers_of(row, row.workers)
 
 
 def update_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
-    """The workers that an update under way has chosen, likewise."""
+    """Return the workers that an update under way has chosen, likewise."""
     return _workers_of(row, row.update_workers)
 
 
 def draining_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
-    """The workers of before the last update that still finish requests."""
+    """Return the workers of before the last update that still finish requests."""
     return _workers_of(row, row.draining)
 
 

@@ -1,6 +1,6 @@
 """Repeated deploy requests: known by their idempotency key, or by the deployment that the same request made.
 
-A key is stored in the transaction that accepts the deployment, so a request that was refused, or never came,
+A key is stored in the transaction that accepts the deployment, so a request that was refused, or never arrived,
 leaves none; it outlives the deployment, so that a late repeat does not bring back what was removed meanwhile.
 """
 
@@ -28,7 +28,7 @@ _SINCE_BATCH_MAY_BE_NULL = "engine_args"  # a recorded request without this fiel
 
 
 def answered_before(store: Store, key: str, body: DeployBody) -> DeploymentDocument | None:
-    """What the request that came with ``key`` in the last 24 hours was answered; None when there was none.
+    """Return the answer to the request with ``key`` in the last 24 hours; None when there was none.
 
     Raises:
         ConflictError: it asked for something else.
@@ -88,7 +88,7 @@ def deployed_before(store: Store, name: str, body: DeployBody) -> DeploymentRow 
 
 
 def _asked(body: DeployBody) -> dict[str, object]:
-    """The fields of a request that say what is deployed; left out and given as its default are the same."""
+    """Return the fields of a request that say what is deployed; left out and given as its default are the same."""
     return body.model_dump(mode="json", exclude={"name"}) | {"model": body.model or DEMO_MODEL_NAME}
 
 

@@ -27,7 +27,7 @@ def workers_seen(specs: Iterable[WorkerSpec], workers: Iterable[WorkerStatus]) -
 
 
 def replicas_seen(workers: Sequence[WorkerSpec], node: NodeStatus | None) -> tuple[ReplicaDocument, ...]:
-    """Those that were chosen, as they are on ``node`` now; None: the daemon is away."""
+    """Return the chosen replicas as they are on ``node`` now; None: the daemon is away."""
     there = {} if node is None else {w.spec.worker_id: w for w in node.workers}
     documents = []
     for spec in workers:
@@ -48,7 +48,10 @@ def replicas_seen(workers: Sequence[WorkerSpec], node: NodeStatus | None) -> tup
 
 
 def status_of(row: DeploymentRow, node: NodeStatus | None, replicas: Sequence[ReplicaDocument]) -> str:
-    """What is so now; the recorded phase only where nothing can be observed yet. Ready while one serves."""
+    """Return the observed status; the recorded phase only where nothing can be observed yet.
+
+    Ready while one serves.
+    """
     if row.desired == "removed":
         return "removing"
     if row.phase != "ready":

@@ -1,4 +1,4 @@
-"""What the REST API can ask of the controller: the state joined with what the daemon observes now."""
+"""Controller: the questions of the REST API, answered from the state and from what the daemon observes now."""
 
 from __future__ import annotations
 
@@ -96,21 +96,21 @@ class Controller:
     # the running world
 
     def daemon(self) -> DaemonClient:
-        """The daemon of this node, or UnavailableError while it is away."""
+        """Return the daemon of this node, or UnavailableError while it is away."""
         record = self.daemon_process.record()
         if record is None:
             raise UnavailableError("this node's daemon is away; it is being started again")
         return DaemonClient(record.url, record.token)
 
     def observe(self) -> NodeStatus | None:
-        """The node now; None while the daemon is away."""
+        """Return the node now; None while the daemon is away."""
         try:
             return self.daemon().node()
         except UnavailableError:
             return None
 
     def demand(self) -> Demand | None:
-        """Who asks for what, as the gateway sees it; None while it is away."""
+        """Return the demand of every deployment, as the gateway sees it; None while it is away."""
         record = self.gateway_process.record()
         if record is None:
             return None
@@ -125,7 +125,7 @@ class Controller:
         return serving_on(node, self.store.deployments(), self.demand()) if node.workers else ()
 
     def serving(self) -> tuple[DeploymentState, ...]:
-        """What serves on this node and how often it is called, as plans see it; nothing while nobody tells."""
+        """Return what serves on this node and its request rates, as plans see it; nothing while unknown."""
         node = self.observe()
         return () if node is None else self._serving_on(node)
 
@@ -151,7 +151,7 @@ class Controller:
     # models
 
     def registered(self) -> dict[str, Path]:
-        """Registered names and their folders, the bundled demo model among them."""
+        """Return registered names and their folders, the bundled demo model among them."""
         return {DEMO_MODEL_NAME: demo_model_path()} | {m.name: Path(m.directory) for m in self.store.models()}
 
     def resolve(self, model: str | None, *, need_weights: bool = True, need_code: bool = False) -> ModelSource:
@@ -159,7 +159,7 @@ class Controller:
         return resolve(name, self.registered(), need_weights=need_weights, need_code=need_code)
 
     def _is_here(self, model: str | None) -> bool:
-        """Whether ``model`` is a folder of this machine, not a Hugging Face id."""
+        """Return whether ``model`` is a folder of this machine, not a Hugging Face id."""
         return model is None or model in self.registered() or Path(model).expanduser().exists()
 
     def register(self, name: str, directory: str) -> ModelDocument:
@@ -190,7 +190,7 @@ class Controller:
         """Accept an intent: checked, recorded, then carried out in the background.
 
         Args:
-            key: by which the same request is known when it comes again; it is then answered as the first time.
+            key: identifies a repeat of the same request, which is answered as the first time.
             attach: answer with the deployment that the same request made before, as it is now.
         """
         if key is not None and (answer := answered_before(self.store, key, body)) is not None:
@@ -222,7 +222,7 @@ class Controller:
         return answer
 
     def _checked(self, body: DeployBody) -> ModelSource:
-        """The model of a wish that can be accepted. Raises IserveError: it cannot."""
+        """Return the model of a request that can be accepted. Raises IserveError: it cannot."""
         self._deployer.options(body)
         engine = deployable_engine(body.engine, body.engine_version)  # for auto the model decides which it will be
         if body.engine == "auto":
@@ -250,7 +250,7 @@ class Controller:
         message, former = f"{name}: update of {', '.join(changes)} asked for", row.request
         if not self.store.begin_update(row.id, request, message, former=former, stop_first=body.stop_first):
             row = self.store.deployment(name)
-            if row.request != former:  # another update has ended meanwhile: this one changes what came of it
+            if row.request != former:  # another update has ended meanwhile: this one changes its result
                 return self.update(name, body)
             state = "being updated" if row.update_request is not None else row.phase
             if row.desired == "removed":
@@ -311,13 +311,13 @@ class Controller:
             *recorded_workers(row),
             *update_workers(row),
             *draining_workers(row),
-        ):  # those that cannot be read are nobody's once the row is gone
+        ):  # those that cannot be read have no owner without the row
             end_workers(self.daemon(), workers)
         self.store.delete_deployment(row.id)
         self.store.add_event(None, "removed", f"{row.name}: removed")
 
     def is_ending(self, worker_id: str) -> bool:
-        """Whether it is being stopped by :meth:`end_worker`."""
+        """Return whether it is being stopped by :meth:`end_worker`."""
         with self._lock:
             return worker_id in self._ending
 
@@ -382,7 +382,7 @@ class Controller:
                 self._progress[name] = progress
 
     def _accepted(self, name: str, body: DeployBody) -> DeploymentDocument:
-        """The answer to a deploy, known before it is recorded: it is stored in the same transaction."""
+        """Return the answer to a deploy, known before it is recorded: it is stored in the same transaction."""
         gateway = self.gateway_process.record()
         return DeploymentDocument(
             name=name,

@@ -1,13 +1,12 @@
-"""Update of a deployment: new workers start beside the former ones and take their place; these drain.
+"""Update of a deployment: new workers start next to the former ones and take their place; these drain.
 
 Where it is asked to stop first, the former workers drain and end before the new ones start, and the gateway has
-requests wait: ``ready`` -> ``draining`` -> ``replacing`` -> ``ready``; or, if the new ones do not come up,
+requests wait: ``ready`` -> ``draining`` -> ``replacing`` -> ``ready``; or, if the new ones do not start,
 ``replacing`` -> ``restoring`` -> ``ready`` with the former ones.
 
 Each step is recorded before it is taken. Until the new workers serve, the deployment is what it was; one
 transaction then makes it what it was asked to become, and the routes follow. A controller that is killed in
-between finds the record and goes on; an update that comes to nothing leaves the former workers serving and says
-why.
+between finds the record and goes on; an update that fails leaves the former workers serving and says why.
 """
 
 from __future__ import annotations
@@ -183,8 +182,11 @@ class Updater:
             log.info("%s: its workers are others than before, so that its update is taken up again", row.name)
 
     def _choose(self, row: DeploymentRow, measured: Measured) -> tuple[WorkerSpec, ...]:
-        """The best workers next to the former ones, or in their place, recorded before any is launched. Their ids
-        are new."""
+        """Return the best workers next to the former ones, or in their place, recorded before any is launched.
+
+        Their ids
+        are new.
+        """
         if row.update_stop_first:
             planned = self._deployer.plan(*measured[:5], gone=recorded_workers(row))
         else:
@@ -200,7 +202,8 @@ class Updater:
         return specs
 
     def _plan_beside(self, row: DeploymentRow, measured: Measured) -> PlannedDeployment:
-        """The best plan next to the present workers that serves as much as they do, or as it would without them.
+        """Return the best plan next to the present workers that serves as much as they do, or as it would without
+        them.
 
         Where the best place has too little memory, the device that limits it is left out, and so on.
 

@@ -1,4 +1,4 @@
-"""Checks in the background: what is measured of a worker, beside what is predicted of it, kept to correct it."""
+"""Checks in the background: measurements of a worker, compared with its prediction and kept to correct it."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ class Verifier:
         return self._jobs.get(job_id)
 
     def stored(self) -> tuple[StoredVerification, ...]:
-        """Every check that is kept, the oldest first.
+        """Return every check that is kept, the oldest first.
 
         Raises:
-            UnavailableError: the daemon is away, so that nobody knows which are in force.
+            UnavailableError: the daemon is away, so that it is unknown which are in force.
         """
         rows = self._store.verifications()
         if not rows:
@@ -197,7 +197,7 @@ class Verifier:
 
 
 def _held(running: CheckTarget, node: NodeStatus, own_bytes: int | None) -> tuple[int | None, str]:
-    """Bytes on the fullest of the worker's devices, and who counted them."""
+    """Return bytes on the fullest of the worker's devices, and the source of that count."""
     if own_bytes:
         return own_bytes, _OWN_COUNTS
     devices = {device_id for stage in running.spec.stages for device_id in stage.device_ids}

@@ -1,4 +1,4 @@
-"""The log of one replica of a deployment: its end, or part by part while the workers come and go."""
+"""Log of one replica of a deployment: its end, or part by part while the workers change."""
 
 from __future__ import annotations
 

@@ -11,6 +11,6 @@ DEMO_MODEL_NAME = "iserve-demo"
 
 
 def demo_model_path() -> Path:
-    """The folder of the bundled checkpoint (packages are installed unzipped, so it is a real folder)."""
+    """Return the folder of the bundled checkpoint (packages are installed unzipped, so it is a real folder)."""
     with as_file(files("iserve.demo") / "model") as path:
         return path

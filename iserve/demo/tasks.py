@@ -1,4 +1,4 @@
-"""What the demo model learns: the tasks, how an example is drawn, and which inputs are never trained on.
+"""Tasks that the demo model learns, how an example is drawn, and which inputs are never trained on.
 
 Pure and seeded: the same generator state gives the same examples. An input is held out when its hash says so,
 so that training never sees it whatever the seed.
@@ -31,12 +31,12 @@ class Example:
 
 
 def prompt_text(question: str) -> str:
-    """How a question is written for the model; the chat template of its tokenizer writes the same."""
+    """Return a question as it is written for the model; the chat template of its tokenizer writes the same."""
     return f"Q: {question}\nA: "
 
 
 def is_held_out(question: str) -> bool:
-    """True for about one input in twenty, by hash."""
+    """Return True for about one input in twenty, by hash."""
     return int.from_bytes(hashlib.sha256(question.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
@@ -141,7 +141,7 @@ _WEIGHTS = {"addition": 3.0, "subtraction": 3.0, "multiplication": 1.5, "sorting
 
 
 def draw(rng: random.Random, *, held_out: bool, task: str | None = None) -> Example:
-    """One example whose input is held out, or one whose input is not."""
+    """Return an example whose input is held out, or one whose input is not."""
     names = list(TASKS)
     while True:
         name = task or rng.choices(names, [_WEIGHTS.get(n, 1.0) for n in names])[0]

@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: a byte-level BPE without merges, and two special tokens."""
+    """Return a tokenizer of one token per byte: a byte-level BPE without merges, and two special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {BOS: 0, EOS: 1} | {symbol: i + 2 for i, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -66,7 +66,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[int], int]:
-    """Token ids of a whole example, and how many of them are the prompt (no loss there)."""
+    """Return token ids of a whole example, and how many of them are the prompt (no loss there)."""
     prompt = [0, *tokenizer.encode(prompt_text(example.question), add_special_tokens=False)]
     answer = [*tokenizer.encode(example.answer, add_special_tokens=False), 1]
     return prompt + answer, len(prompt)
@@ -95,7 +95,7 @@ class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over 2%, then a cosine to a hundredth of the peak."""
+    """Return a linear warm-up over 2%, then a cosine to a hundredth of the peak."""
     warmup = max(1, steps // 50)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -105,7 +105,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 @torch.no_grad()
 def exact_match(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, per_task: int) -> dict[str, float]:
-    """Share of held-out inputs answered exactly, greedily, per task."""
+    """Return the share of held-out inputs answered exactly, greedily, per task."""
     model.eval()
     device = next(model.parameters()).device
     scores = {}

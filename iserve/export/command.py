@@ -12,18 +12,21 @@ __all__ = ["docker_command", "server_command"]
 
 
 def server_command(worker: ExportedWorker) -> str:
-    """The engine's server with its environment, for a POSIX shell. ``worker`` is bare: not in a container."""
+    """Return the engine's server with its environment, for a POSIX shell.
+
+    ``worker`` is bare: not in a container.
+    """
     return _command([*(f"{name}={shlex.quote(value)}" for name, value in worker.env), _server(worker.argv)])
 
 
 def _server(argv: tuple[str, ...]) -> str:
-    """The program, its subcommand and the model on one line, each option on its own."""
+    """Return the program, its subcommand and the model on one line, each option on its own."""
     options = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     return _joined([*filter(None, [shlex.join(argv[:options])]), *map(shlex.quote, argv[options:])])
 
 
 def docker_command(worker: ExportedWorker) -> str:
-    """``docker run`` in the foreground, for a POSIX shell; the engine's files are written beside it first."""
+    """Return ``docker run`` in the foreground, for a POSIX shell; the engine's files are written first."""
     folder = f"./{worker.label}"
     options = [
         f"--name {shlex.quote(worker.label)}",
@@ -52,12 +55,12 @@ def _devices(worker: ExportedWorker) -> list[str]:
 
 
 def _named(gpu_ids: tuple[str, ...]) -> str:
-    """Docker reads the value as CSV: the quotes keep several devices in one field."""
+    """Quote a value that Docker reads as CSV: the quotes keep several devices in one field."""
     return f'"device={",".join(gpu_ids)}"'
 
 
 def _files(worker: ExportedWorker, folder: str) -> str:
-    """Commands that write them; no line of a file is the mark of its end."""
+    """Return commands that write the files; no line of a file is the mark of its end."""
     if not worker.files:
         return ""
     written = [f"mkdir -p {shlex.quote(folder)}\n"]

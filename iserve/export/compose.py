@@ -14,7 +14,7 @@ _LOOK_S = 10
 
 
 def compose_file(worker: ExportedWorker, folder: str) -> str:
-    """The file. ``folder``: of the checkpoint, on the machine that runs it."""
+    """Return the file. ``folder``: of the checkpoint, on the machine that runs it."""
     service: dict[str, Value] = {
         "image": worker.image,
         "entrypoint": [worker.argv[0]],
@@ -53,7 +53,7 @@ def compose_file(worker: ExportedWorker, folder: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Compose replaces ``$NAME`` in every value."""
+    """Escape ``$NAME``, which Compose replaces in every value."""
     return text.replace("$", "$$")
 
 

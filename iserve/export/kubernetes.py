@@ -13,7 +13,10 @@ _LOOK_S = 10
 
 
 def kubernetes_objects(worker: ExportedWorker, claim: str) -> str:
-    """The objects, one document each. ``claim``: the PersistentVolumeClaim that has the checkpoint in its root."""
+    """Return the objects, one document each.
+
+    ``claim``: the PersistentVolumeClaim that has the checkpoint in its root.
+    """
     objects = [_deployment(worker, claim), _service(worker)]
     if worker.files:
         objects.insert(0, _config_map(worker))
@@ -95,12 +98,12 @@ def _service(worker: ExportedWorker) -> dict[str, Value]:
 
 
 def _literal(text: str) -> str:
-    """Kubernetes replaces ``$(NAME)`` in commands and variables."""
+    """Escape ``$(NAME)``, which Kubernetes replaces in commands and variables."""
     return text.replace("$(", "$$(")
 
 
 def _threads(worker: ExportedWorker) -> list[tuple[str, str]]:
-    """Which cores it gets is not known, so nothing is pinned; how many each of its processes may use is."""
+    """Return the thread count of each process; nothing is pinned, for the cores of the container are not known."""
     each = len(worker.cores) // worker.num_cpu_devices if worker.num_cpu_devices else 0
     return [("OMP_NUM_THREADS", str(each))] if each else []
 
@@ -114,7 +117,9 @@ def _resources(worker: ExportedWorker) -> dict[str, Value]:
 
 
 def _probes(worker: ExportedWorker) -> dict[str, Value]:
-    """As a daemon looks: how long a start may take, when it takes no requests, and when it is started anew."""
+    """Return the probes, as a daemon's: how long a start may take, when it takes no requests, when it is
+    restarted.
+    """
     asked: dict[str, Value] = {
         "httpGet": {"path": "/health", "port": "http"},
         "periodSeconds": _LOOK_S,

@@ -25,7 +25,7 @@ _SHARED_BYTES = 8 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedWorker:
-    """One worker. Its times are those that a daemon gives a worker."""
+    """Worker to export. Its times are those that a daemon gives a worker."""
 
     label: str  # its name in letters, digits and '-'
     engine: str
@@ -60,7 +60,7 @@ def exported_worker(
     image: str | None = None,
     bare: bool = False,
 ) -> ExportedWorker:
-    """The worker of ``launch`` in a container.
+    """Return the worker of ``launch`` in a container.
 
     Args:
         elsewhere: planned for GPUs that are not this node's.
@@ -107,7 +107,7 @@ def exported_worker(
 
 
 def _numbered(devices: tuple[Device, ...], *, anew: bool) -> dict[str, Device]:
-    """By id; ``anew``: numbered from 0 in the order of the node, as a container sees the GPUs that it is given."""
+    """Return devices by id; ``anew``: numbered from 0 in the node's order, as a container sees its GPUs."""
     ordered = sorted(devices, key=lambda device: device.index)
     return {d.device_id: replace(d, index=index) if anew else d for index, d in enumerate(ordered)}
 
@@ -115,7 +115,7 @@ def _numbered(devices: tuple[Device, ...], *, anew: bool) -> dict[str, Device]:
 def _environment(
     worker: WorkerSpec, devices: dict[str, Device], container: Container
 ) -> tuple[tuple[str, str], ...]:
-    """The engine's, and what a daemon adds to it: exactly its devices, in stage order."""
+    """Return the engine's variables, and a daemon's: exactly its devices, in stage order."""
     used = [devices[device_id] for stage in worker.stages for device_id in stage.device_ids]
     gpus = ",".join(str(device.index) for device in used if device.kind == "cuda")
     added = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpus}

@@ -19,17 +19,17 @@ _ASTRAL = re.compile(r"\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})")
 
 
 def document(value: Mapping[str, Value]) -> str:
-    """One YAML document, keys in their order."""
+    """Return a YAML document, keys in their order."""
     return "\n".join(_lines(value)) + "\n"
 
 
 def comment(lines: Iterable[str]) -> str:
-    """Each line after a ``#``, whatever characters it has."""
+    """Return each line after a ``#``, whatever characters it has."""
     return "".join(f"# {''.join(c if c.isprintable() else ' ' for c in line)}".rstrip() + "\n" for line in lines)
 
 
 def _lines(value: Mapping[str, Value] | Sequence[Value]) -> list[str]:
-    """Lines of a collection that is not empty."""
+    """Return lines of a collection that is not empty."""
     lines: list[str] = []
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -69,13 +69,13 @@ def _scalar(item: Value) -> str:
 
 
 def _string(text: str) -> str:
-    """Plain where no reader can take it for anything else, else in double quotes."""
+    """Return text plain where no reader can take it for anything else, else in double quotes."""
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
         return text
     return _ASTRAL.sub(_one_escape, json.dumps(text).replace("\x7f", "\\x7f"))
 
 
 def _one_escape(pair: re.Match[str]) -> str:
-    """JSON writes two surrogates, which YAML readers take for two characters."""
+    """Write one escape where JSON writes two surrogates, which YAML readers take for two characters."""
     high, low = int(pair[1], 16), int(pair[2], 16)
     return f"\\U{0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00):08x}"

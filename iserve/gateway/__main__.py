@@ -90,7 +90,7 @@ def _serve(gateway: Gateway, listener: socket.socket, loop: EventLoop, grace_s: 
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that already listens, so that a client that comes early waits instead of being refused."""
+    """Return a socket that already listens, so that an early client waits instead of being refused."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -112,7 +112,7 @@ def _bind_failure(host: str, port: int, error: OSError) -> str:
 
 
 def _url(host: str, port: int) -> str:
-    """Where this machine reaches us: a wildcard address is listened on, not called."""
+    """Return the URL at which this machine reaches us: a wildcard address is listened on, not called."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 

@@ -41,7 +41,7 @@ class Gateway:
     """ASGI 3 application over one routes file.
 
     Args:
-        token: of who may ask for the demand, the controller; empty: nobody may.
+        token: of the controller, which may ask for the demand; empty: no client may.
     """
 
     def __init__(self, routes_path: Path, token: str = "") -> None:
@@ -208,7 +208,7 @@ def _need_method(method: str, *allowed: str) -> None:
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The client's own id if it is a harmless one, else a new one."""
+    """Return the client's own id if it is a harmless one, else a new one."""
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value

@@ -1,4 +1,4 @@
-"""How often a deployment is called: requests over the last 120 s, as the daemon's loads are over."""
+"""Request rate of a deployment over the last 120 s, the window of the daemon's loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Arrivals:
         self._second = int(self._began_s)
 
     def count(self) -> None:
-        """One has come."""
+        """Count one arrival."""
         self._go_on()
         self._counts[self._second % WINDOW_S] += 1
 

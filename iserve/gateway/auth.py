@@ -1,6 +1,6 @@
-"""Who may ask: whoever has a key; where none is needed, whoever is no web page from elsewhere.
+"""Authorisation: a valid API key or, where none is required, any client except cross-origin web pages.
 
-Which path is asked for is read from the request line, never from ``Host``. That header can only refuse: a web page
+The requested path is read from the request line, never from ``Host``. That header can only refuse: a web page
 whose own name was made to lead to this machine (DNS rebinding) may send us anything and read the answer, but its
 browser says the page's name there.
 """
@@ -82,7 +82,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_foreign(host: str) -> bool:
-    """Whether ``Host`` names what a stranger could own: no IP address, not localhost, not a bare name."""
+    """Return whether ``Host`` names what a stranger could own: no IP address, not localhost, not a bare name."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:  # brackets that do not match

@@ -1,10 +1,11 @@
-"""Which worker answers next: a first-come-first-served queue per deployment, then the least loaded ready worker.
+"""Dispatch: a first-come-first-served queue per deployment, then the least loaded ready worker.
 
-Where a deployment refuses who would be late, a request goes to a worker where it keeps its limits, if there is
-one, and is refused if there is none: when it comes, or when its turn comes (``planner.refusing``).
+Where a deployment rejects late requests, a request goes to a worker where it keeps its limits, if there is
+one, and is rejected if there is none: when it arrives, or when its turn is reached (``planner.refusing``).
 
 Knows tickets and targets; sends nothing. A worker is full at ``max_outstanding`` requests, and the rest wait
-here, so that whoever waits longest gets the first worker that has room, not the one that looked best on arrival.
+here, so that the longest waiting request gets the first worker that has room, not the one that looked best on
+arrival.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Waiting:
 
 
 class Deployment:
-    """The live state behind one route: who works, who waits, who refused just now. Survives table swaps."""
+    """Live state behind one route: busy workers, waiting requests, recent refusals. Survives table swaps."""
 
     def __init__(self, route: Route, max_queue: int, max_wait_s: float) -> None:
         self.route = route
@@ -47,7 +48,7 @@ class Deployment:
         self._last_ticket: dict[str, int] = {}
         self._down_until_s: dict[str, float] = {}
         self._waiting: list[_Waiting] = []
-        self._last_s = time.monotonic()  # a request came or went
+        self._last_s = time.monotonic()  # a request arrived or ended
         self._arrivals = Arrivals()
         self.punctual = Punctual.of(route)
         self._was_ready = False  # when it was last looked at
@@ -71,7 +72,7 @@ class Deployment:
 
     @property
     def requests_per_s(self) -> float | None:
-        """That came over the last 120 s; one that is tried again elsewhere came once."""
+        """Requests per second over the last 120 s; a request that is tried again elsewhere is counted once."""
         return self._arrivals.per_s
 
     def update(self, route: Route, max_queue: int, max_wait_s: float) -> None:
@@ -88,13 +89,13 @@ class Deployment:
         self._serve()
 
     def flight(self, body_bytes: int, longest_answer: int | None, *, streams: bool) -> Flight | None:
-        """What is known of a request that has come; None: nobody is refused here for being late."""
+        """Return what is known of a request that has arrived; None: no request is rejected here for being late."""
         if self.punctual is None:
             return None
         return self.punctual.flight(body_bytes, longest_answer, streams=streams)
 
     def close(self) -> None:
-        """The deployment has left the table: whoever waits is told so."""
+        """Refuse all waiting requests: the deployment has left the table."""
         self._refuse_all(ApiError.model_not_found(self.route.name))
 
     def _refuse_all(self, error: ApiError) -> None:
@@ -103,12 +104,14 @@ class Deployment:
         self._waiting.clear()
 
     def _count(self, avoid: str) -> None:
-        """One more that is served: not one refused, which may come again at once, nor a second attempt."""
+        """Count one more request that is served: not a refused one, which may be repeated at once, nor a second
+        attempt.
+        """
         if not avoid:
             self._arrivals.count()
 
     async def acquire(self, ticket: int, avoid: str = "", flight: Flight | None = None) -> WorkerTarget:
-        """A worker with room; the caller releases it. Waits its turn, in order of tickets.
+        """Return a worker with room; the caller releases it. Waits its turn, in order of tickets.
 
         Args:
             avoid: URL of a worker that should not be taken while another has room.
@@ -150,7 +153,7 @@ class Deployment:
             raise
 
     def release(self, target: WorkerTarget, flight: Flight | None = None) -> None:
-        """A request has left ``target``."""
+        """Note that a request has left ``target``."""
         self._last_s = time.monotonic()
         if self.punctual is not None and flight is not None:
             self.punctual.left(flight, target.url)
@@ -162,7 +165,7 @@ class Deployment:
         self._serve()
 
     def mark_down(self, target: WorkerTarget) -> None:
-        """``target`` refused a connection: leave it alone for ``DOWN_S``, whatever the table says."""
+        """Leave ``target``, which refused a connection, alone for ``DOWN_S``, whatever the table says."""
         loop = asyncio.get_running_loop()
         self._down_until_s[target.url] = loop.time() + DOWN_S
         loop.call_later(DOWN_S + 0.01, self._serve)
@@ -189,8 +192,11 @@ class Deployment:
         return down_until_s is None or asyncio.get_running_loop().time() >= down_until_s
 
     def _judge_wait(self, ticket: int, avoid: str, flight: Flight | None) -> None:
-        """Of one that nobody has room for. Raises ApiError: it would be late. While nobody serves it is not: who
-        calls then is what starts a worker, and nobody knows when that will be."""
+        """Judge a request for which no worker has room. Raises ApiError: it would be late.
+
+        While no worker serves it is not late: a request then starts a worker, and when that will be ready is
+        unknown.
+        """
         if self.punctual is None or flight is None or avoid:
             return
         urls = [worker.url for worker in self.route.workers if self._is_ready(worker)]
@@ -203,7 +209,7 @@ class Deployment:
             raise ApiError.would_be_late(self.route.name, late)
 
     def _take(self, ticket: int, avoid: str, flight: Flight | None) -> WorkerTarget | Late | None:
-        """The best that has room, None: none has; or why it would be late even there."""
+        """Take the best that has room, None: none has; or say why it would be late even there."""
         punctual = self.punctual
         best, best_rank, best_late = None, (True, True, math.inf, 0), None
         for worker in self.route.workers:
@@ -238,7 +244,7 @@ class Deployment:
                 first.turn.set_result(target)
 
     def _look_who_is_ready(self) -> None:
-        """The time in which nobody could have served anybody makes nobody late."""
+        """Note which workers are ready: time in which no worker could serve makes no request late."""
         if self.punctual is None:
             return
         is_ready = self.num_ready > 0
@@ -256,7 +262,7 @@ class Dispatcher:
         self.deployments: dict[str, Deployment] = {}
 
     def demand(self) -> tuple[DeploymentDemand, ...]:
-        """Who asks for what now."""
+        """Return the demand of every deployment now."""
         return tuple(
             DeploymentDemand(
                 name=name,

@@ -40,7 +40,7 @@ class ApiError(IserveError):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What the status owes its client beyond the body."""
+        """Headers that the status owes its client in addition to the body."""
         headers = []
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
@@ -86,7 +86,9 @@ class ApiError(IserveError):
 
     @classmethod
     def would_be_late(cls, deployment: str, late: Late) -> ApiError:
-        """Not 429: nobody sent too much, and waiting would be of no use to who asks."""
+        """Return the error of a late request; not 429: the client did not send too much, and waiting would not
+        help.
+        """
         what = (
             "time per token" if late.limit == "tpot" else "first token" if late.limit == "ttft" else "last token"
         )
@@ -119,6 +121,6 @@ class ApiError(IserveError):
 
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> bytes:
-    """``{"error": {...}}`` as OpenAI clients parse it."""
+    """Return ``{"error": {...}}`` as OpenAI clients parse it."""
     kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -1,4 +1,4 @@
-"""Which event loop the gateway runs on: uvloop's where it can be loaded, else asyncio's own.
+"""Event loop of the gateway: uvloop's where it can be loaded, else asyncio's own.
 
 They do the same; uvloop's takes less processor time. The gateway alone asks: the other servers stay on asyncio's.
 """
@@ -19,7 +19,7 @@ class EventLoop:
 
 
 def event_loop() -> EventLoop:
-    """Never fails: a wheel for another machine is as good as none."""
+    """Return the event loop. Never fails: a wheel for another machine is as good as none."""
     try:
         import uvloop  # noqa: F401
     except ImportError as error:

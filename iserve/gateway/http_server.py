@@ -1,7 +1,7 @@
-"""Uvicorn's httptools protocol with the bounds it lacks: on headers, and on clients that say or read nothing.
+"""HTTP protocol of uvicorn (httptools) with the bounds it lacks: on headers, and on clients that stall.
 
 Uvicorn alone takes in headers of any size and trailers without end, holds a connection with a half-sent header for
-ever, and one whose client stops reading for as long as the client likes; and it takes as many connections as come.
+ever, and one whose client stops reading for as long as the client likes; and it accepts any number of connections.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_PIPELINED = 8  # requests that wait for the answer before them; each is hel
 
 
 def max_connections() -> int:
-    """Bound on clients' connections, each of which may need another one to a worker."""
+    """Return the bound on clients' connections, each of which may need another one to a worker."""
     return most_connections(_MAX_CONNECTIONS, files_each=2)
 
 
@@ -68,14 +68,14 @@ class _HeadWithBody:
 
 
 class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection."""
+    """Connection of one client."""
 
     _header_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _running: RequestResponseCycle | None = None  # `cycle` is the newest, which may have to wait for this one
-    _in_head = False  # the beginning of a head has come, its end has not
+    _in_head = False  # the beginning of a head has arrived, its end has not
     _limit: ConnectionLimit[Any]
-    _is_full = False  # more requests have come at once than are held: those are answered, then the connection ends
+    _is_full = False  # more requests arrived at once than are held: those are answered, then the connection ends
     _unused_bytes = 0  # received since the last head or piece of a body was complete: heads, trailers, chunk sizes
 
     def connection_made(self, transport: Any) -> None:
@@ -125,7 +125,7 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self._refuse(414, "the URL is too long")
             else:
                 self._refuse(431, "the headers are too large")
-        elif self._in_head or self.cycle is None or self.cycle.response_complete:  # only a part of a head has come
+        elif self._in_head or self.cycle is None or self.cycle.response_complete:  # only a part of a head is here
             if self._header_timer is None:
                 self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_slow_header)
         elif self._header_timer is not None:
@@ -137,7 +137,7 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._in_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else it is a trailer, which nobody reads
+        if self._in_head:  # else it is a trailer, which is not read
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -160,7 +160,7 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unused_bytes = 0
         if not self.cycle.response_complete:
             self._limit.works(self)
-        if not self.parser.should_upgrade():  # else the body is still to come: see _go_on_without_upgrade
+        if not self.parser.should_upgrade():  # else the body is still to arrive: see _go_on_without_upgrade
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -185,14 +185,16 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _write_now(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """A piece of a stream, without a message and a coroutine; False where ``send`` would wait or drop it."""
+        """Write a piece of a stream, without a message and a coroutine; False where ``send`` would wait or drop
+        it.
+        """
         if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
             return False  # not chunked: not begun, or of a known length
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """The client would like another protocol (some ask for HTTP/2 with every request) and is not given it.
+        """Go on without the protocol that the client would like (some ask for HTTP/2 with every request).
 
         llhttp takes what follows the head for the other protocol; it is the body, which a new parser reads.
         """
@@ -228,6 +230,6 @@ class GatewayProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 def _leave(cycle: RequestResponseCycle) -> None:
-    """Tell the application that nobody is there to read its answer."""
+    """Tell the application that the client no longer reads its answer."""
     cycle.disconnected = True
     cycle.message_event.set()

@@ -1,6 +1,6 @@
-"""What a request may be: how large, how slow, how deep. Reads and checks a body; forwards nothing.
+"""Limits of a request: size, speed and depth. Reads and checks a body; forwards nothing.
 
-The body is never re-serialised: the few fields that routing needs are looked at, the bytes go on as they came.
+The body is never re-serialised: the few fields that routing needs are looked at, the bytes go on as they arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_JSON_DEPTH = 64
-MAX_PROMPTS = 128  # of one request, or answers to them: each takes a place in a batch, beside those of others
+MAX_PROMPTS = 128  # of one request, or answers to them: each takes a place in a batch
 BODY_TIMEOUT_S = 10.0
 _MIN_BODY_BYTES_PER_S = 64 * 2**10  # a body that keeps this pace may take longer than BODY_TIMEOUT_S
 _MAX_CONTAINERS = 100_000  # objects and arrays of one body; bounds the work of the depth scan
@@ -41,7 +41,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class ClientGoneError(Exception):
-    """The client left before its request was complete. Not an answer: nobody is there to read one."""
+    """Error: the client left before its request was complete. Not an answer: there is no client to read one."""
 
 
 class RequestHead(msgspec.Struct):
@@ -92,7 +92,7 @@ def check_headers(headers: Headers) -> None:
 
 
 def check_content_type(headers: Headers) -> None:
-    """Only application/json: what a web page can send unasked to a loopback address is of other types."""
+    """Refuse all but application/json: a web page can send only other types unasked to a loopback address."""
     for name, value in headers:
         if name == b"content-type" and value.split(b";")[0].strip().lower() == b"application/json":
             return
@@ -100,7 +100,9 @@ def check_content_type(headers: Headers) -> None:
 
 
 async def read_body(receive: Receive, headers: Headers, *, max_body_bytes: int, budget: BodyBudget) -> bytes:
-    """The whole body, counted as it comes. The caller gives its length back to ``budget`` when done with it.
+    """Return the whole body, counted as it arrives.
+
+    The caller gives its length back to ``budget`` when done with it.
 
     Raises:
         ApiError: 413 larger than ``max_body_bytes`` (said or counted), 408 slower than ``BODY_TIMEOUT_S`` allows.
@@ -141,7 +143,7 @@ async def read_body(receive: Receive, headers: Headers, *, max_body_bytes: int, 
 
 
 def parse_head(body: bytes) -> RequestHead:
-    """The routing fields of a body, which is checked to be one JSON object, not too deep.
+    """Return the routing fields of a body, which is checked to be one JSON object, not too deep.
 
     Raises:
         ApiError: 400 with ``param`` where one field is at fault.
@@ -182,7 +184,8 @@ def _check_answers(head: RequestHead, prompts: int) -> None:
 
 
 def num_prompts(prompt: msgspec.Raw) -> int:
-    """Of the valid JSON of ``prompt``: a text, a list of token ids, or a list of either.
+    """Return the number of prompts in the valid JSON of ``prompt``: a text, a list of token ids, or a list of
+    either.
 
     Only C loops over it, and nothing is built of it: a body has room for millions of empty prompts.
     """
@@ -197,7 +200,7 @@ def num_prompts(prompt: msgspec.Raw) -> int:
 
 
 def too_deep(body: bytes, max_depth: int) -> bool:
-    """Whether valid JSON nests deeper than ``max_depth``, or has more parts than is worth counting.
+    """Return whether valid JSON nests deeper than ``max_depth``, or has more parts than is worth counting.
 
     Only C loops over the body: brackets inside strings are dropped, then one level of brackets is peeled off
     at a time, at most ``max_depth`` times.

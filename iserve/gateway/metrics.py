@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus. Labels are deployments of the table and small fixed sets, never input.
+"""Prometheus metrics of the gateway. Labels are deployments of the table and small fixed sets, never input.
 
 Series of a deployment are dropped when it leaves the table.
 """
@@ -21,7 +21,7 @@ _REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
 class GatewayMetrics:
-    """One registry of its own; ``page()`` is the text of /metrics."""
+    """Metrics in a registry of their own; ``page()`` is the text of /metrics."""
 
     def __init__(self, dispatcher: Dispatcher, routes: RoutesFile) -> None:
         self._dispatcher = dispatcher

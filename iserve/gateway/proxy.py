@@ -1,4 +1,4 @@
-"""One inference request: to a worker, and its answer back. Decides what is tried again and how a failure is told.
+"""Proxy of one inference request: to a worker, and its answer back. Decides on retries and on reporting failures.
 
 Three promises. Nothing is sent twice to a worker once a byte of its answer has gone to the client. A stream that
 cannot be finished ends in an error frame. A client that leaves takes its request off the worker at once.
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferenceRequest:
-    """A checked request, ready to be sent on as it came."""
+    """Inference request that was checked, ready to be sent on as it arrived."""
 
     endpoint: str  # "/v1/chat/completions"
     body: bytes
@@ -46,7 +46,7 @@ class InferenceRequest:
     ticket: int  # rises with arrival
     arrived_s: float  # on the event loop's clock
     request_id: bytes
-    flight: Flight | None = None  # of a deployment that refuses who would be late
+    flight: Flight | None = None  # of a deployment that rejects late requests
 
 
 class _NotBegunError(Exception):
@@ -93,7 +93,7 @@ async def forward(
             failed_before = True
         finally:
             deployment.release(target, request.flight)
-        if answer is not None:  # its slot is free: nobody waits, or is late, for the connection's sake
+        if answer is not None:  # its slot is free: no request waits, or is late, for the connection's sake
             await _end(answer)
             return
         avoid = target.url
@@ -109,8 +109,10 @@ async def _attempt(
     reply: Reply,
     metrics: GatewayMetrics,
 ) -> WorkerAnswer:
-    """One worker's try; what it answered is for ``_end``. ``max_wait_s`` bounds the longest silence of the worker,
-    not the longest answer."""
+    """Try one worker; what it answered is for ``_end``.
+
+    ``max_wait_s`` bounds the longest silence of the worker, not the longest answer.
+    """
     silence_s, seen = deployment.max_wait_s, _Seen(deployment, request.flight)
     try:
         response = await workers.post(
@@ -126,13 +128,15 @@ async def _attempt(
         else:
             await _relay_whole(name, response, silence_s, reply, metrics, seen)
     except BaseException:
-        response.close()  # ends the worker's side at once; it must not generate for nobody
+        response.close()  # ends the worker's side at once; it must not generate without a reader
         raise
     return response
 
 
 async def _end(answer: WorkerAnswer) -> None:
-    """The client has all of it, or never will: wait a moment for the worker's end of one that is complete."""
+    """End an answer: the client has all of it, or never will; wait a moment for the worker's end of a complete
+    one.
+    """
     try:
         with suppress(TimeoutError, WorkerLostError):
             await answer.read(_LINGER_S)
@@ -143,7 +147,7 @@ async def _end(answer: WorkerAnswer) -> None:
 
 
 class _Seen:
-    """Tells who judges lateness how an answer comes, if anybody does."""
+    """Observer of an answer's progress for the judge of lateness, if there is one."""
 
     __slots__ = ("_flight", "_punctual")
 
@@ -152,7 +156,7 @@ class _Seen:
         self._punctual = None if flight is None else deployment.punctual
 
     def frames(self, data: bytes) -> None:
-        """Each is taken for a token: engines send one for each step."""
+        """Count each frame as a token: engines send one for each step."""
         if self._punctual is not None and self._flight is not None:
             frames = data.count(b"\n\n") or data.count(b"\r\n\r\n")
             self._punctual.came(self._flight, frames - data.count(b"[DONE]"))
@@ -208,7 +212,7 @@ async def _relay_stream(
     failure = "the worker went away"
 
     def pass_on(chunk: bytes) -> bool:
-        """The way of nearly all: whole frames of a stream that has begun, to a client that keeps up."""
+        """Pass on whole frames of a stream that has begun, to a client that keeps up, as nearly all do."""
         if not frames.is_plain(chunk) or not reply.piece_now(chunk):
             return False
         frames.feed(chunk)

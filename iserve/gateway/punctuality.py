@@ -1,6 +1,6 @@
-"""What the gateway knows of requests that may be late: prompts by their bytes, workers by their URL, its clock.
+"""Gateway's data on requests that may be late: prompts by their bytes, workers by their URL, its clock.
 
-Of a deployment with a ``Punctuality`` in its route; who is refused is for ``planner.refusing``.
+For a deployment with a ``Punctuality`` in its route; ``planner.refusing`` decides what is rejected.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Punctual:
 
     @classmethod
     def of(cls, route: Route, before: Punctual | None = None) -> Punctual | None:
-        """That of ``route``; ``before`` goes on where the route says nothing new."""
+        """Return the judge of ``route``; ``before`` goes on where the route says nothing new."""
         told = route.punctuality
         if told is None or (before is not None and before._told == told):
             return before if told is not None else None
         return cls(told, route.max_context_tokens)
 
     def flight(self, body_bytes: int, longest_answer: int | None, *, streams: bool) -> Flight:
-        """A request that has come now."""
+        """Return a request that has arrived now."""
         tokens = min(body_bytes * _TOKENS_PER_BYTE * self._density.mean, self._longest_tokens)
         answer = None if longest_answer is None else min(longest_answer, self._longest_tokens)
         flight = self._judge.flight(time.monotonic(), max(1.0, tokens), answer, streams=streams)
@@ -43,15 +43,15 @@ class Punctual:
         return flight
 
     def joins(self, flight: Flight, url: str) -> Late | None:
-        """Would it be late at that worker, which has room?"""
+        """Return how late it would be at that worker, which has room; None: in time."""
         return self._judge.joins(flight, self._running(url), time.monotonic())
 
     def waits(self, flight: Flight, urls: Sequence[str], before: Iterable[Flight]) -> Late | None:
-        """Would it be late behind ``before``, who wait for a worker of ``urls``?"""
+        """Return how late it would be behind ``before``, which wait for a worker of ``urls``; None: in time."""
         return self._judge.waits(flight, [self._running(url) for url in urls], before, time.monotonic())
 
     def counts_anew(self, flight: Flight) -> None:
-        """Its wait so far was for nobody's lack of time."""
+        """Restart the count of its wait: so far no worker could have served it."""
         flight.since_s = time.monotonic()
 
     def sent(self, flight: Flight, url: str) -> None:
@@ -65,11 +65,11 @@ class Punctual:
             self._at.pop(url, None)
 
     def came(self, flight: Flight, tokens: int) -> None:
-        """So many tokens of a stream."""
+        """Note so many tokens of a stream."""
         self._judge.came(flight, tokens, time.monotonic())
 
     def ended(self, flight: Flight, usage: Usage | None) -> None:
-        """Its answer is whole; ``usage`` as far as the worker says."""
+        """Note that its answer is complete; ``usage`` as far as the worker reports it."""
         self._judge.ended(flight, time.monotonic(), None if usage is None else usage.completion_tokens)
         if usage is not None and usage.prompt_tokens > 0:
             self._density = self._density.seen(usage.prompt_tokens / (flight.bytes * _TOKENS_PER_BYTE))

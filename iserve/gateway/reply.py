@@ -1,4 +1,4 @@
-"""One answer to one client, whole or streamed. Knows ASGI, and whether the client is still there."""
+"""Answer to one client, whole or streamed. Knows ASGI, and whether the client is still there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRITE_NOW = "iserve.write_now"  # ASGI extension of our server: see Reply.piece_
 
 
 class Incoming:
-    """The request's side of the connection; knows whether some of its body is still to come."""
+    """Request side of a connection; knows whether some of its body is still to arrive."""
 
     __slots__ = ("_receive", "unread")
 
@@ -59,10 +59,10 @@ class Reply:
         headers: list[tuple[bytes, bytes]] | None = None,
         incoming: Incoming | None = None,
     ) -> None:
-        """A complete answer.
+        """Send a complete answer.
 
         Args:
-            incoming: for an answer that may come before the request's body was read. The connection then ends
+            incoming: for an answer that may be sent before the request's body was read. The connection then ends
                 with the answer, after reading on for a moment: closing under a client that still sends would
                 reset the connection and lose the answer.
         """
@@ -83,12 +83,15 @@ class Reply:
         await self._start(status, [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")], content_type)
 
     async def piece(self, data: bytes) -> None:
-        """Waits while the client is slower than the worker."""
+        """Send a piece; wait while the client is slower than the worker."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     def piece_now(self, data: bytes) -> bool:
-        """As ``piece``, from outside the task that answers. False, and nothing written: it would have to wait, for
-        the answer to begin or for the client; or nobody is there."""
+        """Send a piece as ``piece`` does, from outside the task that answers.
+
+        False, and nothing written: it would have to wait, for the answer to begin or for the client; or the client
+        is gone.
+        """
         return self._write_now is not None and self._write_now(data)
 
     async def end(self) -> None:
@@ -102,10 +105,10 @@ class Reply:
 
 
 class ClientWatch:
-    """``with ClientWatch(receive, reply) as watch:`` cancels the block the moment the client leaves its answer
-    unfinished; then ``watch.left``.
+    """Watch of a client: ``with ClientWatch(receive, reply) as watch:`` cancels the block when the client leaves.
 
-    The request's body must have been read. A cancellation that comes from elsewhere passes through.
+    The block is cancelled the moment the client leaves its answer unfinished; then ``watch.left``. The request's
+    body must have been read. Any other cancellation passes through.
     """
 
     __slots__ = ("_reply", "_task", "_watcher", "left")

@@ -58,7 +58,7 @@ class RoutesFile:
 
 
 def _checked(table: RouteTable) -> RouteTable:
-    """The table itself, once everything the hot path relies on is known to hold."""
+    """Return the table itself, once everything the hot path relies on is known to hold."""
     names = [route.name for route in table.routes]
     if len(set(names)) != len(names):
         raise BadInputError(f"route table version {table.version} names a deployment twice")

@@ -33,13 +33,13 @@ class FrameBuffer:
     """Cuts a byte stream at frame ends, and remembers its tail."""
 
     def __init__(self) -> None:
-        self._held = b""  # the beginning of a frame whose end has not come
+        self._held = b""  # the beginning of a frame whose end has not arrived
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
         self.broken_frame = False  # a piece of an overlong frame was passed on without its end
 
     def feed(self, chunk: bytes) -> bytes:
-        """The bytes that may go on now; empty while no frame is complete."""
+        """Take bytes; return those that may go on now; empty while no frame is complete."""
         data = self._held + chunk if self._held else chunk
         if data.endswith(_ENDS):
             self._held, self.broken_frame = b"", False
@@ -59,21 +59,21 @@ class FrameBuffer:
         return data
 
     def is_plain(self, chunk: bytes) -> bool:
-        """Whether ``feed`` would give it back as it is, and the stream cannot end with it."""
+        """Return whether ``feed`` would give it back as it is, and the stream cannot end with it."""
         return not self._held and chunk.endswith(_ENDS) and b"[DONE]" not in chunk
 
     @property
     def is_done(self) -> bool:
-        """Whether the stream said that it is complete."""
+        """True when the stream said that it is complete."""
         return self._last_data() == b"[DONE]"
 
     @property
     def ended_in_error(self) -> bool:
-        """Whether the worker itself put an error frame last."""
+        """True when the worker itself put an error frame last."""
         return self._last_data().startswith(b'{"error"')
 
     def usage(self) -> Usage | None:
-        """Token counts of the last frame that has them."""
+        """Return token counts of the last frame that has them."""
         for line in reversed(b"".join(self._tail).splitlines()):
             if line.startswith(b"data:") and b'"usage"' in line:
                 usage = usage_of(line[5:])
@@ -89,7 +89,7 @@ class FrameBuffer:
 
 
 def usage_of(answer: bytes) -> Usage | None:
-    """The ``usage`` of a completion body or chunk; None when it has none or is no JSON."""
+    """Return the ``usage`` of a completion body or chunk; None when it has none or is no JSON."""
     try:
         return _decode_answer(answer).usage
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -97,7 +97,7 @@ def usage_of(answer: bytes) -> Usage | None:
 
 
 def error_frame(message: str, *, code: str, after_broken_frame: bool = False) -> bytes:
-    """The last frame of a stream that could not be finished."""
+    """Return the last frame of a stream that could not be finished."""
     return (b"\n\n" if after_broken_frame else b"") + b"data: " + error_body(500, message, code=code) + b"\n\n"
 
 

@@ -1,7 +1,7 @@
-"""HTTP/1.1 to the workers: connections kept open, one request at a time on each.
+"""HTTP/1.1 client of the workers: connections kept open, one request at a time on each.
 
 It can be small, because it sends one kind of request with a body in hand and follows nothing; llhttp reads the
-answers. A ``BufferedProtocol``: what comes is read into one buffer of all connections and used up on the spot,
+answers. A ``BufferedProtocol``: what arrives is read into one buffer of all connections and used up on the spot,
 where the plain protocol allocates 256 KiB for every read.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["WorkerAnswer", "WorkerClient", "WorkerLostError", "WorkerNotReachedE
 _CONNECT_S = 2.0
 _KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, our workers' server, closes an idle connection
 _MAX_UNUSED_BYTES = 64 * 2**10  # in a row: of a head, of trailers, of chunk sizes
-_MAX_HELD_BYTES = 256 * 2**10  # of an answer that the client takes more slowly than it comes
+_MAX_HELD_BYTES = 256 * 2**10  # of an answer that the client takes more slowly than it arrives
 _LARGE_BODY_BYTES = 64 * 2**10  # sent apart from its head rather than copied
 
 _BUFFER = memoryview(bytearray(256 * 2**10))
@@ -87,7 +87,7 @@ class WorkerClient:
             idle.popleft().abort()
         while idle:
             connection = idle.pop()
-            if not connection.is_closing:  # the loop has yet to come round to taking it out
+            if not connection.is_closing:  # the loop has yet to take it out
                 return connection
         return None
 
@@ -120,7 +120,7 @@ class WorkerClient:
 
 
 class WorkerAnswer:
-    """An answer whose head has come."""
+    """Answer whose head has arrived."""
 
     __slots__ = ("_connection", "content_type", "status")
 
@@ -130,20 +130,20 @@ class WorkerAnswer:
         self.content_type = content_type  # "text/event-stream", without parameters, in lower case
 
     async def read(self, silence_s: float, take: Callable[[bytes], bool] | None = None) -> bytes:
-        """What has come of the body; waits for something; empty at its end.
+        """Return the received part of the body; waits for some; empty at its end.
 
         Args:
-            take: is offered what comes while this waits, in the very callback that read it, which spares a task
+            take: is offered what arrives while this waits, in the very callback that read it, which spares a task
                 switch for each token. What it takes (True) is not returned, and the wait goes on.
 
         Raises:
-            TimeoutError: nothing came for ``silence_s``.
+            TimeoutError: nothing arrived for ``silence_s``.
             WorkerLostError: the answer broke off.
         """
         return await self._connection.read(silence_s, take)
 
     def release(self) -> None:
-        """Done with it: the connection is kept if the answer is complete."""
+        """Release the connection: it is kept if the answer is complete."""
         self._connection.release()
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._answer: WorkerAnswer | None = None
         self._content_type = b""
         self._is_framed = False  # the head says where the body ends; else the end of the connection does
-        self._unused_bytes = 0  # since anything of use came: see _MAX_UNUSED_BYTES
+        self._unused_bytes = 0  # since anything of use arrived: see _MAX_UNUSED_BYTES
         self._parts: list[bytes] = []
         self._held_bytes = 0
         self._paused = False
@@ -236,7 +236,10 @@ class _Connection(asyncio.BufferedProtocol):
         self._held_bytes = 0
 
     def _is_taken(self) -> bool:
-        """Whether who waits, if it waits, took what has come. Not with the answer's end, which must wake it."""
+        """Return whether the waiting caller, if any, took what has arrived.
+
+        Not with the answer's end, which must wake it.
+        """
         if self._take is None or self._over or not self._parts or not self._take(self._all_parts()):
             return False
         self._forget_parts()
@@ -244,7 +247,7 @@ class _Connection(asyncio.BufferedProtocol):
         return True
 
     async def _news(self, silence_s: float) -> None:
-        """Wait until something has come or gone wrong. One timer outlives many waits."""
+        """Wait until something has arrived or gone wrong. One timer outlives many waits."""
         self._silence_s = silence_s
         self._due_s = self._loop.time() + silence_s
         if self._timer is None or self._timer.when() > self._due_s:
@@ -288,7 +291,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._fail("the worker closed the connection" if exc is None else str(exc))
 
     def eof_received(self) -> None:
-        """The transport closes now, but not before the worker has read all of the request."""
+        """Close the transport, but not before the worker has read all of the request."""
         if self._answer is not None and not self._is_framed:
             self._over = True
             self._wake()
@@ -336,7 +339,7 @@ class _Connection(asyncio.BufferedProtocol):
         status = self._parser.get_status_code()
         if status < 100:
             raise WorkerLostError(f"it has the status {status}")
-        if status < 200:  # the headers of the answer itself are still to come
+        if status < 200:  # the headers of the answer itself follow
             self._content_type, self._is_framed = b"", False
             return
         self._reusable = self._parser.should_keep_alive()
@@ -361,7 +364,7 @@ def _authorization(token: str | None) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _address(url: str) -> tuple[str, int, bytes]:
-    """Host, port, and what goes into ``Host:``."""
+    """Return host, port, and what goes into ``Host:``."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None

@@ -1,1 +1,1 @@
-"""From a model, hardware and a wish to a plan, its document, and the worker that it launches."""
+"""Planning: from a model, hardware and a request to a plan, its document, and the worker that it launches."""

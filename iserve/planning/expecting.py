@@ -1,16 +1,17 @@
-"""Who is expected to come, as a load that a choice brings with it.
+"""Expected deployments, as a load that a choice implies.
 
-A plan that is told how many deployments the cluster is to hold takes those that are still to come to do as its own
-would in each configuration: a request of theirs takes tp GPUs for as long. That is a full batch's time or, where
-a rate is told, its part of the time that a batch is under way at that rate. So a wide configuration that is fast
-by itself and costs more GPU-seconds brings more load on every GPU, and what that costs it and the others counts
-(``placement.others.Others.later``). It is what would be best for all if all chose alike.
+A plan may be given how many deployments the cluster is to hold. It then takes those that are still expected to do
+as its own would in each configuration: a request of theirs takes tp GPUs for as long. That is a full batch's time
+or, where a rate is given, its part of the time that a batch is under way at that rate. So a wide configuration
+that is fast by itself and costs more GPU-seconds brings more load on every GPU, and what that costs all
+deployments counts (``placement.others.Others.later``). The choice is what would be best for all if all chose
+alike.
 
-How much is asked of each of them is, of the first of these that is known:
+The request rate of each is the first of these that is known:
 
-1.  what is asked of those that are there, in the mean: the load of the GPUs now, which the shapes of those that
-    stand there turn into requests of the kind that is planned for;
-2.  the rate that the plan was told;
+1.  the mean rate of the existing deployments: the load of the GPUs now, which the shapes of those deployments turn
+    into requests of the kind that is planned for;
+2.  the rate that the plan was given;
 3.  nothing is known: all together keep the GPUs busy for half the time (``UNKNOWN_LOAD``), each on the
     configuration that takes the fewest GPU-seconds.
 """
@@ -39,26 +40,27 @@ UNKNOWN_LOAD = 0.5  # docs/decisions/0021-room-for-later.md
 
 
 class Expected(NamedTuple):
-    """Those who are still to come."""
+    """Deployments that are still expected."""
 
     num: int
     requests_per_s: float  # of all of them, for each GPU of the cluster
-    gpu_s: Mapping[DeploymentConfig, float]  # of a request, of what may be chosen; of others a full batch's
+    gpu_s: Mapping[DeploymentConfig, float]  # of a request, of what may be chosen; else a full batch's
 
     def load(self, estimate: Estimate) -> float:
-        """That they bring to every GPU, each as ``estimate``."""
+        """Return the load that they bring to every GPU, each as ``estimate``."""
         return self.requests_per_s * self.gpu_s.get(estimate.config, _gpu_s(estimate))
 
     def slowest(self, estimate: Estimate) -> float:
-        """How many times as long as now its requests take on idle GPUs once all are there."""
+        """Return how many times as long as now its requests take on idle GPUs once all are there."""
         return crowd(self.load(estimate))
 
 
 def expected(
     in_all: int, candidates: Sequence[Candidate], intent: Intent, snapshot: ClusterSnapshot, others: Others
 ) -> Expected | None:
-    """Those who are still to come of ``in_all`` deployments, one of which is planned for now; None: nobody, or the
-    intent is not one that they matter to.
+    """Return the deployments still expected of ``in_all``, one of which is planned for now.
+
+    None: none is expected, or the intent is not one that they matter to.
 
     Args:
         candidates: what may be chosen on idle GPUs.
@@ -80,7 +82,7 @@ def expected(
 
 
 def _gpu_s_of(candidates: Sequence[Candidate], rate_per_s: float | None) -> dict[DeploymentConfig, float]:
-    """GPU-seconds of a request."""
+    """Return the GPU-seconds of a request."""
     if rate_per_s is None:
         return {one.config: _gpu_s(_of(one)) for one in candidates}
     stays = [
@@ -102,7 +104,7 @@ def _mean_gpu_s(
     gpu_s: Mapping[DeploymentConfig, float],
     least: DeploymentConfig,
 ) -> float:
-    """GPU-seconds of a request of this plan's in the shapes of those that are there."""
+    """Return the GPU-seconds of a request of this plan's in the shapes of the existing deployments."""
     slowest_first = sorted((_of(one) for one in candidates), key=lambda one: one.e2e_s.value, reverse=True)
     fastest = {(one.config.tp, one.config.pp): one.config for one in slowest_first}
     shapes = (one.replicas[0].placement.stages for one in there if one.replicas)
@@ -116,5 +118,5 @@ def _of(one: Candidate) -> Estimate:
 
 
 def _gpu_s(estimate: Estimate) -> float:
-    """Of a batch, whose stages follow one another: of the groups of tp GPUs one is busy at a time."""
+    """Return the GPU-seconds of a batch, of whose groups of tp GPUs one is busy at a time."""
     return estimate.config.tp * estimate.e2e_s.value

@@ -1,4 +1,4 @@
-"""Whether this machine could run what was planned for GPUs that need not be here. Looks; changes nothing."""
+"""Check of whether this machine could run what was planned for GPUs that need not be here. Changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_WEIGHTS = "only the model's config.json is here, not its weights"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeployableDocument:
-    """Whether the chosen configuration can be deployed here, and all that is missing where it cannot."""
+    """Deployability of the chosen configuration here, and all that is missing where it cannot be deployed."""
 
     here: bool
     """Whether the configuration can be deployed on this machine."""
@@ -30,7 +30,7 @@ class DeployableDocument:
 
 
 def gpus_here() -> Mapping[str, int]:
-    """Number of GPUs on this machine, by name in the datasheet table or, unlisted, by the driver's name."""
+    """Return the number of GPUs on this machine, by name in the datasheet table or the driver's name."""
     names = gpu_names()
     specs = [match_device(name) for name in names]
     return Counter(name if spec is None else spec.name for spec, name in zip(specs, names, strict=True))

@@ -61,7 +61,7 @@ class OneEstimateDocument:
     memory: MemoryEstimate
     runnable: bool
     reason: str | None  # why no engine runs it, or why it does not fit
-    conditions: tuple[str, ...] = ()  # what running it takes beside the GPUs, where an engine does
+    conditions: tuple[str, ...] = ()  # what running it takes in addition to the GPUs, where an engine does
     verdict: VerdictDocument | None = None
     kept: KeptDocument | None = None
     """Cache sizes of the model."""
@@ -212,7 +212,7 @@ def estimate_for_gpu(
     own_weights: bool = False,
     use: ModelUse = AS_IT_IS,
 ) -> OneEstimateDocument:
-    """One configuration on as many idle ``gpu`` of one node as it takes, by the roofline.
+    """Estimate one configuration on as many idle ``gpu`` of one node as it takes, by the roofline.
 
     Args:
         own_weights: in the checkpoint's own format, whatever ``config`` names.

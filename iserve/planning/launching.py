@@ -23,7 +23,7 @@ __all__ = ["LaunchDocument", "PlannedDeployment", "worker_slug", "worker_spec"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchDocument:
-    """What a deploy would start, and on what; nothing is started by asking."""
+    """Workers and devices that a deploy would start; nothing is started by asking."""
 
     plan: PlanDocument
     """Plan that the launch follows."""
@@ -56,13 +56,15 @@ class PlannedDeployment:
         profile: Profile | None,
         options: EngineOptions = NO_OPTIONS,
     ) -> tuple[WorkerSpec, ...]:
-        """The launch of the best, of each replica. Raises InfeasibleError: there is none; the message says what
-        comes nearest.
+        """Return the launch of the best configuration, of each replica.
 
         Args:
             worker_id: of one; of several with ``-r1`` and so on, which no id that ends in a number looks like.
             profile: that it was planned with; None: with datasheets.
             options: for the engine itself.
+
+        Raises:
+            InfeasibleError: there is none; the message says what is nearest.
         """
         best, capacity = self.best, self.capacity
         if best is None or capacity is None:
@@ -84,7 +86,7 @@ class PlannedDeployment:
         profile: Profile | None,
         options: EngineOptions = NO_OPTIONS,
     ) -> LaunchDocument:
-        """What a deploy of ``name`` would start. Raises as :meth:`workers`."""
+        """Return what a deploy of ``name`` would start. Raises as :meth:`workers`."""
         worker = replace(
             self.workers(name, source, worker_slug(name), workload, profile, options)[0],
             worker_id=worker_slug(name),
@@ -110,7 +112,8 @@ def worker_spec(
     step_tokens: int | None = None,
     served: Workload | None = None,
 ) -> WorkerSpec:
-    """The launch that enforces what ``config`` was estimated and placed with on devices with ``free_bytes``.
+    """Return the launch that enforces what ``config`` was estimated and placed with on devices with
+    ``free_bytes``.
 
     Args:
         step_tokens, served: as for :func:`iserve.planning.serving_capacity.launch_limits`.
@@ -145,12 +148,12 @@ def worker_slug(name: str) -> str:
 
 
 def _engine_release(profile: Profile) -> str | None:
-    """``0.24.0`` of a profile taken with ``vllm 0.24.0``."""
+    """Return ``0.24.0`` of a profile taken with ``vllm 0.24.0``."""
     return dict(profile.machine.versions).get("engine", "").rpartition(" ")[2] or None
 
 
 def _why_nothing(document: PlanDocument) -> str:
-    """Of a plan in which nothing is feasible: what comes nearest, and what would help."""
+    """Return the reason of a plan in which nothing is feasible: what is nearest, and what would help."""
     why = document.why_not
     parts = ["no configuration is feasible"]
     if why.nearest is not None:

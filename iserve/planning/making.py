@@ -1,4 +1,4 @@
-"""From a model, hardware and a wish to a plan: joins estimator, capability tables, planner and placement.
+"""Pipeline from a model, hardware and a request to a plan: joins estimator, capability tables, planner, placement.
 
 Starts nothing and measures nothing. Used by the command line (on GPUs that need not exist) and by the controller
 (on the GPUs that are free now), so that both give the same answer.
@@ -54,7 +54,7 @@ MAX_EXPECTED = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """What is wished, and for which requests.
+    """Options of a plan: what is asked for, and for which requests.
 
     Raises:
         ConfigError: there is no such policy, or a number of replicas that cannot be.
@@ -84,8 +84,11 @@ class PlanOptions:
 
     @property
     def replica_intent(self) -> Intent:
-        """That of each replica. Requests are spread evenly, so that it gets its share of the rate; taken to come
-        as irregularly as the whole (sent to who has the fewest, they come more evenly)."""
+        """Intent of each replica.
+
+        Requests are spread evenly, so that each replica gets its share of the rate; its arrivals are taken to be
+        as irregular as the whole (sent to the replica with the fewest, they are more regular).
+        """
         rate_per_s = self.intent.rate_per_s
         if rate_per_s is None or self.replicas == 1:
             return self.intent
@@ -117,7 +120,7 @@ def hypothetical_hardware(gpu: GpuSpec, count: int) -> Hardware:
 
 
 def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> RooflineEstimator:
-    """What estimates ``spec`` on GPUs that are not here, on each of ``engines`` with its own host's time."""
+    """Return the estimator of ``spec`` on GPUs not present, with each of ``engines``' own host time."""
     return RooflineEstimator(spec, gpu, eager=frozenset(table.engine for table in engines if table.eager))
 
 
@@ -128,8 +131,10 @@ def make_plan(
     engines: Sequence[EngineCapabilities],
     options: PlanOptions,
 ) -> Plan:
-    """Rank the whole configuration space of ``spec`` on ``hardware``. Where nothing is feasible, one more GPU and
-    twice as many are planned for as well, with all that fits on those, and the fewest that do are told.
+    """Rank the whole configuration space of ``spec`` on ``hardware``.
+
+    Where nothing is feasible, one more GPU and twice as many are planned for as well, with all that fits on those,
+    and the fewest that suffice are reported.
 
     Args:
         engines: tables to choose from, in order of preference; a configuration goes to the first that runs it.
@@ -141,7 +146,7 @@ def make_plan(
     if not engines:
         raise ConfigError("there is no engine to plan for")
     plan = _plan_on(hardware, spec, estimator, engines, options)
-    if plan.best is not None or hardware.gpu.is_cpu:  # nobody adds a share to a CPU
+    if plan.best is not None or hardware.gpu.is_cpu:  # no share is added to a CPU
         return plan
     num_gpus = len(hardware.snapshot.gpus)
     for more in sorted({1, num_gpus}):
@@ -182,7 +187,7 @@ def space(
     engines: Sequence[EngineCapabilities],
     options: PlanOptions,
 ) -> list[Candidate]:
-    """The configuration space of ``spec`` on ``num_gpus`` GPUs, estimated."""
+    """Return the configuration space of ``spec`` on ``num_gpus`` GPUs, estimated."""
     chooser = EngineChooser(spec, gpu, engines)
     candidates = []
     for config in configuration_space(spec, gpu, num_gpus, chooser.name):
@@ -233,17 +238,17 @@ class _Everywhere:
 
 
 def ranked_anywhere(candidates: Sequence[Candidate], options: PlanOptions, gpu: GpuSpec) -> Plan:
-    """``candidates`` as if all had room, on idle GPUs."""
+    """Return the plan of ``candidates`` as if all had room, on idle GPUs."""
     return rank(candidates, options.replica_intent, fits=lambda _: _Everywhere(), prices=prices_of(gpu))
 
 
 def _alone(estimator: Estimator, config: DeploymentConfig, options: PlanOptions) -> Estimate | None:
-    """What one request takes by itself, which matters where requests come at a rate."""
+    """Return what one request takes by itself, which matters where requests arrive at a rate."""
     return None if options.intent.rate_per_s is None else alone_of(estimator, config, options.workload)
 
 
 def alone_of(estimator: Estimator, config: DeploymentConfig, work: Workload) -> Estimate | None:
-    """What one request of ``work`` takes by itself; None where that is not known, or the work itself."""
+    """Return what one request of ``work`` takes by itself; None where that is not known, or the work itself."""
     if work.batch == 1:
         return None
     try:
@@ -253,7 +258,7 @@ def alone_of(estimator: Estimator, config: DeploymentConfig, work: Workload) -> 
 
 
 def check_context(spec: ModelSpec, workload: Workload) -> None:
-    """Raises ConfigError: the workload is longer than the model's context."""
+    """Raise ConfigError if the workload is longer than the model's context."""
     if workload.longest_tokens > spec.max_context_tokens:
         raise ConfigError(
             f"requests of {workload.longest_tokens} tokens are longer than the model's context of "
@@ -268,7 +273,7 @@ def check_context(spec: ModelSpec, workload: Workload) -> None:
 
 
 class EngineChooser:
-    """Which engine runs a configuration, what that takes, and what every engine says when none does."""
+    """Choice of the engine for a configuration, what that takes, and what every engine says when none runs it."""
 
     def __init__(self, spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> None:
         self._spec, self._gpu, self._engines = spec, gpu, engines
@@ -284,14 +289,14 @@ class EngineChooser:
         return "; ".join(dict.fromkeys(str(reason) for reason in reasons))
 
     def conditions(self, config: DeploymentConfig) -> tuple[str, ...]:
-        """What running ``config`` takes on the engine it names, and whether anybody ran it there."""
+        """Return what running ``config`` takes on the engine it names, and whether it was run there."""
         table = next(engine for engine in self._engines if engine.engine == config.engine)
         unseen = table.unseen(self._spec, config, self._gpu)
         return (*table.conditions(self._spec, config, self._gpu), *(() if unseen is None else (unseen,)))
 
 
 def placements_of(layout: Layout) -> tuple[Placement, ...]:
-    """One for each replica."""
+    """Return one placement for each replica."""
     if isinstance(layout, Replicas):
         return layout.placements
     assert isinstance(layout, Placement), "every place is one of placement's"
@@ -321,12 +326,15 @@ class FitsOn:
 
     @property
     def neighbours(self) -> Neighbours | None:
-        """None where nothing runs and nobody is expected, or where it is not to count."""
+        """Interference on the GPUs; None where nothing runs or is expected, or where it is not to count."""
         return self if self._counts or self.expected is not None else None
 
     def expect(self, candidates: Sequence[Candidate]) -> None:
-        """Count those who are still to come, of whom the options tell. ``candidates``: what may be chosen on idle
-        GPUs, as whose like they count."""
+        """Count the deployments still expected by the options.
+
+        Args:
+            candidates: what may be chosen on idle GPUs; each counts as one of them.
+        """
         if self._options.weigh_load:
             intent, in_all = self._options.replica_intent, self._options.expect
             self.expected = expected(in_all, candidates, intent, self._hardware.snapshot, self._others)
@@ -335,16 +343,16 @@ class FitsOn:
         return _answer(self._placer, estimate)
 
     def slowdown(self, layout: Layout) -> float:
-        """At the slowest replica."""
+        """Return the slowdown at the slowest replica."""
         return max(self._others.slowdown(placement) for placement in placements_of(layout))
 
     def taken(self, layout: Layout) -> float:
-        """On average over the replicas, each of which serves as many requests."""
+        """Return the mean over the replicas, each of which serves as many requests."""
         placements = placements_of(layout)
         return sum(self._others.lost(placement) for placement in placements) / len(placements)
 
     def later(self, layout: Layout, estimate: Estimate) -> float:
-        """As ``taken``."""
+        """Return the later cost, as ``taken`` returns the cost now."""
         if self.expected is None:
             return 0.0
         load, placements = self.expected.load(estimate), placements_of(layout)
@@ -364,7 +372,7 @@ def _answer(placer: FindsPlaces | ReplicaPlacer, estimate: Estimate) -> Placemen
 
 
 def _with_more(hardware: Hardware, count: int) -> Hardware:
-    """The same hardware and ``count`` more idle devices of the largest size there is, on the first node."""
+    """Return the same hardware and ``count`` more idle devices of the largest size there is, on the first node."""
     gpus = hardware.snapshot.gpus
     largest = max(gpus, key=lambda gpu: gpu.total_bytes)
     last = max(gpu.gpu_index for gpu in gpus)

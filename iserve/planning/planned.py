@@ -40,7 +40,7 @@ def planned_deployment(
     Args:
         devices: of ``hardware``.
         deployable_of: judges the chosen configuration.
-        notes: told with the plan.
+        notes: reported with the plan.
         profile: behind ``estimator``; None: datasheets.
     """
     spec = source.spec

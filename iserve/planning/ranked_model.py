@@ -33,7 +33,7 @@ class Chosen(NamedTuple):
     placement: Placement
 
 
-# Once a place is known, others are looked at while GPUs of the cluster times GPUs of the place add up to this: on
+# Once a place is known, more are looked at while GPUs of the cluster times GPUs of the place add up to this: on
 # 1,000 GPUs places of sixteen together, on eight 2,000.
 _LOOKS = 16_000
 _AT_ONCE = 16  # ranked together, which takes hardly longer than one
@@ -69,11 +69,11 @@ class _Order(NamedTuple):
 
     @property
     def is_mixed(self) -> bool:
-        """Some are measured and others not: the first that fits may be passed over (``planner.evidence``)."""
+        """True when only some are measured: the first that fits may be passed over (``planner.evidence``)."""
         return bool(self.measured)
 
     def slowed(self, times: Callable[[Estimate], float]) -> _Order:
-        """The same candidates in the order of as many times their values."""
+        """Return the same candidates in the order of as many times their values."""
         weighed = []
         for candidate, value, worst in self.weighed:
             assert candidate.estimate is not None, "what is ranked has an estimate"
@@ -95,8 +95,11 @@ class _BestBeside:
         self.best: Ranked | None = None
 
     def search(self, weighed: Sequence[_Weighed]) -> None:
-        """Look at those of ``weighed`` that may be better than the best so far. Others make nobody faster, so the
-        search ends where the next one is behind even on idle GPUs."""
+        """Look at those of ``weighed`` that may be better than the best so far.
+
+        Other deployments make no configuration faster, so the search ends where the next one is behind even on
+        idle GPUs.
+        """
         chunk, most = list[Candidate](), 1 if self.best is None else _AT_ONCE
         for candidate, value, worst in weighed:
             if self.best is not None:
@@ -143,7 +146,7 @@ class _BestBeside:
 
 
 class RankedModel:
-    """One model under one intent.
+    """Ranking of one model under one intent.
 
     Raises:
         ConfigError: the workload is longer than the model's context.
@@ -163,8 +166,10 @@ class RankedModel:
         self._orders: dict[int, _Order] = {}
 
     def choose(self, snapshot: ClusterSnapshot) -> Chosen | None:
-        """What ``make_plan`` would choose on ``snapshot``; None: nothing. On a large cluster where others run only
-        part of what may be better is looked at (``_LOOKS``)."""
+        """Return what ``make_plan`` would choose on ``snapshot``; None: nothing.
+
+        On a large shared cluster only part of what may be better is looked at (``_LOOKS``).
+        """
         if not snapshot.gpus:
             return None
         hardware = Hardware(label="", gpu=self._gpu, snapshot=snapshot)
@@ -178,8 +183,9 @@ class RankedModel:
         return None if best is None else _chosen(best)
 
     def _best_beside(self, order: _Order, hardware: Hardware, fits: FitsOn) -> Ranked | None:
-        """The best where each would go; of a latency, which is all that those who are expected are for, as many
-        times its own as they make it."""
+        """Return the best where each would go; of a latency, which is all that those who are expected are for, as
+        many times its own as they make it.
+        """
         if fits.expected is not None:
             order = order.slowed(fits.expected.slowest)
         found = _BestBeside(self.options, hardware, fits)
@@ -192,7 +198,7 @@ class RankedModel:
         return found.best
 
     def _best_idle(self, order: _Order, fits: FitsOn) -> Chosen | None:
-        """The best that fits where nobody else counts, each where the policy would put it."""
+        """Return the best that fits on idle GPUs, each where the policy would put it."""
         if not order.is_mixed:
             return _first_that_fits([one.candidate for one in order.weighed], fits)
         measured = _first_that_fits([one.candidate for one in order.measured], fits)
@@ -225,7 +231,7 @@ class RankedModel:
 
 
 def _worst(ranked: Ranked, value: float, maximize: bool) -> float:
-    """The worse end of the interval of ``ranked``; ``value``, which excludes nothing, where there is none."""
+    """Return the worse end of the interval of ``ranked``; without one ``value``, which excludes nothing."""
     if ranked.interval is None:
         return value
     low, high = ranked.interval

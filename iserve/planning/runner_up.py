@@ -82,7 +82,7 @@ class RunnerUpDocument:
 
 
 def runner_up(plan: Plan, winner: Winner | None = None) -> RunnerUpDocument | None:
-    """The best feasible configuration whose figures differ from those of the chosen one; None without one.
+    """Return the best feasible configuration with other figures than the chosen one; None without one.
 
     Args:
         winner: None: other batches and intents are not tried.
@@ -118,7 +118,7 @@ def _figures(ranked: Ranked) -> tuple[object, ...]:
 
 
 def _batches(best: Ranked, rival: Ranked, kind: IntentKind, winner: Winner) -> BatchRange | None:
-    """The range next to the planned batch, larger batches before smaller ones."""
+    """Return the range next to the planned batch, larger batches before smaller ones."""
     assert best.estimate is not None, "a feasible candidate has an estimate"
     planned = best.estimate.workload.batch
     larger = [batch for batch in _BATCHES if batch > planned]
@@ -140,7 +140,7 @@ def _batches(best: Ranked, rival: Ranked, kind: IntentKind, winner: Winner) -> B
 
 
 def _leads(best: Ranked, rival: Ranked, intent: Intent, winner: Winner) -> list[IntentLead]:
-    """Intents under which ``rival`` is chosen by more than a hair, every limit of ``intent`` kept."""
+    """Return intents under which ``rival`` is chosen by more than a hair, every limit of ``intent`` kept."""
     assert best.estimate is not None, "a feasible candidate has an estimate"
     planned, own, found = best.estimate.workload.batch, objective_of(intent), []
     for kind in _OTHER_INTENTS:

@@ -56,7 +56,7 @@ _TOKENS_APART = 64  # of two sizes of the KV cache that are compared
 
 @dataclass(frozen=True, slots=True)
 class ServingCapacity:
-    """What each worker of a plan's best candidate is started for."""
+    """Capacity that each worker of a plan's best candidate is started for."""
 
     engine: str
     workload: Workload  # the planned lengths, with the requests at once and the longest one that are served
@@ -176,7 +176,7 @@ def _bound(options: PlanOptions) -> CapacityBound:
 
 
 def _growing(options: PlanOptions) -> PlanOptions:
-    """``options`` without what the intent rules out: more memory, or more requests than planned at a rate."""
+    """Return ``options`` without what the intent rules out: more memory, or at a rate more requests."""
     grows = options.intent.kind is not IntentKind.MIN_MEMORY
     more_requests = grows and options.more_requests and options.intent.rate_per_s is None
     return replace(options, more_requests=more_requests, longer_requests=grows and options.longer_requests)
@@ -225,7 +225,7 @@ def _served(planned: Workload, size: int, options: PlanOptions, engine: str, spe
 
 
 def _room_by_device(hardware: Hardware, options: PlanOptions, config: DeploymentConfig) -> Mapping[str, int]:
-    """Bytes of each device that a deployment may take for more than was planned.
+    """Return bytes of each device that a deployment may take for more than was planned.
 
     Where further deployments are expected, a device is divided among as many as it will hold.
     """
@@ -245,9 +245,9 @@ def served_memory(
 ) -> MemoryEstimate:
     """Return the memory of ``config`` while it serves ``served``, its largest step included.
 
-    An engine with slots runs steps no larger than were planned, so that a long prompt holds up nobody: activations
-    are those of such a step with logits and attention scores of the larger batch and context. Where requests share
-    pages of the KV cache, the last pages of each are partly empty.
+    An engine with slots runs steps no larger than were planned, so that a long prompt holds up no request:
+    activations are those of such a step with logits and attention scores of the larger batch and context. Where
+    requests share pages of the KV cache, the last pages of each are partly empty.
     """
     memory = estimator.estimate(config, served).memory
     if served == planned:
@@ -271,7 +271,7 @@ def served_memory(
 
 
 def _step_tokens(planned: Workload, engine: str, served: Workload) -> int:
-    """Tokens of the largest step that an engine is started for, where no measurement says it."""
+    """Return tokens of the largest step that an engine is started for, where no measurement gives them."""
     one = served
     least = 0
     if engine in SLOT_ENGINES and served != planned:
@@ -280,7 +280,7 @@ def _step_tokens(planned: Workload, engine: str, served: Workload) -> int:
 
 
 def _with_memory(placement: Placement, memory: MemoryEstimate) -> Placement:
-    """``placement`` with the upper bound of ``memory`` in place of its own."""
+    """Return ``placement`` with the upper bound of ``memory`` in place of its own."""
     blocks = demand(memory)
     return Placement(
         tuple(

@@ -1,4 +1,4 @@
-"""The verdict on a model: what was chosen, what it will do, what comes second, whether it can be deployed here.
+"""Verdict on a model: what was chosen, what it will do, what is second, whether it can be deployed here.
 
 Typed figures, computed once; :mod:`iserve.planning.verdict_text` puts them into words for terminals and pages.
 """
@@ -24,7 +24,7 @@ __all__ = ["FiguresDocument", "RefusalCount", "VerdictDocument", "figures_of", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FiguresDocument:
-    """What the chosen configuration does at the load that was planned for; all replicas together serve the rates.
+    """Figures of the chosen configuration at the planned load; all replicas together serve the rates.
 
     Without a rate the load is the batch, handed over again and again. With one, the times are still those of the
     batch; ``served`` of the plan has those at the rate.
@@ -48,7 +48,7 @@ class FiguresDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusalCount:
-    """How many configurations are refused for one reason, which is the first that each has."""
+    """Number of configurations refused for one reason, which is the first that each has."""
 
     reason: RefusedFor
     """Kind of the first reason of each refusal."""
@@ -122,7 +122,7 @@ def verdict(
 def figures_of(
     estimate: Estimate, gpu: GpuSpec, *, served: Served | None = None, replicas: int = 1
 ) -> FiguresDocument:
-    """The figures of one configuration on ``gpu``.
+    """Return the figures of one configuration on ``gpu``.
 
     Args:
         served: what one replica gives under its share of the rate; None: the batch is kept full.
@@ -154,7 +154,7 @@ def _refusals(plan: Plan) -> tuple[RefusalCount, ...]:
 
 
 def _relax_first(why: WhyNot) -> str | None:
-    """What admits the nearest configuration, else what comes first."""
+    """Return what admits the nearest configuration, else what is first."""
     nearest = why.nearest
     own = [r.text for r in why.relaxations if nearest is not None and r.config == nearest.config]
     together = [] if why.together is None else [why.together.text]

@@ -71,7 +71,7 @@ _MOST_LEADS = 2
 
 
 def plan_lines(document: PlanDocument) -> list[Line]:
-    """All that a plan's verdict says below its sentence; nothing of a plan that was stored without one."""
+    """Return all that a plan's verdict says below its sentence; nothing of a plan that was stored without one."""
     verdict = document.verdict
     if verdict is None:
         return []
@@ -101,7 +101,7 @@ def plan_lines(document: PlanDocument) -> list[Line]:
 def estimate_lines(
     work: Workload, verdict: VerdictDocument, estimate: EstimateDocument, config: DeploymentConfig
 ) -> list[Line]:
-    """What the verdict on one configuration says below its sentence."""
+    """Return what the verdict on one configuration says below its sentence."""
     assert verdict.figures is not None, "one configuration has figures, whether or not it runs"
     measured = estimate.rests_on == config or _is_checked(estimate)
     return [
@@ -112,20 +112,20 @@ def estimate_lines(
 
 
 def refused_words(verdict: VerdictDocument) -> str:
-    """All refusals in one line: ``179 refused: 105 quality, 42 rate not served, 32 no engine``."""
+    """Return all refusals in one line: ``179 refused: 105 quality, 42 rate not served, 32 no engine``."""
     total = sum(refusal.count for refusal in verdict.refusals)
     counts = ", ".join(f"{refusal.count} {REFUSED_FOR[refusal.reason]}" for refusal in verdict.refusals)
     return f"{total} refused: {counts}" if total else ""
 
 
 def note_lines(document: PlanDocument) -> list[str]:
-    """Notes below the table: conditions of the chosen configuration, then those on the whole plan."""
+    """Return notes below the table: conditions of the chosen configuration, then those on the whole plan."""
     conditions = () if document.chosen is None else document.candidates[document.chosen].conditions
     return [*conditions_left(conditions, document.verdict), *document.notes]
 
 
 def alike_words(document: PlanDocument, shown: int) -> str:
-    """Rows whose intervals overlap that of the first, of which ``shown`` are listed."""
+    """Describe rows whose intervals overlap that of the first, of which ``shown`` are listed."""
     rows = [index + 1 for index in document.indistinguishable]
     listed, more = [row for row in rows if row <= shown], sum(row > shown for row in rows)
     if listed == rows and len(rows) == 1:
@@ -140,7 +140,7 @@ def alike_words(document: PlanDocument, shown: int) -> str:
 
 
 def _ranges(rows: Sequence[int]) -> str:
-    """Ascending numbers, runs of three and more as ``2-9``."""
+    """Return ascending numbers, runs of three and more as ``2-9``."""
     runs: list[list[int]] = []
     for row in rows:
         if runs and row == runs[-1][-1] + 1:
@@ -151,14 +151,14 @@ def _ranges(rows: Sequence[int]) -> str:
 
 
 def conditions_left(conditions: Iterable[str], verdict: VerdictDocument | None) -> list[str]:
-    """Conditions of running a configuration, without those that its verdict lists as missing here."""
+    """Return conditions of running a configuration, without those that its verdict lists as missing here."""
     deployable = None if verdict is None else verdict.deployable
     missing = () if deployable is None else deployable.missing
     return [condition for condition in conditions if not any(condition.endswith(text) for text in missing)]
 
 
 def _capacity_words(document: PlanDocument) -> list[str]:
-    """Requests that one worker serves, and why no more; nothing of a plan stored without."""
+    """Describe the requests that one worker serves, and why no more; nothing of a plan stored without."""
     capacity, work = document.capacity, document.workload
     if capacity is None:
         return []
@@ -217,7 +217,7 @@ def _labelled(label: str, lines: Iterable[str]) -> list[Line]:
 def _load_words(
     work: Workload, figures: FiguresDocument, served: ServedDocument | None, replicas: int
 ) -> list[str]:
-    """What requests get and how many are served; with a rate, how many miss a limit."""
+    """Return what requests get and how many are served; with a rate, how many miss a limit."""
     price = _price_words(figures)
     if served is not None:
         return _served_words(work, served, price, replicas)
@@ -230,13 +230,13 @@ def _load_words(
 
 
 def _rate_words(one_per_s: float, replicas: int, form: str) -> str:
-    """The rate of all replicas and, of several, that of one: ``12 requests/s in total (6 per replica)``."""
+    """Describe the rate of all replicas and, of several, of one: ``12 requests/s in total (6 per replica)``."""
     in_all = f"{one_per_s * replicas:{form}} requests/s"
     return in_all if replicas == 1 else f"{in_all} in total ({one_per_s:{form}} per replica)"
 
 
 def _price_words(figures: FiguresDocument) -> str:
-    """Dollars per million output tokens; empty where the GPU has no known price."""
+    """Describe dollars per million output tokens; empty where the GPU has no known price."""
     if figures.usd_per_million_output_tokens is None or figures.usd_per_gpu_hour is None:
         return ""
     cost, per_hour = dollars(figures.usd_per_million_output_tokens), dollars(figures.usd_per_gpu_hour)
@@ -276,7 +276,7 @@ def _sure_words(figures: FiguresDocument, remarks: Iterable[str], *, under_load:
 
 
 def _basis_words(config: DeploymentConfig, estimate: EstimateDocument, measured: bool) -> str:
-    """Measurements behind an estimate; "measured" is said of the configuration only where it was run."""
+    """Describe measurements behind an estimate; "measured" is said of the configuration only where it was run."""
     source, basis = estimate.tpot_s.source, estimate.rests_on
     if measured:
         if _is_checked(estimate):
@@ -294,7 +294,7 @@ def _is_checked(estimate: EstimateDocument) -> bool:
 
 
 def _remarks(document: PlanDocument, chosen: CandidateDocument) -> list[str]:
-    """What the figures rest on besides: a check, a model of waiting, a profile that was cut short."""
+    """Return what the figures rest on besides: a check, a model of waiting, a profile that was cut short."""
     found = []
     if chosen.estimate is not None and chosen.estimate.correction is not None:
         found.append("corrected by a check (below)")
@@ -306,7 +306,7 @@ def _remarks(document: PlanDocument, chosen: CandidateDocument) -> list[str]:
 
 
 def _runner_up_words(rival: RunnerUpDocument | None, chosen: DeploymentConfig, document: PlanDocument) -> str:
-    """What comes second, by how much, and what would make it the first."""
+    """Return what is second, by how much, and what would make it the first."""
     if rival is None:
         others = sum(candidate.feasible for candidate in document.candidates) - 1
         return "none: the other feasible ones have the same figures" if others else "none: all others are refused"
@@ -360,7 +360,7 @@ def _deployable_lines(found: DeployableDocument | None) -> list[Line]:
 
 
 def _infeasible_lines(why: WhyNotDocument, verdict: VerdictDocument) -> list[Line]:
-    """What comes nearest, and the ways out, the least change first."""
+    """Return what is nearest, and the ways out, the least change first."""
     nearest = [] if why.nearest is None else [("Nearest", why.nearest.text)]
     first = [] if verdict.relax_first is None else [verdict.relax_first]
     others = [advice for advice in why.advice if advice not in first]

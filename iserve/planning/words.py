@@ -30,50 +30,50 @@ _ENGINES = {"vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM", "torch": "the embedd
 
 
 def gib(size_bytes: float) -> str:
-    """Bytes for people: MiB below one GiB."""
+    """Return bytes for people: MiB below one GiB."""
     return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
 
 
 def seconds(value: float) -> str:
-    """Seconds for people: ms below one second."""
+    """Return seconds for people: ms below one second."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def figure(value: float | None) -> str:
-    """Four digits of a number, or that it is unknown."""
+    """Return four digits of a number, or that it is unknown."""
     return "unknown" if value is None else f"{value:.4g}"
 
 
 def dollars(value: float) -> str:
-    """US dollars with three digits; cents of larger amounts are left out."""
+    """Return US dollars with three digits; cents of larger amounts are left out."""
     return f"${value:,.0f}" if value >= 100 else f"${value:.2f}" if value >= 1 else f"${value:.2g}"
 
 
 def interval(quantity: Quantity) -> str:
-    """Both ends of an interval: ``182 ms to 1.20 s``."""
+    """Return both ends of an interval: ``182 ms to 1.20 s``."""
     return f"{seconds(quantity.low)} to {seconds(quantity.high)}"
 
 
 def with_interval(quantity: Quantity) -> str:
-    """A time with its interval in the same unit: ``257 ms [165-662]``."""
+    """Return a time with its interval in the same unit: ``257 ms [165-662]``."""
     scale = 1.0 if quantity.value >= 1 else 1e3
     return f"{seconds(quantity.value)} {ends(quantity.low * scale, quantity.high * scale)}"
 
 
 def ends(low: float, high: float) -> str:
-    """Both ends of an interval behind its value: ``[497-1360]``, three digits or all before the point."""
+    """Return both ends of an interval behind its value: ``[497-1360]``, three digits or all before the point."""
     first, last = (f"{end:.0f}" if end >= 1000 else f"{end:.3g}" for end in (low, high))
     return f"[{first}-{last}]"
 
 
 def workload_words(work: Workload) -> str:
-    """A workload in a sentence."""
+    """Return a workload in a sentence."""
     longest = f", requests of up to {work.longest_tokens}" if work.longest_tokens else ""
     return f"batch {work.batch}, {work.input_words} input and {work.output_tokens} output tokens{longest}"
 
 
 def short(config: DeploymentConfig) -> str:
-    """A configuration without what is usual, its engine left out."""
+    """Return a configuration without what is usual, its engine left out."""
     parts = [f"tp={config.tp} pp={config.pp}", f"weights={config.weights}", f"kv={config.kv}"]
     if config.pruning != "none":
         parts.append(f"pruning={config.pruning}")
@@ -81,7 +81,7 @@ def short(config: DeploymentConfig) -> str:
 
 
 def differences(config: DeploymentConfig, other: DeploymentConfig) -> str:
-    """The parts of ``config`` in which it differs from ``other``: ``tp=4 on torch``."""
+    """Return the parts of ``config`` in which it differs from ``other``: ``tp=4 on torch``."""
     parts = [
         f"{name}={getattr(config, name)}"
         for name in ("tp", "pp", "weights", "kv", "pruning")
@@ -99,7 +99,7 @@ def spoken(
     layers_per_stage: Sequence[int] | None = None,
     replicas: int = 1,
 ) -> str:
-    """What runs where, in one line that a person says aloud.
+    """Return what runs where, in one line that a person says aloud.
 
     ``Llama-2-70B on 2 of 8 A6000 by tensor parallelism, int8 weights, on vLLM``.
 
@@ -129,7 +129,7 @@ def device_kind(hardware: str) -> str:
 
 
 def engine_name(engine: str) -> str:
-    """An engine's name as its makers spell it."""
+    """Return an engine's name as its makers spell it."""
     return _ENGINES.get(engine, engine)
 
 

@@ -1,4 +1,4 @@
-"""Whether a configuration is worth measuring for a wish.
+"""Judgement of whether a configuration is worth measuring for a request.
 
 Pure. A configuration that is not measured is estimated from the nearest one that is, so measuring one tells more
 of all those to which it would be the nearest: all of them are asked.
@@ -30,7 +30,7 @@ def cannot_change_plan(
     table: EngineCapabilities,
     options: PlanOptions,
 ) -> str | None:
-    """Why no measurement of ``config`` changes the plan on ``hardware``; None when one may.
+    """Return why no measurement of ``config`` changes the plan on ``hardware``; None when one may.
 
     Args:
         estimator: by what was measured, which is ``measured``.

@@ -1,1 +1,1 @@
-"""What `iserve report` shows, gathered, and the measured whole models that it finds."""
+"""Content of `iserve report`, gathered, and the measured whole models that it finds."""

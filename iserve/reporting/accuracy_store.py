@@ -40,7 +40,7 @@ def store_accuracy(home: Path, record: AccuracyRecord) -> tuple[Path, ...]:
 
 
 def find_accuracy(home: Path, shape_hash: str, machine: MachineInfo) -> AccuracyRecord | None:
-    """What was measured of that shape on such a machine; else the newest of other models there; else None.
+    """Return what was measured of that shape on such a machine; else the newest of other models there; else None.
 
     Raises:
         BadInputError: the file is not such a record.

@@ -1,4 +1,4 @@
-"""What ``iserve report`` shows, gathered: one plan per intent on the same hardware, and what was measured.
+"""Content of ``iserve report``, gathered: one plan per intent on the same hardware, and what was measured.
 
 Joins planner and estimator to the values that ``fingerprint.report`` renders; starts nothing, measures nothing.
 """
@@ -59,7 +59,7 @@ _OBJECTIVES = {
     IntentKind.COST_SLO: "end-to-end latency",
 }
 _LIMITED = (IntentKind.LATENCY_SLO, IntentKind.COST_SLO)
-_FIRST = Intent().kind  # what a plan optimises unless it is told otherwise
+_FIRST = Intent().kind  # what a plan optimises by default
 _PLAIN = (_FIRST, *(kind for kind in IntentKind if kind not in (_FIRST, *_LIMITED)))
 
 
@@ -76,7 +76,7 @@ class ReportOptions:
     longer_requests: bool = False
 
     def wish(self, intent: Intent | None = None) -> PlanOptions:
-        """Return the options of one plan; the default intent is what a plan optimises unless it is told."""
+        """Return the options of one plan, with the default intent if none is given."""
         return PlanOptions(
             intent=intent or Intent(cost_model=self.cost_model, quality=self.quality),
             workload=self.workload,
@@ -90,7 +90,7 @@ class ReportOptions:
 def find_profile(
     profiles: Sequence[Profile], model: str, shape_hash: str | None, *, argument: str | None = None
 ) -> Profile:
-    """The latest profile of that name, else of a model of that shape.
+    """Return the latest profile of that name, else of a model of that shape.
 
     Args:
         argument: names the model in a command, where its name alone does not.
@@ -110,7 +110,7 @@ def find_profile(
 
 
 def read_accuracy(path: Path) -> AccuracyRecord:
-    """The record that ``tests/bench/full_model_accuracy.py`` wrote.
+    """Return the record that ``tests/bench/full_model_accuracy.py`` wrote.
 
     Raises:
         NotFoundError: it cannot be read, or is larger than any such record.
@@ -137,11 +137,11 @@ def build_report(
     deployable_of: Callable[[DeploymentConfig], DeployableDocument] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Report:
-    """All intents planned on ``hardware``, with what the estimator's profile (if it has one) measured.
+    """Return all intents planned on ``hardware``, with what the estimator's profile (if it has one) measured.
 
     Args:
         deployable_of: whether a configuration can be deployed here; None: nothing is said of it.
-        notes: told with every plan.
+        notes: added to every plan.
 
     Raises:
         ConfigError: the workload is longer than the model's context, or there is no engine or device.
@@ -184,7 +184,7 @@ def build_report(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Measured:
-    """What an estimator has measured, as far as the page shows it; nothing of one that has not."""
+    """Measurements of an estimator, as far as the page shows them; nothing of one without any."""
 
     profile: Profile | None = None
     panels: tuple[TimePanel, ...] = ()
@@ -240,7 +240,7 @@ class _Planner:
         profile: Profile | None,
         deployable_of: Callable[[DeploymentConfig], DeployableDocument] | None,
     ) -> Verdict:
-        """The words of a plan that was made here."""
+        """Return the words of a plan that was made here."""
         there = None if deployable_of is None or plan.best is None else deployable_of(plan.best.config)
         wish = self._options.wish(plan.intent)
         found = verdict(
@@ -272,7 +272,9 @@ class _Planner:
         )
 
     def limited(self, plans: dict[IntentKind, Plan]) -> list[tuple[Plan, str]]:
-        """The two intents that need a limit, under an example that follows from the others' best."""
+        """Return plans of the two intents that need a limit, under an example that follows from the best of the
+        rest.
+        """
         options, found = self._options, []
         fastest, cheapest = _first(plans[IntentKind.MIN_LATENCY]), _first(plans[IntentKind.MIN_COST])
         if fastest is not None and fastest.estimate is not None:
@@ -305,13 +307,13 @@ class _Planner:
 
 
 def _first(plan: Plan) -> Ranked | None:
-    """The best feasible candidate, else the best that anything is predicted of."""
+    """Return the best feasible candidate, else the best that anything is predicted of."""
     known = (ranked for ranked in plan.candidates if ranked.estimate is not None and ranked.objective is not None)
     return plan.best or next(known, None)
 
 
 def _rounded(value: float) -> float:
-    """Upwards to three significant digits, so that what the limit came from stays inside it."""
+    """Round up to three significant digits, so that what the limit was made from stays inside it."""
     step = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / step) * step:.6g}")
 
@@ -351,6 +353,6 @@ def _ranking(plan: Plan, order: dict[DeploymentConfig, int], limit: str | None, 
 
 
 def _objective(plan: Plan) -> str:
-    """What the intent optimises, in words; without words of its own it is the cost."""
+    """Return what the intent optimises, in words; without words of its own it is the cost."""
     name = _OBJECTIVES.get(plan.intent.kind, f"the cost of a request ({plan.intent.cost_model})")
     return f"{name} in {plan.objective_unit}, {'more' if plan.maximize else 'less'} is better"

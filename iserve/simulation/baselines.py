@@ -50,7 +50,7 @@ MOST_REQUESTS = 20_000  # of a trace that AlpaServe searches: minutes
 
 
 class Baseline(StrEnum):
-    """Who decides what is deployed."""
+    """Planner that decides what is deployed."""
 
     ISERVE = "iserve"
     MAX_TP = "max-tp"  # TensorRT-LLM as people launch it
@@ -64,7 +64,7 @@ class Baseline(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is simulated, as far as a baseline may know it."""
+    """Simulated world, as far as a baseline may know it."""
 
     gpu: GpuSpec
     models: Mapping[str, SimulatedModel]
@@ -77,7 +77,7 @@ class World:
 
 
 def knowledge_of(model: SimulatedModel, gpu: GpuSpec, cluster: ClusterSnapshot) -> Knowledge:
-    """All that the planner would rank, but for what the model's shape or every engine refuses."""
+    """Return all that the planner would rank, but for what the model's shape or every engine refuses."""
     num_gpus = len(cluster.gpus)
     chooser = EngineChooser(model.spec, gpu, model.engines)
     space = configuration_space(model.spec, gpu, num_gpus, chooser.name)
@@ -105,7 +105,7 @@ class Prepared:
 
 
 def parse_planner(text: str) -> tuple[Baseline, Path | None]:
-    """A baseline by name, and of ``aiconfigurator:FILE`` the file of its answers.
+    """Return a baseline by name, and of ``aiconfigurator:FILE`` the file of its answers.
 
     Raises:
         ConfigError: there is no such baseline, or the file is missing or one too many.
@@ -123,7 +123,7 @@ def parse_planner(text: str) -> tuple[Baseline, Path | None]:
 
 
 def check_steerable(baseline: Baseline) -> None:
-    """Raises ConfigError: it has placed every replica beforehand, so that none can come, go or move."""
+    """Raise ConfigError where the baseline has placed every replica beforehand, so that none can change."""
     if baseline in (Baseline.ALPASERVE, Baseline.ALPASERVE_ALL):
         raise ConfigError(
             f"{baseline} places every replica beforehand, knowing the trace; --replicas MIN:MAX, --scale-to-zero, "
@@ -134,8 +134,8 @@ def check_steerable(baseline: Baseline) -> None:
 def served_contexts(baseline: Baseline, world: World, replicas: int) -> dict[str, int]:
     """Return the longest request, prompt and answer together, that each model's first replica serves.
 
-    A baseline serves the planned ones. iServe serves what memory holds: on the idle cluster, where others that are
-    deployed before may leave less.
+    A baseline serves the planned ones. iServe serves what memory holds: on the idle cluster, where deployments
+    made before may leave less.
 
     Args:
         replicas: of a model, planned together.
@@ -161,16 +161,16 @@ def prepare(
     answers: Path | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> tuple[Prepared, Iterable[Request]]:
-    """``world`` as ``baseline`` serves it, and the requests, which AlpaServe has read to their end.
+    """Return ``world`` as ``baseline`` serves it, and the requests, which AlpaServe has read to their end.
 
     Args:
         slo: of all requests; AlpaServe needs one.
         answers: AIConfigurator's.
-        labels: each model's name as AIConfigurator was asked for it; None: the names in ``world``.
+        labels: each model's name in AIConfigurator's answers; None: the names in ``world``.
 
     Raises:
         ConfigError: what the baseline needs is missing, or beyond it.
-        InfeasibleError: AlpaServe, told to drop none, found no place for all.
+        InfeasibleError: AlpaServe, asked to drop none, found no place for all.
         BadInputError: ``answers`` cannot be read.
     """
     match baseline:
@@ -224,7 +224,7 @@ def alpaserve(
     keep_all: bool = False,
     beam: int = 0,
 ) -> Prepared:
-    """AlpaServe's placement for the whole of ``requests``; how many replicas each deployment has is its choice.
+    """Return AlpaServe's placement for the whole of ``requests``; each deployment's replicas are its choice.
 
     Args:
         slos: of each deployment, by name.
@@ -277,7 +277,7 @@ def _check_alpaserve(deploys: Sequence[Deploy], num_requests: int, slos: Mapping
 
 
 def static_deployer(baseline: Baseline, world: World) -> Deployer:
-    """The deployer of a baseline that needs to know nothing of the trace."""
+    """Return the deployer of a baseline that needs to know nothing of the trace."""
     cluster = world.scenario.cluster
     known = {name: knowledge_of(model, world.gpu, cluster) for name, model in world.models.items()}
     match baseline:
@@ -308,7 +308,7 @@ def _first_fit(baseline: Baseline, world: World, known: Mapping[str, Knowledge])
 
 
 def _batches(world: World, common: int = 0) -> dict[str, int]:
-    """1 where nothing is batched, else ``common``, and where that is 0 the workload's own."""
+    """Return each model's batch: 1 without batching, else ``common``, and where that is 0 the workload's own."""
     if not world.scenario.service.batches:
         return dict.fromkeys(world.models, 1)
     return {name: common or model.options.workload.batch for name, model in world.models.items()}

@@ -35,7 +35,7 @@ _GROWING = 10  # waiting at the last arrival, of one deployment: below, it is no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentOutcome:
-    """One deployment: what came, and how it was served. ``summary`` is None where nothing came."""
+    """Outcome of one deployment: its arrivals, and how they were served. ``summary`` is None without arrivals."""
 
     name: str
     replicas: int  # as the last request of the trace arrived, as the next four
@@ -59,14 +59,14 @@ class LatencyCurves:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationDocument:
-    """What was simulated, and what came of it."""
+    """Simulation: its parameters and its result."""
 
     trace: str
     hardware: str
     service: Service
     refuses_late: bool  # requests that could not keep the SLO any more
-    forecasts_late: bool  # ... by what iServe's gateway knows when they come; else by exact times at their turn
-    planner: str  # who decided what was deployed
+    forecasts_late: bool  # ... by what iServe's gateway knows on their arrival; else by exact times at their turn
+    planner: str  # which decided what was deployed
     placement: str  # iServe's policy for where
     steering: Elastic | None  # what could change once it ran; None: nothing
     intent: Intent  # what deployments were planned by; the SLO that requests are judged by is the summary's
@@ -103,7 +103,7 @@ def simulation_document(
     notes: tuple[str, ...] = (),
     model_contexts: Mapping[str, int] | None = None,
 ) -> SimulationDocument:
-    """The figures of ``result``, with ``slo`` judged on each request.
+    """Return the figures of ``result``, with ``slo`` judged on each request.
 
     Args:
         model_contexts: the most tokens of a sequence by each deployment's model; None: not known.
@@ -155,7 +155,7 @@ def _curves(name: str, outcomes: Outcomes) -> LatencyCurves:
 
 
 def devices_told(device_ids: Sequence[str]) -> str:
-    """``a6000:0-3, a6000:6`` for 0, 1, 2, 3 and 6: numbers in a row are told as one range."""
+    """Return ``a6000:0-3, a6000:6`` for 0, 1, 2, 3 and 6: numbers in a row are written as one range."""
     runs: list[tuple[str, int, int]] = []
     said: list[str] = []
     for device_id in device_ids:
@@ -205,14 +205,14 @@ def intent_words(intent: Intent) -> str:
 
 
 def late_words(document: SimulationDocument) -> str:
-    """Rejection of late requests, in words that follow the service; empty where none is rejected."""
+    """Describe the rejection of late requests, in words that follow the service; empty without any."""
     if not document.refuses_late:
         return ""
     return f", late requests rejected by {'forecast' if document.forecasts_late else 'their exact times'}"
 
 
 def steering_words(steering: Elastic) -> str:
-    """What could change once it ran, in a sentence's part."""
+    """Return what could change during the run, as part of a sentence."""
     said, scaling = [], steering.scaling
     if scaling is not None and scaling.min_replicas < scaling.max_replicas:
         said.append(f"{scaling.min_replicas} to {scaling.max_replicas} replicas by the load")
@@ -243,7 +243,7 @@ def _warnings(result: SimulationResult, model_contexts: Mapping[str, int]) -> tu
     never = [c.name for c in result.changes if c.kind is ChangeKind.REFUSED]
     placed = {c.name for c in result.changes if c.kind is ChangeKind.DEPLOYED}
     said += [f"{name} was never deployed" for name in dict.fromkeys(never) if name not in placed]
-    if result.stopped is None:  # else the trace has not ended, and what waits too long is told
+    if result.stopped is None:  # else the trace has not ended, and what waits too long is reported
         said += [_grew(figures) for figures in result.deployments if _queue_grew(figures)]
     return tuple(said)
 

@@ -31,7 +31,7 @@ _READING = (
 
 
 def render_simulation(document: SimulationDocument) -> str:
-    """Works from a file, offline. Names are escaped."""
+    """Return the page, which works from a file, offline. Names are escaped."""
     sections = (
         ("latency", "Latency", _latency(document)),
         ("time", "The run over time", over_time(document.timeline, "Requests by their arrival")),

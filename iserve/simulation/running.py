@@ -60,7 +60,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedModel:
-    """A model as the planner needs it; ``options`` is what is wished of it.
+    """Model as the planner needs it; ``options`` is what is asked of it.
 
     A replica serves the planned workload and no more unless ``options`` say ``more_requests`` or
     ``longer_requests``, as a deploy's do where --batch or --context is left out.
@@ -125,7 +125,7 @@ def launch_limits(
 
 
 def roofline_model(name: str, spec: ModelSpec, gpu: GpuSpec, options: PlanOptions, engine: str) -> SimulatedModel:
-    """By datasheet alone; ``engine`` "auto": as a deploy prefers them."""
+    """Return a model by datasheet alone; ``engine`` "auto": as a deploy prefers them."""
     engines = by_preference(capabilities_for(engine), gpu)
     return SimulatedModel(
         name=name,
@@ -137,7 +137,7 @@ def roofline_model(name: str, spec: ModelSpec, gpu: GpuSpec, options: PlanOption
 
 
 def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptions) -> SimulatedModel:
-    """By what was measured of it, on the engine it was measured on.
+    """Return a model by its measurements, on the engine it was measured on.
 
     Raises:
         ConfigError: it was measured on another kind of device.
@@ -156,12 +156,14 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
 
 
 class PlannedDeployer:
-    """What ``iserve deploy`` would do with the cluster as it is: rank all configurations, place the best that fits
-    (implements ``traces.simulator.scenario.ReplicaDeployer``).
+    """Deployer that does what ``iserve deploy`` would do with the cluster as it is.
+
+    It ranks all configurations and places the best that fits (implements
+    ``traces.simulator.scenario.ReplicaDeployer``).
 
     Args:
-        knows_rates: of what is deployed there, counted until then; else only how busy each GPU was, as where no
-            gateway tells.
+        knows_rates: of what is deployed there, counted until then; else only how busy each GPU was, as without a
+            gateway's report.
 
     Raises:
         ConfigError: a workload longer than a model's context.
@@ -192,7 +194,7 @@ class PlannedDeployer:
         return self._deployed(asked, chosen.config, (chosen.placement,), snapshot)[0]
 
     def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
-        """The best configuration that fits so often, each on GPUs of its own.
+        """Return the best configuration that fits so often, each on GPUs of its own.
 
         Raises:
             ConfigError: more than a deployment may have.
@@ -241,7 +243,7 @@ class PlannedDeployer:
         ]
 
     def _pace(self, asked: SimulatedModel, config: DeploymentConfig) -> Pace:
-        """As the controller tells it to a gateway."""
+        """Return the pace as the controller gives it to a gateway."""
         found = self._paces.get((asked.name, config))
         if found is None:
             work = asked.options.workload
@@ -312,7 +314,7 @@ def simulate_cluster(
     steering: Steering | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
-    """:func:`traces.simulator.simulation.simulate` with the policies that decide in production.
+    """Run :func:`traces.simulator.simulation.simulate` with the policies that decide in production.
 
     Args:
         deployer: None: the planner.

@@ -1,6 +1,6 @@
 """Backup and restore of a state file (SQLite): whole copies, checked, and put in place in one step.
 
-A state in WAL mode is two files: after a crash the log beside it (``-wal``) holds commits that the file does not.
+A state in WAL mode is two files: after a crash the log next to it (``-wal``) holds commits that the file does not.
 A file put in place of the database while that log stays there gets the pages of the log written over it.
 """
 
@@ -92,7 +92,7 @@ def restore(source: Path, state: Path) -> BackupContents:
         raise ConfigError(f"{source} is this home's state itself; name a backup")
     for left_by_a_crash in state.parent.glob(f".{state.name}.*"):
         left_by_a_crash.unlink(missing_ok=True)
-    # A copy from a read-only medium can be opened only so; with a log beside it, its log is to be read too.
+    # A copy from a read-only medium can be opened only so; with a log next to it, its log is to be read too.
     file = source.resolve()
     immutable = "" if file.with_name(file.name + "-wal").exists() else "&immutable=1"
     with _copy_of(source, f"file:{quote(str(file))}?mode=ro{immutable}", state) as (copy, contents):
@@ -104,7 +104,7 @@ def restore(source: Path, state: Path) -> BackupContents:
 
 
 def join_log(state: Path) -> None:
-    """Write what the log beside the state holds into the file, and remove the log.
+    """Write the commits of the log next to the state into the file, and remove the log.
 
     Raises:
         ConflictError: another process has the state open; the log stays.
@@ -124,7 +124,7 @@ def join_log(state: Path) -> None:
 
 @contextmanager
 def _copy_of(source: Path, uri: str, target: Path) -> Iterator[tuple[Path, BackupContents]]:
-    """A checked copy beside ``target``, which is gone at the end unless it was moved."""
+    """Yield a checked copy next to ``target``, which is gone at the end unless it was moved."""
     try:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
@@ -176,7 +176,7 @@ def _bring_up_to_date(copy: Path, source: Path) -> None:
 
 
 def _is_taken(name: str, state: str) -> bool:
-    """Return whether SQLite or a restore writes to, or removes, a file of this name beside the state."""
+    """Return whether SQLite or a restore writes to, or removes, a file of this name next to the state."""
     return name in {state + suffix for suffix in _LOG_SUFFIXES} or name.startswith(f".{state}.")
 
 

@@ -1,4 +1,4 @@
-"""Where the state is kept, a SQLite file or a PostgreSQL database: connections, transactions, migrations.
+"""Database of the state, a SQLite file or a PostgreSQL database: connections, transactions, migrations.
 
 Both have one writer at a time, so that transactions follow one another and none has to be tried again. In a
 SQLite file that is a lock of this process, the file's home being its own (``run/controller.lock``). In PostgreSQL
@@ -26,9 +26,9 @@ from fingerprint.errors import BadInputError, ConfigError, ConflictError, Iserve
 
 __all__ = ["Database", "open_database"]
 
-_LOCK_ID = 0x69_53_65_72_76_65  # "iServe": the advisory lock of who writes; one for each database
+_LOCK_ID = 0x69_53_65_72_76_65  # "iServe": the advisory lock of the writer; one for each database
 _OPENING_PATIENCE_S = 10.0  # a controller that was killed a moment ago: the server has yet to see that
-_RETAKING_PATIENCE_S = 1.0  # its own former session, say; meanwhile who asks for a write waits
+_RETAKING_PATIENCE_S = 1.0  # its own former session, say; meanwhile a write waits
 _LOCK_HELD_BY = sa.text(
     "SELECT s.application_name FROM pg_locks l JOIN pg_stat_activity s USING (pid)"
     " WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1"
@@ -37,10 +37,10 @@ _LOCK_HELD_BY = sa.text(
 
 
 def open_database(where: Path | str, *, read_only: bool = False) -> Database:
-    """The database at a path (SQLite) or a URL (PostgreSQL); nothing is asked of it yet.
+    """Return the database at a path (SQLite) or a URL (PostgreSQL); nothing is asked of it yet.
 
     Args:
-        read_only: beside the controller that owns it.
+        read_only: in addition to the controller that owns it.
 
     Raises:
         ConfigError: not such a URL, or PostgreSQL's driver is not installed.
@@ -62,7 +62,7 @@ class Database(ABC):
 
     @abstractmethod
     def is_new(self) -> bool:
-        """Whether no iServe has ever written here."""
+        """Return whether no iServe has ever written here."""
 
     def hold(self) -> None:
         """See that this process is still the one that writes.
@@ -75,7 +75,7 @@ class Database(ABC):
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """One transaction: all of it is there for good when this ends without an error, else none of it.
+        """Run one transaction: all of it is there for good when this ends without an error, else none of it.
 
         Raises:
             IntegrityError: a row is there already.
@@ -86,12 +86,12 @@ class Database(ABC):
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """For one query, of what has been committed."""
+        """Read for one query, of what has been committed."""
         with self._reported("read"), self._engine.connect() as connection:
             yield connection
 
     def migrate(self, to: str = "head") -> None:
-        """All of it or nothing: a process that is killed in the middle leaves the old schema.
+        """Migrate all of it or nothing: a process that is killed in the middle leaves the old schema.
 
         Raises:
             ConflictError: another controller runs on this database.
@@ -119,7 +119,7 @@ class Database(ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Whatever comes before the first write."""
+        """Prepare whatever the first write needs."""
 
     @abstractmethod
     def _keep(self) -> None: ...
@@ -155,7 +155,9 @@ class _File(Database):
             sa.event.listen(self._engine, "begin", _on_sqlite_begin)
 
     def _why(self, error: SQLAlchemyError) -> str:
-        """A disk without room is "full", or an "I/O error" where the log beside the file cannot grow."""
+        """Return why a write failed: a full disk is "full", or an "I/O error" where the log next to the file
+        cannot grow.
+        """
         cause = _cause(error)
         if "full" in cause or "disk I/O error" in cause:
             return f"{cause}; free space in {self._path.parent}; what runs goes on without a restart"
@@ -172,7 +174,7 @@ class _File(Database):
             raise StateUnavailableError(f"cannot write {self._path}: {error.strerror}; mend the folder") from error
 
     def _keep(self) -> None:
-        """Nobody else can be: the home's lock sees to it."""
+        """Do nothing: the home's lock admits no other writer."""
 
     def _transaction(self) -> AbstractContextManager[sa.Connection]:
         return self._engine.begin()
@@ -236,7 +238,7 @@ class _Server(Database):
         super().close()
 
     def _prepare(self) -> None:
-        """Raises ConflictError when another controller has the lock and keeps it."""
+        """Take the lock. Raises ConflictError when another controller has it and keeps it."""
         self._take(ConflictError, _OPENING_PATIENCE_S)
 
     def _keep(self) -> None:
@@ -289,9 +291,9 @@ class _Server(Database):
 
 
 def _on_postgres_connect(connection: object, _record: object) -> None:
-    """Settings of one session, not of the database, which may serve others too."""
+    """Set one session's options; not the database's, which may serve other programs too."""
     with connection.cursor() as cursor:  # type: ignore[attr-defined]
-        # An acknowledged intent is on disk. A server that is told to wait for standbys as well still does.
+        # An acknowledged intent is on disk. A server that is set to wait for standbys as well still does.
         cursor.execute(
             "SELECT set_config('synchronous_commit', 'on', false)"
             " WHERE current_setting('synchronous_commit') = 'off'"

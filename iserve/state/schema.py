@@ -107,7 +107,7 @@ events = Table(
     Column("kind", String(40), nullable=False),
     Column("message", Text, nullable=False),
     Index("ix_events_deployment_id", "deployment_id"),
-    sqlite_autoincrement=True,  # no id twice: whoever asks for those after the last one seen misses none
+    sqlite_autoincrement=True,  # no id twice: a reader of those after the last one seen misses none
 )
 
 route_version = Table(

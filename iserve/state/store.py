@@ -56,7 +56,7 @@ class Store:
 
     @classmethod
     def open(cls, where: Path | str) -> Store:
-        """The store at a path (SQLite) or URL (PostgreSQL), created or migrated to the newest schema.
+        """Return the store at a path (SQLite) or URL (PostgreSQL), created or migrated to the newest schema.
 
         Raises:
             ConfigError: not such a URL, or PostgreSQL's driver is not installed.
@@ -73,7 +73,10 @@ class Store:
 
     @classmethod
     def read_only(cls, where: Path | str) -> Store:
-        """The store there, beside the controller that owns it. Raises ConfigError as :meth:`open`."""
+        """Return the store there, for a reader next to the controller that owns it.
+
+        Raises ConfigError as :meth:`open`.
+        """
         return cls(open_database(where, read_only=True))
 
     def migrate(self, to: str = "head") -> None:
@@ -84,7 +87,7 @@ class Store:
         self._database.hold()
 
     def is_new(self) -> bool:
-        """Whether no iServe has ever kept anything here."""
+        """Return whether no iServe has ever kept anything here."""
         return self._database.is_new()
 
     def close(self) -> None:
@@ -140,7 +143,7 @@ class Store:
         return None if body is None else _readable(body, Profile)
 
     def profiles(self) -> tuple[Profile, ...]:
-        """All of them, newest first."""
+        """Return all of them, newest first."""
         query = sa.select(profiles.c.body).order_by(profiles.c.created_at.desc())
         with self._read() as connection:
             found = [_readable(body, Profile) for body in connection.execute(query).scalars()]
@@ -165,7 +168,7 @@ class Store:
             connection.execute(sa.insert(verifications).values(values))
 
     def verifications(self, **key: str) -> tuple[VerificationRow, ...]:
-        """Those whose ``shape_hash``, ``engine`` and ``machine_key`` are as given, the oldest first."""
+        """Return those whose ``shape_hash``, ``engine`` and ``machine_key`` are as given, the oldest first."""
         query = sa.select(verifications).filter_by(**key).order_by(verifications.c.created_at)
         with self._read() as connection:
             rows = connection.execute(query).mappings().all()
@@ -183,7 +186,7 @@ class Store:
         )
 
     def forget_verifications(self, shape_hash: str) -> int:
-        """How many there were, on every engine and machine."""
+        """Remove the verifications of a shape, on every engine and machine, and return how many there were."""
         with self._write() as connection:
             return connection.execute(sa.delete(verifications).filter_by(shape_hash=shape_hash)).rowcount
 
@@ -233,7 +236,7 @@ class Store:
         return row
 
     def kept_answer(self, key: str, *, made_after: float) -> KeptAnswer | None:
-        """That of the request which came with ``key``."""
+        """Return the answer to the request with ``key``."""
         query = sa.select(idempotency_keys).where(
             (idempotency_keys.c.key == key) & (idempotency_keys.c.created_at >= made_after)
         )
@@ -254,7 +257,7 @@ class Store:
         return DeploymentRow(**row)
 
     def deployment_by_id(self, deployment_id: int) -> DeploymentRow | None:
-        """None when it has been deleted."""
+        """Return a deployment; None when it has been deleted."""
         with self._read() as connection:
             query = sa.select(deployments).where(deployments.c.id == deployment_id)
             row = connection.execute(query).mappings().first()
@@ -373,7 +376,7 @@ class Store:
             _add_event(connection, deployment_id, "update-failed", error)
 
     def forget_drained(self, deployment_id: int, draining: str) -> None:
-        """The workers of ``draining`` are gone."""
+        """Forget the workers of ``draining``, which are gone."""
         same = (deployments.c.id == deployment_id) & (deployments.c.draining == draining)
         with self._write() as connection:
             connection.execute(sa.update(deployments).where(same).values(draining=None))
@@ -387,7 +390,7 @@ class Store:
     def add_event(self, deployment_id: int | None, kind: str, message: str) -> None:
         """Append to the log of what happened; the oldest beyond 10,000 go.
 
-        Of a deployment that has been deleted meanwhile it is kept all the same, as nobody's.
+        An event of a deployment that has been deleted meanwhile is kept all the same, without an owner.
         """
         with self._write() as connection:
             _add_event(connection, deployment_id, kind, message)
@@ -429,7 +432,7 @@ class Store:
     # routes
 
     def next_route_version(self) -> int:
-        """A number larger than any given out before, across restarts."""
+        """Return a number larger than any given out before, across restarts."""
         with self._write() as connection:
             current = connection.execute(sa.select(route_version.c.version)).scalar_one_or_none()
             if current is None:
@@ -455,12 +458,14 @@ def _add_event(connection: sa.Connection, deployment_id: int | None, kind: str, 
 
 
 def _storable(message: str) -> str:
-    """Of what a log or a file's name may hold: PostgreSQL keeps no zero byte, neither of them half a character."""
+    """Escape what a log or a file's name may hold: PostgreSQL keeps no zero byte, and no database half a
+    character.
+    """
     return message.replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 
 
 def _readable(body: str, kind: type[T]) -> T | None:
-    """None for what an iServe of another version wrote in its own way: it is measured anew."""
+    """Return the value; None for what an iServe of another version wrote in its own way: it is measured anew."""
     try:
         return from_json(body, kind, what=f"a stored {kind.__name__.lower()}")
     except BadInputError as error:

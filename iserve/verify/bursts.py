@@ -44,7 +44,7 @@ class BurstClient:
         self._random = random.Random(seed)
 
     def burst(self, work: Workload) -> float:
-        """Seconds until the whole batch, handed over at once, has all its tokens.
+        """Return the seconds until the whole batch, handed over at once, has all its tokens.
 
         Raises:
             EngineError: no answer, a refusal, or an answer of other lengths than asked for.

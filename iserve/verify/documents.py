@@ -28,7 +28,7 @@ _MIB = 2**20  # corrections of memory are shown in tenths of it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricDocument:
-    """One figure. ``measured`` None: not reported; ``error`` is measured over predicted, less 1.
+    """Figure of a check. ``measured`` None: not reported; ``error`` is measured over predicted, less 1.
 
     ``corrects``: whether the model's estimates are changed by it. They are not by what is not reported, nor by a
     time that is less certain than what was predicted, nor by memory within 0.05 MiB of the prediction; room that
@@ -67,7 +67,7 @@ class MetricDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerificationDocument:
-    """What a check found."""
+    """Result of a check."""
 
     model: str
     """Model that was checked."""
@@ -137,12 +137,12 @@ def verification_document(
     memory_how: str,
     notes: tuple[str, ...],
 ) -> VerificationDocument:
-    """The check beside ``predicted``, what the plan said of just that configuration and workload.
+    """Return the check with ``predicted``, what the plan said of just that configuration and workload.
 
     Args:
         base: what the check corrects: the estimator without any check's correction.
         stats: the worker's own account; None: it gave none.
-        memory_how: who counted the memory, or why nobody did.
+        memory_how: how the memory was counted, or why it was not.
     """
     taught, of_alone = _taught(base, verification)
     ttft = taught.ttft_log_ratio, None if of_alone is None else of_alone.ttft_log_ratio
@@ -169,7 +169,7 @@ def verification_document(
 
 
 def _taught(base: Estimator, check: Verification) -> tuple[Correction, Correction | None]:
-    """By what the check's own two workloads are corrected from now on; of one request alone, if that was timed."""
+    """Return the corrections of the check's own two workloads; of one request alone, if that was timed."""
     corrected = CorrectedEstimator(base, (check,))
     run = [check.workload] + ([] if check.alone is None else [check.alone.workload])
     found = [corrected.estimate(check.config, workload).correction for workload in run]

@@ -20,23 +20,23 @@ __all__ = ["Burst", "Times", "time_batches", "time_bursts"]
 _FEWEST_PAIRS, _WANTED_PAIRS, _MOST_PAIRS = 3, 5, 50
 _TIGHT = 0.01  # half-width of the interval over the mean, at which repeating ends
 _FULL_SHARE = 0.7  # of the time, for the whole batch; what it leaves is for one request
-_PROBE_TOKENS = 9  # output tokens of the burst that tells how long the others will take
+_PROBE_TOKENS = 9  # output tokens of the burst that shows how long the rest will take
 _FEW_TOKENS, _TELLING_TOKENS = 9, 65  # below, five pairs tell less of a token than three of as many as the latter
 
 
 class Burst(NamedTuple):
     elapsed_s: float
-    alone: bool  # False: the worker served others meanwhile
+    alone: bool  # False: the worker served other requests meanwhile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """What a check timed, under the workload whose bursts were run."""
+    """Times of a check, under the workload whose bursts were run."""
 
     workload: Workload
     ttft_s: Reading
     tpot_s: Reading | None  # None: one output token
-    disturbed: int  # pairs left out because others were served meanwhile
+    disturbed: int  # pairs left out because other requests were served meanwhile
 
 
 def time_batches(
@@ -47,7 +47,9 @@ def time_batches(
     clock: Callable[[], float],
     progress: Callable[[int, int, float], None],
 ) -> tuple[Times, Times | None, str | None]:
-    """The whole batch, then one request with nobody beside it, or why that was not timed. A batch of one is both.
+    """Time the whole batch, then one request without any other, or say why that was not timed.
+
+    A batch of one is both.
 
     Raises:
         NotMeasuredError, ConflictError: as ``time_bursts`` of the whole batch.
@@ -78,7 +80,7 @@ def time_bursts(
     progress: Callable[[int, int, float], None],
     aim: float = 1.0,
 ) -> Times:
-    """Pairs of bursts until both times are tight or the time is up; an answer that would be too long is cut.
+    """Run pairs of bursts until both times are tight or the time is up; an answer that would be too long is cut.
 
     Args:
         clock: seconds.
@@ -88,7 +90,7 @@ def time_bursts(
 
     Raises:
         NotMeasuredError: three pairs of the shortest answers take longer than that.
-        ConflictError: others were served in nearly every burst.
+        ConflictError: other requests were served in nearly every burst.
     """
     started_s = clock()
     end_s = started_s + aim * max_seconds
@@ -132,7 +134,7 @@ def time_bursts(
 
 
 def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float, max_seconds: float) -> Workload:
-    """The workload with as much of its answer as lets the wanted pairs be run.
+    """Return the workload with as much of its answer as lets the wanted pairs be run.
 
     Raises:
         NotMeasuredError: not even the fewest of the shortest.
@@ -140,7 +142,7 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
     least_s, fits = _least_s(workload, first_s, step_s), workload.output_tokens
     if fits > 1 and step_s > 0:
         fits, fewer = (1 + int((left_s / n - 2 * first_s) / step_s) for n in (_WANTED_PAIRS, _FEWEST_PAIRS))
-        if fits < _FEW_TOKENS:  # beside the noise of two long prefills: fewer pairs tell more
+        if fits < _FEW_TOKENS:  # next to the noise of two long prefills: fewer pairs tell more
             fits = max(2, min(_TELLING_TOKENS, fewer))
     if least_s > left_s:
         raise NotMeasuredError(
@@ -152,7 +154,7 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
 
 
 def _least_s(workload: Workload, first_s: float, step_s: float) -> float:
-    """The fewest pairs of the shortest answers."""
+    """Return the fewest pairs of the shortest answers."""
     return _FEWEST_PAIRS * (first_s if workload.output_tokens == 1 else 2 * first_s + step_s)
 
 
@@ -164,7 +166,7 @@ def _tight(values: Sequence[float]) -> bool:
 
 
 def _reading(values: Sequence[float]) -> Reading:
-    """Raises NotMeasuredError: the noise is larger than what is measured."""
+    """Return the reading. Raises NotMeasuredError: the noise is larger than what is measured."""
     location = locate(values)
     if location.value <= 0:
         raise NotMeasuredError(

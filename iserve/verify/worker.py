@@ -29,7 +29,7 @@ _DEATH_S = 5.0  # for the daemon to see that a worker died, and to read its last
 
 
 def worker_stats(engine: Engine, spec: WorkerSpec, url: str, token: str | None) -> WorkerStats | None:
-    """What the worker of ``spec`` says of itself now; None: nothing that its engine is documented to say."""
+    """Return the worker's own statistics now; None: nothing that its engine is documented to say."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_STATS_TIMEOUT_S)
     try:
@@ -67,7 +67,7 @@ class CheckedWorker:
         )
 
     def burst(self, work: Workload) -> Burst:
-        """One burst, and whether the worker served nobody else meanwhile, as far as it tells."""
+        """Run one burst, and return whether the worker served no other request meanwhile, as far as it reports."""
         before = self.stats()
         elapsed_s = self._client.burst(work)
         prompt_tokens = work.batch * work.input_tokens
@@ -87,11 +87,11 @@ class CheckedWorker:
         return Burst(elapsed_s, idle and after.prompt_tokens - before.prompt_tokens <= prompt_tokens)
 
     def stats(self) -> WorkerStats | None:
-        """What it says of itself now; None where that is nothing that its engine is documented to say."""
+        """Return the worker's statistics now; None where that is nothing that its engine is documented to say."""
         return worker_stats(self._engine, self._spec, self._url, self._token)
 
     def held_bytes(self, stats: WorkerStats) -> int:
-        """By its own count, on the fullest of its devices; 0: it does not count."""
+        """Return the bytes on the fullest of its devices by its own count; 0: it does not count."""
         devices = [device_id for stage in self._spec.stages for device_id in stage.device_ids]
         held: Counter[str] = Counter()
         for rank in stats.memory:
@@ -107,7 +107,7 @@ class CheckedWorker:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, a worker that dies is told with its last words.
+        """Report the death of a worker inside the block with its last words.
 
         Raises:
             EngineError: it died, was stopped, or was started again.
@@ -123,7 +123,7 @@ class CheckedWorker:
             raise EngineError(f"{fate}; nothing was corrected by this check")
 
     def _fate(self, restarts: int, *, patience_s: float) -> str | None:
-        """What became of the worker, by the daemon; None while it lives as before."""
+        """Return what became of the worker, by the daemon; None while it lives as before."""
         deadline_s = time.monotonic() + patience_s
         while True:
             with contextlib.suppress(UnavailableError):

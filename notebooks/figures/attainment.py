@@ -1,13 +1,13 @@
 """Figure 14: SLO attainment from tight to loose SLOs, over the rates, on the worlds of figure 11.
 
 ``latency-slo`` is asked in four ways, the latter three decided before their results: for the longest request and
-its SLO; for the mean one, by whose SLO all are judged, with room for the longest (``--context``); told also how
-its own requests come (``--rate``, ``--arrivals``), such that 95% of them keep it; and with ``min-latency`` for
-those that are refused then.
+its SLO; for the mean one, by whose SLO all are judged, with room for the longest (``--context``); with the
+traffic of its own requests too (``--rate``, ``--arrivals``), such that 95% of them keep it; and with
+``min-latency`` for those that are refused then.
 
 AlpaServe's runtime refuses a request that would miss its SLO, which the first recordings of this figure left out:
 it is in both forms now. So is iServe: by the same rule with exact times, to tell what is the runtime's and what
-the placement's, and as its gateway does it (``--refuse-late``), by a forecast when a request comes.
+the placement's, and as its gateway does it (``--refuse-late``), by a forecast when a request arrives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planner.intent import IntentKind, Quality
 __all__ = ["MULTIPLES", "figure_14"]
 
 MULTIPLES = (2.5, 5.0, 7.5)
-# The paper's intent, and what else iServe offers to who has an SLO.
+# The paper's intent, and what else iServe offers for an SLO.
 SLO_INTENT = iserve(IntentKind.LATENCY_SLO)
 EXACT = iserve(IntentKind.LATENCY_SLO, Quality.EXACT)
 APART = replace(SLO_INTENT, name="latency-slo, longest apart", longest_apart=True)
@@ -46,7 +46,8 @@ WAITING = (*BASELINES, RULE_FAST, RULE_CHEAP)
 CONTESTANTS = (*OURS, EXACT, AS_IF_IDLE, RULE_FAST, RULE_CHEAP, *BASELINES, *REFUSING, *GATEWAY)
 _PAPERS = (ALPASERVE[0], REFUSING[2])
 
-Found = dict[tuple[float, float, str], Served]  # multiple, rate factor, who; without who places not all
+# By multiple, rate factor and contestant; without those that place not all models.
+Found = dict[tuple[float, float, str], Served]
 
 
 def figure_14(factors: Sequence[float] = FACTORS, multiples: Sequence[float] = MULTIPLES) -> Figure:
@@ -101,8 +102,10 @@ def _cells(found: Found) -> list[tuple[float, float]]:
 
 
 def _lost(found: Found, ours: Contestant) -> Table:
-    """Where anybody who lets requests wait keeps more, AlpaServe that drops models too: who keeps most, and what
-    was deployed."""
+    """Return where any contestant that lets requests wait keeps more, AlpaServe that drops models too.
+
+    A row has the one that keeps most, and what was deployed.
+    """
     rows: list[tuple[Cell, ...]] = []
     for multiple, factor in _cells(found):
         kept = {

@@ -41,7 +41,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What an intent is judged by."""
+    """Metric that an intent is judged by."""
 
     name: str
     of: Callable[[Estimate], float]
@@ -157,7 +157,7 @@ def _short(config: DeploymentConfig) -> str:
 
 
 def _reduction(plans: _Plans, kind: IntentKind, models: tuple[str, ...], rule: Rule) -> float:
-    """Of the mean over the set's models."""
+    """Return the reduction of the mean over the set's models."""
     ours = statistics.mean(_value(plans, kind, model) for model in models)
     theirs = statistics.mean(METRICS[kind].of(point(model, rule(model)).estimate) for model in models)
     return ours / theirs - 1

@@ -40,7 +40,7 @@ NAMES = tuple(who.name for who in BASELINES)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scene:
-    """What the places of a comparison have in common; one is equal to itself alone.
+    """Common settings of a comparison's places; one is equal to itself alone.
 
     ``requests`` of a trace at a rate factor, by a seed.
     """
@@ -53,7 +53,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where all contestants meet: a trace and its rate factor, in a scene."""
+    """Place where all contestants meet: a trace and its rate factor, in a scene."""
 
     trace: str
     factor: float
@@ -64,7 +64,7 @@ class Place:
         return f"{self.trace} {self.factor:g}"
 
     def world(self, seed: int) -> World:
-        """The same for whoever is compared."""
+        """Return the world, the same for every contestant."""
         scene, requests = self.scene, self.scene.requests(self.trace, self.factor, seed)
         return world_of(scene.site, scene.models, requests, deploy_every_s=scene.deploy_every_s, seed=seed)
 
@@ -87,7 +87,7 @@ Cells = dict[tuple[Place, str], Served]
 
 
 def cells_of(places: Iterable[Place], contestants: Sequence[Contestant], seeds: tuple[int, ...] = SEEDS) -> Cells:
-    """What everybody makes of every place; without those who found no placement."""
+    """Return every contestant's results in every place; without those that found no placement."""
     found = {(place, who.name): served(place, who, seeds=seeds) for place in places for who in contestants}
     return {key: one for key, one in found.items() if one is not None}
 
@@ -170,7 +170,7 @@ def against_each(
 
 
 def lost(cells: Cells, ours: str, of: Of) -> Table:
-    """Where somebody who answers as many requests is better in the intent's own metric: the best there is."""
+    """Return where a contestant that answers as many requests is better in the intent's own metric: the best."""
     rows: list[tuple[Cell, ...]] = []
     for place in dict.fromkeys(place for place, _ in cells):
         own = cells[place, ours]

@@ -1,4 +1,4 @@
-"""Who is compared under load, and what is measured of each: every contestant serves the same ``load.World``."""
+"""Contestants under load and their figures: every contestant serves the same ``load.World``."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class Contestant:
     """iServe under an intent, or a baseline.
 
     Args:
-        kind: what iServe is asked for, what the rule of thumb is told, and which limits AIConfigurator; no other
+        kind: what iServe is asked for, what the rule of thumb is given, and which limits AIConfigurator; no other
             baseline knows it.
             ``latency-slo``: each model's own SLO, for the longest request, which models are planned for.
         policy: placement, of iServe; the default is its own.
-        knows_rates: of iServe's planner, of those who run already; else the busy fractions of their GPUs only.
+        knows_rates: of iServe's planner, of running deployments; else the busy fractions of their GPUs only.
         weighs_load: of iServe's planner; else it plans as if GPUs were idle.
         longest_apart: plans for the mean request with room for the longest, as by ``--context``, and has the SLO
             by which it is judged; else it plans for the longest request, with the SLO of that.
         told_number: of models, how many the cluster is to hold in all, as by ``--expect``.
-        told_demand: of its own model's requests, their rate and how they come.
-        refused: what iServe is asked for, no demand told, where it refuses ``kind``; None: the model is not
+        told_demand: of its own model's requests, their rate and traffic.
+        refused: what iServe is asked for, no demand given, where it refuses ``kind``; None: the model is not
             deployed then.
-        refuses_late: requests that could not keep their SLO any more when their turn comes, by exact times, as
-            AlpaServe's runtime does; else they wait.
-        by_forecast: of those, when they come and by what iServe's gateway knows then.
+        refuses_late: requests that could not keep their SLO any more when their turn is reached, by exact times,
+            as AlpaServe's runtime does; else they wait.
+        by_forecast: of those, on arrival and by what iServe's gateway knows then.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Contestant:
     by_forecast: bool = False
 
     def intent(self, slo: Slo, demand: tuple[float, Traffic] | None = None) -> Intent:
-        """What is wished of a model with this SLO and demand."""
+        """Return the intent for a model with this SLO and demand."""
         wish = Intent(
             kind=self.kind, quality=self.quality, slo=slo if self.kind is IntentKind.LATENCY_SLO else None
         )
@@ -102,11 +102,11 @@ BASELINES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """How a world fared. Latencies are from arrival to last token, waiting included, of answered requests; but
-    ``p50_all_s`` is of all, one that is not answered taking forever.
+    """Results of a contestant in a world.
 
-    Cost and GPU-seconds are means over answered requests: what the deployment that served it holds, times its E2E.
-    With replicas, the mean replica's.
+    Latencies are from arrival to last token, waiting included, of answered requests; but ``p50_all_s`` is of all,
+    one that is not answered taking forever. Cost and GPU-seconds are means over answered requests: what the
+    deployment that served it holds, times its E2E. With replicas, the mean replica's.
     """
 
     deployed: float  # of the models that were asked for
@@ -123,7 +123,7 @@ class Served:
     gpus: float  # that ever held a worker
     busy: float  # mean fraction of the time of those
     throughput: float  # answered requests per second and GPU that ever held a worker
-    what: str  # the configurations of every deployment, in the order in which they came; -: none
+    what: str  # the configurations of every deployment, in the order in which they were made; -: none
 
 
 def averaged(several: Sequence[Served]) -> Served:
@@ -135,8 +135,10 @@ def averaged(several: Sequence[Served]) -> Served:
 
 
 def fewest_gpus(world: World) -> dict[str, DeploymentConfig]:
-    """Of each model the 16-bit configuration on the fewest GPUs that the idle cluster holds; of equal ones the
-    most TP. The paper's minimum parallelism, which its SLOs are multiples of."""
+    """Return, for each model, the 16-bit configuration on the fewest GPUs that the idle cluster holds.
+
+    Of equal ones the most TP. It is the paper's minimum parallelism, which its SLOs are multiples of.
+    """
     places, cluster, found = Places(world.site.gpu.link_group_size), world.scenario.cluster, {}
     for name, model in world.models(lambda model: Intent()).items():
         known = knowledge_of(model, world.site.gpu, cluster)
@@ -146,7 +148,7 @@ def fewest_gpus(world: World) -> dict[str, DeploymentConfig]:
 
 
 def slos_of(world: World, factor: float, request: Workload) -> dict[str, Slo]:
-    """Of each model: ``factor`` times the request's time alone at minimum parallelism."""
+    """Return the SLO of each model: ``factor`` times the request's time alone at minimum parallelism."""
     models, fewest = world.models(lambda model: Intent()), fewest_gpus(world)
     return {
         name: Slo(e2e_s=factor * model.estimator.estimate(fewest[name], request).e2e_s.value)
@@ -170,7 +172,7 @@ def serve(world: World, who: Contestant, slo_factor: float = SLO_FACTOR) -> Serv
 
 
 def _models(world: World, who: Contestant, slo_factor: float) -> dict[str, SimulatedModel]:
-    """As ``who`` asks for them."""
+    """Return the models as ``who`` asks for them."""
     workload = world.site.workload
     slos = slos_of(world, slo_factor, world.mean_request if who.longest_apart else workload)
     if who.longest_apart:

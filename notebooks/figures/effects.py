@@ -24,7 +24,7 @@ SOURCE = "roofline, 8 x A6000, one query of 512 tokens in, 100 out"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One configuration of one model, in the units of the paper's axes."""
+    """Configuration of one model, in the units of the paper's axes."""
 
     config: DeploymentConfig
     estimate: Estimate

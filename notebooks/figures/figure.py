@@ -1,4 +1,4 @@
-"""What a reproduced figure is: tables, and findings beside the paper's. Printed as text, kept as JSON."""
+"""Reproduced figure: tables, and findings next to the paper's. Printed as text, kept as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One of the paper's numbers, and ours."""
+    """Number of the paper, and ours."""
 
     what: str
     paper: str
@@ -45,7 +45,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One figure of the paper. ``source``: how our numbers were obtained."""
+    """Figure of the paper. ``source``: how our numbers were obtained."""
 
     number: str
     title: str

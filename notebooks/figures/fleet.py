@@ -34,7 +34,7 @@ TWENTY_ONE = tuple(islice(cycle(_TABLE_1), 21))
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """One model that found a place."""
+    """Model that found a place."""
 
     model: str
     estimate: Estimate
@@ -47,7 +47,7 @@ class Deployed:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether its layers are split otherwise than as evenly as they can be."""
+        """True when its layers are split otherwise than as evenly as they can be."""
         layers = self.placement.layers_per_stage
         return sorted(layers) != sorted(even_split(sum(layers), len(layers)))
 
@@ -64,14 +64,16 @@ Estimators = Callable[[str], RooflineEstimator]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How one row deploys: by an intent, or by a rule; and what it believes of the models."""
+    """Way in which one row deploys: by an intent, or by a rule; and what it believes of the models."""
 
     choose: IntentKind | Rule
     estimators: Estimators = estimator_of
 
 
 def deploy_all(models: Sequence[str], wish: Wish) -> list[Deployed]:
-    """One after the other, each on what the ones before left; those for which nothing fits are passed over."""
+    """Deploy models one after the other, each on what the ones before left; those for which nothing fits are
+    skipped.
+    """
     hardware = hypothetical_hardware(GPU, NUM_GPUS)
     found = []
     for model in models:
@@ -115,7 +117,9 @@ _PAPER_COUNTS = {
 
 
 def figure_16(orders: int = 1) -> Figure:
-    """How many of 21 models find a place, and their metrics, in table 1's order and ``orders - 1`` shuffles."""
+    """Return how many of 21 models find a place, and their metrics, in table 1's order and ``orders - 1``
+    shuffles.
+    """
     wishes = {
         **{str(kind): Wish(kind) for kind in INTENTS},
         PAIRED: Wish(IntentKind.MIN_LATENCY, paired_estimator),
@@ -167,7 +171,7 @@ _Runs = dict[str, list[list[Deployed]]]
 
 
 def _spread(counts: Sequence[int]) -> str:
-    """Of the first order, and between which numbers the orders lie."""
+    """Return the first order's number, and between which numbers the orders lie."""
     return f"{counts[0]}" + (f" ({min(counts)} to {max(counts)} over {len(counts)} orders)" if counts[1:] else "")
 
 
@@ -191,7 +195,7 @@ def _deployed_table(runs: _Runs) -> Table:
 
 
 def _configurations(runs: _Runs) -> Table:
-    """What was chosen in the first order."""
+    """Return what was chosen in the first order."""
     rows = []
     for name, all_runs in runs.items():
         counts = Counter(
@@ -203,7 +207,7 @@ def _configurations(runs: _Runs) -> Table:
 
 
 def _left_out(runs: _Runs) -> Table:
-    """Which of the 21 found no place in the first order."""
+    """Return which of the 21 found no place in the first order."""
     rows = []
     for name, all_runs in runs.items():
         missing = Counter(TWENTY_ONE) - Counter(d.model for d in all_runs[0])
@@ -220,7 +224,7 @@ def _uneven(runs: _Runs, uneven: Counter[str]) -> str:
 
 
 def _best(runs: _Runs, kind: IntentKind) -> str:
-    """Which intent is best in the metric of ``kind``, over the models of each order that all four deployed."""
+    """Return which intent is best in the metric of ``kind``, over each order's models that all four deployed."""
     winners: Counter[str] = Counter()
     for found in zip(*(runs[str(k)] for k in INTENTS), strict=True):
         placed = [dict(_indexed(run)) for run in found]

@@ -1,4 +1,4 @@
-"""Figure 16 under load: its 21 models, deployed one after the other on eight A6000, while requests come.
+"""Figure 16 under load: its 21 models, deployed one after the other on eight A6000, while requests arrive.
 
 Decided before the first result: table 1's order; one every 50 seconds, so that the last is there after about as
 long as the last of figure 12; both Azure traces in the form of the other figures (``load``) at the ends of their

@@ -108,7 +108,7 @@ _TOLD = replace(
     told_demand=True,
     refused=IntentKind.MIN_LATENCY,
 )
-# What min-latency sees of who runs already: rates, as it is; only how busy GPUs are; nothing. Told how many come.
+# What min-latency sees of running deployments: rates, as it is; only how busy GPUs are; nothing; the number to be.
 # And on quiet GPUs.
 _SEEN = (
     replace(_INTENTS[0], name="min-latency, by loads alone", knows_rates=False),

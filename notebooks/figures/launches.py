@@ -26,7 +26,7 @@ PAPER_MODELS = ("gpt-j-6b", "falcon-40b")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One start of an engine for profiling."""
+    """Start of an engine for profiling."""
 
     tp: int
     pp: int
@@ -45,13 +45,17 @@ def _degrees(model: str) -> list[tuple[int, int]]:
 
 
 def _formats(model: str) -> tuple[WeightFormat, ...]:
-    """Of the paper's table 1. KV formats and pruning need no start of their own: their memory is counted."""
+    """Return the formats of the paper's table 1. KV formats and pruning need no start of their own."""
     llama = spec_of(model).family == "llama"
     return tuple(w for w in PAPER_ENGINE.weights if llama or w is not WeightFormat.GPTQ4)
 
 
 def fingerprints(model: str, *, everywhere: bool = False) -> list[Launch]:
-    """What (L2,M2) launches, one and two layers a stage: every tp at pp=1, and (1,2). ``everywhere``: (L2,M3)."""
+    """Return what (L2,M2) launches, one and two layers a stage: every tp at pp=1, and (1,2).
+
+    Args:
+        everywhere: what (L2,M3) launches.
+    """
     wanted = [(tp, pp) for tp, pp in _degrees(model) if everywhere or pp == 1 or (tp, pp) == (1, 2)]
     return [
         Launch(tp, pp, weights, layers)
@@ -80,7 +84,7 @@ def _gpu_bytes(model: str, launch: Launch) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of all launches of one strategy. ``start_s``: None where no start of such a model was measured."""
+    """Cost of all launches of one strategy. ``start_s``: None where no start of such a model was measured."""
 
     launches: int
     gpu_launches: int  # each as often as it takes GPUs
@@ -112,7 +116,7 @@ def cost_of(model: str, launches: Sequence[Launch], start_s: float | None) -> Co
 
 
 def _starts_s(model: str) -> tuple[float | None, float | None]:
-    """Of a fingerprint and of the whole model on an H200, but for the machine's first, with cold caches."""
+    """Return the starts of a fingerprint and of the whole model on an H200; the first, cold, is left out."""
     one = recorded().get(model)
     return (None, None) if one is None else (one.start_s[1], one.start_s[-1])
 

@@ -102,7 +102,9 @@ def _range(values: list[float]) -> str:
 
 
 def fingerprint_against_whole(model: str = "Llama-2-70b-hf") -> tuple[Finding, ...]:
-    """How much smaller and faster than the model its fingerprints are: weights by shape, time by the roofline."""
+    """Return how much smaller and faster than the model its fingerprints are: weights by shape, time by the
+    roofline.
+    """
     spec = spec_of(model)
     size, took = {}, {}
     for layers in (1, 2, spec.num_layers):
@@ -128,7 +130,9 @@ def fingerprint_against_whole(model: str = "Llama-2-70b-hf") -> tuple[Finding, .
 
 
 def itemised_bytes(model: str, tp: int, pp: int) -> float:
-    """By the roofline, over all GPUs; without KV cache and the runtime, which the equations take off first."""
+    """Return bytes by the roofline, over all GPUs; without KV cache and runtime, which the equations take off
+    first.
+    """
     estimate = estimator_of(model).estimate(config_of(tp, pp), WORKLOAD)
     kv = tp * estimate.memory.num_layers * estimate.memory.layer_kv_bytes
     return total_bytes(estimate.memory) - tp * pp * estimate.memory.runtime_bytes - kv
@@ -192,7 +196,7 @@ def figure_8() -> Figure:
 
 
 def _counted() -> Table:
-    """The engine's own count of the whole model beside what two fingerprints tell."""
+    """Return the engine's own count of the whole model next to what two fingerprints predict."""
     rows = []
     for model, one in recorded().items():
         rank = one.whole_memory[0]

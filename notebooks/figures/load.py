@@ -1,11 +1,11 @@
-"""The evaluation under load: a world, and who serves it.
+"""World of the evaluation under load: a cluster, models deployed one after the other, and requests.
 
-A world is a cluster, models that are deployed one after the other, and requests. Everybody who is compared gets
+A world is a cluster, models that are deployed one after the other, and requests. Every contestant gets
 the same one: same GPUs, same times of deployment, same requests to the same deployments, same step times,
 placer, router and service. Only what is deployed where differs. All of it was decided before the first result
 but for two things. Each request is for one of all models, and those for a model that is not deployed yet are
 left out, as in figure 10; at first they went to the models that were there, and one cell showed half an hour of
-queue from the five minutes in which the first model had the whole trace. And an SLO is told to the planner for
+queue from the five minutes in which the first model had the whole trace. And an SLO is given to the planner for
 the longest request, which it plans for, not in the seconds of the mean request by which it is judged.
 
 The paper's requests are Azure's of 2023, compressed (``traces.compression``). It gives no interval and no number
@@ -95,7 +95,7 @@ PAPER_SITE = Site(
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What everybody who is compared is given."""
+    """World that every contestant is given."""
 
     site: Site
     deployments: Mapping[str, str]  # name: model
@@ -111,7 +111,7 @@ class World:
         workload: Workload | None = None,
         expect: int = 0,
     ) -> dict[str, SimulatedModel]:
-        """As each is asked for; ``workload``: that they are planned for, the site's by default."""
+        """Return the models as each is asked for; ``workload``: planned for, the site's by default."""
         workload = workload or self.site.workload
 
         def options(model: str) -> PlanOptions:
@@ -123,7 +123,7 @@ class World:
 
     @property
     def mean_request(self) -> Workload:
-        """One request of the mean lengths."""
+        """Request of the mean lengths."""
         inputs, outputs = (
             round(sum(getattr(r, side) for r in self.requests) / len(self.requests))
             for side in ("input_tokens", "output_tokens")
@@ -131,7 +131,8 @@ class World:
         return Workload(batch=1, input_tokens=inputs, output_tokens=outputs)
 
     def demand_of(self, model: str) -> tuple[float, Traffic]:
-        """Requests a second, and how they come, of its first deployment: what ``--rate`` and ``--arrivals`` tell.
+        """Return requests a second, and their traffic, of its first deployment: what ``--rate`` and ``--arrivals``
+        give.
 
         Raises:
             BadInputError: its requests span less than 80 s.

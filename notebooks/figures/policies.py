@@ -33,7 +33,7 @@ _SHOWN = {
 
 @cache
 def rows_of_figure_10() -> Mapping[str, Sequence[Row]]:
-    """By policy, one row per seed. Columns are named as ``tests.bench.placement_under_load.Row``'s."""
+    """Return rows by policy, one per seed. Columns are named as ``tests.bench.placement_under_load.Row``'s."""
     found: dict[str, list[Row]] = defaultdict(list)
     for row in json.loads(read_kept(RESULTS / "placement_under_load.json.gz"))["rows"]:
         if row["experiment"] == "figure 10":

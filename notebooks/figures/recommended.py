@@ -1,4 +1,4 @@
-"""What AIConfigurator recommends, as a deployer: its own search, objective and limits, recorded beforehand.
+"""Recommendations of AIConfigurator, as a deployer: its own search, objective and limits, recorded beforehand.
 
 Asked by ``tests/bench/aiconfigurator_choice.py`` for the four H200s: most output tokens a second and GPU within
 its own limits (TTFT 2 s, TPOT 30 ms) or, for latency, within an E2E of 5 s; of a checkpoint in 16 bits or in fp8.
@@ -29,7 +29,7 @@ _TIGHT_MS = {"request_latency": 5000.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """``architecture``: told in place of the model's own, which it refuses; ``checkpoint``: in which format."""
+    """Question put to AIConfigurator. ``architecture``: in place of the model's own, which it refuses."""
 
     model: str
     architecture: str | None
@@ -81,7 +81,7 @@ class Recorded:
 
 @cache
 def recommendations() -> Recorded:
-    """Those that are committed."""
+    """Return the recommendations that are committed."""
     path = RESULTS / "aiconfigurator_choices.json"
     return from_json(read_kept(path), Recorded, what=str(path))
 
@@ -106,7 +106,7 @@ def recommended(world: World, kind: IntentKind, quality: Quality) -> FirstFit:
 
 
 def _other_question(known: Knowledge, world: World) -> bool:
-    """Whether what was asked is not what this world would ask."""
+    """Return whether the recorded question is not what this world would ask."""
     asked, workload = recommendations(), known.workload
     return (asked.system, asked.gpus, asked.input_tokens, asked.output_tokens) != (
         AIC_SYSTEMS.get(world.gpu.name), len(world.scenario.cluster.gpus), workload.input_tokens,
@@ -115,7 +115,7 @@ def _other_question(known: Knowledge, world: World) -> bool:
 
 
 def _advice(model: str, weights: WeightFormat, limits_ms: Mapping[str, float]) -> Advice | None:
-    """Of the architecture that it takes the model for: the model's own, or else that of the same shape."""
+    """Return the advice for the architecture that it takes the model for: its own, or one of the same shape."""
     return next(
         (
             answer.advice

@@ -1,8 +1,8 @@
-"""Computes every figure in full and writes it beside the notebooks: JSON with date and machine, and an SVG.
+"""Record of every figure: computes them in full and writes JSON with date and machine, and an SVG.
 
-Run: ``make evaluation``, or ``python -m notebooks.figures.record [NUMBER...]``. It also renews what the notebooks
-print. With ``EVALUATION_SERVICE=fcfs-pipelined`` every stage of a pipeline holds a request; that goes to a folder
-of its own, and no notebook shows it.
+Run: ``make evaluation``, or ``python -m notebooks.figures.record [NUMBER...]``. The files are next to the
+notebooks, whose printed output is renewed too. With ``EVALUATION_SERVICE=fcfs-pipelined`` every stage of a
+pipeline holds a request; that goes to a folder of its own, and no notebook shows it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ FIGURES: Mapping[str, Callable[[], Figure]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One figure as it came out. ``machine`` is the one that computed; the figure says where it was measured."""
+    """Figure as computed. ``machine`` is the one that computed; the figure says where it was measured."""
 
     created_at: str  # ISO 8601, UTC
     machine: str
@@ -75,13 +75,13 @@ class Record:
 
 
 def read(number: str) -> Record:
-    """What is committed of a figure."""
+    """Return what is committed of a figure."""
     path = RESULTS / f"figure_{number}.json"
     return from_json(path.read_bytes(), Record, what=str(path))
 
 
 def write(record: Record) -> None:
-    """Its JSON and its SVG."""
+    """Write the figure's JSON and its SVG."""
     number = record.figure.number
     (HERE / f"figure_{number}.json").write_text(_lines(json.loads(to_json(record))) + "\n")
     if HERE == RESULTS:
@@ -89,7 +89,7 @@ def write(record: Record) -> None:
 
 
 def _lines(value: object) -> str:
-    """JSON in which each list or object that holds no others is a line: a row, a finding."""
+    """Return JSON in which each list or object without nested ones is a line: a row, a finding."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if not any(isinstance(one, dict | list) for one in inner):
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""What was recorded of the paper's models on an H200 with vLLM: fingerprints and whole models, in one call."""
+"""Recordings of the paper's models on an H200 with vLLM: fingerprints and whole models, in one call."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ RECORDED = ("gpt-j-6b", "falcon-7b", "Llama-2-7b-hf", "Llama-2-13b-hf")
 
 @cache
 def recording_of(model: str) -> Recorded:
-    """In 16 bits on one GPU. There are others of some models, in fp8 or over several GPUs, that no figure uses."""
+    """Return the recording in 16 bits on one GPU.
+
+    Further ones, in fp8 or over several GPUs, are used by no figure.
+    """
     path = RESULTS / "h200" / f"{model}-16bit-tp1-pp1.json.xz"
     return from_json(read_kept(path), Recorded, what=str(path))
 
 
 def recorded() -> dict[str, Recorded]:
-    """By model, those of the paper's."""
+    """Return the recordings of the paper's models, by model."""
     return {model: recording_of(model) for model in RECORDED}
 
 
@@ -40,7 +43,7 @@ def where() -> str:
 
 
 def config_of(one: Recorded) -> DeploymentConfig:
-    """What it was run under."""
+    """Return the configuration it was run under."""
     return DeploymentConfig(tp=one.tp, pp=one.pp, weights=one.weights, engine="vllm")
 
 

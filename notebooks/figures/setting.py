@@ -1,4 +1,4 @@
-"""What the paper's evaluation is set on: eight A6000, its six models, its engine, one query at a time.
+"""Setting of the paper's evaluation: eight A6000, its six models, its engine, one query at a time.
 
 Decided before any figure was drawn, and used by all of them. Nothing here predicts.
 """
@@ -51,7 +51,7 @@ _NOT_IN_TABLE = "not in the paper's table 1"
 
 # What the paper's TensorRT-LLM ran, by its table 1. That flow is gone from today's engines, and so from iServe's
 # own tables; the choices are made under both. The table's merged cells are read so: the falcons and GPT-J have
-# int8 and int4; the Llamas gptq4, int8 KV and pruning beside. Falcon-7B's 71 heads rule out TP by themselves.
+# int8 and int4; the Llamas gptq4, int8 KV and pruning too. Falcon-7B's 71 heads rule out TP by themselves.
 PAPER_ENGINE = EngineCapabilities(
     engine=ENGINE,
     architectures=Architectures(
@@ -83,7 +83,7 @@ MODELS = ("Llama-2-7b-hf", "Llama-2-13b-hf", "Llama-2-70b-hf", "falcon-7b", "fal
 
 
 def spec_of(model: str) -> ModelSpec:
-    """Its shape."""
+    """Return the model's shape."""
     return _models()[model]
 
 

@@ -1,4 +1,4 @@
-"""Figure 9: how near the profiling strategies come, and what they cost, on models that were recorded."""
+"""Figure 9: accuracy and cost of the profiling strategies, on models that were recorded."""
 
 from __future__ import annotations
 
@@ -132,7 +132,10 @@ def _median_error(errors: dict[tuple[str, str, str], list[float]], method: str) 
 
 
 def _memory_errors(one: Recorded) -> tuple[str, str, str, str]:
-    """Of the engine's own count: weights, activations, runtime and graphs. At one degree M3 is M2."""
+    """Return errors of the engine's own count: weights, activations, runtime and graphs.
+
+    At one degree M3 is M2.
+    """
     rank = one.whole_memory[0]
     true = rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes + rank.graph_bytes
     layers = one.profile.spec.num_layers
@@ -150,7 +153,7 @@ def _memory_range(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _cost_table() -> Table:
-    """GPU seconds of the runs, the engine's starts apart, and the memory held beside the KV cache."""
+    """Return GPU seconds of the runs, the engine's starts apart, and the memory held without the KV cache."""
     rows = []
     for model, one in recorded().items():
         fingerprint = one.profile.timing

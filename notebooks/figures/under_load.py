@@ -42,10 +42,10 @@ LARGE, SMALL = (
 FASTEST = iserve(IntentKind.MIN_LATENCY)
 CHEAPEST = iserve(IntentKind.MIN_COST)
 EXACT = iserve(IntentKind.MIN_LATENCY, Quality.EXACT)
-# What it sees of who runs already: rates, as it is; only how busy GPUs are; nothing.
+# What it sees of running deployments: rates, as it is; only how busy GPUs are; nothing.
 BY_LOADS = replace(FASTEST, name="min-latency, by loads alone", knows_rates=False)
 AS_IF_IDLE = replace(FASTEST, name="min-latency, as if idle", weighs_load=False)
-# And of who is to come: how many.
+# And of expected ones: how many.
 EXPECTING = replace(FASTEST, name="min-latency, told how many come", told_number=True)
 RULE_FAST = Contestant(name="rule: max TP, 4 bits", baseline=Baseline.RULE, kind=IntentKind.MIN_LATENCY)
 RULE_CHEAP = Contestant(name="rule: min TP, 4 bits", baseline=Baseline.RULE, kind=IntentKind.MIN_COST)
@@ -106,7 +106,7 @@ _PAPER_11 = {"AlpaServe": "-31.86% with code at 0.4"}
 
 
 def _paper_cells(cells: Cells) -> tuple[Finding, ...]:
-    """What the paper tells of single cells."""
+    """Return what the paper says of single cells."""
     high, lower = Place("code", 0.4, LARGE), Place("code", 0.3, LARGE)
     if (high, FASTEST.name) not in cells or (lower, FASTEST.name) not in cells:
         return ()

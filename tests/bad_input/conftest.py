@@ -46,7 +46,7 @@ NODE = NodeStatus(
 
 
 class Daemon(DaemonClient):
-    """It has two devices, no worker, and starts none."""
+    """Daemon with two devices and no worker, which starts none."""
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1", "none")
@@ -62,7 +62,7 @@ class Daemon(DaemonClient):
 
 @dataclass
 class Api:
-    """Of one home; ``ask`` is one request."""
+    """REST API of one home; ``ask`` is one request."""
 
     app: FastAPI
     client: TestClient

@@ -1,5 +1,7 @@
-"""A wall clock that jumps, hours ahead or back, ends no worker, keeps none, and makes no request forgotten or done
-twice. What counts time counts it on the monotonic clock; what is compared with kept times is told here."""
+"""A wall clock that jumps, hours ahead or back, ends no worker, keeps none, and loses or repeats no request.
+
+Durations are counted on the monotonic clock; comparisons with stored times are tested here.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_a_renewed_lease_holds_and_one_that_is_not_ends_whatever_the_wall_clock_
     lease.touch()
 
     async def sleep(seconds_slept: float) -> None:
-        for _ in range(4):  # the touches come and go while it sleeps
+        for _ in range(4):  # the touches happen while it sleeps
             before = int(now["monotonic"])
             now["monotonic"] += seconds_slept / 4
             now["wall"] += seconds_slept / 4

@@ -58,7 +58,10 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path,
 
 @contextlib.contextmanager
 def limited(left_bytes: int) -> Iterator[None]:
-    """Of this process, whose other files are small meanwhile. Python ignores the signal, and gets EFBIG."""
+    """Limit the file size of this process, whose other files are small meanwhile.
+
+    Python ignores the signal: EFBIG.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (left_bytes, hard))
     try:
@@ -85,7 +88,7 @@ def left_in(folder: Path) -> set[str]:
 
 def test_a_fingerprint_is_whole_or_not_there(disk: tuple[Path, Filled], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, only = disk
-    # The room is looked at before; here it is taken by others after that.
+    # The room is looked at before; here other files take it after that.
     usage = shutil.disk_usage(folder)._replace(free=2**40)
     with monkeypatch.context() as patch:
         patch.setattr(safetensors_writer.shutil, "disk_usage", lambda _: usage)

@@ -41,7 +41,7 @@ def good(rng: random.Random) -> tuple[dict[str, Any], int]:
 
 
 def lie(rng: random.Random, header: dict[str, Any]) -> None:
-    """One field of one tensor says what is not so: overlaps, gaps, vast and negative sizes, other types."""
+    """Make one field of one tensor lie: overlaps, gaps, vast and negative sizes, other types."""
     whole = {"dtype", "shape", "data_offsets"}
     names = [name for name, entry in header.items() if isinstance(entry, dict) and entry.keys() >= whole]
     if not names:
@@ -96,7 +96,7 @@ def bad_file(rng: random.Random) -> bytes:
 
 
 def bad_index(rng: random.Random) -> bytes:
-    """An index that names files beside it, elsewhere, or none, or is none."""
+    """Return an index that names files next to it, elsewhere, or none, or is none."""
     named = (SINGLE_FILE, "one.safetensors", "../one.safetensors", "/etc/passwd", "a/one.safetensors", *ODD)
     index: Any = {"weight_map": {f"layers.{n}.weight": rng.choice(named[: rng.choice((2, 19))]) for n in range(2)}}
     if rng.random() < 0.2:
@@ -108,7 +108,7 @@ def bad_index(rng: random.Random) -> bytes:
 
 
 def read_whole(folder: Path) -> None:
-    """What is accepted lies in the folder's own files, every byte of it once."""
+    """Read a checkpoint whole: what is accepted lies in the folder's own files, every byte of it once."""
     checkpoint = Checkpoint.open(folder)
     for name, entry in checkpoint.tensors.items():
         assert entry.file.parent == folder
@@ -118,7 +118,7 @@ def read_whole(folder: Path) -> None:
 
 
 def fuzz(folder: Path, cases: int, seed: int, read: Callable[[Path], None] = read_whole) -> dict[str, int]:
-    """How many were read and refused. Anything else that is raised is a failure."""
+    """Return how many were read and refused. Any other error is a failure."""
     rng, counts = random.Random(seed), {"read": 0, "refused": 0, "at length": 0}
     for _ in range(cases):
         single = rng.random() < 0.8
@@ -230,7 +230,7 @@ def test_a_header_is_read_no_further_than_to_what_is_wrong_in_it(
 
 
 def test_no_single_call_holds_the_process_for_long_however_many_tensors_a_header_names(tmp_path: Path) -> None:
-    """By the CPU time of this thread, in parts of what all of the reading takes: on any machine the same."""
+    """The CPU time of this thread, in parts of what all of the reading takes, is the same on any machine."""
     places = list(range(20_000))
     random.Random(5).shuffle(places)
     header = {f"t{at}": {"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]} for at in places}

@@ -145,7 +145,7 @@ def test_a_table_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_escape_passes_through_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What any command prints, by whatever means: rich's own colours come through, those of others do not."""
+    """Output of any command, by whatever means, has rich's own colours and no foreign escape."""
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -185,7 +185,7 @@ def test_a_refusal_of_the_command_line_is_made_harmless(tmp_path: Path) -> None:
 def test_what_cannot_name_a_deployment_names_none(
     command: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is asked of the controller: in a path such a name would be another route."""
+    """The controller is asked nothing: in a path such a name would be another route."""
     monkeypatch.setattr(sys, "argv", ["iserve", command, name])
     with pytest.raises(SystemExit) as ended:
         main()

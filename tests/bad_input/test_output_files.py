@@ -1,4 +1,4 @@
-"""What a person names as a file to be written, and is none: refused, and still there afterwards."""
+"""Output paths that a person names and that are no file are refused, and still there afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from traces.writing import write_trace
 
 @pytest.fixture(params=["pipe", "socket"])
 def no_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """As /dev/null is none, which only root may make."""
+    """Yield a path that is no file, as /dev/null is none, which only root may make."""
     path = tmp_path / "out.csv"
     if request.param == "pipe":
         os.mkfifo(path)

@@ -1,4 +1,4 @@
-"""Which folders a caller may name: the command line of this home any, an API key those of ISERVE_MODEL_FOLDERS."""
+"""Folders that a caller may name: the command line of this home any, an API key those of ISERVE_MODEL_FOLDERS."""
 
 from __future__ import annotations
 

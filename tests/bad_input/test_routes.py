@@ -1,5 +1,7 @@
-"""Every route of the REST API, found in the application itself, so that none can be forgotten: who may ask, and
-what it does not know is refused by name."""
+"""Every route of the REST API, found in the application itself, so that none can be forgotten.
+
+It asks for authorisation, and refuses what it does not know by name.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,7 @@ def test_an_unknown_query_parameter_is_refused_by_its_name(api: Api) -> None:
 
 
 def test_a_name_that_is_given_twice_is_refused(api: Api) -> None:
-    """In a body, at any depth, and in a query: which of the two was meant nobody knows."""
+    """A repeated name in a body, at any depth, or in a query is refused: which value was meant is unknown."""
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     for body, name in (
         ('{"model": "a", "model": "b"}', "model"),

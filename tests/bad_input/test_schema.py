@@ -1,5 +1,7 @@
-"""What the OpenAPI schema allows and forbids, made up by schemathesis and asked of the application: no bug is met,
-and what is answered is what the schema says."""
+"""Requests that the OpenAPI schema allows and forbids, made up by schemathesis, meet no bug.
+
+The answers are what the schema says.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture
 
 
 def fuzz(api: Api, examples: int) -> Counter[int]:
-    """How often each status was answered."""
+    """Return how often each status was answered."""
     schema = schemathesis.openapi.from_asgi("/openapi.json", api.app, headers={"Authorization": f"Bearer {TOKEN}"})
     seen: Counter[int] = Counter()
     for found in schema.get_all_operations():

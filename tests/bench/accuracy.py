@@ -59,7 +59,7 @@ class AnswerPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What AIConfigurator said of it; None where it has no data."""
+    """Answer of AIConfigurator; None where it has no data."""
 
     point: AnswerPoint
     ttft_s: float | None = None
@@ -92,7 +92,7 @@ def truths(recorded: Recorded) -> list[Truth]:
 
 
 def timer_rows(recorded: Recorded) -> list[TimerRow]:
-    """What the step timer costs the whole model."""
+    """Return what the step timer costs the whole model."""
     beside = recorded.whole_between or recorded.whole  # before calls were in turns, those of minutes before
     off = {(p.batch, p.input_tokens): p for p in beside if p.output_tokens == OUTPUT}
     return [
@@ -182,7 +182,7 @@ def predict_plain(recorded: Recorded) -> list[Row]:
 
 
 def on_the_wall(point: TimingPoint) -> TimingPoint:
-    """As the paper reads it: all of a run is what the clock on the wall shows."""
+    """Return the point as the paper reads it: all of a run is what the clock on the wall shows."""
     return replace(point, runs=tuple(replace(run, device_s=run.e2e_s, host_s=0.0) for run in point.runs))
 
 
@@ -264,7 +264,7 @@ def memory_row(recorded: Recorded) -> MemoryRow:
 
 
 def budget_bytes(recorded: Recorded) -> int:
-    """What the engine might take of a GPU: as it says itself, else what it was told."""
+    """Return what the engine might take of a GPU: by its own account, else what it was given."""
     return recorded.whole_memory[0].budget_bytes or recorded.budget_bytes
 
 

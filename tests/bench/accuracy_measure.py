@@ -65,7 +65,7 @@ Runs = tuple[RunReading, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """One model in one format, fingerprints and whole, from one call."""
+    """Recording of one model in one format, fingerprints and whole, from one call."""
 
     model: str
     weights: WeightFormat
@@ -163,7 +163,7 @@ def machine_here(num_gpus: int) -> MachineInfo:
 
 
 def total_bytes() -> int:
-    """Of the first GPU, by the driver, as the worker divides by it."""
+    """Return the first GPU's memory, by the driver, as the worker divides by it."""
     text = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
         capture_output=True,
@@ -349,7 +349,7 @@ class _Calls:
         return self._calls(point, output, REPEATS)
 
     def in_turns(self, point: Point, output: int) -> tuple[Runs, Runs]:
-        """With the timer off and on, one call of each after the other: what drifts meets both."""
+        """Run with the timer off and on, one call of each after the other: a drift affects both."""
         off: Runs = ()
         on: Runs = ()
         for _ in range(REPEATS):

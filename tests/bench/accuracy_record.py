@@ -1,4 +1,4 @@
-"""Keeps what was measured on a GPU where ``iserve report`` finds it: each prediction beside the whole model.
+"""Accuracy records for ``iserve report``: each prediction on a GPU next to the whole model's measurement.
 
 Run: ``python -m tests.bench.accuracy_record [RESULTS_DIR] [--json FILE]``.
 
@@ -33,7 +33,7 @@ __all__ = ["accuracy_records"]
 
 
 def accuracy_records(recorded: Sequence[Recorded]) -> tuple[AccuracyRecord, ...]:
-    """One of each machine, oldest first, with every model that was measured there."""
+    """Return one record of each machine, oldest first, with every model that was measured there."""
     machines: dict[str, list[Recorded]] = {}
     for one in recorded:
         machines.setdefault(machine_key(one.profile.machine), []).append(one)
@@ -93,7 +93,7 @@ def _rows(one: Recorded) -> Iterator[AccuracyRow]:
 
 
 def _half(times: Sequence[float]) -> float:
-    """Half of the 90% interval of their mean; of one run nobody knows it, and 0 is said."""
+    """Return half of the 90% interval of their mean; of one run it is unknown, and 0 is returned."""
     return float(locate(list(times)).half_width) if len(times) > 1 else 0.0
 
 

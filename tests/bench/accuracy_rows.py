@@ -1,4 +1,4 @@
-"""What the accuracy tables are made of: truths, predictions beside them, memory, and what measuring cost."""
+"""Rows of the accuracy tables: truths, predictions, memory, and what measuring cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Truth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One predicted number beside its truth."""
+    """Predicted number next to its truth."""
 
     model: str
     variant: str  # "16bit", "fp8", "16bit tp=2"
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRow:
-    """What the engine logged of the whole model, and what was predicted. Bytes per GPU."""
+    """Memory that the engine logged of the whole model, and what was predicted. Bytes per GPU."""
 
     model: str
     variant: str  # "16bit", "fp8", "16bit tp=2"
@@ -66,7 +66,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostRow:
-    """What the fingerprints and the whole model took of the GPU."""
+    """Cost in GPU time of the fingerprints and of the whole model."""
 
     model: str
     variant: str  # "16bit", "fp8", "16bit tp=2"

@@ -23,17 +23,19 @@ def _aic_key(cell: Cell, config: DeploymentConfig, workload: Workload) -> AicKey
 
 
 class Aiconfigurator:
-    """Its answers for every alternative of the cells, asked in one process of its own environment."""
+    """Answers of AIConfigurator for every alternative of the cells, asked in a process of its own environment."""
 
     def __init__(self, answers: dict[tuple[str, AicKey], dict]) -> None:
         self._answers = answers
 
     def knows(self, cell: Cell) -> bool:
-        """Whether it predicts at least one of the alternatives."""
+        """Return whether it predicts at least one of the alternatives."""
         return any(self._seen(cell, a.config) for a in cell.alternatives)
 
     def __call__(self, cell: Cell, config: DeploymentConfig) -> Measured | None:
-        """Its figures as if measured; None where it has none or, by its own memory figures, it does not fit."""
+        """Return its figures as if measured; None where it has none or, by its own memory figures, it does not
+        fit.
+        """
         room = cell.gpu.memory_bytes / 2**30
         fitting = [(w, a) for w, a in self._seen(cell, config) if a["memory_gib"]["total"] <= room]
         if not fitting:
@@ -108,7 +110,7 @@ def question(mode: str, key: AicKey) -> dict[str, object]:
 
 
 def sample_path(python: Path) -> Path:
-    """The measured points that come with AIConfigurator's package."""
+    """Return the measured points in AIConfigurator's package."""
     code = "import aiconfigurator_core as a, pathlib; print(pathlib.Path(a.__file__).parent)"
     done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
     return Path(done.stdout.strip()) / "systems" / "silicon_sample.csv"

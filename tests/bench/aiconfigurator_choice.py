@@ -1,4 +1,6 @@
-"""What AIConfigurator 0.12.0 recommends, as JSON: its own search, objective and limits. Imports nothing of iServe.
+"""Recommendations of AIConfigurator 0.12.0, as JSON: its own search, objective and limits.
+
+Imports nothing of iServe.
 
 It runs in an environment of its own (``pip install aiconfigurator==0.12.0``; it is no dependency of iServe):
 
@@ -9,7 +11,7 @@ Asked is what ``aiconfigurator cli default`` is asked: a checkpoint, GPUs, lengt
 configuration of most output tokens a second and GPU that keeps the limits by its figures. Formats are the
 checkpoint's, so that 8 bits are asked for with an fp8 checkpoint's config.json. Of what it compares, one worker
 for prompts and answers (``agg``) and workers for each (``disagg``), only the former can be deployed by iServe; the
-latter's throughput is kept beside it.
+latter's throughput is kept as well.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ MODELS = (
 )
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
 FORMATS = {"16bit": {}, "fp8": FP8}
-# Its own limits where none are told, in ms; the SLO of the longest request there; one that is tight.
+# Its own limits where none are given, in ms; the SLO of the longest request there; one that is tight.
 LIMITS = ({"ttft": 2000.0, "tpot": 30.0}, {"request_latency": 26_000.0}, {"request_latency": 5_000.0})
 NAMES = {"bfloat16": "16bit", "fp8": "fp8"}
 ABOUT_THE_MODEL = ("planner", "source", "unconfirmed")  # what the configs file adds to each config.json
@@ -45,7 +47,7 @@ REASON_CHARS = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """``architecture``: told in place of the model's own."""
+    """Question to AIConfigurator. ``architecture``: in place of the model's own."""
 
     model: str
     architecture: str | None

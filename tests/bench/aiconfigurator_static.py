@@ -1,4 +1,4 @@
-"""What AIConfigurator 0.12.0 predicts, as JSON, for a comparison on the same points. Imports nothing of iServe.
+"""Predictions of AIConfigurator 0.12.0, as JSON, for a comparison on the same points. Imports nothing of iServe.
 
 It runs in an environment of its own (``pip install aiconfigurator==0.12.0``; it is no dependency of iServe):
 
@@ -51,7 +51,7 @@ TELL_EVERY_S = 5  # of progress
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One question. ``model`` is a name in the configs file; formats are iServe's names."""
+    """Question to AIConfigurator. ``model`` is a name in the configs file; formats are iServe's names."""
 
     model: str
     system: str  # "h200_sxm"
@@ -181,7 +181,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 def describe(answers: list[Answer]) -> None:
-    """One line per case on stdout: how many points were answered, or why none."""
+    """Print one line per case: how many points were answered, or why none."""
     cases = dict.fromkeys(
         (a.point.model, a.point.backend, a.version, a.point.weights, a.point.tp) for a in answers
     )

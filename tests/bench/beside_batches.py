@@ -1,14 +1,15 @@
-"""Workers that batch beside one another: the load model against the simulator. Run: ``python -m
-tests.bench.beside_batches [--requests N]``.
+"""Interference between workers that batch: the load model against the simulator.
+
+Run: ``python -m tests.bench.beside_batches [--requests N]``.
 
 Llama-2-7B by the roofline of an H200, 32 slots, lengths of the synthetic conversation and code traces, Poisson
 arrivals. Rates are parts of what a worker alone on its GPUs serves at most, by the load model. That model
-(``placement.batch_load``, ``placement.others``) is told rates and mean lengths and nothing of the simulation; it
+(``placement.batch_load``, ``placement.others``) is given rates and mean lengths and nothing of the simulation; it
 has no constant that could be fitted. Compared:
 
 *   *busy*: the share of the time that a lone worker runs a step.
-*   *slower*: how many times as long as on idle GPUs the requests of a newcomer stay that is asked for rarely,
-    beside neighbours with a rate; the mean over the same requests. Beside it what the GPUs' load alone says, as
+*   *slower*: how many times as long as on idle GPUs the requests of a newcomer with a low rate stay, next to
+    neighbours with a rate; the mean over the same requests. Next to it what the GPUs' load alone says, as
     busy as they were without the newcomer.
 """
 
@@ -50,7 +51,7 @@ RARE = 0.01  # of what it could serve, the newcomer
 
 
 class World(NamedTuple):
-    """Who stands where: the newcomer, and its neighbours."""
+    """Placement of the newcomer and its neighbours."""
 
     name: str
     trace: str
@@ -99,7 +100,7 @@ def requests_of(trace: str, requests_per_s: float, count: int, name: str, seed: 
 
 
 def stays_of(place: Placement, requests: Sequence[Request]) -> Stays:
-    """By the configuration map and the mean lengths."""
+    """Return the times in service by the configuration map and the mean lengths."""
     inputs, outputs = (
         np.mean([getattr(r, which) for r in requests]) for which in ("input_tokens", "output_tokens")
     )
@@ -107,7 +108,7 @@ def stays_of(place: Placement, requests: Sequence[Request]) -> Stays:
 
 
 def highest_rate(place: Placement, trace: str) -> float:
-    """That the worker serves, alone."""
+    """Return the highest rate that the worker serves, alone."""
     told, batches = stays_of(place, requests_of(trace, 1.0, 20_000, "", 0)), len(place.stages)
     grows = (told.full_s - told.alone_s) / (SLOTS - 1)
     return SLOTS / (told.alone_s + grows * (SLOTS / batches - 1))
@@ -137,7 +138,7 @@ def stayed(result: SimulationResult, name: str, until_s: float) -> np.ndarray:
 
 
 def told(name: str, place: Placement, requests: Sequence[Request], requests_per_s: float) -> DeploymentState:
-    """As the gateway and the plan would tell it."""
+    """Return the state as the gateway and the plan would give it."""
     replica = ReplicaState(
         replica_id=name, placement=place, ready=True, outstanding=0, max_batch=SLOTS, batches=len(place.stages)
     )
@@ -157,7 +158,7 @@ def told(name: str, place: Placement, requests: Sequence[Request], requests_per_
 
 
 def busy(trace: str, load: float, count: int, place: Placement = ONE) -> Compared:
-    """Of a lone worker."""
+    """Compare the busy time of a lone worker."""
     rate = load * highest_rate(place, trace)
     requests = requests_of(trace, rate, count, "a", 1)
     result = run({"a": place}, requests)
@@ -170,7 +171,7 @@ def busy(trace: str, load: float, count: int, place: Placement = ONE) -> Compare
 
 
 def slower(world: World, load: float, count: int) -> Compared:
-    """The newcomer's requests, beside neighbours at this part of their highest rate."""
+    """Compare the newcomer's requests, next to neighbours at this part of their highest rate."""
     own_rate = RARE * highest_rate(world.newcomer, world.trace)
     own = requests_of(world.trace, own_rate, max(50, round(count * RARE / load)), NEWCOMER, 2)
     until_s = own[-1].arrival_s

@@ -38,7 +38,7 @@ from tests.bench.roofline_tables import (
     ttft_rows,
 )
 
-TTFT_WEIGHT = 3.0  # 46 rows of TTFT stand against 970 of whole runs
+TTFT_WEIGHT = 3.0  # 46 rows of TTFT against 970 of whole runs
 FITTED = (
     "memory_efficiency",
     "compute_efficiency",
@@ -139,7 +139,9 @@ def operators(tables: Tables) -> tuple[float, float]:
 
 
 def gemm_check(tables: Tables) -> None:
-    """What the four linear operators of Llama-2-70B attain on their own, at 1 and at 4096 tokens, and the rest."""
+    """Print what the four linear operators of Llama-2-70B attain on their own, at 1 and at 4096 tokens, and the
+    rest.
+    """
     spec = tables.spec("llama2-70b")
     peaks = {"a100": (2.039e12, 312e12), "h100": (3.35e12, 989.4e12), "a40": (0.696e12, 149.7e12)}
     print(
@@ -214,9 +216,9 @@ def report_by(title: str, rows: Sequence[Row], errors: np.ndarray, group: Callab
 def held_out_intervals(
     tables: Tables, rows: Sequence[Row], base: RooflineConstants, host_bound: np.ndarray
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(ttft, tpot) bounds of ln(measured / predicted) over both ways of holding out.
+    """Return (ttft, tpot) bounds of ln(measured / predicted) over both ways of holding out.
 
-    Whole runs stand for TPOT: decoding is most of their time. Errors differ more between models and GPUs than
+    Whole runs are used for TPOT: decoding is most of their time. Errors differ more between models and GPUs than
     within them, so plain 5% tails cover too little of an unseen one; the tail is the widest of a few that covers
     90% of the held-out models (with two GPUs, the one is judged by the other alone: reported, not chosen by).
     ``host_bound`` are prefills of an engine that waits for its host; they widen the slow side of TTFT, because

@@ -1,4 +1,4 @@
-"""What a daemon costs its node at one look a second: processor time and resident memory, its keepers' too.
+"""Cost of a daemon to its node at one look a second: processor time and resident memory, its keepers' too.
 
 ``python tests/bench/daemon_cost.py --workers 2 --seconds 60 --json out.json``. The workers are the tests' stdlib
 stand-ins, idle; their own cost is not counted. With ``--fake-gpus N`` the devices are N simulated GPUs instead of
@@ -38,7 +38,7 @@ FAKES = HERE.parent / "daemon"
 
 @dataclass(frozen=True)
 class DaemonCost:
-    """One run."""
+    """Cost in one run."""
 
     workers: int
     devices: str

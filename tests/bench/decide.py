@@ -1,14 +1,15 @@
-"""How long decisions on 1,000 GPUs with 200 models take. Run: ``python -m tests.bench.decide [--repeats N]
-[--json FILE]``.
+"""Time of decisions on 1,000 GPUs with 200 models.
+
+Run: ``python -m tests.bench.decide [--repeats N] [--json FILE]``.
 
 Clusters of 125 nodes with 8 A6000; deployments of one to four replicas at tp 1, 2, 4 or 8 take random places,
 batch, and are busy for up to 80% each, so that some GPUs are crowded and some empty. Each decision begins with a
 new snapshot: nothing is kept between them but a model's order of configurations (``RankedModel``), which is made
-once. *Sees loads*: the rates of those that are there are not told.
+once. *Sees loads*: the rates of existing deployments are not given.
 
 Every answer is checked. Times are CPU time of the process, which has one thread; the first cluster is warm-up.
 With ``--repeats`` each decision is made so often, on a snapshot drawn anew each time, and the least counts: for
-machines on which others work, who slow one decision in several.
+shared machines, on which other processes slow one decision in several.
 """
 
 from __future__ import annotations

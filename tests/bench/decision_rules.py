@@ -1,4 +1,4 @@
-"""Who picks what, and what it costs: choosers, regret and its summary. Pure; reads no file and runs nothing.
+"""Choosers of configurations, their regret and its summary. Pure; reads no file and runs nothing.
 
 A cell is one model on one kind of GPU under one workload, with every alternative that was measured. A chooser sees
 a cell's alternatives and, unlike the oracle, not their measured figures.
@@ -33,7 +33,7 @@ SATURATED_BATCHES = tuple(sorted({n for k in range(12) for n in (2**k, 3 * 2**k 
 
 
 class Metric(StrEnum):
-    """What is judged; ``measured`` has one figure for each that is known."""
+    """Metric of a decision; ``measured`` has one figure for each that is known."""
 
     E2E = "e2e"  # s, of the whole batch
     TTFT = "ttft"  # s
@@ -83,7 +83,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One decision. ``saturated``: all requests were queued at once, the batch is the engine's to choose."""
+    """Cell of decisions. ``saturated``: all requests were queued at once, the batch is the engine's to choose."""
 
     table: str
     engine: str
@@ -98,13 +98,13 @@ class Cell:
 
 
 def workloads(cell: Cell) -> list[Workload]:
-    """What a chooser may assume of a cell: its workload, or one per batch where the engine chose that."""
+    """Return what a chooser may assume of a cell: its workload, or one per batch where the engine chose that."""
     return [replace(cell.workload, batch=b) for b in SATURATED_BATCHES] if cell.saturated else [cell.workload]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """One question to a cell: the metric to optimise and, where ``limit`` is given, the one to keep below it."""
+    """Question to a cell: the metric to optimise and, where ``limit`` is given, the one to keep below it."""
 
     kind: IntentKind
     metric: Metric
@@ -217,7 +217,7 @@ def _keeps(alternative: Measured, cell: Cell, wish: Wish) -> bool:
 
 
 def rule(cell: Cell, wish: Wish) -> DeploymentConfig:
-    """Max TP for what is about speed, fewest GPUs for what is about cost; it is told what ran.
+    """Return max TP for what is about speed, fewest GPUs for what is about cost; the rule knows what ran.
 
     Of an SLO it keeps the limit if it can: the fastest for ``latency-slo``, the cheapest for ``cost-slo``. TP
     before PP; of formats the narrowest that the GPU multiplies.
@@ -244,7 +244,7 @@ def _end(cell: Cell, *, fast: bool, room: float = 0.0) -> DeploymentConfig:
 
 
 def intent_of(wish: Wish) -> Intent:
-    """The wish in the planner's words. Costs are GPU-seconds, which the tables can answer for."""
+    """Return the question in the planner's words. Costs are GPU-seconds, which the tables can answer for."""
     slo = None
     if wish.kind is IntentKind.LATENCY_SLO:
         slo = Slo(**{f"{wish.limited}_s": wish.limit})
@@ -277,7 +277,7 @@ class PlannerChooser:
         return None if best is None else best.config
 
     def cause(self, cell: Cell, wish: Wish) -> str:
-        """Why it did not pick what was measured to be best, where it did not."""
+        """Return why it did not pick what was measured to be best, where it did not."""
         if judge(cell, wish, self(cell, wish)).outcome is Outcome.MISSED:
             return "its pick is measured to miss the limit"
         right = best_of(cell, wish).config
@@ -332,7 +332,7 @@ def predicted_chooser(predict: Callable[[Cell, DeploymentConfig], Measured | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How one chooser did over some decisions. Regrets are over those where it picked something valid.
+    """Summary of one chooser over some decisions. Regrets are over those where it picked something valid.
 
     ``best``: shares of *all* decisions in which it picked the best measured one, and one within ``NOISE`` of it.
     """

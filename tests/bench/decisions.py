@@ -101,7 +101,7 @@ def held_out(tables: Tables, cells: Iterable[Cell], kept: Path) -> dict[str, Roo
 
 
 class Roofline:
-    """What iServe predicts of a configuration in a cell, with constants that never saw the cell's model."""
+    """Predictions of iServe for a configuration in a cell, with constants that never saw the cell's model."""
 
     def __init__(self, constants: dict[str, RooflineConstants]) -> None:
         self._constants = constants
@@ -134,7 +134,7 @@ def _largest_that_fits(cell: Cell, config: DeploymentConfig, estimator: Roofline
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One question to one cell, and what every chooser made of it. A chooser that has no say is absent."""
+    """Question to one cell, and every chooser's pick. A chooser that has no say is absent."""
 
     cell: Cell
     wish: Wish
@@ -174,7 +174,7 @@ def decide(
 
 
 def _asked(name: Name, wish: Wish, aic_knows: bool) -> bool:
-    """Whether a chooser has a say in ``wish``, and one that differs from another's."""
+    """Return whether a chooser has a say in ``wish``, and one that differs from another's."""
     match name:
         case Name.AIC:
             return aic_knows and wish.metric not in (Metric.ENERGY, Metric.MEMORY, Metric.MEMORY_SECONDS)
@@ -221,7 +221,7 @@ class Bias:
 
 
 def biases(cells: Iterable[Cell], roofline: Roofline, aic: Aiconfigurator | None) -> list[Bias]:
-    """How far the predictions were that the decisions rest on."""
+    """Return how far the predictions were that the decisions rest on."""
     ratios: dict[tuple[str, Metric, int | None], list[tuple[float, float, float]]] = defaultdict(list)
     for cell in cells:
         for truth in cell.alternatives:
@@ -295,7 +295,7 @@ def as_cell(s: Summary) -> str:
 
 
 def as_markdown(groups: Sequence[Group]) -> str:
-    """One line per table and intent; one column per chooser that has a say in any of ``groups``."""
+    """Return one line per table and intent; one column per chooser that has a say in any of ``groups``."""
     present = [name for name in Name if any(name in group.choosers for group in groups)]
     lines = [f"| table | intent | decisions | {' | '.join(present)} |", "|---|---|--:|" + "---|" * len(present)]
     for group in groups:
@@ -306,7 +306,7 @@ def as_markdown(groups: Sequence[Group]) -> str:
 
 
 def causes(groups: Sequence[Group]) -> str:
-    """Why iServe's picks were not within the noise of the best."""
+    """Return why iServe's picks were not within the noise of the best."""
     lines = ["| table | intent | decisions | why |", "|---|---|--:|---|"]
     for group in groups:
         lines += [f"| {group.table} | {group.intent} | {n} | {why} |" for why, n in sorted(group.causes.items())]

@@ -1,17 +1,17 @@
-"""How far the heuristics are from the exact placement. Run: ``python -m tests.bench.exact_gap [--json FILE]``.
+"""Gap between the heuristics and the exact placement. Run: ``python -m tests.bench.exact_gap [--json FILE]``.
 
 1,000 random small clusters: one or two nodes of two to four A6000 in link pairs (two to six GPUs); half the GPUs
-idle, the others with 10% to 90% of their memory free and a load of up to 0.9. On each, one to three of the paper's
-six LLMs (one may come twice), all under one intent (five in turn); their configurations, times and memory are the
+idle, the rest with 10% to 90% of their memory free and a load of up to 0.9. On each, one to three of the paper's
+six LLMs (one may occur twice), all under one intent (five in turn); their configurations, times and memory are the
 planner's own by the roofline. Everything follows from the seed. Needs ISERVE_REFERENCE_DATA for the shapes.
 
 *   Cost: that of ``placement.layout``, the intent's objective under the load that is there, over all models.
 *   One by one: the models in the order of the draw, each as the cheapest configuration that fits, where a policy
     puts it. That is what deploying them one after the other does.
-    *By load*: as the cheapest where it would stand. *Largest first*: in the order of the memory they need at
+    *By load*: as the cheapest where it would be placed. *Largest first*: in the order of the memory they need at
     least. Costs are compared where both place every model.
 *   Same configurations: the exact place for those that the policy ended up with. What is left of the gap is the
-    choice of configurations, which nobody makes for the others' sake.
+    choice of configurations, which is made for no other model's sake.
 *   Seconds: the solver and the program's statement, CPU time of one thread.
 """
 
@@ -208,7 +208,7 @@ def _line(group: str, rule: tuple[str, str], members: Sequence[Case], index: int
 
 
 def show_decisions() -> None:
-    """What choosing by load costs: one model on 1,000 GPUs of ``tests.bench.place``, CPU time."""
+    """Print what choosing by load costs: one model on 1,000 GPUs of ``tests.bench.place``, CPU time."""
     rng = random.Random(20261121)
     clusters = [cluster(rng, "mixed") for _ in range(len(PAPERS))]
     for policy in POLICIES:

@@ -1,4 +1,4 @@
-"""How near ``iserve simulate`` comes to a real engine: a trace replayed, and the same requests simulated.
+"""Fidelity of ``iserve simulate`` to a real engine: a trace replayed, and the same requests simulated.
 
     python -m tests.bench.fidelity --url http://127.0.0.1:8000 --model NAME --profile profile.json \
         --batch 64 --input-tokens 3584 --output-tokens 512 --minutes 2 --json out.json --page out.html
@@ -123,7 +123,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fidelity:
-    """What the bench writes."""
+    """Result that the bench writes."""
 
     date: str
     machine: str
@@ -138,13 +138,16 @@ class Fidelity:
         dict[str, float] | None
     )  # by source of step times; None: the endpoint's was given
     loads: tuple[Load, ...]
-    burst: Sent | None  # that told the rate
+    burst: Sent | None  # that gave the rate
     steps: Profile | None  # of the worker, where they were measured
 
 
 def served_by(target: Target, profile: Profile, check: Verification | None, lone: Lone) -> Served:
-    """What the simulator is told of ``target``: its launch, its profile, the check where there is one, and what
-    a lone request of one token takes beyond its predicted TTFT."""
+    """Return what the simulator is given of ``target``.
+
+    That is its launch, its profile, the check where there is one, and what a lone request of one token takes
+    beyond its predicted TTFT.
+    """
     estimator: Estimator = estimator_for(profile)
     if check is not None:
         estimator = CorrectedEstimator(estimator, [check])
@@ -152,7 +155,7 @@ def served_by(target: Target, profile: Profile, check: Verification | None, lone
 
 
 def served_whole(target: Target, whole: Profile, lone: Lone) -> Served:
-    """By the worker's own steps; the embedded engine's lie on L2's lines, and noise is averaged by them."""
+    """Return the worker by its own steps; the embedded engine's lie on L2's lines, which average noise."""
     estimator = estimator_for(whole) if whole.engine == "torch" else WholeSteps(whole)
     return _served(target, whole, estimator, lone)
 
@@ -171,7 +174,7 @@ def _served(target: Target, profile: Profile, estimator: Estimator, lone: Lone) 
 
 
 def checked(target: Target, profile: Profile, max_seconds: float) -> Verification:
-    """What ``iserve verify`` measures of a running worker, but for its memory, which no simulation asks for."""
+    """Measure a running worker as ``iserve verify`` does, but for its memory, which no simulation asks for."""
     client = BurstClient(
         target.url, target.model, profile.spec.vocab_size, timeout_s=_TIMEOUT_S, seed=1, token=target.token
     )
@@ -207,9 +210,9 @@ def replayed(target: Target, requests: Sequence[Request], *, seed: int = 0) -> O
 
 
 def streamed_burst_s(target: Target, work: Workload) -> float:
-    """Seconds of a burst as clients call it: every sequence a stream of its own, its prompt sent never before.
+    """Return the seconds of a burst as clients send it: every sequence a stream, its prompt never sent before.
 
-    An engine may keep the KV of prompts (vLLM does, unless told not to) and compute a repeated one in no time.
+    An engine may keep the KV of prompts (vLLM does, by default) and compute a repeated one in no time.
 
     Raises:
         EngineError: not all were answered.
@@ -226,7 +229,7 @@ def streamed_burst_s(target: Target, work: Workload) -> float:
 def measure(
     target: Target, profile: Profile, asked: Asked, tell: Callable[[str], None] = lambda line: None
 ) -> Fidelity:
-    """What the simulator is told, the burst, then every load."""
+    """Measure what the simulator is given, the burst, then every load."""
     burst = partial(streamed_burst_s, target)
     lone = lone_request(burst)
     tell(f"a lone token takes {lone.ttft_s * 1e3:.1f} ms, of which {lone.beside_s * 1e3:.1f} ms are no step")
@@ -323,7 +326,7 @@ def _metric_told(metric: Metric) -> str:
 
 
 def machine() -> str:
-    """With its load, which tells whether others were at work."""
+    """Return the machine with its load, which shows whether other processes were at work."""
     name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return (
         f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "

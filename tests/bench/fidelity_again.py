@@ -1,9 +1,9 @@
-"""A replay that was kept, simulated again: what a change of the simulator does to it, without the machine.
+"""Simulation of a recorded replay: what a change of the simulator does to it, without the machine.
 
     python -m tests.bench.fidelity_again tests/bench/results/fidelity/h200-vllm.json.xz
 
 The requests are those that were played. That a figure is nearer to the measured one here than it was then shows
-what a change does, not that it is right: who made it had seen the result. A fresh run shows that.
+what a change does, not that it is right: its author had seen the result. A fresh run shows that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Kept", "KeptLoad", "Percentiles", "Simulated", "again", "kept_of", "
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of the requests, at ``PERCENTS``."""
+    """Percentiles of the requests, at ``PERCENTS``."""
 
     ttft_s: tuple[float, ...]
     tpot_s: tuple[float, ...]
@@ -69,7 +69,7 @@ class Kept:
 
 
 def kept_of(found: Fidelity, profile: Profile) -> Kept:
-    """What is needed to simulate ``found`` again.
+    """Return what is needed to simulate ``found`` again.
 
     Raises:
         BadInputError: its saturated rate was given, not measured.

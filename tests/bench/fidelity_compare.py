@@ -38,12 +38,12 @@ __all__ = [
 ]
 
 PERCENTS = (50, 90, 99)
-_ANY_NUMBER = 10**9  # outstanding per slot: no gateway stands before the worker, so all wait within it
+_ANY_NUMBER = 10**9  # outstanding per slot: no gateway is before the worker, so all wait within it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """One worker as it was launched, and what its times are predicted by."""
+    """Worker as it was launched, and what its times are predicted by."""
 
     gpu: GpuSpec
     num_layers: int
@@ -51,7 +51,7 @@ class Served:
     limits: Limits
     estimator: Estimator
     behind_gateway: bool
-    overhead_s: float  # of a request beside its steps
+    overhead_s: float  # of a request in addition to its steps
 
     def steps(self) -> StepModel:
         return tabulate(self.estimator, self.config, self.limits)
@@ -67,7 +67,7 @@ class Sent:
 
     @classmethod
     def of(cls, real: Outcomes) -> Sent:
-        """Those of ``real`` that were sent; times to a tenth of a millisecond."""
+        """Return those of ``real`` that were sent; times to a tenth of a millisecond."""
         sent = real.select(~np.isnan(real.sent_s))
         columns = (sent.sent_s.round(4), sent.asked_input_tokens, sent.asked_output_tokens)
         return cls(**dict(zip(cls.__slots__, (tuple(column.tolist()) for column in columns), strict=True)))
@@ -79,7 +79,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One latency of the requests that completed on both sides; ``errors`` are simulated over real, less 1."""
+    """Latency of the requests that completed on both sides; ``errors`` are simulated over real, less 1."""
 
     name: str
     real_s: tuple[float, ...]  # at PERCENTS
@@ -92,7 +92,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What one source of step times makes of the requests."""
+    """Prediction for the requests by one source of step times."""
 
     source: str
     completed: int
@@ -104,7 +104,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One replay, and the predictions of it."""
+    """Comparison of one replay with the predictions of it."""
 
     requests: int
     completed: int
@@ -120,7 +120,7 @@ def simulated(real: Outcomes, served: Served) -> Outcomes:
 
 
 def simulated_requests(requests: Sequence[Request], served: Served) -> Outcomes:
-    """Of requests to the one worker, whatever models they name."""
+    """Simulate requests to the one worker, whatever models they name."""
     config = served.config
     scenario = Scenario(
         cluster=idle_cluster(served.gpu, config.tp * config.pp, per_node=config.tp * config.pp),
@@ -213,15 +213,16 @@ def _metric(name: str, real_s: Floats, simulated_s: Floats) -> Metric:
 
 
 def paced(requests: Sequence[Request], requests_per_s: float) -> list[Request]:
-    """The same pattern, its times stretched so that so many come in a second; 0 s is the first one's time."""
+    """Return the same pattern, stretched to so many requests a second; 0 s is the first one's time."""
     first_s, span_s = requests[0].arrival_s, requests[-1].arrival_s - requests[0].arrival_s
     scale = (len(requests) - 1) / requests_per_s / span_s if span_s else 0.0
     return [replace(request, arrival_s=(request.arrival_s - first_s) * scale) for request in requests]
 
 
 def saturated_rate(outcomes: Outcomes, slots: int) -> float:
-    """Requests per second of a burst that all came at once, while every slot had work: until as many are left as
-    there are slots.
+    """Return the requests per second of a burst that arrived at once, while every slot had work.
+
+    Counted until as many are left as there are slots.
 
     Raises:
         BadInputError: the burst was no longer than that.

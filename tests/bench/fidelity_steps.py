@@ -1,5 +1,6 @@
-"""What is measured of a running worker over HTTP before a trace is played: its steps, and what a request takes
-beside them. Never of the trace itself, whose latencies are what these predict.
+"""Measurements of a running worker over HTTP before a trace is played: its steps, and a request's further time.
+
+Never of the trace itself, whose latencies are what these predict.
 
 A profile of the worker's own model, whole, parts two errors: with it nothing is extrapolated from fingerprints, so
 what a simulation then gets wrong is the simulator's.
@@ -38,7 +39,10 @@ class Lone(NamedTuple):
 
 
 def lone_request(burst: BurstTime) -> Lone:
-    """One step and what is beside it; a decode step of one sequence is such a step, and that is told apart."""
+    """Measure one step and the rest of a request.
+
+    A decode step of one sequence is such a step, and is subtracted.
+    """
     one, many = Workload(1, 1, 1), Workload(1, 1, 1 + _STEPS)
     burst(many)
     pairs = [(burst(one), burst(many)) for _ in range(_LONE_RUNS)]
@@ -136,7 +140,7 @@ class WholeSteps:
         self._roofline = RooflineEstimator(whole.spec, whole.machine.device)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """Its memory is the roofline's: no simulated worker asks."""
+        """Estimate from the measured steps; memory is the roofline's, as no simulated worker uses it."""
         b, p = workload.batch, workload.input_tokens
         inside = b <= self._batches[-1] and self._prompts[0] <= p <= self._prompts[-1]
         source = Source.EXTRAPOLATED if inside else Source.SCALED

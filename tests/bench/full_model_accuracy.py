@@ -1,4 +1,4 @@
-"""How far L2 and M2 are from real full models on this machine: its CPU as two devices, or its GPUs.
+"""Accuracy of L2 and M2 against real full models on this machine: its CPU as two devices, or its GPUs.
 
 Run: ``python -m tests.bench.full_model_accuracy [--json FILE] [--seconds S] [--repeats N] [--model NAME]
 [--gpu]``.
@@ -54,7 +54,7 @@ from tests.bench.whole_models import (
 
 
 def predicted_memory(memory: MemoryEstimate) -> dict[str, Quantity]:
-    """Of the fullest GPU of an even split; the estimate's relative error is applied to the engine's part too."""
+    """Return the fullest GPU of an even split; the estimate's relative error applies to the engine's part too."""
     stages = memory.stages(even_split(memory.num_layers, memory.pp))
     values = {
         "memory_bytes_per_gpu": max(s.total_bytes for s in stages),
@@ -74,7 +74,7 @@ def predicted(estimate: Estimate) -> dict[str, Quantity]:
 def compared(
     model: str, spec: ModelSpec, whole: Whole, quantities: Mapping[str, Quantity], *, unresolved: bool = False
 ) -> Iterator[AccuracyRow]:
-    """What was predicted beside what was measured; ``unresolved``: the layers' times are below resolution."""
+    """Yield predictions with measurements; ``unresolved``: the layers' times are below resolution."""
     for quantity, value in quantities.items():
         measured, low, high = whole.measured[quantity]
         yield AccuracyRow(

@@ -1,11 +1,11 @@
-"""What the gateway costs: added latency, requests/s, and the rhythm of many streams. About 50 s a round.
+"""Cost of the gateway: added latency, requests/s, and the rhythm of many streams. About 50 s a round.
 
     python tests/bench/gateway.py [--json out.json] [--streams 200 1000] [--rounds 3]
 
 Gateway (keys, usage counts and metrics on), stand-in worker and load generator are three processes of one machine,
 so they share its cores: the figures compare, they do not promise. "direct" is the same load without the gateway,
 in turn with it. Printed is the median over the rounds [least, most]. What the machine's other processes took is
-said beside each case; the gateway's CPU time depends on them least.
+said with each case; the gateway's CPU time depends on them least.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WHOLE = HEAD + b',"usage":' + USAGE + b"}"
 
 
 class StandInWorker(asyncio.Protocol):
-    """Just enough HTTP/1.1 to be cheap beside what is measured."""
+    """Stand-in worker with just enough HTTP/1.1 to be cheap next to what is measured."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -94,7 +94,7 @@ async def serve_stand_in() -> None:
 
 
 class Client(asyncio.Protocol):
-    """One connection; one request at a time; notes when pieces of the answer came."""
+    """Connection with one request at a time; notes when pieces of the answer arrived."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[None] | None = None
@@ -136,7 +136,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One case: a value per round of each figure."""
+    """Case with a value per round of each figure."""
 
     case: str
     figures: dict[str, list[float]]
@@ -292,7 +292,7 @@ async def _stream_all(rig: Rig, port: int, count: int) -> tuple[list[Client], in
 
 
 class Neighbours:
-    """How many cores the machine spent on others than us since the last look."""
+    """Meter of the cores that the machine spent on other processes since the last look."""
 
     def __init__(self, processes: list[psutil.Process]) -> None:
         self._processes = processes

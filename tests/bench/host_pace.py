@@ -1,4 +1,4 @@
-"""Whether the host's pace changes by itself: the launch of 32 small CUDA graphs and attentions, over seconds.
+"""Variation of the host's pace: the launch of 32 small CUDA graphs and attentions, over seconds.
 
 Run on the GPU machine: ``python tests/bench/host_pace.py``. Needs torch alone. As an engine launches a short
 prefill: one graph a layer with an attention between. Prints, for each condition, percentiles of the host's part
@@ -33,7 +33,7 @@ def _matrix(rows: int, columns: int) -> torch.Tensor:
 
 
 class Layers:
-    """One CUDA graph a layer, all of the same shape."""
+    """Layers as CUDA graphs, all of the same shape."""
 
     def __init__(self) -> None:
         self._input = _matrix(TOKENS, HIDDEN)

@@ -1,11 +1,11 @@
-"""Whether look-ahead should simulate: its closed form against a short simulation of the recent load.
+"""Comparison of look-ahead's closed form with a short simulation of the recent load.
 
     python -m tests.bench.look_ahead [--worlds 200] [--json FILE]
 
 A world is eight GPUs with three to eight replicas on one, two or four of them, each called at its own rate for
 answers of its own length, and one more that is to be placed. What both may know is the last two minutes: the
 closed form (``placement.load_model``) the share of the time that each was busy, the simulation the very requests,
-which it runs again beside each candidate's place. Judged is what they chose in a long run of the same rates: the
+which it runs again with each candidate's place. Judged is what they chose in a long run of the same rates: the
 mean number of requests under way, of all, over that at the best place. A GPU is shared by all that run on it; a
 request on several goes as fast as the slowest. GPUs have no price here: both would add the same.
 """
@@ -32,7 +32,7 @@ FULLEST = 0.85  # of any GPU once the newcomer is there: beyond, no run is long 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls one replica."""
+    """Client of one replica."""
 
     gpus: tuple[Key, ...]
     rate: float  # requests/s

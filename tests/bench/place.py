@@ -1,5 +1,7 @@
-"""How long a placement on 1,000 GPUs takes. Run: ``python -m tests.bench.place [--json FILE]``; of the exact
-placer, which is for small clusters: ``--policy ilp --gpus 8``.
+"""Time of a placement on 1,000 GPUs.
+
+Run: ``python -m tests.bench.place [--json FILE]``; of the exact placer, which is for small clusters:
+``--policy ilp --gpus 8``.
 
 ``fit`` is a whole decision from a snapshot: check, sort, place. ``again`` is one more demand on the same placer.
 Each case is timed over several random clusters of nodes with 8 GPUs; the first is warm-up. Times are CPU time

@@ -1,7 +1,7 @@
 """Placement under a fluctuating load. Run: ``python -m tests.bench.placement_under_load [--json FILE]``.
 
 Needs ``ISERVE_REFERENCE_DATA`` (published model shapes). Everything below was fixed before the first result, but
-what is told as changed.
+what is reported as changed.
 
 *figure 10* of the paper: eight LLMs on eight A6000, one every 2 to 3 minutes over 30 minutes of Poisson arrivals
 whose rate changes every 2 to 3 minutes, one request at a time, no batching. The paper does not say which LLMs,
@@ -166,7 +166,7 @@ def replica_rate(model: str, batch: int) -> float:
 def levels(
     rng: random.Random, duration_s: float, span_s: tuple[int, int], draw: Callable[[], float]
 ) -> list[float]:
-    """Of every second: a level for a while, then another."""
+    """Return the level of every second: a level for a while, then another."""
     series: list[float] = []
     while len(series) < duration_s:
         series += [draw()] * rng.randint(*span_s)

@@ -1,7 +1,7 @@
-"""What profiling costs: every launch, load and run that passes through a target, with its time and what it held.
+"""Cost of profiling: every launch, load and run that passes through a target, with its time and what it held.
 
 A recording is one list of :class:`Activity`. What a strategy costs is the sum over those that it needs, so one
-recording tells the price of several strategies. Knows nothing of estimates.
+recording gives the price of several strategies. Knows nothing of estimates.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """One launch, load or run.
+    """Launch, load or run.
 
-    ``held_bytes`` is what all ranks held when the load ended, of a launch what their processes held beside it.
+    ``held_bytes`` is what all ranks held when the load ended, of a launch what their processes held in addition.
     """
 
     kind: Kind
@@ -46,7 +46,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of profiling: time, and memory over all devices times time."""
+    """Cost of profiling: time, and memory over all devices times time."""
 
     seconds: float
     gib_s: float
@@ -149,7 +149,7 @@ class RecordingSession:
 
     @contextmanager
     def _timed(self, kind: Kind, about: tuple[int, ...]) -> Iterator[None]:
-        """What fails is not noted: nothing was learnt of it."""
+        """Time a block; a failed one is not noted, for nothing was learnt of it."""
         started = self._clock()
         yield
         self._since_load.append((kind, self._clock() - started, about))

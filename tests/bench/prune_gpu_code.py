@@ -27,7 +27,7 @@ _MOST_HEADER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One payload of a fat binary."""
+    """Payload of a fat binary."""
 
     kind: int
     architecture: int  # 90: sm_90

@@ -1,4 +1,4 @@
-"""How long ranking 10,000 configurations takes. Run: ``python -m tests.bench.rank [--json FILE]``.
+"""Time of ranking 10,000 configurations. Run: ``python -m tests.bench.rank [--json FILE]``.
 
 The candidates are made beforehand and ``fits`` answers at once: the time is that of ``planner.rank`` alone. The
 answer is checked before the time is taken; the first runs are warm-up and not counted. In the cases of batches
@@ -94,7 +94,7 @@ def candidates(count: int, seed: int = 20261121) -> list[Candidate]:
 
 
 def in_batches(found: list[Candidate], seed: int = 20261122) -> list[Candidate]:
-    """``found`` as what one request takes, beside batches that take up to twice as long."""
+    """Return ``found`` as what one request takes, with batches that take up to twice as long."""
     rng = random.Random(seed)
     return [
         c._replace(alone=c.estimate, estimate=_batch(c.estimate, rng.choice((1, 8, 32)), rng.uniform(1, 2)))

@@ -1,4 +1,4 @@
-"""What refusing late requests is worth: one worker under more than it serves, with and without, in turn.
+"""Value of rejecting late requests: one worker under more than it serves, with and without, in turn.
 
     python tests/bench/refusing.py --worker http://127.0.0.1:8000 --model NAME --slots 32 --json out.json
     python tests/bench/refusing.py --gateway http://127.0.0.1:8080 --model A --refusing B --rate 4 --slo e2e=8
@@ -51,7 +51,7 @@ _POLL_S = 0.3  # the gateway looks for a new table every 0.1 s
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What came of one run."""
+    """Result of one run."""
 
     refusing: bool
     requests: int
@@ -83,7 +83,7 @@ def open_load(
 
 
 def sent(url: str, requests: Sequence[Request], model: str, timeout_s: float = 600.0) -> Outcomes:
-    """Send them in time, whatever comes of it."""
+    """Send requests in time, whatever the outcome."""
 
     async def run() -> Outcomes:
         schedule = make_schedule(requests, (model,), ScheduleOptions(ignore_models=True))
@@ -94,7 +94,10 @@ def sent(url: str, requests: Sequence[Request], model: str, timeout_s: float = 6
 
 
 def measured_pace(url: str, model: str, slots: int, input_tokens: int, output_tokens: int) -> Pace:
-    """Of the server itself: medians of three requests alone, and of two batches of all slots; after a warm-up."""
+    """Measure the pace of the server itself: medians of three requests alone, and of two batches of all slots.
+
+    A warm-up runs first.
+    """
 
     def batch(size: int) -> tuple[float, float]:
         asked = [Request(0.0, input_tokens, output_tokens, model) for _ in range(size)]
@@ -150,7 +153,7 @@ class OwnGateway:
         self.url = ""
 
     def serve(self, *, refusing: bool) -> None:
-        """As a controller would tell it: twice the slots, or just the slots and what is late."""
+        """Serve as a controller would configure it: twice the slots, or just the slots and what is late."""
         self._version += 1
         told = Punctuality(slo=self._slo, pace=self._pace) if refusing else None
         target = WorkerTarget(

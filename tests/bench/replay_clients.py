@@ -57,7 +57,7 @@ class Quantiles:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRun:
-    """What a client says. Latencies are of completed requests and count from the actual send.
+    """Figures of a client. Latencies are of completed requests and count from the actual send.
 
     ``e2e`` ends where the client ends it, ``e2e_last_token`` at the last token; ``late`` is the actual send after
     the scheduled one. Tokens are the server's count, of all completed requests. ``unsaid`` requests of the load
@@ -100,7 +100,7 @@ def replay(url: str, model: str, load: Load) -> ClientRun:
 
 
 def read_replay(printed: str) -> ClientRun:
-    """Of what ``iserve replay --json`` prints."""
+    """Read what ``iserve replay --json`` prints."""
     document = from_json(printed, ReplayDocument, what="the answer of iserve replay")
     found = document.summary
     assert found.lengths.input_tokens is not None
@@ -217,10 +217,10 @@ class _Report(msgspec.Struct):
 
 
 def read_guidellm(report: bytes, *, asked: int) -> ClientRun:
-    """Of the JSON that guidellm 0.8 writes of ``asked`` requests.
+    """Read the JSON that guidellm 0.8 writes of ``asked`` requests.
 
-    Its own percentiles (an order statistic each), but for ``e2e_last_token``, which it does not report: worked out
-    of its times of each request. Its "TPOT" is E2E over all tokens; what is TPOT here it calls ITL.
+    Its own percentiles (an order statistic each), but for ``e2e_last_token``, which it does not report: computed
+    from its times of each request. Its "TPOT" is E2E over all tokens; what is TPOT here it calls ITL.
 
     Raises:
         BadInputError: no such report.
@@ -255,7 +255,7 @@ def quantiles_of(values_s: Sequence[float]) -> Quantiles:
 
 
 def _run(parts: Sequence[object]) -> str:
-    """What a client prints."""
+    """Return what a client prints."""
     command = [str(part) for part in parts]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode:

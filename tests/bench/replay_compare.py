@@ -1,4 +1,4 @@
-"""What `iserve replay` can hold, and whether its figures are right: against known delays, and beside guidellm.
+"""Capacity and accuracy of `iserve replay`: against known delays, and compared with guidellm.
 
     python -m tests.bench.replay_compare hold [--streams 500 1000 2000]
     python -m tests.bench.replay_compare compare --guidellm /path/to/its/python [--rounds 3] [--keep FILE]
@@ -87,7 +87,7 @@ def hold(streams: int) -> Iterator[tuple[str, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """What the stand-in noted of a run, by the names of ``ClientRun``.
+    """Record of a run by the stand-in, by the names of ``ClientRun``.
 
     It does not know when a request was due: ``late`` is its arrival after a steady rate that begins with the
     promptest of all.

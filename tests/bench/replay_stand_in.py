@@ -34,9 +34,9 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 @dataclass
 class Notes:
-    """Of each answer that was written to its end, in that order, and of all gaps between pieces.
+    """Notes on each answer that was written to its end, in that order, and on all gaps between pieces.
 
-    ``arrived_s``, by the server's clock, is when the whole request was there; the others count from that.
+    ``arrived_s``, by the server's clock, is when the whole request was there; the other times count from that.
     """
 
     arrived_s: list[float] = field(default_factory=list)
@@ -123,7 +123,7 @@ async def serve(ttft_s: float, gap_s: float) -> None:
 
 @contextmanager
 def endpoint(ttft_s: float, gap_s: float) -> Iterator[str]:
-    """Its URL, while it runs."""
+    """Yield its URL, while it runs."""
     command = [sys.executable, "-m", "tests.bench.replay_stand_in", str(ttft_s), str(gap_s)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
     assert process.stdout is not None
@@ -135,7 +135,7 @@ def endpoint(ttft_s: float, gap_s: float) -> Iterator[str]:
 
 
 def notes(url: str) -> Notes:
-    """What it noted since the last call."""
+    """Return what it noted since the last call."""
     with urllib.request.urlopen(url + "/truth") as answer:
         return from_json(answer.read(), Notes, what="the stand-in's notes")
 

@@ -1,18 +1,18 @@
-"""How well the planner's probability of missing an SLO agrees with simulation: ``python -m tests.bench.risk``.
+"""Calibration of the planner's probability of missing an SLO by simulation: ``python -m tests.bench.risk``.
 
 Llama-2-7B by the roofline of an A6000 (``[--grid NAME] [--json FILE] [--requests N]``), one deployment. The model
 was built while looking at the grid "built"; "independent" shares no load, length or seed with it. ``--table FILE``
 prints the table of docs/risk.md from what such a run wrote.
 
-The planner is told what it would be told: the estimates of one request and of the whole batch, rate, burstiness,
+The planner is given what it would be given: the estimates of one request and of the whole batch, rate, burstiness,
 and how the lengths vary; the simulator runs the engine's scheduler on step times tabulated from the same
 estimator. Estimates have no interval here, so that what differs is the queueing model alone.
 
 Utilisation is of the planner's own capacity, ``slots / E2E(slots)``. Limits are settled beforehand: TTFT of 5
 times that of a request alone, E2E of 1.5 times that of the whole batch; "either" is judged by the simulator on
-both. Rates that move ("on and off", "drifting"): the planner is told what ``--arrivals`` takes from one stream and
-judged by another of the same law. With ISERVE_REFERENCE_DATA, Azure's conversation and code traces too, their
-times stretched to the utilisation; the planner is told the workload's mean lengths, their variation and the index
+both. Rates that move ("on and off", "drifting"): the planner is given what ``--arrivals`` takes from one stream
+and judged by another of the same law. With ISERVE_REFERENCE_DATA, Azure's conversation and code traces too, their
+times stretched to the utilisation; the planner is given the workload's mean lengths, their variation and the index
 of dispersion in bins of 10 s; or ("path") what ``--arrivals`` tells it of the trace.
 """
 

@@ -55,7 +55,7 @@ ROOM = 0.85  # of a GPU for weights and KV; a batch above it is cut into waves a
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure: ``kind`` is ``ttft``, ``tpot`` or ``e2e``."""
+    """Measured figure: ``kind`` is ``ttft``, ``tpot`` or ``e2e``."""
 
     engine: str
     model: str

@@ -1,10 +1,10 @@
-"""How long simulating one million requests takes. Run: ``python -m tests.bench.simulate [--json FILE]``.
+"""Time of simulating one million requests. Run: ``python -m tests.bench.simulate [--json FILE]``.
 
 Llama-2-7B by the roofline of an A6000, prompts and answers of the synthetic conversation trace (arrivals Poisson,
 so that the load is steady), unless the case says otherwise. The requests are made beforehand; what making them
-takes is told apart. Times are CPU time of the process, which is kept on one core; placement is fixed, the planner
-is not in it. Before a time counts, every request must have ended, and a small part of the case must have the same
-times by the engine's own scheduler, step by step.
+takes is reported apart. Times are CPU time of the process, which is kept on one core; placement is fixed, the
+planner is not in it. Before a time counts, every request must have ended, and a small part of the case must have
+the same times by the engine's own scheduler, step by step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The profiling strategies against each other on CPU models: how near each comes, and what it costs.
+"""Profiling strategies compared on CPU models: how near each is, and what it costs.
 
 Run: ``python -m tests.bench.strategies [--model demo|llama|both] [--json FILE] [--seconds S] [--repeats N]``.
 
@@ -65,7 +65,7 @@ BYTES, TIMES = ("memory_bytes_per_gpu", "engine_bytes_per_gpu"), ("ttft_s", "tpo
 
 
 def three_degrees(degree: Degree) -> bool:
-    """What the paper's equations of memory are solved from."""
+    """Return whether a degree is one that the paper's equations of memory are solved from."""
     return degree in {(1, 1), (2, 1), (1, 2)}
 
 
@@ -79,7 +79,7 @@ def one_stage(degree: Degree) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One row of the registry, and what it needs."""
+    """Row of the registry, and what it needs."""
 
     name: str
     predicts: Predicts
@@ -94,7 +94,7 @@ class Strategy:
         return self.title or self.name
 
     def sees(self, profile: Profile) -> Profile:
-        """Of ``profile``, what it needs."""
+        """Return what it needs of ``profile``."""
         timing = tuple(p for p in profile.timing if self.needs((p.tp, p.pp)))
         return replace(
             profile,
@@ -106,7 +106,7 @@ class Strategy:
         return for_quantity(self.predicts, [a for a in activities if self.needs((a.tp, a.pp))])
 
     def answers(self, profile: Profile) -> Callable[[Whole], dict[str, Quantity]]:
-        """What it says of a configuration, which may be that it was NotMeasured."""
+        """Return what it says of a configuration, which may be that it was NotMeasured."""
         found = estimator_class(self.name, self.predicts)
         if self.predicts is Predicts.MEMORY:
             memory = found(self.sees(profile), max_batched_tokens=DEFAULT_MAX_BATCHED_TOKENS).memory
@@ -168,7 +168,10 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyRow:
-    """One strategy on one quantity of one model. Errors are relative, without sign; None: nothing reached."""
+    """Result of one strategy on one quantity of one model.
+
+    Errors are relative, without sign; None: nothing reached.
+    """
 
     model: str
     strategy: str
@@ -184,14 +187,14 @@ class StrategyRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one strategy said of one configuration."""
+    """Answer of one strategy on one configuration."""
 
     strategy: str
     row: AccuracyRow
 
 
 def answered(recording: Recording, strategy: Strategy) -> tuple[list[AccuracyRow], list[str]]:
-    """What it says beside the truth, and why it says nothing where it does not."""
+    """Return what it says next to the truth, and why it says nothing where it does not."""
     answers = strategy.answers(recording.whole if strategy.whole else recording.fingerprints)
     rows: list[AccuracyRow] = []
     refused: list[str] = []
@@ -232,7 +235,10 @@ def judged(recording: Recording, strategy: Strategy, rows: Sequence[AccuracyRow]
 
 
 def grid_row(recording: Recording, predicts: Predicts) -> StrategyRow:
-    """What is compared with: the whole model under every configuration. It is the truth, so it has no error."""
+    """Return the row to compare with: the whole model under every configuration.
+
+    It is the truth, without error.
+    """
     count = len(recording.truth)
     return StrategyRow(
         model=recording.model,

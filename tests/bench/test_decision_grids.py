@@ -1,4 +1,4 @@
-"""Where the truth of a decision comes from."""
+"""Decision grids: where the truth of a decision is from."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ RECORDED = Path(__file__).parent / "results/families_h200.json.xz"
 
 @cache
 def runs() -> dict[str, FamilyRun]:
-    return {run.name: run for run in from_json(read_kept(RECORDED).encode(), tuple[FamilyRun, ...], what="runs")}
+    return {run.name: run for run in from_json(read_kept(RECORDED), tuple[FamilyRun, ...], what="runs")}
 
 
 @pytest.fixture(params=sorted(runs()))

@@ -1,4 +1,4 @@
-"""The bench of placement under load, small: same input, same figures; nobody is left out."""
+"""The bench of placement under load, small: same input, same figures; no request is left out."""
 
 from __future__ import annotations
 

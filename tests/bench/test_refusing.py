@@ -1,4 +1,4 @@
-"""A worker under twice what it serves, behind a real gateway: refusing who would be late against letting all wait.
+"""A worker under twice what it serves, behind a real gateway: rejecting late requests against letting all wait.
 
 No time is asserted: both runs meet the same requests, machine and minute, and are held against one another.
 """

@@ -1,4 +1,4 @@
-"""What the two clients say is read rightly, and the page shows what was kept of it."""
+"""The two clients' reports are read correctly, and the page shows what was kept of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of strategies on a machine whose truth is known: nobody errs there, and every second is counted."""
+"""The bench of strategies on a machine whose truth is known: no strategy errs there, every second is counted."""
 
 from __future__ import annotations
 

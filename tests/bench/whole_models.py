@@ -95,7 +95,7 @@ GPT_OSS = LLAMA | {  # 8 layers of 8 experts, 53 MB, a token of which reads 2; e
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model, and the requests it is judged on."""
+    """Model, and the requests it is judged on."""
 
     name: str
     directory: Path
@@ -231,7 +231,7 @@ def plan_of(case: Case, spec: ModelSpec, options: Options) -> ProfilePlan:
 
 
 def take_profile(case: Case, spec: ModelSpec, target: ProfileTarget, folder: Path, plan: ProfilePlan) -> Profile:
-    """Of the fingerprints, or of the whole model where ``plan`` says so."""
+    """Take a profile of the fingerprints, or of the whole model where ``plan`` says so."""
 
     def checkpoint(layers: Sequence[int]) -> Path:
         if len(layers) == spec.num_layers:

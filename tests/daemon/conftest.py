@@ -67,7 +67,7 @@ class Node:
         self.client: DaemonClient
 
     def behave(self, **behaviour: object) -> None:
-        """How workers behave from their next start on."""
+        """Set how workers behave from their next start on."""
         (self.checkpoint / "behaviour.json").write_text(json.dumps(behaviour))
 
     def start(self, **settings: object) -> DaemonClient:
@@ -190,7 +190,7 @@ def calm_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture
 def alive() -> Callable[[int], bool]:
-    """Whether a process runs (a zombie does not)."""
+    """Return a test of whether a process runs (a zombie does not)."""
     return runs
 
 

@@ -172,6 +172,6 @@ def nvmlDeviceGetClockInfo(handle, type):  # noqa: A002
 
 def nvmlDeviceGetComputeRunningProcesses(handle):
     gpu = _gpu("nvmlDeviceGetComputeRunningProcesses", handle)
-    if PROCESSES_FILE.exists():  # a daemon's process is told from outside, by UUID: [[process id, bytes], ...]
+    if PROCESSES_FILE.exists():  # a daemon's process is given from outside, by UUID: [[process id, bytes], ...]
         gpu.processes = dict(json.loads(PROCESSES_FILE.read_text()).get(gpu.uuid, ()))
     return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes.items()]

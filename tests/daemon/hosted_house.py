@@ -98,7 +98,7 @@ class House:
         session.load(self.fingerprint(layers, **behaviour), **(values | changes))
 
     def processes(self, session: WorkerProfileSession | None = None) -> set[int]:
-        """Of this worker, or the last one: what carries its folder in its environment."""
+        """Return the processes of this worker, or the last one: those with its folder in their environment."""
         where = str(self._folder_of(session)).encode()
         found = set()
         for stat in processes():
@@ -178,7 +178,7 @@ def session(house: House) -> Iterator[WorkerProfileSession]:
 
 @pytest.fixture(scope="class")
 def kept(house: House) -> Iterator[WorkerProfileSession]:
-    """One worker for a class of tests, each of which loads what it needs."""
+    """Yield one worker for a class of tests, each of which loads what it needs."""
     with opened(house) as session:
         yield session
 

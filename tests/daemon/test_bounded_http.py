@@ -1,4 +1,4 @@
-"""What clients may hold of an aiohttp server that connect and never ask: a real server, real sockets."""
+"""Connections to an aiohttp server that never send a request are bounded: a real server, real sockets."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def serve() -> Iterator[Callable[[float], Served]]:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed it; waits for that."""
+    """Return whether the other side has closed it; waits for that."""
     try:
         return connection.recv(4096) == b""
     except ConnectionResetError:

@@ -12,7 +12,7 @@ from daemon.file_limit import most_connections, raise_file_limit
 
 
 def ended_of(most: int, *steps: str, wait_s: float | None = None, then_s: float = 0.0) -> list[str]:
-    """Which connections were ended, in this order, by steps such as ``opened a``."""
+    """Return which connections were ended, in this order, by steps such as ``opened a``."""
     ended: list[str] = []
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""A worker that is to run for a while only is ended by its daemon, should nobody else have done so."""
+"""A worker that is to run for a while only is ended by its daemon, unless it has ended before."""
 
 from __future__ import annotations
 

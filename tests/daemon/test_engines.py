@@ -1,4 +1,4 @@
-"""What each engine says it runs, and how the one that is there is started."""
+"""Tables of the engines, and the start of the one that is there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def nothing_beside_torch(monkeypatch):
-    """Whoever runs these may have the engines installed."""
+    """Hide engines that the machine of the tests may have installed."""
     for variable in ("ISERVE_VLLM_PYTHON", "ISERVE_TENSORRT_LLM_PYTHON"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -243,7 +243,7 @@ def test_an_unknown_engine_is_named_with_the_known(ask):
 
 @pytest.mark.parametrize("name", ENGINES)
 class TestEveryEngine:
-    """What the engine protocol asks of each; a new engine is tested by being registered."""
+    """Every engine keeps the protocol; a new one is tested by being registered."""
 
     def test_it_is_called_what_its_table_is(self, name):
         assert get_engine(name).name == get_engine(name).capabilities().engine == name
@@ -368,7 +368,7 @@ def test_degrees_are_refused_with_their_reason():
 
 
 def test_what_an_engine_has_is_limited_with_its_reason():
-    """A limit is that of one architecture, not of those beside it."""
+    """A limit is that of one architecture, not of any other."""
     whole, split = model("gptj"), DeploymentConfig(tp=2)
     assert table().refusal(whole, DeploymentConfig(), A6000) is None
     said = table().refusal(whole, split, A6000)

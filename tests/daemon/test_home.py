@@ -1,4 +1,4 @@
-"""Folders of a home: private, those of older releases too, and nobody else's."""
+"""Folders of a home: private, those of older releases too, and no other folder changed."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ with open("ready", "w"):
 
 @pytest.mark.parametrize("end", ["exits", "is-told", "loses-its-lease"])
 def test_nothing_of_a_worker_outlives_it(keep, tmp_path, until, alive, end):
-    """Children in the group and out of it, deaf to SIGTERM, whichever way the worker comes to its end."""
+    """Children in the group and out of it, deaf to SIGTERM, are ended, whichever way the worker ends."""
     last = "" if end == "exits" else "time.sleep(99)"
     keeper = keep(DEAF_FAMILY + last, lease_ttl_s=1.0 if end == "loses-its-lease" else 600.0)
     until((tmp_path / "ready").exists)

@@ -1,4 +1,4 @@
-"""What devices there are, what is free on them, and how busy they were."""
+"""Devices of a node, what is free on them, and how busy they were."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_counter_gives_the_part_since_its_last_reading():
 
 
 def test_the_fake_has_nothing_that_nvml_lacks(fake_nvml):
-    """Its functions exist in nvidia-ml-py under the same arguments, and its constants have the real values."""
+    """The fake's functions exist in nvidia-ml-py with the same arguments, its constants have the real values."""
     for name, thing in vars(fake_nvml).items():
         if name.startswith("nvml"):
             assert list(inspect.signature(getattr(pynvml, name)).parameters) == list(
@@ -359,7 +359,7 @@ def test_a_cpu_share_is_free_less_the_larger_of_promise_and_use():
 
 def test_what_others_use_of_the_machine_is_missing_from_every_share():
     source = Source("cpu", 10 * GIB, "a", "b")
-    source.readings = {name: DeviceReading(free_bytes=7 * GIB) for name in "ab"}  # 2 by the worker, 4 by others
+    source.readings = {name: DeviceReading(free_bytes=7 * GIB) for name in "ab"}  # 2 by the worker, 4 by more
     assert free_gib(source, use(resident_bytes=2 * GIB)) == [4, 8]
 
 
@@ -441,7 +441,7 @@ def test_a_silent_worker_leaves_the_driver_to_speak():
 
 
 def test_a_cpu_share_whose_worker_is_silent_is_not_called_idle():
-    """Seconds nobody accounted for are left out; they do not dilute the ones that were."""
+    """Seconds without a report are left out; they do not dilute the reported ones."""
     source, clock = Source("cpu", GIB, "a"), Clock()
     monitor = Monitor(source, clock=clock)
     for busy_s in (0.0, 1.0, None, None, None):

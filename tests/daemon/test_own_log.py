@@ -1,4 +1,4 @@
-"""The log of a long-lived process: bounded while it runs, whoever writes to it."""
+"""The log of a long-lived process: bounded while it runs, for every writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of other processes: how they were started, and whose files they see."""
+"""Facts of other processes: how they were started, and whose files they see."""
 
 from __future__ import annotations
 

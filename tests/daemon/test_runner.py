@@ -1,4 +1,4 @@
-"""One rank: what a step computes, and what it takes."""
+"""A single rank: what a step computes, and what it takes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def loaded(tiny_checkpoint, tiny_stages, tiny_limits):
 
 @pytest.fixture(scope="module")
 def generated(tiny_checkpoint):
-    """What ``transformers.generate`` says, greedily, without any of our code; each prompt's answer is kept."""
+    """Return what ``transformers.generate`` says, greedily, without our code; each prompt's answer is kept."""
     models, said = {}, {}
 
     def make(family: str, prompt: list[int]) -> list[int]:
@@ -116,7 +116,7 @@ def test_greedy_tokens_of_a_family_without_a_row_equal_transformers_generate(fam
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sequence_joining_midway_changes_nobodys_tokens(family: str, loaded, generated) -> None:
-    """One decodes while the other's prompt comes in two pieces, then both decode in one batch."""
+    """A sequence decodes while the other's prompt arrives in two pieces, then both decode in one batch."""
     runner = loaded(family)
     first, second = list(PROMPT), list(OTHER)
 
@@ -235,8 +235,11 @@ def test_step_times_are_of_the_forward(loaded) -> None:
 
 
 def test_step_times_of_two_stages_of_two_ranks() -> None:
-    """By hand. The slowest rank of each stage: 0.5 + 0.4. From when the last of the first stage was done (1.6) to
-    when the last of the second had its input (1.75): 0.15."""
+    """The times by hand are 0.5 + 0.4 for the slowest rank of each stage, and 0.15 between the stages.
+
+    The latter is from when the last of the first stage was done (1.6) to when the last of the second had its input
+    (1.75).
+    """
     timings = (
         RankTiming(forward_s=0.3, input_ready_at=1.0, output_begun_at=1.5),
         RankTiming(forward_s=0.5, input_ready_at=1.1, output_begun_at=1.6),
@@ -328,7 +331,7 @@ def test_a_family_is_refused_only_as_long_as_it_cannot_run(family, loaded, gener
         assert greedy(loaded(family), 0, PROMPT, chunk=7) != generated(family, PROMPT)
         return
     failing = {"nemotron": (TypeError, "iserve_step"), "stablelm": (TypeError, "iserve_step")}
-    failing["doge"] = (AssertionError, None)  # of the attention, that no mask comes
+    failing["doge"] = (AssertionError, None)  # of the attention, that there is no mask
     error, said = failing.get(family, (EngineError, "cannot make the buffers of"))
     with pytest.raises(error, match=said):
         greedy(loaded(family), 0, PROMPT, chunk=7)
@@ -360,7 +363,7 @@ def test_what_the_engine_does_not_run_is_refused(config, match: str, loaded) -> 
 def test_more_than_the_limit_is_refused_before_anything_is_read(
     tiny_checkpoint, tiny_stages, tiny_limits, tmp_path
 ) -> None:
-    """With a truncated weights file, so that reading would give another error."""
+    """The weights file is truncated, so that reading would give another error."""
     shutil.copytree(tiny_checkpoint("llama"), tmp_path / "cut")
     with (tmp_path / "cut/model.safetensors").open("r+b") as file:
         file.truncate(10_000)
@@ -382,7 +385,7 @@ def edited(checkpoint: Path, folder: Path, **changes: object) -> Path:
 def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused(
     tiny_checkpoint, tiny_stages, tiny_limits, tmp_path
 ) -> None:
-    """The others of a batch would change with it."""
+    """The other sequences of a batch would change with it."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     checkpoint = edited(tiny_checkpoint("llama"), tmp_path / "dynamic", rope_parameters=rope)
     with pytest.raises(UnsupportedModelError, match="rope type 'dynamic'"):

@@ -1,4 +1,4 @@
-"""What happens to the ranks of a model when one of them, or rank 0, goes."""
+"""The ranks of a model when one of them, or rank 0, goes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_a_second_group_in_one_process_is_refused(start, tiny_checkpoint, tiny_s
 
 
 def test_a_rank_without_memory_is_told_as_that(start, tiny_checkpoint, tiny_stages, tiny_limits) -> None:
-    """Its own words, not the broken connection that rank 0 sees. 4,000 tokens x 32 numbers do not fit any more."""
+    """The error is the rank's own, not the broken connection that rank 0 sees. 4,000 tokens x 32 numbers do not
+    fit.
+    """
     runner = start(tp=2)
     limits = dataclasses.replace(
         tiny_limits, max_batch=1, max_batched_tokens=4000, max_context_tokens=4000, kv_tokens=4000
@@ -164,7 +166,7 @@ def test_a_refused_load_leaves_nothing_on_the_other_ranks(tiny_checkpoint, tiny_
 
 
 def test_each_stage_has_a_limit_of_its_own(tiny_checkpoint, tiny_stages, tiny_limits) -> None:
-    """The largest stage's is no promise of the others: their devices were chosen for less."""
+    """The largest stage's limit is no promise of the other stages: their devices were chosen for less."""
     checkpoint, config = tiny_checkpoint("llama"), DeploymentConfig(pp=2)
     first, second = tiny_stages(4, pp=2, layers=(3, 1))
     tight = dataclasses.replace(second, memory_bytes_per_device=10_000)

@@ -81,7 +81,7 @@ def assert_close(got, expected, atol: float) -> None:
 class TestTensorParallel:
     @pytest.mark.parametrize("family", SPLIT)
     def test_logits_are_those_of_one_rank(self, family: str, alone, run) -> None:
-        """With biases (llama), tied embeddings, a vocabulary that does not halve, and experts."""
+        """The models have biases (llama), tied embeddings, a vocabulary that does not halve, and experts."""
         logits, result, _ = run(family, tp=2)
         assert_close(logits, alone(family), ROUNDING)
         assert len(result.busy_s) == 2
@@ -89,15 +89,19 @@ class TestTensorParallel:
         assert result.handover_s == 0
 
     def test_int8_is_as_close_to_16bit_as_on_one_rank(self, alone, run) -> None:
-        """Not equal to one rank's int8: a row-parallel weight has a scale per row and rank, finer or the same.
-        So its distance from the exact logits is of the same size: within twice that of one rank."""
+        """The error of int8 on two ranks is within twice that of one rank.
+
+        It is not equal to one rank's int8: a row-parallel weight has a scale per row and rank, finer or the same.
+        """
         logits, _, _ = run("llama", tp=2, weights=WeightFormat.INT8)
         exact, one = alone("llama"), alone("llama", WeightFormat.INT8)
         for mine, other, true in zip(logits, one, exact, strict=True):
             assert 0 < (mine - true).norm() < 2 * (other - true).norm()
 
     def test_each_rank_holds_half(self, run) -> None:
-        """Of the linears, embedding and head 96 x 32, KV. Norms, row-parallel biases and frequencies: all."""
+        """Each rank has half of the linears, embedding, head 96 x 32 and KV; norms, row-parallel biases,
+        frequencies whole.
+        """
         split = 2 * 96 * 32 + 4 * (2 * 32 * 32 + 2 * 16 * 32 + 64 + 3 * 64 * 32 + 128)
         whole = 4 * (32 + 32 + 2 * 32) + 32 + 2 * 4
         memory = run("llama", tp=2)[2]

@@ -200,7 +200,7 @@ class TestWhatAStepTook:
 
 
 class TestMemory:
-    """What the engine counted, in the words of both forms; a figure that it lacks is an error."""
+    """The engine's own count, in the words of both forms; a figure that it lacks is an error."""
 
     @pytest.mark.parametrize("newer", [False, True])
     def test_figures_are_the_same_whichever_way_the_release_counts(self, monkeypatch, newer) -> None:
@@ -329,7 +329,7 @@ class TestNewerRelease:
 
 class TestFacts:
     def test_a_mixed_step_is_told_apart(self, rig) -> None:
-        """Two prompts of 40 in steps of 64: the first decodes beside the rest of the second."""
+        """In steps of 64, the first of two prompts of 40 decodes with the rest of the second."""
         rig.start()
         rig.worker.iserve_timer_start(1, True)
         rig.run([40, 40], 3)

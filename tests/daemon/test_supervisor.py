@@ -136,7 +136,7 @@ def test_a_daemon_killed_during_a_start_adopts_what_came_of_it(node):
 
 def test_a_worker_of_a_version_that_knew_fewer_fields_is_adopted(node, until, monkeypatch):
     def older(value, **options):
-        """What a version wrote that had no ``dummy_weights`` yet."""
+        """Return what a version wrote that had no ``dummy_weights`` yet."""
         fields = json.loads(to_json(value, **options))
         del fields["dummy_weights"]
         return json.dumps(fields).encode()
@@ -170,7 +170,7 @@ def test_a_worker_keeps_its_token_when_it_and_its_daemon_are_started_again(node)
 
 
 def test_a_worker_tells_the_release_that_it_was_started_with_until_it_is_started_anew(node):
-    """Whatever is installed by now, and whoever is the daemon."""
+    """The release is the started one's, whatever is installed by now, and under every daemon."""
     node.start()
     before = node.ready()
     assert before.versions == TorchEngine().versions()
@@ -190,7 +190,7 @@ def test_what_an_older_daemon_did_not_record_is_not_told(text, tmp_path):
 
 
 def test_a_worker_whose_spec_was_written_anew_is_ended(node, until, alive):
-    """It does not run what the file says."""
+    """The worker does not run what the file says."""
     node.start()
     before = node.ready()
     node.signal_daemon(signal.SIGKILL)
@@ -216,7 +216,7 @@ def test_a_worker_that_died_with_its_daemon_is_not_listed(node, until, alive):
 
 
 def test_the_end_of_a_test_leaves_nothing_of_its_workers(node, alive):
-    """Not one that moved to another session, nor one whose keeper and lease are gone."""
+    """Even a process that moved to another session, or one whose keeper and lease are gone, is ended."""
     node.start()
     node.behave(grandchildren=True)
     node.ready()
@@ -313,7 +313,7 @@ def test_a_killed_keeper_takes_the_worker_along_and_it_is_started_again(node, al
 
 
 def test_an_orphan_ends_when_its_lease_runs_out(node, alive, until):
-    """One test of three facts: renewed it outlives its lease's length; not renewed it ends; so does its keeper."""
+    """A test of three facts: renewed it outlives its lease's length; not renewed it ends; so does its keeper."""
     node.start()
     before = node.ready(lease_ttl_s=1.0)
     lease = node.lease()
@@ -361,7 +361,7 @@ def _cmdline(pid: str) -> bytes:
 
 
 def test_a_port_that_was_taken_is_exchanged(node):
-    """Between choosing and binding somebody else may come; that is no restart."""
+    """Between choosing and binding another process may take the port; that is no restart."""
     node.start()
     node.behave(exit_code=98, once=True)
     first = node.client.launch(node.spec()).spec.port
@@ -415,7 +415,7 @@ def test_damaged_files_of_one_worker_do_not_hinder_the_others(node, alive, until
         assert "no-lease/lease.json cannot be read" in node.daemon_log
         assert "worker no-spec cannot be adopted" in node.daemon_log
         until(lambda: not alive(no_spec.pid))
-        assert alive(no_lease.pid)  # nobody knows it; its lease bounds its life
+        assert alive(no_lease.pid)  # no record knows it; its lease bounds its life
         with pytest.raises(ConflictError, match="no-lease"):
             node.client.launch(node.spec("no-lease"))
     finally:
@@ -526,7 +526,7 @@ def test_secrets_and_logs_are_their_owners_only(node):
 
 
 def test_a_daemon_without_a_file_descriptor_left_ends_no_worker(node, until):
-    """Whoever may connect to its port can bring that about; what cannot be looked at is not dead."""
+    """Any client that may connect to its port can bring that about; what cannot be looked at is not dead."""
     node.start()
     before = node.ready()
     assert node.process is not None

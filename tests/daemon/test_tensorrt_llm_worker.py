@@ -71,7 +71,7 @@ def house(tmp_path_factory: pytest.TempPathFactory, make_node: Callable[[Path], 
 
 @pytest.fixture(scope="module")
 def kept(house: TensorRtHouse) -> Iterator[WorkerProfileSession]:
-    """One worker for all tests that do not end it; each loads what it needs."""
+    """Yield one worker for all tests that do not end it; each loads what it needs."""
     with house.target() as target:
         session = target.open(tp=1, pp=1)
         try:
@@ -87,7 +87,7 @@ def bursts(session: WorkerProfileSession, batch=2, input_tokens=20, output_token
 
 class TestMeasuring:
     def test_a_burst_is_its_steps_repeated_as_asked(self, house, kept) -> None:
-        """With the engine one step ahead of what it has read: a request does not know its last token yet."""
+        """The engine is one step ahead of what it has read: a request does not know its last token yet."""
         house.load(kept)
         for repeat in (1, 4):
             runs = bursts(kept, repeat=repeat)
@@ -254,7 +254,7 @@ class TestFailures:
             bursts(kept, 4, 60)
 
     def test_a_rank_that_is_killed_while_the_engine_waits_ends_the_worker(self, house) -> None:
-        """Whether the engine itself notices is not known; the driver's next point gets a fresh worker."""
+        """The engine may or may not notice; the driver's next point gets a fresh worker."""
         with house.target() as target:
             session = target.open(tp=1, pp=1)
             try:

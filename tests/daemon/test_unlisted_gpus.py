@@ -165,7 +165,7 @@ time.sleep(600)
 
 
 class GivenUpError(Exception):
-    """What ends a benchmark from outside."""
+    """Error that ends a benchmark from outside."""
 
 
 def test_it_ends_with_all_its_processes_when_it_is_given_up(

@@ -66,7 +66,7 @@ class TestMeasuring:
             assert (run.sm_clock_mhz, run.power_w) == (210.0, 25.0)
 
     def test_one_rank_of_a_group_is_a_model_like_any_other(self, house, kept, tmp_path) -> None:
-        """Its config.json comes without tokenizer, with half of the heads and of the vocabulary."""
+        """A rank's config.json has no tokenizer, half of the heads and half of the vocabulary."""
         whole, rank = (json.loads((house.fingerprint(2) / "config.json").read_text()), tmp_path / "rank")
         generate_shape(house.model, rank, 2, tp=2)
         shape = json.loads((rank / "config.json").read_text())
@@ -94,13 +94,13 @@ class TestMeasuring:
         assert len(bursts(kept, most=5, until_s=0.0)) == 1
 
     def test_a_burst_in_which_kernels_were_made_is_left_out(self, house, kept) -> None:
-        """Seen on a mixture of experts: 1.3 s where 60 ms were due, and no other burst beside it."""
+        """A burst of a mixture of experts took 1.3 s where 60 ms were due, and no other burst did."""
         house.load(kept, behaviour={"kernels_s": 0.7})
         runs = bursts(kept, most=3, until_s=0.0)
         assert len(runs) > 1
         assert max(run.e2e_s for run in runs) < 0.7
         house.load(kept, behaviour={"kernels_s": 0.7})
-        (only,) = bursts(kept, most=1)  # asked for alone: so it is told
+        (only,) = bursts(kept, most=1)  # asked for alone: so it is reported
         assert only.e2e_s > 0.7
 
     @pytest.mark.parametrize("kv", [KvFormat.BITS16, KvFormat.FP8])
@@ -138,7 +138,7 @@ class TestMeasuring:
 
     @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
     def test_two_gpus_are_two_ranks_of_their_stages(self, house, tp, pp) -> None:
-        """With tp=2 the stand-in refuses to start with NVLink multicast on."""
+        """The stand-in refuses to start with NVLink multicast on when tp=2."""
         with house.target() as target:
             session = target.open(tp=tp, pp=pp)
             try:
@@ -195,7 +195,7 @@ class TestMeasuring:
             profile = depth_tied_profile("m", spec, target, gemma.fingerprint, plan)
         assert (profile.complete, profile.notes) == (True, ())
         assert tuple(point.num_layers for point in profile.memory) == depths
-        beside = []  # what a first token takes beside the step, in steps: real time of this machine
+        beside = []  # what a first token takes in addition to the step, in steps: real time of this machine
         for point in whole_points(profile.timing, num_layers):
             prompts = {w: point.batch * costs.pairs(point.input_tokens, w) for w in spec.windows}
             tokens = point.batch * point.input_tokens
@@ -274,7 +274,7 @@ class TestRefusals:
 
 
 def test_stages_are_of_the_devices_given() -> None:
-    """What the target asks of a daemon for two stages."""
+    """The target asks a daemon for two stages of the given devices."""
     asked: list[WorkerSpec] = []
 
     def launch(spec: WorkerSpec) -> Handle:

@@ -1,4 +1,4 @@
-"""What fails in the profiling worker around ``vllm.LLM``, and how it ends: whatever is killed, nothing is left."""
+"""Failures of the profiling worker around ``vllm.LLM``, and its end: whatever is killed, nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker's processes as the daemon sees them: looks while a start is under way, which are its own to end."""
+"""Processes of one worker as the daemon sees them: looks while a start is under way, which are its own to end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GONE = Lease(
 def test_who_looks_during_a_restart_does_not_take_up_the_last_workers_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its worker is gone, so the new start would be taken for ended, and its keeper be killed."""
+    """The lease's worker is gone, so the new start would be taken for ended, and its keeper be killed."""
     process = WorkerProcess(tmp_path / "w1")
     process.folder.mkdir()
     write_file(process.folder / LEASE_FILE, GONE)
@@ -74,7 +74,7 @@ def test_who_looks_during_a_restart_does_not_take_up_the_last_workers_lease(
 def test_a_keeper_that_begins_while_its_worker_is_ended_does_not_make_the_end_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the folder's lock for the moment in which it finds that its orders were withdrawn."""
+    """The keeper takes the folder's lock for the moment in which it finds that its orders were withdrawn."""
     process = WorkerProcess(tmp_path / "w1")
     process.folder.mkdir()
     looks = [False, False, True]  # before the end, after it, and at the last look
@@ -153,7 +153,7 @@ def test_nothing_of_a_session_that_was_given_a_dead_keepers_id_is_ended(
 def test_what_carries_the_workers_mark_is_ended_with_all_of_its_session(
     tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """Engine and keeper are gone; as long as one of their session lives its id is nobody else's."""
+    """Engine and keeper are gone; as long as one of their session lives, no other session has its id."""
     ours = session(**{WORKER_MARK: str(tmp_path / "w1")})
     unmarked = subprocess.Popen(["env", "-i", "sleep", "600"], process_group=0)
     moved, stranger = (
@@ -177,7 +177,7 @@ def test_what_carries_the_workers_mark_is_ended_with_all_of_its_session(
 def test_a_leased_engine_that_lives_names_its_session(
     tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """Its children need no mark: they may have cleared their environment."""
+    """The session's children need no mark: they may have cleared their environment."""
     ours = session()
     lease = replace(
         GONE, pid=ours.pid, start_time_ticks=ticks_of(ours.pid), keeper_pid=ours.pid, boot_id=boot_id()
@@ -189,7 +189,7 @@ def test_a_leased_engine_that_lives_names_its_session(
 
 @contextlib.contextmanager
 def no_file_left() -> Iterator[None]:
-    """No file can be opened by this process (EMFILE)."""
+    """Let this process open no file (EMFILE) inside the block."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
@@ -229,7 +229,7 @@ def test_a_keeper_that_cannot_be_looked_for_is_not_taken_for_dead(tmp_path: Path
 
 
 def test_a_record_that_cannot_be_read_now_is_not_taken_for_absent(tmp_path: Path) -> None:
-    """A controller would else start a second daemon, and a second gateway, beside those that live."""
+    """A controller would otherwise start a second daemon, and a second gateway, next to those that live."""
     path = tmp_path / "daemon.json"
     record = own_record(url="", token="")
     write_record(path, record)

@@ -144,13 +144,13 @@ class SavedModel:
 
 @pytest.fixture(scope="session", params=SMALL_CONFIGS)
 def small_config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """One parsed config.json per variant of a family."""
+    """Return a parsed config.json per variant of a family."""
     return json.loads(json.dumps(SMALL_CONFIGS[request.param]))
 
 
 @pytest.fixture(scope="session", params=SMALL_CONFIGS)
 def saved_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
-    """One saved random model per variant: in one file, and in many with an index."""
+    """Return a saved random model per variant: in one file, and in many with an index."""
     return _save(request.param, tmp_path_factory.mktemp(request.param))
 
 

@@ -1,4 +1,4 @@
-"""What a depth-tied profile started, ran and has."""
+"""Starts, runs and contents of a depth-tied profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every estimator owes its callers, as one suite to subclass.
+"""Conformance of every estimator, as one suite to subclass.
 
     class TestMine(EstimatorConformance):
         @pytest.fixture

@@ -1,4 +1,4 @@
-"""What transformers' classes hold and keep, as recorded by ``record_family_truths``. Needs no torch."""
+"""Facts of transformers' classes, as recorded by ``record_family_truths``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDEXER = "indexer"
 
 @dataclass(frozen=True)
 class KeptByLayer:
-    """What one layer's cache holds of a sequence."""
+    """Content of one layer's cache of a sequence."""
 
     kv_elements: int  # a token; a latent counts as what it is; indexer keys are not in it
     indexer_elements: int  # a token

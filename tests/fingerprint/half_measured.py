@@ -1,4 +1,4 @@
-"""An estimator that has measured some configurations and scales the others from them."""
+"""An estimator that has measured some configurations and scales all further ones from them."""
 
 from __future__ import annotations
 

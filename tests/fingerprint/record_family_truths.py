@@ -287,7 +287,7 @@ def vllm_state(wheel: VllmWheel, architecture: str, config: Any) -> dict[str, An
     """Return what a recurrent layer keeps of a sequence by vLLM's own functions; nothing where it has none."""
     try:
         found = wheel.state_bytes(architecture, config)
-    except Exception as error:  # noqa: BLE001  told, not raised
+    except Exception as error:  # noqa: BLE001  reported, not raised
         return {"vllm_state_error": _line(error)}
     return {} if found is None else {"vllm_state_bytes": found}
 
@@ -313,7 +313,7 @@ def model_class(architecture: str, wheel: VllmWheel) -> tuple[Any, Any]:
 
 
 def truth_of(architecture: str, wheel: VllmWheel) -> dict[str, Any]:
-    """Return all truths of an architecture; what fails is told under ``error``."""
+    """Return all truths of an architecture; what fails is reported under ``error``."""
     record: dict[str, Any] = {"architecture": architecture}
     try:
         model, config_class = model_class(architecture, wheel)
@@ -324,7 +324,7 @@ def truth_of(architecture: str, wheel: VllmWheel) -> dict[str, Any]:
             record["default"] |= counts(model(config))
         check_config(record["default"]["config"], model, config_class, record["default"])
         record["default"] |= vllm_state(wheel, architecture, config)
-    except Exception as error:  # noqa: BLE001  told, not raised
+    except Exception as error:  # noqa: BLE001  reported, not raised
         return record | {"error": _line(error)}
     tiny: dict[str, Any] = {}
     try:

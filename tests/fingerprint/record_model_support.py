@@ -46,7 +46,7 @@ def document() -> dict[str, Any]:
 
 
 def support_of(architecture: str) -> dict[str, Any]:
-    """Return what becomes of one architecture; a step that does not come about has its reason."""
+    """Return the support of one architecture; a step that fails has its reason."""
     truths = family_truths.document()
     truth = {**truths["multimodal"], **truths["architectures"]}[architecture]
     if "error" in truth:
@@ -108,7 +108,7 @@ def _cut(whole: Path, spec: ModelSpec) -> dict[str, Any]:
 
 
 def layers(spec: ModelSpec) -> list[tuple[Any, ...]]:
-    """Return what tells each layer from others: how far it looks back, what it is made of and keeps."""
+    """Return what distinguishes each layer: how far it looks back, what it is made of and keeps."""
     alike = (spec.layer_params, spec.layer_linear_params, spec.layer_expert_params, spec.kv_elements)
     shapes: list[Any] = [spec.layer_shapes[index] for index in spec.layer_shape_indexes]
     return list(zip(spec.windows, shapes or [alike] * spec.num_layers, strict=True))

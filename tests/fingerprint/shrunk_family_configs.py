@@ -116,7 +116,7 @@ def _value(name: str, value: Any, config: Mapping[str, Any], old: int, depth: in
 
 
 def _head_dim(name: str, value: int, config: Mapping[str, Any]) -> int:
-    """Return the size of the same part: rotated, whole, of a width that the others have or of its own."""
+    """Return the size of the same part: rotated, whole, of a common width or of its own."""
     for part in ("qk_rope_head_dim", "qk_head_dim"):
         if value == config.get(part):
             return SIZES[part]

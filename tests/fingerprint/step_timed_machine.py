@@ -1,7 +1,7 @@
 """A machine whose true step times are known, behind a strict :class:`StepTimedTarget`.
 
 It schedules as vLLM does: a step holds at most ``max_batched_tokens``, one for each sequence that decodes and the
-rest for prompts in the order of their arrival, so that prompts come in chunks, the first sequences decode beside
+rest for prompts in the order of their arrival, so that prompts run in chunks, the first sequences decode with
 the last ones' prompts, and end before them. A step takes ``r (o + L h) + c``; the whole model is the same machine
 with all its layers and r = 1. It refuses what the protocol forbids.
 """
@@ -51,7 +51,7 @@ def llama_7b(num_layers: int = 32) -> ModelSpec:
 
 
 class Step(NamedTuple):
-    """One step of the schedule: what it computes."""
+    """Step of the schedule: what it computes."""
 
     sequences: int
     prefill_tokens: int
@@ -61,14 +61,14 @@ class Step(NamedTuple):
     parts: tuple[tuple[int, int], ...]  # of each sequence: tokens computed, tokens in the cache before
 
     def pairs_within(self, window: int | None) -> int:
-        """Of a layer that looks so far back."""
+        """Return the pairs of a layer that looks so far back."""
         if window is None:
             return self.pairs
         return sum(_pairs_below(c + q, window) - _pairs_below(c, window) for q, c in self.parts)
 
 
 def _pairs_below(length: int, window: int) -> int:
-    """Of the first so many tokens of a sequence."""
+    """Return the pairs of the first so many tokens of a sequence."""
     w = min(window, length)
     return w * (w + 1) // 2 + (length - w) * w
 
@@ -107,7 +107,7 @@ def schedule(batch: int, input_tokens: int, output_tokens: int, max_batched_toke
 
 @dataclass(frozen=True, kw_only=True)
 class StepTruth:
-    """What the machine's costs really are, in seconds, for tp=1."""
+    """True costs of the machine, in seconds, for tp=1."""
 
     # h: weights are read while tokens are multiplied; then a query-key pair. Like Llama-2-7B on an H200.
     layer_s: tuple[float, float, float] = (9e-5, 7e-7, 2e-11)
@@ -161,7 +161,7 @@ class StepTruth:
             prefill_tokens=step.prefill_tokens,
             context_tokens=step.context,
             attention_pairs=step.pairs,
-            gap_s=self.gap_s + (cut.pp - 1) * stage,  # one stage's reading: it waits for the others
+            gap_s=self.gap_s + (cut.pp - 1) * stage,  # one stage's reading: it waits for the rest
             lead_s=self.lead_s,
             forward_s=stage,
             tail_s=self.tail_s,
@@ -169,7 +169,7 @@ class StepTruth:
 
 
 class Cut(NamedTuple):
-    """What is loaded of the model, and how often each forward is run."""
+    """Part of the model that is loaded, and how often each forward is run."""
 
     layers: int  # of all stages
     repeat: int = 1
@@ -237,7 +237,7 @@ class StepTimedMachine:
     # --- the whole model -------------------------------------------------------------------------------------
 
     def ttft_s(self, batch: int, input_tokens: int, *, tp: int = 1, pp: int = 1) -> float:
-        """Of settled bursts of one output token."""
+        """Return the TTFT of settled bursts of one output token."""
         return self._whole(batch, input_tokens, 1, tp, pp, cooled=0.0).e2e_s
 
     def tpot_s(self, batch: int, input_tokens: int, output_tokens: int, *, tp: int = 1, pp: int = 1) -> float:
@@ -251,7 +251,7 @@ class StepTimedMachine:
 
 
 class StepTimedSyntheticSession:
-    """One worker of the machine."""
+    """Session of one worker of the machine."""
 
     def __init__(self, machine: StepTimedMachine, tp: int, pp: int) -> None:
         self.machine, self.tp, self.pp = machine, tp, pp
@@ -351,7 +351,9 @@ class StepTimedSyntheticSession:
         return round(-(-exact // step) * step)
 
     def _rounded_up_bytes(self) -> int:
-        """What torch's allocator adds to a layer of Llama-2-7B: QKV, out, gate and up, down, in steps of 2 MiB."""
+        """Return what torch's allocator adds to a layer of Llama-2-7B: QKV, out, gate and up, down, in steps of 2
+        MiB.
+        """
         sizes = (whole * 2**20 // self.tp for whole in (96, 32, 172, 86))
         return sum(-size % 2**21 for size in sizes if size > 10 * 2**20)
 

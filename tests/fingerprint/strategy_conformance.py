@@ -1,4 +1,4 @@
-"""What every strategy owes its callers, as two suites to subclass: supply the fixture ``strategy``.
+"""Conformance of every strategy, as two suites to subclass: supply the fixture ``strategy``.
 
 ``reached`` are configurations that it must answer for, ``refused`` ones that it must not; override them and the
 workloads with what the strategy was given.

@@ -79,7 +79,7 @@ def _counted(layers: Layers) -> list[tuple[int | None, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """What the machine's costs really are. Times are for tp=1 at 16bit; ``int8_time`` multiplies a layer's."""
+    """True costs of the machine. Times are for tp=1 at 16bit; ``int8_time`` multiplies a layer's."""
 
     # seconds of one layer's prefill: base + per token + per (token of the batch x prompt length)
     layer_first_s: tuple[float, float, float] = (2e-4, 4e-6, 2e-9)
@@ -210,7 +210,7 @@ class SyntheticMachine:
         return Path("/fingerprints") / "-".join(str(windows.count(kind.window)) for kind in self.spec.kinds)
 
     def level(self) -> float:
-        """How fast the next load runs."""
+        """Return how fast the next load runs."""
         return max(0.05, 1.0 + self.load_noise * self.random.standard_normal()) if self.load_noise else 1.0
 
     def jitter(self) -> float:
@@ -219,7 +219,7 @@ class SyntheticMachine:
 
 
 class SyntheticSession:
-    """One worker of the synthetic machine."""
+    """Session of one worker of the synthetic machine."""
 
     def __init__(self, machine: SyntheticMachine, tp: int, pp: int) -> None:
         self.machine, self.tp, self.pp = machine, tp, pp

@@ -76,7 +76,7 @@ def test_an_all_reduce_in_the_mesh_uses_all_its_links() -> None:
     large, ideal = 1e7, replace(CALIBRATED, link_efficiency=1.0, all_reduce_latency_s=0.0, all_reduce_hop_s=0.0)
     moved = large * 4096 * 2.0
     assert all_reduce_s(MI300X, 4096, 2, large, ideal) == pytest.approx(moved / 64e9)
-    # two halves of the ring's law, of an eighth of the message to each of the seven others over its own link
+    # two halves of the ring's law, of an eighth of the message to each of the other seven over its own link
     assert all_reduce_s(MI300X, 4096, 8, large, ideal) == pytest.approx(2 * moved / 8 / 64e9)
 
 

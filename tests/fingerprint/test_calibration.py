@@ -81,7 +81,7 @@ def test_errors_that_are_larger_by_a_factor_make_all_of_it_larger_by_it(models, 
 
 @given(models=several, more=st.floats(0, 1))
 def test_a_model_that_was_further_off_moves_nothing_the_other_way(models, more) -> None:
-    """Of as many models, one of which is predicted lower than it was."""
+    """The models are as many; one of them is predicted lower than before."""
     before = bounds(of(*models))
     after = bounds(of([e + more for e in models[0]], *models[1:]))
     assert all(later >= earlier for later, earlier in zip(after, before, strict=True))
@@ -169,7 +169,7 @@ def test_what_is_shipped_is_what_the_recordings_say_each_under_the_shape_it_has_
 
 
 def test_a_token_costs_beside_layers_what_embedding_and_norms_move() -> None:
-    """Why decode steps take that cost from prompts: at most ten vectors a token through memory, as recorded."""
+    """Decode steps take that cost from prompts: it is at most ten vectors a token through memory, as recorded."""
     for one in load(RESULTS / "h200"):
         spec, device = one.profile.spec, one.profile.machine.device
         vector_s = 2 * spec.hidden_size / device.memory_bytes_per_s
@@ -193,7 +193,7 @@ def quantized(method: str, form: str) -> ModelSpec:
 
 
 def test_what_a_checkpoint_holds_is_told_apart_from_what_is_made_while_loading() -> None:
-    """One name for five ways of storing; an error of one is none of another."""
+    """Five ways of storing share one name; an error of one is none of another."""
     specs = (quantized("fp8", "float, a scale per matrix"), quantized("gptq", "4-bit, groups of 128"))
     experts = replace(llama(), num_experts=8, experts_per_token=2)
     names = [kernels_of(spec, WeightFormat.STORED) for spec in specs]
@@ -229,7 +229,7 @@ def test_at_degrees_that_nobody_measured_the_same_format_speaks_before_all_other
     low, middle, high = bounds(Calibration((*own, *others)), tp=4)
     assert (low, middle) == (0.0, 0.0)
     assert high < 0.1
-    low, middle, high = bounds(Calibration((*own, *others)), tp=4, weights="fp8")  # nobody's: dense ones speak
+    low, middle, high = bounds(Calibration((*own, *others)), tp=4, weights="fp8")  # none kept: dense ones speak
     assert (low, middle) == (0.0, 0.0)
     assert high < 0.1
     low, middle, high = bounds(Calibration((*own, *others)), tp=4, weights="fp8 experts")

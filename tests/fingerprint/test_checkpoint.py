@@ -349,7 +349,7 @@ entries = st.fixed_dictionaries(
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(header=st.dictionaries(st.text(max_size=3), entries | json_values, max_size=3), size=st.integers(0, 40))
 def test_any_json_header_is_read_or_refused(tmp_path: Path, header: dict[str, Any], size: int) -> None:
-    """What is accepted lies inside the file, one tensor after the other; white space makes no difference."""
+    """Accepted tensors lie inside the file, one after the other; white space makes no difference."""
     raw = compact(header)
     verdicts = []
     for text in (raw, json.dumps(header).encode()):

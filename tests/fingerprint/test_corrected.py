@@ -1,4 +1,4 @@
-"""An estimator corrected by checks: exact where it was checked, careful beside it, silent on other engines."""
+"""An estimator corrected by checks: exact where it was checked, careful nearby, silent on other engines."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_what_is_carried_over_is_bounded_and_its_interval_holds_the_raw_one(
 
 
 class Anchored:
-    """The roofline, as if the ``run`` configurations had been measured and the others scaled from the nearest."""
+    """Roofline as if the ``run`` configurations had been measured and all further ones scaled from the nearest."""
 
     name = "anchored"
 
@@ -249,7 +249,7 @@ def test_repeats_that_scatter_more_than_the_interval_widen_it() -> None:
 
 
 def test_a_reading_that_allows_all_that_was_predicted_and_more_corrects_nothing() -> None:
-    """As of two tokens behind a long prompt: 8.7 ms a token, give or take 8.2."""
+    """Two tokens behind a long prompt read so: 8.7 ms a token, give or take 8.2."""
     raw = RAW.estimate(HERE, WORK)
     low, high = 0.9 * raw.tpot_s.low, 1.1 * raw.tpot_s.high
     vague = replace(check_of(RAW), tpot_s=Reading(value=(low + high) / 2, low=low, high=high, repeats=4))
@@ -260,7 +260,7 @@ def test_a_reading_that_allows_all_that_was_predicted_and_more_corrects_nothing(
 
 @pytest.mark.parametrize("vague_alone", [False, True])
 def test_one_such_reading_leaves_the_other_its_own_end(vague_alone: bool) -> None:
-    """A full batch told too vaguely takes nothing from what one request was timed at, nor the other way round."""
+    """A vague measurement of a full batch takes nothing from that of one request, nor the other way round."""
     lone = replace(WORK, batch=1)
 
     def of(work: Workload, *, vague: bool) -> Reading:
@@ -431,7 +431,7 @@ def test_a_check_of_the_batch_alone_has_one_ratio_for_all() -> None:
 
 
 def test_a_check_from_before_has_nothing_alone() -> None:
-    """As it lies in the state of an older version."""
+    """The JSON is as it lies in the state of an older version."""
     kept = json.loads(to_json(check_of(RAW)))
     del kept["alone"]
     assert from_json(json.dumps(kept), Verification) == check_of(RAW)

@@ -198,8 +198,10 @@ QWEN3_600M = {
 
 
 def test_small_layers_that_are_not_in_the_format_asked_for_are_within_the_error(profile) -> None:
-    """15 MiB more a layer than fp8 takes: the allocator's steps, or an engine that left it at 16 bits. Nobody
-    knows from two counts, so what may be used is what holds for both."""
+    """Layers take 15 MiB more each than fp8 does: the allocator's steps, or an engine that left it at 16 bits.
+
+    Two counts cannot say which, so what may be used is what holds for both.
+    """
     spec = read_blueprint(QWEN3_600M).spec
     ends, layer = 2 * spec.embedding_params, 2 * spec.layer_params
     fact = replace(RECORDED["Qwen3-8B"], one=ends + layer, two=ends + 2 * layer)
@@ -225,7 +227,7 @@ def test_what_the_allocator_adds_to_large_layers_is_no_doubt(profile, model) -> 
 
 
 def vllm_blocks(machine: StepTimedMachine, budget_bytes: int, *, tp: int = 1, pp: int = 1) -> int:
-    """As ``Worker.determine_available_memory`` and the KV cache's sizing do it, of the whole model."""
+    """Return the blocks of the whole model, as ``Worker.determine_available_memory`` and the cache's sizing do."""
     session = machine.open_step_timed(tp=tp, pp=pp)
     spec, truth = machine.spec, machine.truth
     block = BLOCK_TOKENS * spec.kv_bytes_per_token_per_layer(KvFormat.BITS16) / min(tp, spec.num_kv_heads)
@@ -296,7 +298,7 @@ def without_graphs(point: MemoryPoint) -> MemoryPoint:
 
 
 class TestWhatALayerTakes:
-    """What is allocated for its tensors where the count agrees within the allocator's steps, else the count."""
+    """A layer takes what is allocated for its tensors where the count agrees within the allocator's steps."""
 
     @staticmethod
     def layer_bytes(profile: Profile, weights: WeightFormat, per_layer: float) -> tuple[int, float]:

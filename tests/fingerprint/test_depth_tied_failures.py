@@ -1,4 +1,4 @@
-"""What fails while a depth-tied profile is taken: it is told, and takes nothing with it that was measured."""
+"""Failures while a depth-tied profile is taken are reported, and take nothing with them that was measured."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TestFailures:
         assert all(session.closed for session in machine.sessions)
 
     def test_an_engine_that_does_not_come_back_takes_nothing_with_it_that_was_measured(self) -> None:
-        """It dies at a batch of 8, and what it held is not free in time for its next start."""
+        """The engine dies at a batch of 8, and what it held is not free in time for its next start."""
 
         def broken(cut: Cut, batch: int, *_: int) -> EngineError | None:
             if cut.layers == 2 and not batch and len(loads(machine)) == 2:
@@ -111,7 +111,7 @@ class TestFailures:
         ],
     )
     def test_an_answer_that_cannot_be_is_no_measurement(self, wrong) -> None:
-        """One point is answered so; it is a failed point like any other."""
+        """A point is answered so; it is a failed point like any other."""
         at = (8, 1024)
 
         class Liar(StepTimedMachine):

@@ -203,7 +203,7 @@ class TestPlan:
 
 
 class TestBlocks:
-    """How vLLM lays KV blocks over layers, by its own examples and rules."""
+    """Layout of vLLM's KV blocks over layers, by its own examples and rules."""
 
     @pytest.mark.parametrize(
         ("windows", "shared"),

@@ -132,7 +132,7 @@ class TestWhatIsRun:
         whole = {(p.batch, p.input_tokens): p for p in whole_points(profile.timing, 32)}
         assert whole.keys() == set(PLAN.points)
         for at in once:
-            # What decodes beside the last prompts is in it.
+            # What decodes with the last prompts is in it.
             assert whole[at].ttft_s == pytest.approx(machine.ttft_s(*at), rel=0.02)
 
     def test_plain_points_run_both_depths_as_they_are(self) -> None:
@@ -222,7 +222,7 @@ class TestTheBudget:
     @settings(max_examples=40, deadline=None)
     @given(budget_s=st.floats(0.1, 40.0))
     def test_visits_take_nothing_from_the_other_depth(self, budget_s) -> None:
-        """What one layer runs is what it would run without them, and the budget holds."""
+        """The runs of one layer are those without visits, and the budget holds."""
         machine, without = StepTimedMachine(), StepTimedMachine()
         visited = take_depth_tied(machine, budget_s=budget_s, visits=3)
         once = take_depth_tied(without, budget_s=budget_s, visits=1)
@@ -250,7 +250,7 @@ class TestTheBudget:
 class TestContradiction:
     @staticmethod
     def slow(bad_loads: int) -> StepTimedMachine:
-        """One layer takes what three should, in the first loads of it."""
+        """Let one layer take what three should, in the first loads of it."""
         seen = [bad_loads]
 
         def slower(_load: int, layers: int) -> float:
@@ -299,7 +299,7 @@ class TestContradiction:
         assert contradiction([t for t in equal if t.output_tokens == 1]) is None
 
     def test_ranks_that_wait_for_each_other_in_a_short_step_contradict_nothing(self) -> None:
-        """As seen of two ranks: the host came to the second one up to 2 ms later, in steps of 0.3 ms."""
+        """The host reached the second of two ranks up to 2 ms later, as observed, in steps of 0.3 ms."""
         timing = take_depth_tied(StepTimedMachine(), plain_points=((1, 128), (32, 512))).timing
         waited = [_waiting(t, 2e-3) if (t.num_layers, t.repeat) == (1, 1) else t for t in timing]
         assert waited != list(timing)

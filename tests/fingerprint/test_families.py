@@ -169,7 +169,7 @@ def test_llama_2_7b_by_hand() -> None:
     ],
 )
 def test_a_window_counts_only_when_every_layer_slides(windows: dict[str, Any], expected: int | None) -> None:
-    """With some full layers the KV cache must be sized as if all were."""
+    """The KV cache must be sized as if all layers were full when some are."""
     assert (
         read_spec(LLAMA_7B | {"model_type": "qwen2", "architectures": None} | windows).sliding_window == expected
     )

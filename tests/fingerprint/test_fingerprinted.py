@@ -257,10 +257,10 @@ class TestFacts:
 
 
 class TestDamagedProfiles:
-    """What a budget, a busy machine or a wrong clock leaves of a profile: an estimate in order, or a refusal."""
+    """A profile damaged by a budget, a busy machine or a wrong clock gives an estimate in order, or a refusal."""
 
     def test_two_depths_at_different_points_tell_no_layer_and_break_nothing(self, noisy):
-        """One layer ran at batch 1 alone, two at batch 4 alone."""
+        """A single layer ran at batch 1 alone, two at batch 4 alone."""
         kept = tuple(p for p in noisy.timing if (p.num_layers, p.batch) in {(1, 1), (2, 4)} and p.tp * p.pp == 1)
         estimator = estimator_of(replace(noisy, timing=kept))
         assert {p.num_layers for p in kept} == {1, 2}

@@ -156,7 +156,7 @@ def test_progress_ends_at_all(saved_llama: Any, tmp_path: Path) -> None:
 def test_a_kept_layer_looks_as_far_back_as_before(
     config: dict[str, Any], kinds: list[str], tmp_path: Path
 ) -> None:
-    """Of a published config without layer_types, which classes fill in by a layer's place."""
+    """The published configs have no layer_types, which classes fill in by a layer's place."""
     sizes = {"head_dim": 128, "sliding_window": 8, "num_experts_per_tok": 1, "architectures": None}
     whole = LLAMA_2_70B | sizes | config
     (tmp_path / "config.json").write_text(json.dumps(whole))

@@ -1,4 +1,4 @@
-"""What an engine that prepares steps ahead hides, from readings made by hand."""
+"""Time that an engine which prepares steps ahead hides, from readings made by hand."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class TestIntervals:
         ],
     )
     def test_they_hold_one_load_of_the_full_model_where_loads_differ(self, load_noise, noise, repeats):
-        """What all runs of a load share, repeats do not show: from them alone, a TTFT's would hold 3 in 4."""
+        """Repeats do not show what all runs of a load share: from them alone, a TTFT's would hold 3 in 4."""
         truth = Truth()
         plan = replace(PLAN, degrees=((1, 1),), min_repeats=repeats, max_repeats=repeats)
         true, held, blind = true_s(truth, DeploymentConfig(), LARGEST), [], []
@@ -130,7 +130,9 @@ class TestIntervals:
         assert np.mean(blind, axis=0)[0] < 0.8
 
     def test_late_runs_do_not_carry_the_estimate_away(self):
-        """One run in twenty takes three times as long: the mean of the estimates stays within 10% of the truth."""
+        """The mean of the estimates stays within 10% of the truth, though a run in twenty takes three times as
+        long.
+        """
         truth, plan = Truth(), replace(PLAN, degrees=((1, 1),), min_repeats=9, max_repeats=9)
         found = [
             L2(take_profile(SyntheticMachine(truth=truth, noise=0.02, outliers=0.05, seed=seed), plan))
@@ -300,9 +302,12 @@ class TestReach:
 
 
 def test_steps_beside_many_prompt_tokens_are_told_from_their_noise():
-    """A CPU like that of docs/fidelity.md: a step of 8 sequences of 700 tokens takes three times one alone, and
-    their prompts as long as 39 steps. With 16 steps after them, as after all others, noise of 15% hides what batch
-    and context add; with 48 it does so less, and the other points are no worse."""
+    """More steps after the prompts separate a step's time from noise, on a CPU like that of docs/fidelity.md.
+
+    A step of 8 sequences of 700 tokens takes three times one alone, and their prompts as long as 39 steps. With 16
+    steps after them, as after all other points, noise of 15% hides what batch and context add; with 48 it does so
+    less, and the remaining points are no worse.
+    """
     truth = Truth(
         layer_first_s=(2e-4, 1.4e-5, 1e-9),
         other_first_s=(1e-3, 5e-5, 1e-6),

@@ -166,7 +166,7 @@ class TestWithoutNoise:
         assert point.ending_s[-1] < 0.5 * point.steady_s
 
     def test_a_few_tokens_after_a_long_prompt_have_a_positive_time(self) -> None:
-        """What the cooler prefill takes less, and what ended sequences save, is each more than a decode step."""
+        """The savings of a cooler prefill and of ended sequences are each more than a decode step."""
         truth = StepTruth(layer_s=(9e-5, 2e-6, 2e-9), cool=0.03)
         machine = StepTimedMachine(truth=truth)
         points = ((1, 64), (64, 2048))
@@ -278,7 +278,7 @@ class TestBetweenAndBeyondPoints:
 class TestNoise:
     @pytest.mark.parametrize("noise", [0.002, 0.01])
     def test_errors_stay_of_the_order_of_the_noise(self, noise) -> None:
-        """Of TTFT and of the whole time; a TPOT is their difference, small beside a long prefill."""
+        """Errors are of TTFT and of the whole time; a TPOT is their difference, small next to a long prefill."""
         for seed in range(10):
             machine = StepTimedMachine(noise=noise, seed=seed)
             for point in whole_points(take_depth_tied(machine).timing, 32):
@@ -304,8 +304,11 @@ class TestNoise:
             assert_interval(found.latency(VLLM, Workload(8, 512, 65)).tpot_s)
 
     def test_noise_of_a_small_batch_is_not_carried_to_a_large_one(self) -> None:
-        """As seen of a mixture of experts: 1% more at the shallow fingerprint's largest batch, all told by tokens,
-        took 6% off a step of the whole batch of 128."""
+        """An error at the shallow fingerprint's largest batch stays there.
+
+        On a mixture of experts 1% more there, all attributed to tokens, took 6% off a step of the whole batch of
+        128.
+        """
         machine = StepTimedMachine()
         profile = take_depth_tied(machine, points=(*PLAN.points, (128, 128)))
         off = tuple(_decoding_slower(t, 1.01) if (t.num_layers, t.batch) == (1, 8) else t for t in profile.timing)
@@ -346,7 +349,7 @@ class TestWhatIsMissing:
         assert {p.batch for p in whole_points(timing, 32)} == {1, 8}
 
     def test_a_point_that_tells_no_time_of_the_whole_is_said_to(self) -> None:
-        """One layer's prompts took as if a repeat cost more than all layers together."""
+        """The prompts of one layer took as if a repeat cost more than all layers together."""
         machine = StepTimedMachine()
         profile = take_depth_tied(machine)
 

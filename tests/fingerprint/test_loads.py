@@ -1,4 +1,4 @@
-"""How far loads differ, against machines whose loads differ by a known amount."""
+"""Variation between loads, against machines whose loads differ by a known amount."""
 
 import math
 from dataclasses import replace
@@ -36,8 +36,10 @@ def test_a_known_spread_is_found(noise, load_noise):
 
 
 def test_noise_of_the_runs_is_averaged_before_it_counts():
-    """10% a run; a load's level is the mean of 4 bursts of 1 or 2 runs: 3 to 5% for a prefill. A step is told from
-    the difference of two runs that are longer than it."""
+    """The noise of 10% a run is 3 to 5% of a load's level for a prefill: the mean of 4 bursts of 1 or 2 runs.
+
+    A step is computed from the difference of two runs that are longer than it.
+    """
     first, step = spreads(noise=0.1)
     assert 0.03 < first < 0.05
     assert first < step < 0.2

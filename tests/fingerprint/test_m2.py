@@ -75,7 +75,7 @@ def test_every_item_of_every_stage_is_recovered(tp, pp, weights, tied):
 def test_the_fullest_gpu_is_right_for_any_machine(
     layer_split, layer_whole, embedding, head, activation_split, activation_whole, runtime, num_layers, config
 ):
-    """Up to the one thing that cannot be told apart, which the interval then holds."""
+    """The estimate is right up to the one thing that cannot be identified, which the interval then holds."""
     truth = Truth(
         layer_split_bytes=layer_split, layer_whole_bytes=layer_whole, embedding_bytes=embedding,
         head_split_bytes=head, activation_split_bytes=activation_split, activation_whole_bytes=activation_whole,
@@ -119,7 +119,7 @@ class TestKvCheck:
         spec_bytes = 2 * 4 * 32 * 2 * 640
         assert m2.memory(DeploymentConfig(), Workload()).layer_kv_bytes == 2 * spec_bytes
         assert "+100.0%" in m2.warnings[0]
-        # another KV format was not measured: the spec stands
+        # another KV format was not measured: the spec is used
         assert m2.memory(DeploymentConfig(kv=KvFormat.INT8), Workload()).layer_kv_bytes == spec_bytes / 2
 
 
@@ -192,7 +192,7 @@ class TestOneStepOnly:
     """A profile that was cut short has fingerprints that ran their smallest step and no other."""
 
     def cut_short(self, profile, *left):
-        """Of these (weights, tp, pp) only the smallest step remains."""
+        """Leave only the smallest step of these (weights, tp, pp)."""
         return replace(
             profile,
             memory=tuple(
@@ -210,7 +210,7 @@ class TestOneStepOnly:
     )
     @pytest.mark.parametrize("workload", [Workload(1, 1000, 1), Workload(1, 64, 1)])
     def test_growth_with_the_step_comes_from_one_gpu(self, config, tolerance, workload):
-        """Of one GPU's 100,000 + 3,000 a token, a rank at tp=2 holds 100,000 + 2,000: the proportion is near."""
+        """A rank at tp=2 holds 100,000 + 2,000 a token of one GPU's 100,000 + 3,000: the proportion is near."""
         profile = take_profile(SyntheticMachine(), PLAN)
         lame = self.cut_short(profile, (config.weights, config.tp, config.pp))
         memory = M2(lame).memory(config, workload)
@@ -219,7 +219,7 @@ class TestOneStepOnly:
         assert memory.relative_error >= M2(profile).memory(config, workload).relative_error
 
     def test_a_constant_part_is_not_scaled_with_the_tokens(self):
-        """As int8 weights made 16-bit for one product: 50 MB at any step, 0.2 MB of it the tokens' at 64."""
+        """Weights of int8 made 16-bit for one product take 50 MB at any step, 0.2 MB of it the tokens' at 64."""
         truth = Truth(activation_whole_bytes=(50_000_000, 1_000))
         profile = self.cut_short(take_profile(SyntheticMachine(truth=truth), PLAN), (INT8, 1, 2))
         memory = M2(profile).memory(DeploymentConfig(pp=2, weights=INT8), Workload(1, 64, 1))
@@ -233,7 +233,7 @@ class TestOneStepOnly:
         assert memory.activation_bytes == pytest.approx(Truth().activation_bytes(1000, tp=2), rel=1e-4)
 
     def test_a_stage_s_buffer_grows_as_in_another_format(self):
-        """One GPU has no buffer to tell it from."""
+        """A profile of one GPU has no buffer to derive it from."""
         profile = self.cut_short(take_profile(SyntheticMachine(), PLAN), (INT8, 1, 2))
         memory = M2(profile).memory(DeploymentConfig(pp=2, weights=INT8), Workload(1, 1000, 1))
         assert memory.pp_buffer_bytes == pytest.approx(4096 + 1024 * 1000, rel=1e-4)

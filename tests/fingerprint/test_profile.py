@@ -57,7 +57,7 @@ class TestWhatIsRun:
         assert sum(run.values()) - sum(counted.values()) == first_loads * 8 + (loads - first_loads)
 
     def test_fingerprints_take_turns(self):
-        """No point's runs all come before another fingerprint's: drift falls on all alike."""
+        """The runs of a point are spread among those of other fingerprints: drift falls on all alike."""
         machine = SyntheticMachine()
         take_profile(machine, PLAN)
         order = [layers for tp, pp, layers, *_ in runs_of(machine) if (tp, pp) == (1, 1)]
@@ -74,7 +74,7 @@ class TestWhatIsRun:
             assert {loaded[load - 1] for load in point.loads} == {(point.tp, point.pp, point.num_layers)}
 
     def test_the_minimum_of_runs_takes_two_loads_of_every_fingerprint(self):
-        """Of the first and the last one too, where the way back begins."""
+        """The first and the last fingerprint too, where the way back begins, are loaded twice."""
         machine = SyntheticMachine()
         plan = default_plan(machine.spec, Workload(), weights=(WeightFormat.BITS16, WeightFormat.INT8))
         result = take_profile(machine, replace(plan, budget_s=1e6))
@@ -244,7 +244,7 @@ class TestBudget:
         seed=st.integers(0, 3),
     )
     def test_wishing_for_more_degrees_never_costs_the_estimate(self, budget_s, launch_s, load_s, run_cost, seed):
-        """If tp = pp = 1 alone can be estimated from in that time, so can it be with others."""
+        """A profile that tp = pp = 1 alone can be estimated from in that time is so with further degrees."""
         usable = []
         for degrees in (((1, 1),), ((1, 1), (2, 1), (1, 2))):
             machine = SyntheticMachine(noise=0.1, launch_s=launch_s, load_s=load_s, run_cost=run_cost, seed=seed)
@@ -255,7 +255,7 @@ class TestBudget:
 
     @pytest.mark.parametrize("run_cost", [20.0, 40.0, 60.0])
     def test_a_busy_machine_leaves_points_and_degrees_out_but_can_be_estimated_from(self, run_cost):
-        """Its smallest bursts are 1 in 2, 4 or 6 s long: 60 s hold neither all points nor a second launch."""
+        """The smallest bursts are 1 in 2, 4 or 6 s long: 60 s hold neither all points nor a second launch."""
         machine = SyntheticMachine(launch_s=15.0, load_s=2.0, run_cost=run_cost)
         result = take_profile(machine, default_plan(machine.spec, Workload(), budget_s=60.0))
         assert {(p.tp, p.pp) for p in result.timing} == {(1, 1)}
@@ -265,13 +265,13 @@ class TestBudget:
         assert {(config.tp, config.pp) for config in never} == {(2, 1), (1, 2)}
 
     def test_a_launch_that_cannot_end_in_time_is_not_begun(self):
-        """Of 40 s the first launch took 20 and its runs some of the rest."""
+        """The first launch took 20 of 40 s and its runs some of the rest."""
         machine = SyntheticMachine(launch_s=20.0)
         profile("m", machine.spec, machine, machine.fingerprint, replace(PLAN, budget_s=40.0), clock=machine.clock)
         assert [entry[1:] for entry in machine.log if entry[0] == "open"] == [(1, 1)]
 
     def test_a_launch_before_the_profile_may_be_told(self):
-        """As the controller does, which asks for the machine before it plans."""
+        """The controller does so, which asks for the machine before it plans."""
         opened = {}
         for known_s in (0.0, 20.0):
             machine = SyntheticMachine(launch_s=0.0)
@@ -311,7 +311,7 @@ class TestBudget:
         assert len(result.timing) == NUM_POINTS
 
     def test_asking_the_machine_counts_where_it_launches_a_worker(self):
-        """As with a real engine: its (1, 1) worker is then already up, the others are not."""
+        """A real engine does so: its (1, 1) worker is then already up, the remaining ones are not."""
         machine = SyntheticMachine(noise=0.2)
         plain_machine, plain_open = machine.machine, machine.open
 
@@ -473,7 +473,7 @@ class TestPlan:
 
 
 def test_the_fake_is_strict():
-    """What the driver must not do raises in the fake, so that the tests above mean something."""
+    """The fake raises at what the driver must not do, so that the tests above mean something."""
     machine = SyntheticMachine(truth=Truth())
     with pytest.raises(AssertionError, match="devices"):
         machine.open(tp=2, pp=2)

@@ -58,7 +58,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 16,
     },
-    "hunyuan_v1_moe": {  # experts told layer by layer
+    "hunyuan_v1_moe": {  # experts given layer by layer
         "architectures": ["HunYuanMoEV1ForCausalLM"],
         **SIZES,
         "num_hidden_layers": 4,
@@ -86,7 +86,7 @@ def saved(model: dict[str, Any]) -> dict[str, StoredTensor]:
 
 
 def both(name: str, folder: Path) -> tuple[ModelSpec, ModelSpec]:
-    """By the tensors, and by the config alone."""
+    """Return the model by the tensors, and by the config alone."""
     config = {"model_type": name, **SMALL[name]}
     (folder / "config.json").write_text(json.dumps(config))
     return load_spec(folder, saved(config)), read_spec(read_config(folder))

@@ -1,4 +1,5 @@
-"""Already quantized checkpoints: told from config.json, sized as their header says, cut, and planned as they are.
+"""Already quantized checkpoints: recognised by config.json, sized as their header says, cut, and planned as they
+are.
 
 The checkpoints are written here, tensor by tensor, as each format's writer does: random bytes in the right places.
 """
@@ -171,7 +172,7 @@ _ELEMENT = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32"
 def tensors_of(
     config: dict[str, Any], store: Callable[..., Tensors], kept: frozenset[str] = frozenset()
 ) -> Tensors:
-    """Of the whole checkpoint; ``kept``: matrices in 16 bits."""
+    """Return the tensors of the whole checkpoint; ``kept``: matrices in 16 bits."""
     blueprint = read_blueprint({k: v for k, v in config.items() if k != "quantization_config"})
     found: Tensors = {t.name: ("BF16", t.shape) for t in blueprint.rest}
     for index in range(blueprint.spec.num_layers):

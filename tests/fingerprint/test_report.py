@@ -139,7 +139,7 @@ class Seen(HTMLParser):
 
 
 def section(page: str, anchor: str) -> str:
-    """Its text."""
+    """Return the section's text."""
     (found,) = re.findall(rf'<section id="{anchor}">.*?</section>', page, re.DOTALL)
     return Seen(found).text
 

@@ -48,7 +48,7 @@ def plain(node: ElementTree.Element) -> str:
 
 
 def own_words(cell: ElementTree.Element) -> Iterator[str]:
-    """Of a cell, its drawings aside; each small line apart."""
+    """Yield the words of a cell, its drawings aside; each small line apart."""
     if cell.tag == "svg":
         return
     yield " ".join((cell.text or "").split())

@@ -1,4 +1,4 @@
-"""One tensor-parallel rank's config.json: its parameters, and what cannot be written."""
+"""Config.json of one tensor-parallel rank: its parameters, and what cannot be written."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ class TestMemory:
         assert ends == pytest.approx(2 * (2 * 32_000 * 4096 // 2), abs=60 * 2**20)  # the allocator's steps
 
     def test_a_group_s_buffers_are_assumed_and_doubted(self, sharded: Profile) -> None:
-        """768 MiB beside what the rank alone held, half of it as error."""
+        """The buffers are 768 MiB in addition to what the rank alone held, half of it as error."""
         counted = CountedMemory(sharded)
         alone, group = (counted.memory(config, Workload()) for config in (ALONE, TP2))
         assert group.runtime_bytes == alone.runtime_bytes + 768 * 2**20
@@ -269,7 +269,7 @@ class TestMemory:
 
 
 def test_other_strategies_do_not_take_a_rank_for_a_group(sharded: Profile) -> None:
-    """They add no sums; of a profile with plain points they see tp = 1 alone."""
+    """Other strategies add no sums; of a profile with plain points they see tp = 1 alone."""
     profile = take(RankMachine(num_devices=1), degrees=((1, 1), (2, 1)), plain_points=((1, 128), (8, 1024)))
     assert {key.tp for key in L2(profile).fits} == {key.tp for key in L2Device(profile).fits} == {1}
     assert {tp for _, tp, _ in M2(profile).measured} == {1}

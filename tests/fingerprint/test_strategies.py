@@ -40,7 +40,7 @@ FINGERPRINTS = replace(PLAN, degrees=((1, 1), (2, 1), (1, 2)))
 
 
 def whole_model(machine: SyntheticMachine) -> Profile:
-    """What :func:`take_profile` measures of fingerprints, of the whole model."""
+    """Return what :func:`take_profile` measures of fingerprints, of the whole model."""
     return take_profile(machine, replace(FINGERPRINTS, whole=True))
 
 
@@ -198,7 +198,7 @@ class TestM2Blocks(MemoryConformance):
             assert blocks.stage(0, layers).total_bytes == layers * blocks.stage(0, 1).total_bytes
 
     def test_it_says_too_little_of_the_fullest_gpu_where_one_stage_holds_an_end(self) -> None:
-        """Why a plan is not made by it: an embedding of 40 layers on the first of two GPUs."""
+        """A plan is not made by it for this reason: an embedding of 40 layers on the first of two GPUs."""
         machine = SyntheticMachine(truth=Truth(embedding_bytes=40_000_000))
         profile = take_profile(machine, FINGERPRINTS)
         config, workload = DeploymentConfig(pp=2), Workload(1, 128, 17)
@@ -248,7 +248,7 @@ def steps_of(forward_s: float, host_s: float, count: int, *, overlapped: bool) -
 
 
 def fingerprints_of(once_s: float, layer_s: float, host_s: float, *, overlapped: bool, engine: str) -> Profile:
-    """One and two layers of a 32-layer model, prompts of the same times as steps."""
+    """Return one and two layers of a 32-layer model, prompts of the same times as steps."""
     profile = take_depth_tied(StepTimedMachine())
     points = []
     for layers in (1, 2):
@@ -288,7 +288,7 @@ class TestL2Device(LatencyConformance):
         for batch, n in ((1, 128), (8, 1024)):
             latency = strategy.latency(VLLM, Workload(batch, n, 33))
             assert latency.ttft_s.value == pytest.approx(machine.ttft_s(batch, n))
-            if batch == 1:  # prompts of a batch come in chunks: the T(n) of a client mixes them with decode steps
+            if batch == 1:  # prompts of a batch run in chunks: the T(n) of a client mixes them with decode steps
                 assert latency.tpot_s.value == pytest.approx(machine.tpot_s(batch, n, 33), rel=1e-6)
 
     @settings(max_examples=50, deadline=None)
@@ -362,7 +362,7 @@ def test_every_registered_strategy_is_held_to_the_suite() -> None:
 
 @pytest.mark.parametrize(("memory", "latency"), [("M1", "L1"), ("M3", "L2"), ("M2", "L1")])
 def test_the_estimator_takes_any_of_them(memory: str, latency: str, whole: Profile, everywhere: Profile) -> None:
-    """What a strategy refuses is scaled from what it reaches."""
+    """Configurations that a strategy refuses are scaled from those that it reaches."""
     fingerprints = everywhere if "1" not in memory + latency else replace(everywhere, timing=whole.timing)
     profile = whole if memory == "M1" else fingerprints
     estimator = FingerprintedEstimator(

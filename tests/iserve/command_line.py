@@ -94,7 +94,7 @@ class Done:
 
     @property
     def line(self) -> str:
-        """Of a refusal: exit code 1, one line on stderr, nothing else."""
+        """Line of a refusal: exit code 1, one line on stderr, nothing else."""
         assert (self.code, self.out) == (1, ""), (self.code, self.out, self.err)
         assert self.err.count("\n") == 1
         assert self.err.startswith("iserve: ")

@@ -43,7 +43,10 @@ def wait_until(condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) 
 
 @dataclass
 class Installation:
-    """One home. Every process of it is found by the home's path in its environment or command line."""
+    """Installation in one home.
+
+    Every process of it is found by the home's path in its environment or command line.
+    """
 
     home: Path
     settings: dict[str, str] = field(default_factory=dict)
@@ -79,7 +82,7 @@ class Installation:
         return subprocess.Popen(command, env=self.environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
     def record(self, name: str) -> ProcessRecord:
-        """Of the living ``controller``, ``daemon`` or ``gateway``."""
+        """Return the record of the living ``controller``, ``daemon`` or ``gateway``."""
 
         def living() -> ProcessRecord | None:
             record = read_record(self.home / "run" / f"{name}.json")
@@ -105,11 +108,11 @@ class Installation:
         return found
 
     def get(self, path: str) -> Any:
-        """What the REST API answers the home's token."""
+        """Return what the REST API answers the home's token."""
         return self.controller().get(path, object)
 
     def worker_pids(self) -> dict[str, int]:
-        """By worker, its process id now."""
+        """Return process ids by worker."""
         states = self.json("status")
         return {s["name"].split()[1]: s["pid"] for s in states if s["name"].startswith("worker ")}
 
@@ -168,7 +171,7 @@ class Answer:
 def ask(
     url: str, method: str, path: str, *, token: str | None = None, body: bytes | None = None, **headers: str
 ) -> Answer:
-    """One request over a plain socket, nothing added and nothing checked on this side."""
+    """Send one request over a plain socket, nothing added and nothing checked on this side."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
     given = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -230,9 +233,9 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="session")
 def profiled(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The state of a home where the demo model has been profiled, to begin others with.
+    """Return the state of a home where the demo model has been profiled, for further homes to begin with.
 
-    One for the run: of its several processes the first takes the profile, and the others wait for it.
+    There is one for the run: of its several processes the first takes the profile, and the rest wait for it.
     """
     if worker_id == "master":
         return profile_demo(tmp_path_factory.mktemp("profiled") / "home")
@@ -280,7 +283,7 @@ def make_installation(tmp_path: Path) -> Iterator[Callable[..., Installation]]:
 
 @pytest.fixture(scope="module")
 def shared_home(profiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
-    """One home for the tests of a module, the demo model profiled there; they leave it as they found it."""
+    """Yield a home for the tests of a module, the demo model profiled there; they leave it as they found it."""
     installation = Installation(tmp_path_factory.mktemp("home") / "home")
     installation.home.mkdir(mode=0o700)
     shutil.copy(profiled, installation.home / "state.db")

@@ -1,4 +1,4 @@
-"""A controller that is killed again and again while people ask things of it, and an account of what it told them.
+"""A controller that is killed again and again while clients use it, and an account of what it answered.
 
 Real: the controller's process, its database, the daemon, keepers, HTTP. Stand-ins: the workers (fake_worker.py),
 the profile (a synthetic machine's) and the gateway, which has no part in this.
@@ -40,7 +40,7 @@ T = TypeVar("T")
 PATIENCE_S = 120.0  # only a hang runs into it
 DEPLOYMENTS = "/api/v1/deployments"
 
-# For each line that comes, a controller; forked from a process that has imported its modules, which takes seconds.
+# For each line of input, a controller; forked from a process that has imported its modules, which takes seconds.
 FORKING = """
 import os, sys
 import iserve.controller.__main__ as controller
@@ -55,7 +55,7 @@ for _ in sys.stdin:
 
 
 class Controllers:
-    """One controller after the other on one home."""
+    """Controllers on one home, one after the other."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -119,7 +119,7 @@ def wait(condition: Callable[[], T], what: str) -> T:
 
 
 def persist(act: Callable[[], T]) -> tuple[T, int]:
-    """The first answer, and how often nothing came of asking before it."""
+    """Return the first answer, and how often asking failed before it."""
     lost, deadline = 0, time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
@@ -132,7 +132,7 @@ def persist(act: Callable[[], T]) -> tuple[T, int]:
 
 @dataclass
 class Person:
-    """Submits, looks at, changes and removes one deployment, over and over, whoever the controller is.
+    """Client that submits, looks at, changes and removes one deployment, over and over, under any controller.
 
     Every request is repeated until it is answered, under one key. What is acknowledged must be so from then on.
     """
@@ -144,7 +144,7 @@ class Person:
     stop: threading.Event
     acknowledged: int = 0
     removed: int = 0
-    lost: int = 0  # requests of which no answer came
+    lost: int = 0  # requests without an answer
     repeated: int = 0  # of those, the ones that had been heard: the answer was that of the first
     there: bool = False
     faults: list[str] = field(default_factory=list)
@@ -161,7 +161,7 @@ class Person:
                 if self.stop.is_set() and self.random.random() < 0.5:
                     return
                 self.remove()
-        except Exception as error:  # noqa: BLE001 - told by the test, which runs in another thread
+        except Exception as error:  # noqa: BLE001 - reported by the test, which runs in another thread
             self.faults.append(f"{self.name}: {type(error).__name__}: {error}")
 
     def _submit(self) -> None:
@@ -305,7 +305,7 @@ class Storm:
         self.controllers.end()
 
     def _check(self) -> None:
-        """As far as can be told in the middle of it all."""
+        """Check what can be checked in the middle of it all."""
         assert not any(p.faults for p in self.people), [p.faults for p in self.people]
         starts = Counter(line.split()[0] for line in self.starts.read_text().splitlines())
         assert not (twice := {w: n for w, n in starts.items() if n > 1}), f"started more than once: {twice}"
@@ -321,7 +321,7 @@ class Storm:
         return [w.spec.worker_id for w in workers if w.state is not WorkerState.STOPPED]
 
     def _all_serve(self) -> None:
-        """What was acknowledged and not removed is there, and nothing else, and each has one worker."""
+        """Check that what was acknowledged and not removed is there, nothing else is, and each has one worker."""
         client = self.controllers.client()
 
         def documents() -> tuple[DeploymentDocument, ...]:

@@ -1,5 +1,7 @@
-"""A PostgreSQL server of the tests' own: in a temporary folder, on a Unix socket, as nobody when the tests run as
-root (it refuses to be root's). What it does on disk is real but for fsync: no machine loses its power here."""
+"""PostgreSQL server of the tests' own: in a temporary folder, on a Unix socket, as the user `nobody` under root.
+
+PostgreSQL refuses to run as root. What it does on disk is real but for fsync: no machine loses its power here.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class PostgresServer:
         self._programs = programs
         self._process: subprocess.Popen[bytes] | None = None
         self._as: dict[str, Any] = {}
-        # A socket's path has 107 characters at most, and nobody must get there.
+        # A socket's path has 107 characters at most, and no other user must get there.
         self.folder = Path(tempfile.mkdtemp(prefix="iserve-pg-", dir="/tmp"))
         if os.geteuid() == 0:
             nobody = pwd.getpwnam("nobody")
@@ -91,7 +93,7 @@ class PostgresServer:
             self._process = None
 
     def query(self, statement: str, database: str = "postgres") -> list[tuple[Any, ...]]:
-        """As its superuser, committed at once."""
+        """Run a statement as its superuser, committed at once."""
         engine = sa.create_engine(
             self.url(database).replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT"
         )

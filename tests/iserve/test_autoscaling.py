@@ -1,5 +1,7 @@
-"""Sleeping and waking step by step: a real daemon with stand-in workers; gateway and clock are told what to say.
-With real processes throughout: test_e2e_asleep.py."""
+"""Scaling to zero and back step by step: a real daemon with stand-in workers, gateway and clock set by hand.
+
+With real processes throughout: test_e2e_asleep.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ N = TypeVar("N", bound="Napping")
 
 
 class Napping(World):
-    """One deployment that may sleep, ready, and what its gateway would say."""
+    """World with one deployment that may be scaled to zero, ready, and what its gateway would say."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -67,7 +69,7 @@ class Napping(World):
         self.reconciler.tick()  # and its routes are written
 
     def later(self, seconds: float, *, idle_s: float = 0.0) -> None:
-        """So many seconds later a tick, nobody having called for ``idle_s``."""
+        """Tick so many seconds later, without a request for ``idle_s``."""
         self.now_s += seconds
         self.idle_s = idle_s
         self.reconciler.tick()

@@ -112,7 +112,7 @@ def test_a_backup_starts_a_new_home(kept: Path, tmp_path: Path) -> None:
 
 
 def test_a_copy_of_a_crashed_home_s_files_can_be_restored(state: Path, kept: Path, tmp_path: Path) -> None:
-    """By hand, the log with it."""
+    """The files are copied by hand, the log with them."""
     crash_after_keys(state, 5, 9)
     (tmp_path / "files").mkdir()
     for path in state.parent.iterdir():

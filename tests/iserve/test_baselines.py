@@ -133,7 +133,7 @@ def test_all_that_was_counted_on_is_then_deployed() -> None:
     "baseline", [Baseline.ISERVE, Baseline.MAX_TP, Baseline.MAX_PP, Baseline.RULE, Baseline.FSDP]
 )
 def test_no_two_replicas_share_a_gpu(baseline: Baseline) -> None:
-    """Neither as they come nor when one comes back with its node: three replicas on GPUs of two nodes."""
+    """Three replicas on GPUs of two nodes share none, neither at first nor when one returns with its node."""
     asked = world(model("m", intent=LATENCY))
     actions = (
         Deploy(at_s=0.0, name="m", model="m", replicas=3),
@@ -179,7 +179,7 @@ def test_baselines_know_what_the_planner_could_choose_from() -> None:
 @pytest.mark.parametrize("keep_all", [False, True])
 @pytest.mark.parametrize("refuses_late", [False, True])
 def test_alpaserve_gets_what_it_expects(service: Service, keep_all: bool, refuses_late: bool) -> None:
-    """It is judged by the simulator that it searched with."""
+    """The plan is judged by the simulator that it searched with."""
     names, slo = ["a", "b"], Slo(e2e_s=6.0)
     asked = world(model("a"), model("b", llama_7b(64)), gpus=2, service=service)
     if refuses_late:

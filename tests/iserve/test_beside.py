@@ -1,5 +1,7 @@
-"""Choosing beside what runs on the GPUs: nothing changes on idle ones, and everywhere else the choice is that of a
-search through every configuration, or every configuration and place."""
+"""Choices on shared GPUs: nothing changes on idle ones, and everywhere else the choice is that of a full search.
+
+The search is through every configuration, or every configuration and place.
+"""
 
 from __future__ import annotations
 
@@ -73,17 +75,17 @@ def planned(name: str, policy: str, snapshot: ClusterSnapshot, *, weigh_load: bo
 
 
 def value(plan: Plan) -> float:
-    """What the best is ranked by, less is better; infinite where there is none."""
+    """Return what the best is ranked by, less is better; infinite where there is none."""
     if plan.best is None or plan.best.weight is None:
         return float("inf")
     return -plan.best.weight if plan.maximize else plan.best.weight
 
 
-LATENCIES = ("min-latency", "cost-slo")  # the others' times count in them
+LATENCIES = ("min-latency", "cost-slo")  # other deployments' times count in them
 
 
 def _lost(load: float) -> float:
-    """By the requests of others on a GPU, per second of one more: ``d(r s(r + u)) / du`` at 0, by a difference."""
+    """Return what requests on a GPU lose per second of one more: ``d(r s(r + u)) / du`` at 0, by a difference."""
     step = 1e-7
     return load * (stretch(load + step) - stretch(load)) / step
 
@@ -196,8 +198,10 @@ SEARCHED = ("min-cost", "min-latency", "max-throughput", "latency-slo", "cost-sl
 @settings(max_examples=15)
 @given(name=st.sampled_from(SEARCHED), loads=st.lists(LOADS, min_size=1, max_size=2))
 def test_on_a_tiny_cluster_it_equals_exhaustive_search(name: str, loads: list[float]) -> None:
-    """Of configurations and places, with the exact placement. What splits unevenly, away from the load, may even
-    be better than all that splits evenly."""
+    """The search is of configurations and places, with the exact placement.
+
+    What splits unevenly, away from the load, may even be better than all that splits evenly.
+    """
     plan = _joined(name, "ilp", loads)
     found, searched = value(plan), _exhaustive(name, loads)
     split = plan.best.layout.layers_per_stage if plan.best is not None and plan.best.layout is not None else (0,)
@@ -218,7 +222,7 @@ def test_on_a_tiny_cluster_it_equals_exhaustive_search(name: str, loads: list[fl
 def test_a_quieter_gpu_never_makes_the_choice_worse(
     name: str, policy: str, loads: list[float], quieter: float, data: st.DataObject
 ) -> None:
-    """Not so for hybrid and packing, which join the busiest on purpose."""
+    """The law does not hold for hybrid and packing, which join the busiest on purpose."""
     which = data.draw(st.integers(0, len(loads) - 1))
     better = [load * quieter if i == which else load for i, load in enumerate(loads)]
     after, before = value(_joined(name, policy, better)), value(_joined(name, policy, loads))
@@ -231,7 +235,7 @@ def test_a_quieter_gpu_never_makes_the_choice_worse(
     loads=st.lists(LOADS, min_size=1, max_size=6),
 )
 def test_no_limit_is_broken_by_a_policy_that_shares(name: str, loads: list[float]) -> None:
-    """Where the quietest GPUs keep a limit, every policy finds a place that does."""
+    """Every policy finds a place that keeps a limit which the quietest GPUs keep."""
     snapshot = cluster(loads)
     if planned(name, "least-loaded", snapshot).best is not None:
         assert planned(name, "hybrid", snapshot).best is not None
@@ -260,7 +264,7 @@ def test_it_tells_that_what_runs_beside_it_decided() -> None:
 
 
 def test_a_refusal_says_that_the_load_broke_the_limit_and_its_advice_is_true() -> None:
-    """Alone every limit is kept. Relaxed as it says, one is kept beside the others."""
+    """Alone every limit is kept. Relaxed as it says, one is kept on the shared GPUs."""
     limits = Slo(ttft_s=0.5)
     intent = Intent(kind=IntentKind.LATENCY_SLO, slo=limits)
     options = PlanOptions(intent=intent, workload=WORK)
@@ -283,7 +287,7 @@ def test_a_refusal_says_that_the_load_broke_the_limit_and_its_advice_is_true() -
 @settings(max_examples=10)
 @given(name=st.sampled_from(LATENCIES), loads=st.lists(st.sampled_from([0.3, 0.6, 0.8]), min_size=2, max_size=4))
 def test_what_cannot_be_told_apart_overlaps_in_what_is_ranked_by(name: str, loads: list[float]) -> None:
-    """Every number that is told with it is of what was ranked by, the delays of others included."""
+    """Every number reported with it is of what was ranked by, the delays of other deployments included."""
     plan = planned(name, "hybrid", cluster(loads))
     document = plan_document(plan, model="m", hardware="h", workload=WORK)
     feasible = [one for one in document.candidates if one.feasible]

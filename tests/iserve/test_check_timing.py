@@ -1,4 +1,4 @@
-"""How a check's bursts are ordered and what their times are, on a worker whose true times are known."""
+"""Order and times of a check's bursts, on a worker whose true times are known."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WORK = Workload(batch=4, input_tokens=100, output_tokens=65)
 
 @dataclass
 class Worker:
-    """Its first burst takes ten times as long; time passes only while it works."""
+    """Worker whose first burst takes ten times as long; time passes only while it works."""
 
     ttft_s: float = 0.1
     step_s: float = 0.01
     drift: float = 1.0  # each burst takes this many times what the one before took
-    crowded: frozenset[int] = frozenset()  # bursts in which others are served
+    crowded: frozenset[int] = frozenset()  # bursts in which other requests are served
     now_s: float = 1000.0
     asked: list[Workload] = field(default_factory=list)
     seen: list[tuple[int, int, float]] = field(default_factory=list)
@@ -191,7 +191,7 @@ def test_a_batch_of_one_is_timed_once() -> None:
 
 
 def test_where_the_batch_takes_all_the_time_one_request_is_told_as_not_timed() -> None:
-    """A burst of 4 takes 8 s to its first tokens: five of the shortest, and nothing is left for others."""
+    """A burst of 4 takes 8 s to its first tokens: five of the shortest, and nothing is left for more."""
     worker = Growing(ttft_s=2.0, step_s=0.0)
     full, alone, unknown = worker.both(Workload(batch=4, input_tokens=7, output_tokens=1), 45.0)
     assert (full.workload.batch, alone) == (4, None)

@@ -1,4 +1,4 @@
-"""What a check sends to a worker and believes of it, against a worker that answers as it is told to."""
+"""Requests of a check and what it believes of a worker, against one that answers as configured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Worker:
         self.bodies: list[dict[str, Any]] = []
         self.answer: Callable[[dict[str, Any]], tuple[int, Any]] = self.served
         self.stats: WorkerStats | None = STATS
-        self.others_tokens = 0  # served to others in each request
+        self.others_tokens = 0  # served to other clients in each request
         self._lock = threading.Lock()
         worker = self
 
@@ -154,7 +154,7 @@ def test_a_worker_that_is_gone_is_an_error_of_the_engine(worker: Worker) -> None
 
 
 class Daemon:
-    """Says of the one worker what it is told to say."""
+    """Daemon that reports the one worker as configured."""
 
     def __init__(self, status: WorkerStatus | None) -> None:
         self.status = status

@@ -151,7 +151,7 @@ def test_the_plan_as_text_says_how_probably_each_limit_is_missed(
 def test_a_folders_name_is_shown_as_it_is(
     iserve: Callable[..., Done], model: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
-    """It may hold what the terminal library takes for markup."""
+    """The name may hold what the terminal library takes for markup."""
     shutil.copytree(model("Llama-2-7b"), tmp_path / name)
     assert iserve("plan", tmp_path / name, "--gpus", "a6000:2").out.startswith(f"{name} on all 2 A6000")
     assert iserve("estimate", tmp_path / name, "--gpu", "a6000").out.startswith(f"{name} on 1 A6000")
@@ -169,7 +169,7 @@ def test_a_folder_whose_name_is_not_utf8_is_one_line(
 def test_a_registered_name_comes_before_a_folder_everywhere(
     iserve: Callable[..., Done], model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing runs it is read from the state; what a running controller is sent is the name too."""
+    """The name is read from the state where nothing runs; a running controller is sent the name too."""
     store = Store.open(tmp_path / "home" / "state.db")
     store.put_model("known", str(model("Llama-2-13b")))
     store.close()
@@ -248,7 +248,7 @@ def test_every_module_registers_the_commands_it_is_imported_for() -> None:
     ["", "plan", "deploy", "simulate", "replay", "profile", "keys create"],
 )
 def test_help_loads_nothing_heavy(words: str) -> None:
-    """So that it comes at once: no numbers, no engine, no server, no database; of the commands only its own."""
+    """The help is quick: no numbers, no engine, no server, no database; of the commands only its own."""
     code = (
         "import atexit, sys\nfrom iserve.cli import main\nsys.argv = ['iserve', *sys.argv[1:]]\n"
         "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\nmain()"
@@ -265,7 +265,7 @@ def test_help_loads_nothing_heavy(words: str) -> None:
 
 
 def test_a_plan_of_a_folder_loads_no_engine_server_database_or_hub(model: Callable[[str], Path]) -> None:
-    """So that it comes within half a second of a core."""
+    """The plan is ready within half a second of a core."""
     code = (
         "import atexit, sys\nfrom iserve.cli import main\nsys.argv = ['iserve', *sys.argv[1:]]\n"
         "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\nmain()"
@@ -326,7 +326,7 @@ def test_an_estimate_is_the_plans(iserve: Callable[..., Done], model: Callable[[
 
 
 def test_an_estimate_takes_the_checkpoint_s_own_weights(iserve: Callable[..., Done], tmp_path: Path) -> None:
-    """Those of a quantized one too; who names others is told why not."""
+    """The weights of a quantized checkpoint are taken too; other formats are refused with the reason."""
     quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
     folder = tmp_path / "quantized"
     folder.mkdir()

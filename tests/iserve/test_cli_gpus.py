@@ -39,7 +39,7 @@ def gpu_file(tmp_path: Path) -> str:
 
 
 def words(done: Done) -> str:
-    """Its output with a space between words, wherever lines were broken."""
+    """Return its output with a space between words, wherever lines were broken."""
     return " ".join((done.out + done.err).split())
 
 

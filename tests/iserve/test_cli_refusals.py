@@ -1,4 +1,4 @@
-"""What the command line refuses: one line on stderr, exit code 1 or 2, and nothing left behind."""
+"""Refusals of the command line: one line on stderr, exit code 1 or 2, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _ESTIMATE = ("estimate", "{}", "--gpu", "h200", "--config")
         ("deploy", "--batch", "0"),
         ("deploy", "--engine", "no-such"),
         ("deploy", "--policy", "best"),
-        ("deploy", "--policy", "look-ahead"),  # nobody tells it the load
+        ("deploy", "--policy", "look-ahead"),  # without a load
         ("deploy", "--replicas", "0"),
         ("deploy", "--replicas", "-1"),
         ("deploy", "--replicas", "65"),

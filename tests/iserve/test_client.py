@@ -1,4 +1,4 @@
-"""The command line's request for a deploy: repeated under one key until it is answered, whoever answers."""
+"""The command line's request for a deploy: repeated under one key until it is answered, by any controller."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def peers() -> Iterator[list[Peer]]:
 
 
 def test_a_lost_answer_is_asked_for_again_under_the_same_key(peers: list[Peer]) -> None:
-    """Of another controller, should there be one by then."""
+    """Another controller is asked, should there be one by then."""
     unwritten = (503, {"error": "StateUnavailableError", "message": "wait"})
     peers += [Peer([None]), Peer([unwritten, (202, {"name": "a"})])]
     urls = iter([peers[0].url, peers[1].url, peers[1].url])
@@ -105,7 +105,7 @@ def test_a_lost_answer_is_asked_for_again_under_the_same_key(peers: list[Peer]) 
     ("status", "error"), [(409, ConflictError), (404, NotFoundError), (503, UnavailableError)], ids=str
 )
 def test_a_refusal_is_an_answer(peers: list[Peer], status: int, error: type[IserveError]) -> None:
-    """Asked once, told as it came: a model that the hub cannot be asked about was not accepted."""
+    """The refusal is passed on: a model that the hub cannot be asked about was not accepted."""
     peers.append(Peer([(status, {"error": error.__name__, "message": "no such model"})]))
     with pytest.raises(error, match=r"^no such model$"):
         post_once(lambda: ControllerClient(peers[0].url, "t"), "/x", {}, dict[str, str], "k")
@@ -140,7 +140,7 @@ def test_without_a_controller_from_the_beginning_nothing_was_asked() -> None:
 
 
 def test_a_later_deployment_of_the_same_name_is_not_the_one_that_was_asked_for(peers: list[Peer]) -> None:
-    """Its failure is not ours to clear away."""
+    """The failure of the later one is not ours to clear away."""
     another = replace(DOCUMENT, created_at=2000.5, status="failed", error="out of memory")
     peers.append(Peer([(200, json.loads(to_json(another)))]))
     with pytest.raises(NotFoundError, match="a was accepted, and has been removed since"):
@@ -235,7 +235,7 @@ def test_settings_that_a_running_home_does_not_have_are_refused(
 
 
 def test_a_gateway_that_outlived_its_controller_keeps_its_address(tmp_path: Path) -> None:
-    """A controller on loopback would have keys required of nobody, whoever reaches that gateway."""
+    """A controller on loopback would require keys of no client that reaches that gateway."""
     record = own_record(url="", token="", settings={"ISERVE_HOST": "0.0.0.0", "ISERVE_PORT": "8080"})
     write_record(tmp_path / "run" / "gateway.json", record)
     check_running_settings(Settings(home=tmp_path, host="0.0.0.0"))

@@ -1,4 +1,4 @@
-"""A companion of the controller that does not come up: tried again at growing intervals, and said so once."""
+"""A companion of the controller that does not start: tried again at growing intervals, and reported once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 
 class Clock:
-    """In place of the module ``time``: it stands still while a process starts and ends, and is set by hand."""
+    """Clock in place of the module ``time``: it stops while a process starts and ends, and is set by hand."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

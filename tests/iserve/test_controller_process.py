@@ -24,14 +24,14 @@ NAMES = ("controller", "daemon", "gateway")
 
 
 def start(installation: Any, home: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """One that is expected to be refused."""
+    """Start a controller that is expected to be refused."""
     environment = installation.environment | ({} if home is None else {"ISERVE_HOME": str(home)})
     command = [sys.executable, "-m", "iserve.controller"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
-    """What it says last; before that it may have logged what it had started."""
+    """Return its last line; before that it may have logged what it had started."""
     assert done.returncode == 1
     assert "Traceback" not in done.stderr, done.stderr
     return done.stderr.splitlines()[-1]
@@ -113,7 +113,7 @@ def test_a_port_in_use_is_one_line_and_starts_nothing(
 def test_fingerprints_of_a_killed_controller_are_gone_at_the_next_start(
     make_installation: Callable[..., Any],
 ) -> None:
-    """They take disk, up to two layers of a model, and nobody would use them again."""
+    """The fingerprints take disk, up to two layers of a model, and would not be used again."""
     installation = make_installation()
     left = installation.home / "fingerprints" / "0123" / "1-layers"
     left.mkdir(parents=True)
@@ -144,7 +144,7 @@ def test_logs_are_bounded_while_their_processes_run(
 
 
 def test_only_the_gateway_runs_on_uvloop(make_installation: Callable[..., Any]) -> None:
-    """How the others end and are killed is known for asyncio's loop; uvicorn by itself would take uvloop's."""
+    """The end of the other processes is known for asyncio's loop; uvicorn by itself would take uvloop's."""
     installation = make_installation()
     installation.run("up")
     records = {name: read_record(installation.home / "run" / f"{name}.json") for name in NAMES}
@@ -159,7 +159,7 @@ def test_only_the_gateway_runs_on_uvloop(make_installation: Callable[..., Any]) 
 def test_a_controller_does_not_take_up_a_gateway_of_other_settings(
     make_installation: Callable[..., Any], kill: Callable[[int], None], until: Callable[..., Any]
 ) -> None:
-    """Its keys are required by address: a controller on loopback would have an open gateway ask for none."""
+    """The gateway's keys are required by address: a controller on loopback would have an open one ask for none."""
     installation = make_installation()
     installation.run("up")
     record = read_record(installation.home / "run" / "controller.json")
@@ -180,7 +180,7 @@ def test_a_controller_does_not_take_up_a_gateway_of_other_settings(
 def test_sigterm_ends_it_in_the_middle_of_a_profile(
     make_installation: Callable[..., Any], until: Callable[..., Any]
 ) -> None:
-    """Were the profile taken to its end, it would go on beside the next controller's, and both be wrong."""
+    """A profile taken to its end would go on next to the next controller's, and both be wrong."""
     installation = make_installation(ISERVE_PROFILE_SECONDS="45")
     waiting = installation.start("deploy", "--json")
     until(lambda: any(w.startswith("profile-") for w in installation.worker_pids()), "a profile is being taken")

@@ -1,4 +1,4 @@
-"""What ``iserve deploy`` asks the controller for, and when it does."""
+"""Requests of ``iserve deploy`` to the controller, and when it makes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from iserve.cli.app import make_app
 
 
 def deploy_body(monkeypatch: pytest.MonkeyPatch, home: Path, *options: str) -> Any:
-    """What ``iserve deploy`` posts with these options."""
+    """Return what ``iserve deploy`` posts with these options."""
     posted: list[Any] = []
 
     def post(_connect: object, _path: str, body: Any, *_: object, **__: object) -> None:

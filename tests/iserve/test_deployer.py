@@ -1,5 +1,8 @@
-"""Deployments carried out by the controller against a real daemon whose workers are stand-ins, the daemon killed
-or short of memory at the worst moments. The profile of the demo model is a synthetic machine's."""
+"""Deployments carried out by the controller against a real daemon whose workers are stand-ins.
+
+The daemon is killed or short of memory at the worst moments. The profile of the demo model is a synthetic
+machine's.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ Until = Callable[..., Any]
 
 
 class World:
-    """A controller in this process, its daemon beside it; this process poses as its gateway."""
+    """Controller in this process with a daemon; this process poses as its gateway."""
 
     def __init__(self, folder: Path, database_url: str | None = None) -> None:
         self.node = Node(folder / "home")
@@ -112,7 +115,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def ended(world: World, until: Until) -> Callable[..., str]:
-    """``ended("a")``: its phase once it has come to an end, and why for one that failed."""
+    """Return ``ended("a")``: its phase once it has ended, and why for one that failed."""
 
     def wait(name: str = "a") -> str:
         until(lambda: world.phase(name) in {"ready", "refused", "failed"}, f"{name} is carried out")
@@ -164,7 +167,7 @@ def limits(memory_bytes: int) -> WorkerLimits:
 def test_a_deploy_is_not_failed_by_a_database_that_is_away(
     postgres_world: World, postgres: PostgresServer, until: Until
 ) -> None:
-    """It is taken up where it was, and its worker with it."""
+    """The deploy is taken up where it was, and its worker with it."""
     world = postgres_world
     world.start()
     slow = world.node.spec("a-1")
@@ -276,7 +279,7 @@ def test_a_daemon_killed_while_it_is_told_to_launch_is_told_again(
 
 
 def _unread_bytes(url: str) -> bool:
-    """Whether a request waits at the port of ``url``, by the kernel's table of sockets."""
+    """Return whether a request waits at the port of ``url``, by the kernel's table of sockets."""
     port = f":{int(url.rpartition(':')[2]):04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any(words[1].endswith(port) and int(words[4].partition(":")[2], 16) > 0 for words in lines)
@@ -326,7 +329,7 @@ def test_a_launch_that_the_daemon_refuses_says_why(world: World, ended: Callable
 
 
 def test_a_deployment_whose_place_is_taken_is_planned_anew(world: World, ended: Callable[..., str]) -> None:
-    """As after `iserve down`, something else started, and `iserve up`."""
+    """This happens after `iserve down`, something else started, and `iserve up`."""
     world.start()
     world.know_demo(runtime_bytes=64 * 2**20)
     one_gpu = (StageAssignment(device_ids=("cpu:0",), num_layers=8),)

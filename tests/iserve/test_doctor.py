@@ -25,7 +25,7 @@ NAMES = ("ISERVE_VLLM_PYTHON", "ISERVE_TENSORRT_LLM_PYTHON")
 
 
 def engines(monkeypatch: pytest.MonkeyPatch, home: Path, **settings: object) -> dict[str, Finding]:
-    """By engine, with only these settings made."""
+    """Return findings by engine, with only these settings made."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in settings.items():

@@ -1,5 +1,7 @@
-"""The end of the former workers of an updated deployment, look by look: clock, gateway and workers are stand-ins.
-With real processes: test_e2e_update.py."""
+"""The end of the former workers of an updated deployment, look by look: all around it are stand-ins.
+
+With real processes: test_e2e_update.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deployment that ends when nobody calls and comes back at the next request: real processes, HTTP, kill -9."""
+"""A deployment that ends without requests and starts at the next one: real processes, HTTP, kill -9."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDLE_S = 1.0
 
 
 class Call:
-    """One question, asked by a thread of its own."""
+    """Question, asked by a thread of its own."""
 
     def __init__(self, client: openai.OpenAI) -> None:
         self.answer: str | None = None
@@ -56,7 +56,7 @@ def napping(shared_home: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def asleep(napping: Any, until: Callable[..., Any]) -> Any:
-    """It sleeps, and nothing of it runs."""
+    """Return a deployment that is scaled to zero, with no process left."""
     until(lambda: is_asleep(napping), "it sleeps")
     until(lambda: not napping.worker_pids(), "its worker has ended")
     return napping

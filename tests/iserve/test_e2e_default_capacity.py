@@ -1,4 +1,4 @@
-"""A deployment without --batch and --context serves 32 requests of 4,000 tokens that come at once."""
+"""A deployment without --batch and --context serves 32 requests of 4,000 tokens that arrive at once."""
 
 from __future__ import annotations
 

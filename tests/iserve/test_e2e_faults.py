@@ -66,7 +66,7 @@ def running(shared_home: Any) -> Any:
 
 @pytest.fixture
 def stream(running: Any, until: Callable[..., Any]) -> Stream:
-    """One that has begun."""
+    """Return a stream that has begun."""
     begun = Stream(running.openai())
     until(lambda: begun.tokens > 5 or begun.is_over, "the stream has begun")
     assert begun.error is None
@@ -146,7 +146,7 @@ def test_everything_but_the_worker_killed_at_once(running: Any, stream: Stream) 
         running.kill(name)
     doctor = running.run("doctor", check=False)
     assert doctor.returncode == 1
-    assert doctor.stdout.count("PROBLEM: ") == 4  # the three, and a worker that nobody watches
+    assert doctor.stdout.count("PROBLEM: ") == 4  # the three, and a worker without a keeper
     assert running.run("status").stdout.count("not running") == 3
     running.run("up")
     assert isinstance(stream.end().error, openai.APIError)

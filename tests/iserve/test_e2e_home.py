@@ -1,4 +1,4 @@
-"""A home as its processes find and keep it: private, with records that come back, and limits on files raised."""
+"""A home as its processes find and keep it: private, with records that return, and limits on files raised."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_doctor_ends_a_worker_that_nobody_watches(guarded: Any, until: Callable[
 
 
 def test_removal_does_not_hold_up_the_rest(guarded: Any, until: Callable[..., Any]) -> None:
-    """A worker that is stopped drains its streams; meanwhile a killed gateway must come back all the same."""
+    """A worker that is stopped drains its streams; meanwhile a killed gateway must start again all the same."""
     key = guarded.run("keys", "create").stdout.strip()
     until(lambda: key_works(guarded, key), "the key is known", 5)
     guarded.json("deploy", "--name", "slow", "--input-tokens", "16", "--output-tokens", "1000")

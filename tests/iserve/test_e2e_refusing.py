@@ -1,5 +1,7 @@
-"""A deployment that refuses late requests: the option's way from the command line to the gateway, and what it does
-for a demo model that is asked for twice what it serves. Real processes, real HTTP."""
+"""A deployment that rejects late requests: the option's way from the command line to the gateway.
+
+It is measured for a demo model that is asked for twice what it serves. Real processes, real HTTP.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,10 @@ def test_it_answers(refusing: Any) -> None:
 
 
 def test_under_twice_what_it_serves_more_keep_their_slo_and_most_of_the_accepted_do(refusing: Any) -> None:
-    """Without and with the option, one after the other on one machine in one run: nothing is asserted of either by
-    itself but that most of who is accepted is in time."""
+    """The runs without and with the option are compared, one after the other on one machine.
+
+    The only assertion on a single run is that most accepted requests are in time.
+    """
     refusing.run("rm", NAME)
     url = f"{refusing.record('gateway').url}/v1"
     refusing.run("deploy", *WORK, "--name", "plain")

@@ -19,7 +19,7 @@ WORK = ("--input-tokens", "64", "--output-tokens", LENGTH, "--batch", "2")
 
 
 class Callers:
-    """Short questions without a pause, from a few threads, until they are told to end."""
+    """Clients that ask short questions without a pause, from a few threads, until asked to end."""
 
     def __init__(self, installation: Any, number: int = 2) -> None:
         self.answers: list[str] = []
@@ -85,8 +85,10 @@ def test_each_has_devices_of_its_own_and_all_are_of_one_configuration(two: Any) 
 def test_one_killed_under_load_fails_what_it_was_answering_and_nothing_else(
     two: Any, until: Callable[..., Any], kill: Callable[[int], None]
 ) -> None:
-    """Two streams, one on each, for a request goes to who has the fewest; then questions without a pause. The
-    stream of the killed one breaks. The other stream and every question, whenever it comes, are answered."""
+    """The stream of the killed worker breaks; the other stream and every question, at any moment, are answered.
+
+    Two streams, one on each, for a request goes to the worker with the fewest; then questions without a pause.
+    """
     pids = two.worker_pids()
     streams = [Stream(two.openai(), LENGTH) for _ in range(2)]
     until(lambda: all(s.tokens > 5 or s.is_over for s in streams), "both streams have begun")

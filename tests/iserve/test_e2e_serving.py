@@ -153,7 +153,7 @@ def test_a_second_deployment_of_the_model_reuses_its_profile(served: Any, client
 
 
 def test_the_name_of_a_removed_deployment_can_be_used_again(served: Any) -> None:
-    """Row ids come again in SQLite, and with them worker ids that the daemon remembers as stopped."""
+    """Row ids are used again in SQLite, and with them worker ids that the daemon remembers as stopped."""
     assert served.json("deploy", "--name", "second", *WORK)["status"] == "ready"
     served.run("rm", "second")
 
@@ -187,7 +187,7 @@ def test_a_deploy_can_be_left_and_taken_up_again(served: Any, watched: str) -> N
         said = left.communicate(timeout=60)[1]
         if left.returncode != 0:
             break
-        served.run("rm", watched)  # it was ready before the signal came
+        served.run("rm", watched)  # it was ready before the signal
     assert left.returncode == 130
     assert "the same command follows it again" in said
     assert "watched is ready" in served.run(*command).stdout

@@ -51,7 +51,7 @@ def of_engine(home: Any) -> list[str]:
 
 
 def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: Any) -> None:
-    """One way through the house; each step needs the one before."""
+    """A single way through the house; each step needs the one before."""
     deployed = home.json("deploy", DEMO, "--engine", "tensorrt-llm", "--name", "chat", *WORK)
     assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "tensorrt-llm")
     assert not [line for line in of_engine(home) if "tensorrt_llm_worker" in line]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 DEMO = "iserve-demo"
-WORK = ("--input-tokens", "24", "--output-tokens", "24", "--batch", "2")  # long beside a busy machine's noise
+WORK = ("--input-tokens", "24", "--output-tokens", "24", "--batch", "2")  # long next to a busy machine's noise
 SHORT = ("--max-seconds", "8")  # for the whole workload, also on a machine that is busy
 ROOM = 2 * (24 + 24)  # tokens of the KV cache
 
@@ -47,7 +47,7 @@ def leaves_no_check(shared_home: Any) -> Iterator[None]:
 def test_a_check_of_a_model_corrects_its_plans_and_leaves_nothing_running(
     shared_home: Any, one_line: Callable[..., str]
 ) -> None:
-    """One way through; each step needs the one before."""
+    """A single way through; each step needs the one before."""
     home = shared_home
     before = planned(home)
     document = home.json("verify", DEMO, *WORK, *SHORT)

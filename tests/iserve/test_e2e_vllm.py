@@ -61,7 +61,7 @@ def on_two_gpus(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The state of such a home with the demo model profiled there, to begin others with."""
+    """Return the state of such a home with the demo model profiled there, for further homes to begin with."""
     folder = tmp_path_factory.mktemp("measured")
     settings = on_two_gpus(folder / "node")
     installation = Installation(folder / "home", settings)
@@ -83,7 +83,7 @@ def vllm_home(tmp_path: Path, measured: Path, make_installation: Callable[..., A
 def test_deploy_serve_refuse_survive_remove(
     vllm_home: Any, until: Callable[..., Any], kill: Callable[[int], None]
 ) -> None:
-    """One way through the house; each step needs the one before."""
+    """A single way through the house; each step needs the one before."""
     deployed = vllm_home.json("deploy", "--engine", "vllm", "--name", "chat", *WORK)
     assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "vllm")
     assert deployed["config"]["weights"] in ("16bit", "fp8")  # all that needs no checkpoint made beforehand

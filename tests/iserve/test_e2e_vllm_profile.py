@@ -27,7 +27,7 @@ WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "2")
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """Where the stand-in vLLM is installed."""
+    """Return the environment in which the stand-in vLLM is installed."""
     make_vllm(tmp_path / "env")
     return tmp_path / "env"
 
@@ -54,7 +54,7 @@ def of_vllm(home: Any) -> list[str]:
 
 
 def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: Any, environment: Path) -> None:
-    """One way through the house; each step needs the one before."""
+    """A single way through the house; each step needs the one before."""
     deployed = home.json("deploy", DEMO, "--engine", "vllm", "--name", "chat", *WORK)
     assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "vllm")
     assert not [line for line in of_vllm(home) if "vllm_worker" in line]

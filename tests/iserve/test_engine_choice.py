@@ -1,4 +1,4 @@
-"""Which engine ``--engine auto`` means on a node, and what is said of those that it does not mean."""
+"""The engine that ``--engine auto`` means on a node, and the reasons against the remaining ones."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_engine_that_refuses_every_format_is_passed_over() -> None:
 
 
 def test_an_engine_with_only_formats_that_quality_forbids_is_passed_over() -> None:
-    """One format that may be used is enough."""
+    """A single format that may be used is enough."""
     refused = dict.fromkeys(WeightFormat, "not here") | {WeightFormat.FP8: None}
     table = replace(VLLM, weights=refused)
     assert choose(table, TORCH, gpu=gpu_spec("h200"), quality=Quality.NEAR).engine == "vllm"

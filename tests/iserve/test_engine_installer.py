@@ -201,7 +201,7 @@ def test_removing_is_refused_while_a_deployment_uses_it(iserve: Callable[..., Do
     store.update_deployment(row.id, workers=to_json([replace(worker(home), engine_version="0.23.1")]))
     assert "vllm 0.23.1 serves the deployments chat" in iserve("engines", "rm", "vllm", "0.23.1").line
     store.update_deployment(row.id, workers=to_json([worker(home)]))
-    with running(older / "bin" / "python"):  # what it was started with before the newer one came
+    with running(older / "bin" / "python"):  # what it was started with before the newer one
         assert "vllm 0.23.1 is running (process " in iserve("engines", "rm", "vllm", "0.23.1").line
     assert iserve("engines", "rm", "vllm", "0.23.1").out == "vllm 0.23.1 is removed\n"
     store.update_deployment(row.id, desired="removed")

@@ -52,7 +52,7 @@ def spec_of(tmp_path: Path) -> Callable[[str], ModelSpec]:
 
 
 def node_with(*, held_bytes: int = 0) -> NodeStatus:
-    """One GPU, of which a worker was promised some memory."""
+    """Return a node with one GPU, of which a worker was promised some memory."""
     device = DeviceStatus(
         device_id="GPU-0",
         index=0,

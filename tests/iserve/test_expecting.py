@@ -1,4 +1,4 @@
-"""Room for deployments that are still to come: what a choice does now if all of them chose alike."""
+"""Room for expected deployments: what a choice does now if all of them chose alike."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INTENTS = {"min-latency": LATENCY, "cost-slo": Intent(kind=IntentKind.COST_SLO, 
 OPTIONS = PlanOptions(intent=LATENCY, workload=WORK)
 SPACE = space(SPEC, A6000, 8, ESTIMATOR, ENGINES, OPTIONS)
 ABLE = {one.config for one in ranked_anywhere(SPACE, OPTIONS, A6000).candidates if one.feasible}
-CANDIDATES = [one for one in SPACE if one.config in ABLE]  # without a quality that nobody allowed
+CANDIDATES = [one for one in SPACE if one.config in ABLE]  # without a quality that was not allowed
 
 
 def gpu_s(estimate: Estimate) -> float:
@@ -86,7 +86,9 @@ RATES = st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.6]), max_size=3)
 
 
 def told(plan: Plan) -> object:
-    """What holds of each candidate whoever is to come: figures of what can be chosen, limits of what cannot."""
+    """Return what holds of each candidate for any expected ones: figures of what can be chosen, limits of the
+    rest.
+    """
     return {
         one.config: (one.objective, one.cost, one.slowdown) if one.feasible else (one.refusal, one.missed)
         for one in plan.candidates
@@ -131,7 +133,7 @@ def test_more_to_come_never_takes_more_gpu_seconds(gpus: int) -> None:
         assert best.estimate is not None
         works.append(gpu_s(best.estimate))
         if expect:
-            share = UNKNOWN_LOAD * (expect - 1) / expect  # of what is asked, by those to come
+            share = UNKNOWN_LOAD * (expect - 1) / expect  # of what is asked, by the expected ones
 
             def slow(one: Candidate, share: float = share) -> float:
                 estimate = estimate_of(one)
@@ -187,7 +189,7 @@ def test_a_rate_that_was_told_keeps_workers_that_batch_busy_as_the_chain_says() 
 
 
 def test_little_asked_leaves_the_choice_and_much_takes_it() -> None:
-    """Of GPU-seconds: a pipeline over all GPUs takes no more of them than one GPU."""
+    """A pipeline over all GPUs takes no more GPU-seconds than one GPU."""
 
     def work(busy: float, expect: int) -> float:
         best = planned(beside(busy), expect).best

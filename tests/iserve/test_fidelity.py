@@ -1,9 +1,9 @@
 """The simulator against a worker with the demo model that a trace is replayed to, on a machine that may be busy.
 
-The simulator is told the steps that the worker took moments before, and what bursts beside the replay say of the
-machine's pace. A disturbed stretch says nothing of the simulator, so there are several until one is within the
-bounds, and the best is held to them; a simulator that is wrong is wrong in all of them, as the tests below with
-wrong steps show.
+The simulator is given the steps that the worker took moments before, and the machine's pace by bursts during the
+replay. A disturbed stretch says nothing of the simulator, so there are several until one is within the bounds, and
+the best is held to them; a simulator that is wrong is wrong in all of them, as the tests below with wrong steps
+show.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ CORRELATED = 0.7  # at least, the order of the requests
 @dataclass(frozen=True)
 class Stretch:
     real: Outcomes
-    pace: float  # of bursts beside it, over those when steps were measured
+    pace: float  # of bursts during it, over those when steps were measured
 
 
 class RooflineMemory:
-    """Nobody asks a simulated worker for it; an estimate has it."""
+    """Memory by the roofline: no simulated worker uses it, but an estimate has it."""
 
     def __init__(self, roofline: Estimator) -> None:
         self._roofline = roofline
@@ -112,7 +112,7 @@ def deployed(launch: Callable[..., Launched]) -> tuple[Served, list[Stretch]]:
 
 
 def agrees(served: Served, stretches: list[Stretch]) -> bool:
-    """Whether the last one is within both bounds."""
+    """Return whether the last one is within both bounds."""
     last = stretches[-1:]
     return bool(last) and worst(served, last[0]) < 1 and correlations(served, last)[0] > CORRELATED
 
@@ -149,7 +149,7 @@ def slower(served: Served, factor: float) -> Served:
 
 
 def ratios(served: Served, one: Stretch) -> dict[tuple[str, int], float]:
-    """Of a stretch: percentiles as simulated at the machine's pace, over the measured ones."""
+    """Return a stretch's percentiles as simulated at the machine's pace, over the measured ones."""
     model = simulated(one.real, slower(served, one.pace))
     sides = {
         "e2e": (model.e2e_s, one.real.e2e_from_send_s),
@@ -164,13 +164,13 @@ def ratios(served: Served, one: Stretch) -> dict[tuple[str, int], float]:
 
 
 def worst(served: Served, one: Stretch) -> float:
-    """How far the one that is farthest off is on the way to its bound, as ratios go: 1 there."""
+    """Return how far the one that is farthest off is on the way to its bound, as ratios go: 1 there."""
     found = ratios(served, one)
     return max(abs(np.log(found[which])) / np.log(bound) for which, bound in WITHIN.items())
 
 
 def correlations(served: Served, stretches: list[Stretch]) -> list[float]:
-    """Of each stretch: Spearman's, of the requests by their E2E, simulated and measured."""
+    """Return Spearman's correlation of each stretch's requests by their E2E, simulated and measured."""
     found = []
     for one in stretches:
         sides = (one.real.e2e_from_send_s, simulated(one.real, slower(served, one.pace)).e2e_s)

@@ -1,4 +1,4 @@
-"""What the fidelity bench measures of a worker before it plays a trace, on a worker of which all is known."""
+"""Measurements of the fidelity bench before it plays a trace, on a worker of which all is known."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_steps_of_a_known_worker_are_found_between_the_points() -> None:
 
 
 def test_an_engine_that_keeps_prompts_is_found_out() -> None:
-    """vLLM computes no prompt twice: the burst with the longer answer came back the sooner."""
+    """Prompts are never computed twice by vLLM: the burst with the longer answer ended the sooner."""
     seen: set[tuple[int, int]] = set()
 
     def kept(work: Workload) -> float:

@@ -1,4 +1,4 @@
-"""What those may hold who connect to the REST API and never ask: a real server, real sockets."""
+"""Connections to the REST API that never send a request are bounded: a real server, real sockets."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def connect(port: int) -> socket.socket:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """All that comes until the other side closes, or the one byte of a body."""
+    """Return all that arrives until the other side closes, or the one byte of a body."""
     data = b""
     try:
         while not data.partition(b"\r\n\r\n")[2] and (more := connection.recv(4096)):

@@ -27,7 +27,7 @@ SECOND_FILE = "model-2.safetensors"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request to a :class:`Hub`."""
+    """Handler of one request to a :class:`Hub`."""
 
     hub: Hub
 
@@ -190,7 +190,7 @@ def test_a_hub_without_ranges_is_left_when_there_is_enough(
     def all_of_it(handler: Handler, name: str, body: bytes | None) -> bool:
         if body is None:
             return False
-        handler.answer(200, body, length=len(body) + 400_000)  # and the weights never come
+        handler.answer(200, body, length=len(body) + 400_000)  # and the weights never arrive
         hub.closing.wait()
         return True
 
@@ -233,7 +233,7 @@ def test_a_model_without_safetensors_has_no_tensors(hub: Hub, snapshot: Path) ->
 def test_the_token_goes_to_the_hub_alone(
     hub: Hub, start_hub: Callable[[Path], Hub], snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not to the server of large files that it redirects to."""
+    """The server of large files that the hub redirects to does not get the token."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     large_files = start_hub(hub.folder)
 
@@ -252,7 +252,7 @@ def test_a_redirect_is_followed_without_reading_what_comes_with_it(hub: Hub, sna
         if handler.path.startswith("/there/"):
             return False
         handler.answer(307, b"moved", length=2**50, Location=f"/there/{name}")
-        hub.closing.wait()  # the rest never comes
+        hub.closing.wait()  # the rest never arrives
         return True
 
     hub.misbehave = redirect
@@ -393,7 +393,7 @@ def test_a_hub_that_misbehaves_is_one_line(
     error: type[IserveError],
     said: str,
 ) -> None:
-    """For one of the files; the index and the others come as they should."""
+    """The hub misbehaves for one of the files; it sends the index and the rest as it should."""
     hub.misbehave = lambda handler, name, body: name == SECOND_FILE and misbehave(handler, body or b"")
     found = refusal(snapshot)
     assert type(found) is error
@@ -430,7 +430,7 @@ def test_a_hub_that_never_answers_is_not_waited_for(
 
 @pytest.mark.parametrize("phase", ["headers", "body"])
 def test_a_hub_that_drips_is_left(hub: Hub, snapshot: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    """Each byte comes in time, all of them never."""
+    """Each byte is in time, all of them never are."""
     monkeypatch.setattr(module, "TOTAL_TIMEOUT_S", 1.0)
 
     def drip(handler: Handler, name: str, body: bytes | None) -> bool:

@@ -83,5 +83,5 @@ def test_a_hundred_kills(make_storm: Callable[..., Storm], where: Path | str) ->
     storm = make_storm(where, seed=100)
     outcome = survived(storm, storm.kill, 100)
     print(f"\n{outcome}")
-    assert outcome.lost > 0  # else the kills fell where nobody asked anything
+    assert outcome.lost > 0  # else the kills fell where no request was made
     assert outcome.started > 0

@@ -95,7 +95,7 @@ def test_plans_and_profiles_of_before_are_read(cut_short: Profile, document: Pla
 
 
 def test_a_plan_by_a_profile_carries_the_notes_of_its_engine(tmp_path: Path) -> None:
-    """Such as that the engine's release is not known; what says that nobody ran it is left out."""
+    """A note is, for example, that the engine's release is not known; that it was never run is left out."""
     machine = SyntheticMachine(launch_s=1.0, load_s=0.5)
     profile = take_profile(machine, default_plan(machine.spec, Workload(), budget_s=600.0))
     (table,) = capabilities_for("torch")

@@ -1,4 +1,4 @@
-"""Where a MODEL argument leads: names, directories, and a small hub of our own over real HTTP."""
+"""Resolution of a MODEL argument: names, directories, and a small hub of our own over real HTTP."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def unprivileged(what: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("closed", ["folder", "config.json"])
 def test_what_cannot_be_read_is_one_line(config_only: Path, closed: str) -> None:
-    """A folder, or its config.json, that belongs to somebody else."""
+    """A folder, or its config.json, belongs to another user."""
     for folder in config_only.parents:
-        if folder.stat().st_mode & 0o005 != 0o005:  # pytest's own, closed to others
+        if folder.stat().st_mode & 0o005 != 0o005:  # pytest's own, closed to other users
             folder.chmod(0o755)
     target = config_only if closed == "folder" else config_only / "config.json"
     target.chmod(0)
@@ -121,7 +121,7 @@ def test_shards_count_as_weights_when_all_are_there(checkpoint: Path) -> None:
 
 
 def test_an_index_without_end_is_not_read(checkpoint: Path) -> None:
-    """Its presence counts; whoever loads it is told what is wrong."""
+    """The index's presence counts; loading it reports what is wrong."""
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "model.safetensors.index.json").touch()
     os.truncate(checkpoint / "model.safetensors.index.json", 2**40)
@@ -158,7 +158,7 @@ def test_what_can_be_no_model_is_refused_without_asking_anyone(
 
 @given(st.from_regex(r"\A[A-Za-z0-9._/-]{1,12}\Z") | st.sampled_from(["Y.", "a/b-", "a.git", "x" * 96, "x" * 97]))
 def test_what_is_taken_for_a_hub_id_is_one_for_the_hubs_client(model: str) -> None:
-    """Else it raises what nobody here expects."""
+    """The client would else raise what no caller here expects."""
     from huggingface_hub.utils import validate_repo_id
 
     if is_hub_id(model):
@@ -399,7 +399,7 @@ def test_a_plan_knows_the_tensors_without_the_weights(
 def test_the_cache_of_the_hubs_client_stays_one(
     hub: Hub, checkpoint: Path, in_new_process: Any, tmp_path: Path
 ) -> None:
-    """It lists the model, and removes it with what is kept of its tensors."""
+    """The client lists the model, and removes it with what is kept of its tensors."""
     from huggingface_hub import scan_cache_dir
 
     hub.models["owner/tiny"] = checkpoint
@@ -471,7 +471,7 @@ def test_what_is_no_hub_is_named(hub: Hub, in_new_process: Any, page: bytes) -> 
 
 @pytest.mark.parametrize("drips", ["/api/models/owner/tiny", "/resolve/"])
 def test_a_hub_that_drips_is_left(hub: Hub, checkpoint: Path, in_new_process: Any, drips: str) -> None:
-    """Each byte comes in time, all of them never; the process ends all the same."""
+    """Each byte is in time, all of them never are; the process ends all the same."""
     hub.models["owner/tiny"] = checkpoint
     hub.drips = drips
     kind, message = in_new_process("owner/tiny", first="import iserve.hub_files as h; h.CONFIG_TIMEOUT_S = 3.0\n")

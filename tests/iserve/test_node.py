@@ -1,4 +1,4 @@
-"""What of a node's load a plan sees, and of who serves there."""
+"""Load of a node as a plan sees it, and the deployments that it serves."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ NOW = 1_800_000_000.0
 
 @pytest.fixture(scope="module")
 def row() -> DeploymentRow:
-    """One that was chosen by a plan for requests of 64 tokens in and 16 out, and runs on two GPUs."""
+    """Return a row chosen by a plan for requests of 64 tokens in and 16 out, which runs on two GPUs."""
     spec = load_spec(demo_model_path())
     options = PlanOptions(workload=WORKLOAD)
     hardware = hypothetical_hardware(A6000, 2)
@@ -114,7 +114,7 @@ def told(requests_per_s: float | None, name: str = "chat", *, waiting: int = 0, 
 
 
 def planned_s(row: DeploymentRow) -> float:
-    """By the roofline."""
+    """Return the planned time by the roofline."""
     estimate = RooflineEstimator(load_spec(demo_model_path()), A6000).estimate(CONFIG, WORKLOAD)
     return estimate.e2e_s.value
 
@@ -189,7 +189,7 @@ def batching() -> DeploymentRow:
 
 
 def planned_for_eight(worker: WorkerSpec) -> DeploymentRow:
-    """One that was planned for eight requests at once, whose plan tells of one as well."""
+    """Return a row that was planned for eight requests at once, whose plan gives one as well."""
     spec, config = load_spec(demo_model_path()), worker.config
     estimator, options = RooflineEstimator(spec, A6000), PlanOptions(workload=BATCH)
     runs = [replace(table, unavailable=None) for table in capabilities_for(config.engine)]
@@ -215,8 +215,10 @@ def stays_of(state: DeploymentState) -> Stays:
 
 
 def test_a_worker_that_batches_tells_how_long_requests_stay(batching: DeploymentRow) -> None:
-    """By the estimates of one request, and of a batch whose prompts come one after the other: beside those that
-    decode a prompt takes what it adds to their step."""
+    """The times are by the estimates of one request, and of a batch whose prompts follow one another.
+
+    A prompt that joins sequences that decode takes what it adds to their step.
+    """
     (state,) = serving_on(as_batching(running(for_s=1.0, busy=0.0)), [batching], told(0.25))
     estimator = RooflineEstimator(load_spec(demo_model_path()), A6000)
     one, full = estimator.estimate(CONFIG, replace(BATCH, batch=1)), estimator.estimate(CONFIG, BATCH)
@@ -227,13 +229,13 @@ def test_a_worker_that_batches_tells_how_long_requests_stay(batching: Deployment
 
 
 def test_beside_a_batching_worker_that_nobody_calls_gpus_are_idle(batching: DeploymentRow) -> None:
-    """A minute after it was started, which kept them busy; and not if somebody else has memory there."""
+    """The GPUs are idle a minute after the start that kept them busy, unless another process has memory there."""
     status = as_batching(running(for_s=60.0, busy=0.5))
     uncalled = serving_on(status, [batching], told(0.0, outstanding=0))
     assert Others(hardware_of(status, A6000, uncalled).snapshot).loads == {}
     more = tuple(replace(device, free_bytes=device.free_bytes - 2 * GIB) for device in status.devices)
     for seen in replace(status, devices=more), status:
-        serving = uncalled if seen is not status else ()  # nor where nobody tells
+        serving = uncalled if seen is not status else ()  # nor where rates are unknown
         assert set(Others(hardware_of(seen, A6000, serving).snapshot).loads.values()) == {0.5}
 
 
@@ -244,7 +246,7 @@ def test_beside_a_batching_worker_that_nobody_calls_gpus_are_idle(batching: Depl
 def test_on_a_cpu_a_worker_that_nobody_calls_is_not_busy(
     batching: DeploymentRow, requests_per_s: float, outstanding: int, waiting: int, seen: float
 ) -> None:
-    """Whatever else of the machine's memory is held; unless there is a worker of which nothing is told."""
+    """The worker is idle whatever else holds memory, unless there is a worker of unknown demand."""
     status = as_batching(running(for_s=60.0, busy=0.5))
     cpus = tuple(replace(device, kind="cpu", free_bytes=GIB) for device in status.devices)
     status = replace(status, devices=cpus)
@@ -279,8 +281,10 @@ def test_shorter_requests_stay_as_long_as_they_keep_a_batching_worker_busy(batch
 def test_a_pipeline_that_keeps_its_stages_full_is_as_busy_as_its_longest_stage(
     layers: tuple[int, int], busy: float
 ) -> None:
-    """As many batches are under way as there are stages: that one of two stages is busy for half of the time does
-    not mean that the worker can take no more. Beyond 95% of the longest stage's time nobody knows."""
+    """The pipeline can take more requests although one of two stages is busy for half of the time.
+
+    As many batches are under way as there are stages. Beyond 95% of the longest stage's time the load is unknown.
+    """
     first, second = layers
     stages = tuple(replace(stage, num_layers=number) for stage, number in zip(BATCHES.stages, layers, strict=True))
     pipeline = replace(BATCHES, config=replace(CONFIG, engine="vllm"), stages=stages)

@@ -1,4 +1,6 @@
-"""The picture under a plan: the front is the front, nothing is wider than the terminal, nobody gets it unasked."""
+"""The picture under a plan: the front is the front, nothing is wider than the terminal, it is drawn on request
+only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long is waited for a worker that does not come to serve again. Carried out: test_replicas.py."""
+"""Deadline for a worker to become ready again. Carried out: test_replicas.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.iserve.test_node import WORKER
 
 
 class Watch:
-    """One worker, seen now and then."""
+    """Worker that is seen now and then."""
 
     def __init__(self) -> None:
         self.now_s = 50.0

@@ -274,8 +274,10 @@ def test_neither_is_named_where_no_number_of_them_helps(folders: dict[str, Path]
 
 
 def test_the_embedded_engine_has_its_own_times_on_gpus(folders: dict[str, Path]) -> None:
-    """It alone runs int8 of a 16-bit checkpoint there, and launches every kernel from Python: half the weights and
-    twice the time or more is no bargain."""
+    """The embedded engine's own times are no bargain: half the weights and twice the time or more.
+
+    It alone runs int8 of a 16-bit checkpoint there, and launches every kernel from Python.
+    """
     best = plan(folders["Llama-2-7b"], "a100:1", Intent()).candidates[0]
     assert (best.config.engine, best.config.weights) == ("vllm", WeightFormat.BITS16)
     times = {

@@ -27,7 +27,7 @@ def key(point: TimingPoint) -> MeasuredKey:
 
 
 def swapped(tp: int) -> Profile:
-    """As if two layers had been run as one and one as two, by so many ranks of one stage."""
+    """Return a profile as if two layers had been run as one and one as two, by so many ranks of one stage."""
     at = {(key(p), p.batch, p.input_tokens, p.output_tokens, p.num_layers): p for p in GOOD.timing}
     timing = []
     for point in GOOD.timing:

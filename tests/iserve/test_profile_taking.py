@@ -1,4 +1,4 @@
-"""What a profile measures on an engine that starts anew for each format: no more than the wish can make use of.
+"""A profile on an engine that starts anew for each format measures no more than the request can use.
 
 The engine is the synthetic machine of known step times, with the capability table of vLLM.
 """
@@ -63,7 +63,7 @@ NODE = NodeStatus(
 
 @pytest.fixture(autouse=True)
 def _nothing_known_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What predictions were off by on a real H200 says nothing of the machine on paper, which is named one."""
+    """Hide errors of predictions on a real H200: they say nothing of the machine on paper, which is named one."""
     monkeypatch.setattr("fingerprint.estimators.depth_tied.shipped_calibration", Calibration)
 
 
@@ -114,7 +114,7 @@ def started(machine: StepTimedMachine) -> list[tuple[int, int, WeightFormat]]:
 
 @cache
 def everything(quality: Quality) -> tuple[Profile, int]:
-    """What is measured where nothing is skipped, and in how many starts; the same for every wish."""
+    """Return what is measured where nothing is skipped, and in how many starts; the same for every request."""
     machine = StepTimedMachine()
     return profiled(machine, quality=quality), len(started(machine))
 
@@ -156,7 +156,7 @@ def test_an_exact_wish_measures_16_bits_only() -> None:
     ids=lambda wish: f"{wish.intent.kind}-{wish.intent.slo and wish.intent.slo.tpot_s}-{wish.intent.quality}",
 )
 def test_what_is_skipped_does_not_change_what_is_chosen(wish: PlanOptions) -> None:
-    """Skipping is told, costs no start, and ends where measuring everything ends."""
+    """Skipping is reported, costs no start, and ends where measuring everything ends."""
     thrifty = StepTimedMachine()
     profile = profiled(thrifty, wish=wish)
     whole, starts = everything(wish.intent.quality)
@@ -192,7 +192,9 @@ def points(profile: Profile) -> set[tuple[int, int]]:
 
 
 def test_beside_a_worker_that_nobody_calls_what_is_measured_is_that_on_idle_gpus() -> None:
-    """However busy its start kept its GPU, if it is told that nobody calls it; else a split over it looks slow."""
+    """The GPU of a worker without requests counts as idle, however busy its start kept it; else a split over it
+    looks slow.
+    """
     wish = wished(IntentKind.MIN_LATENCY, quality=Quality.EXACT)
     idle, started_on = NODE.devices
     beside = replace(started_on, free_bytes=started_on.free_bytes - 30 * GIB, load_fraction=0.9)
@@ -221,8 +223,10 @@ def _alone_on(device: DeviceStatus) -> StagePlacement:
 
 
 def test_points_that_what_is_free_does_not_hold_are_left_out() -> None:
-    """The engine makes as many KV blocks as it is told, whoever was promised the memory: of Llama-2-7B in two
-    layers 32 KiB for each token, 4.3 GiB for 256 sequences of 545."""
+    """Points that do not fit the free memory are left out, for the engine makes as many KV blocks as it is given.
+
+    Of Llama-2-7B in two layers that is 32 KiB for each token, 4.3 GiB for 256 sequences of 545.
+    """
     whole = profiled(StepTimedMachine(), batch=256, quality=Quality.EXACT)
     some = profiled(StepTimedMachine(), batch=256, quality=Quality.EXACT, node=with_free(6, 6))
     assert (256, 512) in points(whole) - points(some)
@@ -264,7 +268,7 @@ ONE_GPU = replace(NODE, devices=NODE.devices[:1])
     ("shards", "source"), [(Shards.NEVER, "scaled"), (Shards.AUTO, "scaled"), (Shards.ALWAYS, "sharded")]
 )
 def test_what_the_node_never_has_the_gpus_for_is_taken_when_it_is_asked_for(shards: Shards, source: str) -> None:
-    """On one GPU two ranks are wanted only by who asks what a second one would bring."""
+    """Two ranks on one GPU are measured only when asked for."""
     profile = profiled(RankMachine(num_devices=1), quality=Quality.EXACT, node=ONE_GPU, shards=shards)
     estimate = estimator_for(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
     assert estimate.tpot_s.source == source
@@ -272,7 +276,7 @@ def test_what_the_node_never_has_the_gpus_for_is_taken_when_it_is_asked_for(shar
 
 
 def test_a_wish_takes_no_rank_that_cannot_change_its_plan() -> None:
-    """Nothing with tp=2 can be launched beside the full GPU, so nothing of it is worth an engine start."""
+    """A plan with tp=2 cannot be launched next to the full GPU, so nothing of it is worth an engine start."""
     machine = RankMachine()
     profile = profiled(machine, wish=wished(), node=with_free(2, 139))
     assert {(tp, pp) for tp, pp, _, _ in runs_of(profile)} == {(1, 1)}
@@ -332,7 +336,7 @@ def test_what_is_estimated_from_the_skipped_stays_scaled() -> None:
     assert estimate.tpot_s.source == "scaled"
 
 
-# --- a profile that another wish was answered by ----------------------------------------------------------------
+# --- a profile that another request was answered by -------------------------------------------------------------
 
 
 AT = Workload(4, 512, 128)
@@ -344,7 +348,7 @@ def source_of(profile: Profile, **config: Any) -> Source:
 
 
 def test_what_an_exact_wish_left_out_is_what_a_near_one_lacks() -> None:
-    """Its fp8 would be the 16 bits' times scaled by datasheets, though measuring it could change the choice."""
+    """The fp8 times would be scaled from 16 bits by datasheets, though measuring them could change the choice."""
     exact = profiled(StepTimedMachine(), wish=EXACT)
     assert source_of(exact, weights=FP8) is Source.SCALED
     assert lacking(exact, NODE, RUNS, EXACT) == ()
@@ -353,7 +357,7 @@ def test_what_an_exact_wish_left_out_is_what_a_near_one_lacks() -> None:
 
 @pytest.mark.parametrize("second", [NEAR, wished(IntentKind.MIN_LATENCY), wished(IntentKind.MAX_THROUGHPUT)])
 def test_what_is_lacking_is_measured_beside_what_is_there(second: PlanOptions) -> None:
-    """Nothing is measured twice or lost, and the second wish is answered as if it had come first."""
+    """The second profile measures nothing twice, loses nothing, and answers as if it had been the first."""
     exact, machine = profiled(StepTimedMachine(), wish=EXACT), StepTimedMachine()
     both = profiled(machine, wish=second, known=exact)
     assert (1, 1, FP8) in started(machine)

@@ -1,4 +1,4 @@
-"""A profile holds for the devices, driver, engine and size it was taken with; any other is told and never used."""
+"""A profile holds for the devices, driver, engine and size it was taken with, and is used for no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker of a profile: it takes only what nobody was promised, and what its engine dies of is told."""
+"""The worker of a profile takes only memory without a promise, and the cause of its engine's death is reported."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ shares = st.tuples(st.integers(0, 12), st.floats(0, 1), st.booleans())  # GiB pr
 def test_no_promise_to_others_is_ever_given_to_a_profile(
     nvml: ModuleType, workers: list[tuple[int, float, bool]], strangers_gib: int
 ) -> None:
-    """Whatever the others use of what they were promised by now, all of it still fits beside the profile."""
+    """All promised memory fits next to the profile, whatever part of it is used by now."""
     uses, processes = [], {7: strangers_gib * GIB}
     for number, (gib, part, ready) in enumerate(workers):
         promised = gib * GIB
@@ -179,13 +179,13 @@ def test_where_the_log_knows_nothing_the_worker_s_own_word_stands() -> None:
 
 
 def test_the_worker_prints_the_mark_that_the_controller_looks_for() -> None:
-    """It cannot import it: it runs in the engine's interpreter."""
+    """The worker cannot import it: it runs in the engine's interpreter."""
     hosted = (Path(__file__).parents[2] / "daemon" / "hosted_worker" / "iserve_hosted.py").read_text()
     assert f'LOAD_MARK = "{LOAD_MARK}"' in hosted
 
 
 class HungUp:
-    """A worker that no longer listens; whoever watches it sees its end at the fourth look."""
+    """Worker that no longer listens; its watcher sees its end at the fourth look."""
 
     url, token = "http://127.0.0.1:9", None
     looks = 0
@@ -198,7 +198,7 @@ class HungUp:
 
 
 def test_a_worker_that_hung_up_is_given_a_moment_to_be_seen_dead() -> None:
-    """Why it ended is the daemon's to tell, which looks when it looks; a closed port alone tells nothing."""
+    """The daemon reports why it ended, at its next look; a closed port alone shows nothing."""
     with pytest.raises(EngineError, match="exit code -9; last words: Killed"):
         WorkerProfileSession(HungUp(), call_timeout_s=5.0).memory()
 

@@ -1,4 +1,4 @@
-"""What the controller tells the gateway of a deployment that refuses who would be late."""
+"""Data that the controller gives the gateway of a deployment that rejects late requests."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def world(tmp_path: Path) -> Iterator[Twins]:
 def test_its_workers_get_as_many_requests_as_they_have_slots(
     world: Twins, until: Callable[..., Any], plan: PlanDocument
 ) -> None:
-    """The others wait in the gateway, which then knows when each begins; elsewhere as many again wait there."""
+    """The rest waits in the gateway, which then knows when each begins; elsewhere as many again wait there."""
     world.deploy_two(until, slo=SLO, refuse_late=True)
     assert [(w.ready, w.max_outstanding) for w in world.route().workers] == [(True, 2)] * 2, "no plan, no times"
     world.store.update_deployment(world.store.deployment("a").id, plan=to_json(plan))

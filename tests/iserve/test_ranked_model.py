@@ -1,4 +1,4 @@
-"""Decisions from a kept order: those of the whole plan, beside others whose rates are told too."""
+"""Decisions from a kept order: those of the whole plan, on GPUs shared with deployments of known rates too."""
 
 from __future__ import annotations
 
@@ -153,8 +153,11 @@ def test_beside_a_rate_it_chooses_what_the_whole_plan_chooses(name: str, busy: f
 
 
 def test_beside_a_rate_a_latency_adds_least_to_its_own_time_and_that_of_the_others() -> None:
-    """By differences of the load model, for a request in a long time, over everything that fits. Not seen busy
-    yet, the GPUs are idle to who is told no rate."""
+    """The choice adds least to its own time and that of the other requests, by differences of the load model.
+
+    For a request in a long time, over everything that fits. The GPUs, not seen busy yet, are idle without known
+    rates.
+    """
     model, snapshot = MODELS["min-latency"], _beside(0.8)
     plan = make_plan(SPEC, Hardware(label="", gpu=A6000, snapshot=snapshot), ESTIMATOR, ENGINES, model.options)
     rate = 1e-7

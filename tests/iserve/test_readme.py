@@ -64,7 +64,7 @@ def tour(model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("words", TYPED)
 def test_a_command_is_taken_as_it_is_written(words: tuple[str, ...]) -> None:
-    """Its options exist, have values of their kinds, and nothing that is required is left out."""
+    """The command's options exist, have values of their kinds, and nothing that is required is left out."""
     command: Any = get_command(make_app())
     rest = list(words)
     while isinstance(command, click.Group):

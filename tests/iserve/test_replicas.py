@@ -1,5 +1,7 @@
-"""Deployments of several replicas, step by step: a real daemon with stand-in workers, lost, out of room, asleep.
-With the embedded engine and under load: test_e2e_replicas.py."""
+"""Deployments of several replicas, step by step: a real daemon with stand-in workers, lost, out of room.
+
+With the embedded engine and under load: test_e2e_replicas.py.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def limits(memory_bytes: int) -> WorkerLimits:
 
 
 class Twins(Napping):
-    """One deployment of two replicas, one on each of the node's two CPU devices."""
+    """World of one deployment of two replicas, one on each of the node's two CPU devices."""
 
     def spec_on(self, worker_id: str, device: int, memory_bytes: int) -> WorkerSpec:
         stage = StageAssignment(device_ids=(f"cpu:{device}",), num_layers=2)
@@ -66,7 +68,7 @@ class Twins(Napping):
     def deploy_two(self, until: Until, **wish: Any) -> None:
         body = DeployBody(name="a", replicas=2, **wish)
         row = self.store.add_deployment("a", body.model_dump_json().encode())
-        third_bytes = self.free_bytes() // 3  # far more than what others on this machine come and go with
+        third_bytes = self.free_bytes() // 3  # far more than the usual variation on this machine
         specs = (self.spec_on("a-1-r1", 0, third_bytes), self.spec_on("a-1-r2", 1, third_bytes))
         self.store.update_deployment(row.id, phase="launching", workers=to_json(specs))
         self.tick_until(until, "ready")
@@ -88,7 +90,7 @@ class Twins(Napping):
         return [event.kind for event in self.store.events()]
 
     def fill(self, device: int) -> None:
-        """Somebody else gets nearly all that is free there."""
+        """Let another worker take nearly all that is free there."""
         free_bytes = min(d.free_bytes for d in self.node.client.node().devices if d.device_id == f"cpu:{device}")
         self.node.client.launch(self.spec_on("big", device, free_bytes * 9 // 10))
 
@@ -142,7 +144,7 @@ def test_one_that_does_not_come_to_serve_fails_the_deploy_and_none_is_left(
 
 
 def test_a_lost_one_is_started_again_alone(world: Twins, until: Until) -> None:
-    """The daemon forgot it, or somebody stopped it there."""
+    """The daemon forgot it, or it was stopped there."""
     world.deploy_two(until)
     before, events = world.pids(), world.kinds()
     world.node.client.stop("a-1-r1")
@@ -226,7 +228,7 @@ def test_a_daemon_that_is_away_just_then_gives_up_nobody_who_serves(
 def test_each_lost_one_is_started_for_which_there_is_room(
     world: Twins, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three two are lost, and the first has no room any more."""
+    """Two of three are lost, and the first has no room any more."""
     monkeypatch.setattr(reconcile, "_LOST_AGAIN_S", 0.0)
     quarter = world.free_bytes() // 4
     row = world.store.add_deployment("a", DeployBody(name="a", replicas=3).model_dump_json().encode())
@@ -245,7 +247,7 @@ def test_each_lost_one_is_started_for_which_there_is_room(
 def test_one_lost_while_another_starts_is_started_too(
     world: Twins, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long that takes: nobody waits for it."""
+    """A start may take any time: no other start waits for it."""
     monkeypatch.setattr(reconcile, "_LOST_AGAIN_S", 0.0)
     world.deploy_two(until)
 
@@ -303,7 +305,7 @@ def test_one_that_never_serves_again_is_ended_and_said_and_tried_later(
 def test_where_no_other_is_there_one_that_was_ended_is_started_at_once(
     world: Twins, until: Until, kill: Callable[[int], None]
 ) -> None:
-    """The daemon starts again who crashed, without asking the controller."""
+    """The daemon restarts crashed workers, without asking the controller."""
     world.reconciler._patience = Patience(60.0, lambda: world.now_s)
     world.deploy_one(until, scale_to_zero_s=None)
     world.node.behave(slow_start_s=600)
@@ -352,7 +354,7 @@ def test_all_sleep_and_wake_together(world: Twins, until: Until) -> None:
 def test_a_waking_one_whose_place_is_gone_in_part_is_planned_anew_and_leaves_nothing(
     world: Twins, until: Until
 ) -> None:
-    """One of two finds its place; both go, for no two may be had."""
+    """A place is left for one of two; both go, for no two may be had."""
     world.know_demo(runtime_bytes=world.free_bytes() // 4)
     world.deploy_two(until, scale_to_zero_s=LIMIT_S)
     world.later(LIMIT_S, idle_s=LIMIT_S)
@@ -442,7 +444,7 @@ def test_beside_others_the_slowest_tells_and_what_they_lose_is_shared() -> None:
 
 
 def test_a_configuration_that_fits_once_and_not_so_often_is_refused() -> None:
-    """Of four GPUs, three replicas leave one for each: only those of one GPU can be."""
+    """Three replicas leave one of four GPUs for each: only configurations of one GPU can be."""
     plan = make_plan(SPEC, hypothetical_hardware(A6000, 4), ESTIMATOR, ENGINES, PlanOptions(replicas=3))
     for one in plan.candidates:
         if one.refusal is None:

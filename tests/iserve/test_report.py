@@ -1,4 +1,4 @@
-"""``iserve report``: what it gathers, writes and refuses. A real HTTP server stands for the controller."""
+"""``iserve report``: what it gathers, writes and refuses. A real HTTP server plays the controller."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_example_limits_follow_from_the_best_and_admit_it(report: Report) -> Non
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
-    """Exit code and everything printed; an expected error is told as ``iserve`` tells it."""
+    """Return exit code and everything printed; an expected error is printed as ``iserve`` prints it."""
     result = CliRunner().invoke(make_app(), ["report", *arguments], catch_exceptions=True)
     if isinstance(result.exception, SystemExit) or result.exception is None:
         return result.exit_code, result.output
@@ -337,11 +337,11 @@ def test_a_measured_whole_model_is_on_the_page_without_being_asked_for(
     assert invoke(*command)[0] == 0
     assert "No full model was measured on this machine" in errors_of(page)
     (kept,) = store_accuracy(home, record_of(profile, measured=0.8))
-    assert list((home / "accuracy").iterdir()) == [kept]  # nothing half-made beside it
+    assert list((home / "accuracy").iterdir()) == [kept]  # nothing half-made next to it
     assert invoke(*command)[0] == 0
     assert "This model: synthetic" in errors_of(page)
     assert "+25.0%" in errors_of(page)
-    assert "full model measured, 16bit" in page.read_text()  # the diamond beside the fitted line
+    assert "full model measured, 16bit" in page.read_text()  # the diamond next to the fitted line
     truth = tmp_path / "truth.json"
     truth.write_bytes(to_json(record_of(profile, measured=0.4)))
     assert invoke(*command, "--truth", str(truth))[0] == 0

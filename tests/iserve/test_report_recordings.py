@@ -1,6 +1,6 @@
 """Reports of models that were measured on vLLM and an H200: the recordings of ``tests/bench/results/h200``.
 
-Whole models are in the recordings beside their fingerprints, so what the page says can be held against them.
+Whole models are in the recordings with their fingerprints, so what the page says can be checked against them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ each_recording = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def record() -> AccuracyRecord:
-    """Of the machine that measured last."""
+    """Return the record of the machine that measured last."""
     return accuracy_records(RECORDINGS)[-1]
 
 
 def record_of(recorded: Recorded) -> AccuracyRecord:
-    """Of the machine that measured it."""
+    """Return the record of the machine that measured it."""
     (found,) = (r for r in accuracy_records(RECORDINGS) if r.machine == recorded.profile.machine)
     return found
 
@@ -89,7 +89,7 @@ def own(report: Report, recorded: Recorded) -> WholeModel:
 
 
 def section(page: str, anchor: str) -> str:
-    """Its text, tags and entities taken out."""
+    """Return its text, tags and entities taken out."""
     (found,) = re.findall(rf'<section id="{anchor}">.*?</section>', page, re.DOTALL)
     return "".join(ElementTree.fromstring(found).itertext())
 

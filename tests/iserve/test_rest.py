@@ -1,4 +1,6 @@
-"""The REST API over real sockets: who may ask, what bad bodies get, one shape of errors, two who want one name."""
+"""The REST API over real sockets: authorisation, answers to bad bodies, one shape of errors, two claims to one
+name.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def keys(home: Any) -> dict[str, str]:
 
 @pytest.fixture
 def ask(home: Any, keys: dict[str, str], request_to: Callable[..., Any]) -> Callable[..., Any]:
-    """``ask(method, path, body, key=...)`` with the admin key unless told otherwise."""
+    """Return ``ask(method, path, body, key=...)`` with the admin key by default."""
     url = home.record("controller").url
 
     def send(

@@ -106,7 +106,7 @@ def test_a_check_launches_what_it_predicts() -> None:
 
 @pytest.mark.parametrize("taken_gib", [30, 45, 60])
 def test_what_is_promised_to_others_is_left_to_them_and_a_part_free(taken_gib: int) -> None:
-    """On a GPU where others are: fewer requests, down to what was planned."""
+    """Fewer requests, down to what was planned, fit on a GPU with other workers."""
     hardware = idle(taken_bytes=taken_gib * GIB)
     found, (gpu,) = capacity(hardware=hardware), hardware.snapshot.gpus
     assert found.workload.batch <= capacity().workload.batch

@@ -276,7 +276,7 @@ def test_consolidating_and_moving(simulate: Callable[..., Done], model: Path, tm
 def test_look_ahead_places_beside_whoever_idles(
     simulate: Callable[..., Done], model: Path, tmp_path: Path
 ) -> None:
-    """A busy model runs when another comes; a GPU's price says whether that one goes beside it or elsewhere."""
+    """A busy model runs when another is deployed; a GPU's price decides whether they share it."""
     path = tmp_path / "busy.csv"
     write_trace(path, [Request(0.5 * i, 100, 20, "a") for i in range(600)])
     given = (

@@ -172,7 +172,7 @@ FOUR = Scenario(cluster=idle_cluster(A6000, 4), actions=())
 
 
 def test_replicas_go_where_a_plan_for_so_many_says() -> None:
-    """Of one configuration, no two on one GPU, and so faster; one alone takes all GPUs."""
+    """The replicas are of one configuration, no two on one GPU, and so faster; one alone takes all GPUs."""
     four = replicated(4, FOUR)
     asked = model(replicas=4)
     hardware = Hardware(label="4", gpu=A6000, snapshot=FOUR.cluster)

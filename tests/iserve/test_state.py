@@ -238,7 +238,10 @@ def migrated_back(where: Where, to: str) -> None:
 
 
 def test_the_worker_of_an_earlier_iserve_is_the_first_of_several(where: Where, at: Callable[[], Store]) -> None:
-    """It is adopted as it runs; events stay. Leading back keeps the first; what cannot be read is chosen anew."""
+    """The worker is adopted as it runs; events stay.
+
+    Leading back keeps the first; the unreadable is chosen anew.
+    """
     database = open_database(where)
     database.migrate(to="0004")
     with database.write() as connection:
@@ -270,7 +273,7 @@ def test_the_worker_of_an_earlier_iserve_is_the_first_of_several(where: Where, a
 
 
 def test_levels_of_a_rate_that_were_asked_for_are_windows_now(where: Where, at: Callable[[], Store]) -> None:
-    """As long as they were taken to last; a wish that cannot be read stays as it is."""
+    """The windows are as long as the levels were taken to last; a request that cannot be read stays as it is."""
     database = open_database(where)
     database.migrate(to="0005")
     levels = [{"share": 0.75, "times": 1.5}, {"share": 0.25, "times": 0.5}]
@@ -310,7 +313,7 @@ def test_migrations_lead_back_too(where: Where, at: Callable[[], Store]) -> None
 def test_a_migration_that_is_cut_short_leaves_the_old_schema(
     at: Callable[[], Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the process is killed in it: the next start builds on what was there."""
+    """The process may be killed in it: the next start builds on what was there."""
     create_table, made = Operations.create_table, []
 
     def fail_at_the_third(*arguments: Any, **options: Any) -> Any:
@@ -461,7 +464,9 @@ def test_a_kept_answer_outlives_its_deployment_and_ends_with_its_time(at: Callab
 
 
 def test_texts_of_people_are_kept_as_they_are_or_refused(at: Callable[[], Store]) -> None:
-    """As long as a folder's name can be; a zero byte, which PostgreSQL keeps in no text, is no reason to fail."""
+    """Texts may be as long as a folder's name; a zero byte, which PostgreSQL keeps in no text, is no reason to
+    fail.
+    """
     store = at()
     label = "long \U0001f600 " * 100
     store.add_key(ApiKeyRecord(key_id="key-1", sha256="ab" * 32, scope="admin"), label)

@@ -1,4 +1,4 @@
-"""The state in PostgreSQL alone: the server is elsewhere, ends and comes back, and others can reach it."""
+"""The state in PostgreSQL alone: the server is elsewhere, ends and returns, and other programs can reach it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_equal_times_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_long_reading_tells_how_far_it_is(
     options: tuple[str, ...], trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On stderr, and not beside JSON."""
+    """The progress is on stderr, and not with JSON."""
     monkeypatch.setattr("iserve.cli.tracing._TOLD_EVERY", 2)
     assert run("trace", "show", trace, *options) == 0
     told = ["2 requests read, 1 s of the trace", "4 requests read, 4 s of the trace"]
@@ -80,7 +80,9 @@ def test_left_out_rows_and_models_are_told(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_picture_of_the_rate() -> None:
-    """A blank where nothing came, a full block at the peak; slots share columns where there are too many."""
+    """A column without requests is blank, one at the peak a full block; slots share columns where there are too
+    many.
+    """
     assert sparkline(RateCurve(2.0, (0.0, 1.0, 4.0, 8.0))) == (" ▂▅█", 2.0, 8.0)
     picture, column_s, peak = sparkline(RateCurve(1.0, (1.0, 3.0) * 100), columns=50)
     assert (picture, column_s, peak) == ("█" * 50, 4.0, 2.0)

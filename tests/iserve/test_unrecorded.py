@@ -45,7 +45,7 @@ def pids_of(installation: Any, name: str) -> list[int]:
 def test_down_ends_what_has_no_record_yet(
     name: str, hold: Callable[..., Any], until: Callable[..., Any], kill: Callable[[int], None]
 ) -> None:
-    """Whoever started it was killed; it would come up a moment after `iserve down`, and live on."""
+    """The starter was killed; the process would appear a moment after `iserve down`, and live on."""
     installation, go = hold(name)
     command = installation.start("up")
     until(lambda: pids_of(installation, name), f"a {name} is starting")
@@ -78,7 +78,7 @@ def test_a_controller_told_to_end_ends_the_start_it_abandons(
 def test_a_gateway_that_a_killed_controller_began_is_waited_for(
     hold: Callable[..., Any], until: Callable[..., Any]
 ) -> None:
-    """With a second one beside it, only that one would have a record."""
+    """A second gateway would be the only one with a record."""
     installation, go = hold("gateway")
     first = installation.start("up")
     (begun,) = until(lambda: pids_of(installation, "gateway"), "a gateway is starting")

@@ -113,7 +113,7 @@ def test_the_former_worker_is_started_again_then_the_update_goes_on(world: Inter
 def test_a_former_worker_that_starts_later_than_the_new_one_drains(
     world: Interrupted, until: Until, fate: str
 ) -> None:
-    """It was lost when the update had begun already."""
+    """The former worker was lost when the update had begun already."""
     world.begin(until)
     world.work()
     until(lambda: world.is_starting("a-1"), "the former worker is started again")

@@ -44,7 +44,7 @@ ALL_READ = Demand(routes_version=2**31, deployments=())
 
 
 def on_one_device(node: Node) -> Path:
-    """Have the node offer one device; return a copy of the demo model whose workers do as they are told."""
+    """Have the node offer one device; return a copy of the demo model whose workers do as configured."""
     model = node.home.parent / "model"
     shutil.copytree(demo_model_path(), model)
     node.checkpoint = model

@@ -124,7 +124,7 @@ def test_the_runner_up_is_chosen_over_the_chosen_one_at_the_batches_that_are_nam
 def test_the_runner_up_is_ahead_under_the_intents_that_are_named_and_under_no_other(
     judged: Callable[..., Planned], kind: IntentKind, limits: dict[str, Any]
 ) -> None:
-    """With the limits and the rate that the plan was made for."""
+    """The intents keep the limits and the rate that the plan was made for."""
     plan, said, _ = judged(kind=kind, **limits)
     rival = said.runner_up
     assert plan.best is not None
@@ -216,7 +216,7 @@ def test_every_refused_configuration_is_counted_once_by_its_first_reason(
 
 
 def test_a_figure_that_is_not_known_is_no_engines_refusal(judged: Callable[..., Planned]) -> None:
-    """Where no power draw is known no configuration has an energy, whichever engine runs it."""
+    """Without a known power draw no configuration has an energy, whichever engine runs it."""
     plan, *_ = judged("Llama-2-7b", kind=IntentKind.MIN_ENERGY)
     assert all(one.refused_for is not RefusedFor.UNKNOWN for one in plan.candidates)
     spec, gpu = resolve(str(demo_model_path()), {}).spec, replace(gpu_spec("h200"), tdp_w=None)
@@ -466,7 +466,7 @@ def test_requests_of_several_replicas_are_told_in_total_and_of_one() -> None:
 
 
 def test_the_rate_that_would_be_served_is_that_of_all_replicas() -> None:
-    """What one replica misses at a rate, two miss at twice the rate, by twice as much."""
+    """Two replicas miss at twice the rate what one misses, by twice as much."""
     limits = {"slo": Slo(tpot_s=1.0), "engine": "vllm"}
     one, two = (planned("h200:8", replicas=count, rate_per_s=1000.0 * count, **limits) for count in (1, 2))
     assert one.chosen is two.chosen is None

@@ -1,4 +1,4 @@
-"""Predicted beside measured: what counts as inside, what is not reported, and how it reads in a terminal."""
+"""Predictions and measurements: what counts as inside, what is not reported, and how it reads in a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Of every figure under load some committed rows, whole, are what comes out of the real traces.
+"""Committed rows of every figure under load, whole, are the results of the real traces.
 
-A figure takes minutes, so that each is caught by what is cheap of it: one trace at one rate, one or two of those
-who are compared, all its seeds.
+A figure takes minutes, so that each is caught by what is cheap of it: one trace at one rate, one or two of the
+contestants, all its seeds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What AIConfigurator recommended is deployed as it was recorded, and nothing where it was not asked."""
+"""AIConfigurator's recommendations are deployed as recorded, and nothing where it was not asked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from traces.simulator.scenario import Deployed, NotDeployed
 
 
 def by_roofline(name: str, options: PlanOptions) -> SimulatedModel:
-    """What is deployed does not depend on how fast it is told to be."""
+    """Return a model by the roofline: what is deployed does not depend on its predicted speed."""
     return roofline_model(name, recording_of(name).profile.spec, H200_SITE.gpu, options, "vllm")
 
 

@@ -107,7 +107,9 @@ def brute_force_fits(demand: BlockDemand, snapshot: ClusterSnapshot, longest: in
 
 
 def check_placement(placement: Placement, demand: BlockDemand, snapshot: ClusterSnapshot) -> None:
-    """No GPU twice or over-filled, each stage on tp GPUs of one node, all layers exactly once and in order."""
+    """Check that no GPU is used twice or over-filled, each stage is on tp GPUs of one node, and layers are in
+    order.
+    """
     by_id = {one.device_id: one for one in snapshot.gpus}
     assert len(placement.stages) == demand.pp
     assert len(placement.device_ids) == len(set(placement.device_ids)) == demand.tp * demand.pp

@@ -1,5 +1,7 @@
-"""What ``placement.batch_load`` and ``batch_sharing`` work out all at once, one state, one replica and one moment
-after the other; imported as ``tests.placement.plain_batches``."""
+"""Plain form of ``placement.batch_load`` and ``batch_sharing``: one state, one replica and one moment at a time.
+
+Imported as ``tests.placement.plain_batches``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _STATES = 1500
 
 
 def under_way(tenant: Batching, slowed: float, states: int = _STATES) -> float:
-    """By the chain's balance, state by state, so many of them."""
+    """Return the mean number under way by the chain's balance, state by state, so many of them."""
     batches = min(tenant.batches, tenant.slots)
     per_slot = (tenant.full_s - tenant.alone_s) / (tenant.slots - 1) if tenant.slots > 1 else 0.0
     weights = [0.0]  # logarithms
@@ -31,14 +33,16 @@ def under_way(tenant: Batching, slowed: float, states: int = _STATES) -> float:
 
 
 def saturation(tenant: Batching) -> float:
-    """Of its slots; from 1 on it is always full."""
+    """Return the saturation of its slots; from 1 on it is always full."""
     batches = min(tenant.batches, tenant.slots)
     per_slot = max(0.0, tenant.full_s - tenant.alone_s) / max(1, tenant.slots - 1)
     return tenant.requests_per_s * (tenant.alone_s + per_slot * (tenant.slots / batches - 1)) / tenant.slots
 
 
 def mean_speed(running: Sequence[float], beside: int) -> float:
-    """Of one that always runs where ``beside`` do, itself included: over everybody who may run at a moment."""
+    """Return the speed of one that always runs where ``beside`` do, itself included: over all that may run at a
+    moment.
+    """
     return sum(
         prod(share if on else 1 - share for share, on in zip(running, who, strict=True)) / (beside + sum(who))
         for who in product((False, True), repeat=len(running))
@@ -58,7 +62,7 @@ def settle(tenants: Sequence[Batching], close: float = 1e-9) -> list[float]:
 
 
 def slowed(tenants: Sequence[Batching], batches: Sequence[float], at: int) -> float:
-    """How many times as long everything takes the one ``at``, beside the others and one that always runs."""
+    """Return how many times as long all takes the one ``at``, with all the rest and one that always runs."""
     others = [other for other in range(len(tenants)) if other != at]
     return sum(
         share / min(mean_speed(_running(tenants, batches, others, key), 2) for key in keys)
@@ -67,7 +71,7 @@ def slowed(tenants: Sequence[Batching], batches: Sequence[float], at: int) -> fl
 
 
 def kept(tenants: Sequence[Batching], told: Sequence[Batching]) -> dict[Key, float]:
-    """Of each GPU, what ``tenants`` keep from one that always runs there."""
+    """Return, for each GPU, what ``tenants`` keep from one that always runs there."""
     everybody = [*tenants, *told]
     batches = settle(everybody)
     keys = {key for tenant in everybody for _, among in tenant.stages for key in among}

@@ -1,4 +1,4 @@
-"""What every placement policy must do.
+"""Conformance of every placement policy.
 
 Import ``PolicyConformance`` from ``tests.placement.policy_conformance`` and subclass it with ``policy``.
 """

@@ -12,7 +12,7 @@ from tests.placement import plain_batches as plain
 
 ALONE, BESIDE = ((1.0, (("n", "g0"),)),), ((0.5, (("n", "g0"),)), (0.5, (("n", "g1"),)))
 KEYS = [("n", f"g{i}") for i in range(4)]
-AT_REST = 2e-3  # of a batch: where it is left, from where it would come to rest
+AT_REST = 2e-3  # of a batch: where it is left, from where it would be at rest
 
 
 def batching(rate: float, stages=ALONE) -> Batching:
@@ -53,7 +53,7 @@ def test_what_they_keep_is_over_who_runs(several: list[Batching], told: list[Bat
 
 @given(several=WORLDS)
 def test_it_comes_to_rest_where_nobody_moves_any_more(several: list[Batching]) -> None:
-    """Of a map that leads nowhere else, but for the 0.01% at which it is left."""
+    """The map leads nowhere else, but for the 0.01% at which it is left."""
     batches = settle(several)
     for at, tenant in enumerate(several):
         slowed = plain.slowed(several, batches, at)

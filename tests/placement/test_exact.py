@@ -204,8 +204,11 @@ def test_the_first_model_gives_way_where_the_second_gains_more() -> None:
 
 
 def test_layers_move_off_a_loaded_gpu_only_where_that_pays() -> None:
-    """Of four layers on an idle and a loaded GPU: one moved makes the longest stage half as long again (0.5) and
-    saves a quarter of the loaded one's extra time, 1 / (1 - r) - 1."""
+    """A layer moves off the loaded one of two GPUs, each with two of four layers, only where that pays.
+
+    One moved makes the longest stage half as long again (0.5) and saves a quarter of the loaded one's extra time,
+    1 / (1 - r) - 1.
+    """
     for load, layers in ((0.5, [2, 2]), (0.7, [1, 3])):
         answer = ExactPlacer(cluster(gpu(0, 90), gpu(1, 90, load=load))).fit(blocks(4, pp=2))
         assert isinstance(answer, Placement)

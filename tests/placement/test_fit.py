@@ -132,7 +132,7 @@ def test_the_sorted_grouping_is_found_when_neighbours_do_not_do() -> None:
 
 
 def test_tp_groups_keep_to_link_pairs() -> None:
-    """With GPU 0 full, the pair (2, 3) is chosen over 1 and 2; without links, the first by index are."""
+    """The pair (2, 3) is chosen over 1 and 2 when GPU 0 is full; without links, the first by index are."""
     first_full = cluster(gpu(0, 0), gpu(1, 90), gpu(2, 90), gpu(3, 90))
     assert placed(blocks(4, tp=2), first_full).device_ids == ("a1", "a2")
     assert placed(blocks(4, tp=2), first_full, link_group_size=2).device_ids == ("a2", "a3")
@@ -323,7 +323,7 @@ def test_a_gpu_never_has_more_free_than_it_has() -> None:
 
 
 def linked_fits(wanted: BlockDemand, snapshot: ClusterSnapshot, size: int, longest: int) -> bool:
-    """Whether every TP group can lie in one link group: then each link group is a node of its own."""
+    """Return whether every TP group can lie in one link group: then each link group is a node of its own."""
     split = tuple(replace(one, node_id=f"{one.node_id}/{one.gpu_index // size}") for one in snapshot.gpus)
     return brute_force_fits(wanted, ClusterSnapshot(split), longest)
 

@@ -1,4 +1,4 @@
-"""What a layout costs, and placing one by one."""
+"""Cost of a layout, and placing one by one."""
 
 from __future__ import annotations
 

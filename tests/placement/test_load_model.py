@@ -1,4 +1,4 @@
-"""What sharing costs, by the fast evaluator."""
+"""Cost of sharing, by the fast evaluator."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_a_load_to_come_is_as_one_that_is_there_and_never_less(load: float) -> N
 def test_of_two_the_one_with_less_work_gains_by_every_further_load(
     first: float, second: float, times: float
 ) -> None:
-    """So more to come never makes the one with more work the better, whatever each takes by itself."""
+    """Further load never makes the one with more work the better, whatever each takes by itself."""
     low, high = sorted((first, second))
     assert crowd(times * low) / crowd(low) <= crowd(times * high) / crowd(high) * (1 + 1e-9)
 
 
 def test_a_group_is_as_slow_as_its_slowest_gpu_and_stages_add_up() -> None:
-    """Two stages of half the step each: one alone with 0.2 * 0.5, one beside a load of 0.4."""
+    """Two stages take half the step each: one alone with 0.2 * 0.5, one with a load of 0.4."""
     cluster = LoadedCluster.of(
         fleet(4, serving("a", place(0, 1, pp=2), busy=0.2), serving("b", place(1, 2), busy=0.4))
     )

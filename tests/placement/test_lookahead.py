@@ -1,4 +1,4 @@
-"""Where look-ahead puts a model."""
+"""Places that look-ahead chooses for a model."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def test_it_places_what_fits_and_never_dearer_than_a_plain_order(
 def test_a_gpu_is_opened_when_it_saves_more_requests_than_its_price(
     crowd: float, price: float, device: str
 ) -> None:
-    """0.3 beside 0.1: 0.4 / 0.6 = 0.667 requests instead of 0.3 / 0.7 + 0.1 / 0.9 = 0.540, which saves 0.127.
-    Beside 0.6: 9 instead of 1.93."""
+    """Sharing with 0.1, 0.3 costs 0.4 / 0.6 = 0.667 requests instead of 0.3 / 0.7 + 0.1 / 0.9 = 0.540: 0.127 more.
+
+    Sharing with 0.6, it costs 9 instead of 1.93.
+    """
     snapshot = fleet(2, serving("a", place(0), busy=crowd))
     found = LookAhead(snapshot, gpu_price=price, busy_fraction=0.3).fit(blocks(1))
     assert isinstance(found, Placement)

@@ -1,4 +1,4 @@
-"""Which move pays, and that moves come to an end."""
+"""Moves that pay, and that moves end."""
 
 from __future__ import annotations
 
@@ -82,8 +82,10 @@ def test_a_tensor_parallel_group_stays_within_a_link_group() -> None:
 @settings(max_examples=200)
 @given(snapshot=fleets(most_replicas=3), price=st.floats(0.02, 1))
 def test_a_move_fits_lies_elsewhere_and_pays(snapshot: ClusterSnapshot, price: float) -> None:
-    """While it lasts both places hold memory, so the new one must be free before the old one is. Elsewhere: where
-    no replica of its deployment stands."""
+    """The new place is free before the old one is, and no replica of the deployment is placed there.
+
+    While a move lasts both places hold memory.
+    """
     rule = replace(RULE, gpu_price=price)
     move = best_move(snapshot, rule)
     if move is None:
@@ -137,7 +139,7 @@ def test_a_move_is_undone_only_after_the_load_has_changed_by_twice_its_price(
         return moved(ClusterSnapshot(snapshot.gpus, deployments), move.name, move.replica_id, there)
 
     def gain(*, changed: bool) -> float:
-        """By how much it is cheaper to stand where the move led."""
+        """Return by how much it is cheaper to be placed where the move led."""
         here, there = (layout(place, changed=changed) for place in (move.placement, back))
         return cost(there, RULE.gpu_price) - cost(here, RULE.gpu_price)
 
@@ -149,7 +151,7 @@ def test_a_move_is_undone_only_after_the_load_has_changed_by_twice_its_price(
 
 
 def test_scaling_comes_before_moving() -> None:
-    """While replicas come and go, the loads that a move is judged by are about to change."""
+    """While the number of replicas changes, the loads that a move is judged by are about to change."""
     crowd = (serving("a", place(0), busy=0.9), serving("b", place(0), busy=0.4))
     both = Elastic(scaling=Scaling(), migration=RULE)
     assert both(fleet(2, *crowd)) == (Scale(name="a", replicas=2),)

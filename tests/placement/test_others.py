@@ -1,4 +1,4 @@
-"""What runs on the GPUs already, to one who would join."""
+"""Interference with what runs on the GPUs already, for a deployment that would join."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ def test_more_rate_of_others_is_never_faster(where, low: float, more: float, loa
 
 @given(snapshot=fleets(), where=PLACES)
 def test_told_rates_are_the_load_model(snapshot: ClusterSnapshot, where) -> None:
-    """Where GPUs were seen less busy than that: own and others' time of one more request in a long time, by a
-    difference of the number of requests."""
+    """Given rates count as in the load model, where GPUs were seen less busy than that.
+
+    Own and other requests' time of one more request in a long time, by a difference of the number of requests.
+    """
     snapshot = one_at_a_time(seen(snapshot, *[0.0] * len(snapshot.gpus)))
     cluster, rate = LoadedCluster.of(snapshot), 1e-9
     others = Others(snapshot)
@@ -75,7 +77,7 @@ def test_told_rates_are_the_load_model(snapshot: ClusterSnapshot, where) -> None
 
 @given(where=PLACES, loads=st.lists(LOADS, min_size=4, max_size=4), batch=st.booleans())
 def test_where_no_rate_counts_it_is_the_load_that_was_seen(where, loads: list[float], batch: bool) -> None:
-    """Nobody is told, or who is told batches."""
+    """The rates are unknown, or the worker with a rate batches."""
     others = Others(seen(fleet(4, *[small.serving("a", place(0, 1), busy=0.7)] * batch), *loads))
     of = [(share, [loads[int(device[1:])] for _, device in keys]) for share, keys in shares(where)]
     assert others.slowdown(where) == pytest.approx(sum(share * stretch(max(on)) for share, on in of))
@@ -83,8 +85,11 @@ def test_where_no_rate_counts_it_is_the_load_that_was_seen(where, loads: list[fl
 
 
 def test_a_replica_counts_once_on_all_its_gpus() -> None:
-    """Four GPUs, load 0.5. Both halves of the step lose ``0.5 * 4``; a TP group over all four takes that once from
-    one who stands on all, and from each of four who stand on one."""
+    """A replica on four GPUs takes from a newcomer once what it does on all of them.
+
+    Load 0.5 on four GPUs: both halves of the step lose ``0.5 * 4``; a TP group over all four takes that once from
+    one that is placed on all, and from each of four that are placed on one.
+    """
     one = Others(fleet(4, serving("a", place(0, 1, 2, 3), busy=0.5)))
     each = Others(fleet(4, *(serving(f"a{i}", place(i), busy=0.5) for i in range(4))))
     assert one.lost(place(0, 1, 2, 3)) == pytest.approx(2.0)
@@ -102,7 +107,7 @@ def test_a_gpu_is_as_loaded_as_the_more_of_what_was_seen_and_what_is_asked(
 
 @given(where=PLACES, busy=st.floats(0, 0.7), load=st.floats(0.01, 1))
 def test_who_is_told_hides_nobody_who_is_not(where, busy: float, load: float) -> None:
-    """Beside a worker that batches: what was seen beyond the rate counts as it does where nobody is told."""
+    """Load seen beyond the rate counts, next to a worker that batches, as it does where no rate is known."""
     batching = small.serving("b", place(0, 1, 2, 3), busy=0.4)
     both = Others(seen(fleet(4, serving("a", place(0), busy=busy), batching), load, load, load, load))
     alone = Others(seen(fleet(4, batching), load, load, load, load))
@@ -125,14 +130,14 @@ STAYS = Stays(alone_s=2.0, full_s=5.0)
 def batching(
     name: str, where: Placement, rate: float, *, outstanding: int = 0, waiting: int = 0
 ) -> DeploymentState:
-    """Of four slots."""
+    """Return a deployment of four slots."""
     state = small.serving(name, where, outstanding=(outstanding,), waiting=waiting, stays=STAYS)
     return replace(state, requests_per_s=rate)
 
 
 @given(where=PLACES, load=LOADS)
 def test_a_batching_worker_that_nobody_calls_costs_nothing(where, load: float) -> None:
-    """Its GPUs were busy while it was started, and nobody else has memory there."""
+    """The worker's GPUs were busy while it was started, and no other worker has memory there."""
     uncalled = fleet(4, batching("a", place(0, 1), 0.0), batching("b", place(0, 1, 2, 3), 0.0))
     others = Others(seen(uncalled, load, load, load, load))
     assert (others.slowdown(where), others.lost(where), others.loads) == (1.0, 0.0, {})
@@ -199,7 +204,7 @@ def test_a_batch_that_gains_nothing_is_one_at_a_time(rate: float) -> None:
 
 
 def test_beside_one_at_a_time_both_ask() -> None:
-    """Nobody is less busy for the other."""
+    """Neither deployment is less busy for the other."""
     batch, one = batching("a", place(0), 0.4), serving("b", place(0), busy=0.3)
     both, without = Others(fleet(1, batch, one)), Others(fleet(1, batch))
     (load,), (alone,) = both.loads.values(), without.loads.values()
@@ -224,7 +229,7 @@ def test_on_idle_gpus_who_is_to_come_slows_its_own_only(where, load: float) -> N
 
 @given(where=PLACES, busy=st.floats(0, 0.4), load=st.floats(0, 0.4))
 def test_who_is_to_come_counts_as_load_that_is_there(where, busy: float, load: float) -> None:
-    """What is lost by it is what the load model says of GPUs that are busy for as much more."""
+    """The loss by an expected deployment is what the load model says of GPUs that are busy for as much more."""
     there = one_at_a_time(seen(fleet(4, serving("a", place(0, 1, 2, 3), busy=busy)), *[0.0] * 4))
     added = Tenant(1e-7, shares(where))
 

@@ -34,7 +34,7 @@ def replicas(demand: BlockDemand, count: int, snapshot: ClusterSnapshot) -> Repl
 
 
 def most_of_one_stage(demand: BlockDemand, snapshot: ClusterSnapshot) -> int:
-    """How many groups of tp GPUs of one node have room for all of it."""
+    """Return how many groups of tp GPUs of one node have room for all of it."""
     need = demand.stage_bytes(0, demand.num_layers)
     nodes = [one.node_id for one in snapshot.gpus if one.free_bytes >= need]
     return sum(nodes.count(node) // demand.tp for node in set(nodes))

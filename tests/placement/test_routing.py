@@ -1,4 +1,4 @@
-"""Which replica takes a request."""
+"""Choice of the replica that takes a request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_choices_by_hand(name: str, loads: list[Load], expected: int) -> None:
 
 @given(seed=st.integers(0, 2**32), replicas=st.integers(1, 4), room=st.integers(1, 3))
 def test_least_outstanding_is_the_gateways_rule(seed: int, replicas: int, room: int) -> None:
-    """Requests come and go at random; every time the gateway's own dispatcher chooses the same replica."""
+    """The gateway's own dispatcher chooses the same replica, while requests arrive and end at random."""
     targets = tuple(
         WorkerTarget(worker_id=str(i), url=str(i), ready=True, max_outstanding=room) for i in range(replicas)
     )

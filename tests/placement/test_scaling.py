@@ -1,4 +1,4 @@
-"""How many replicas, and that the answer does not go back and forth."""
+"""The number of replicas, and that the answer does not go back and forth."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_limits_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
 
 
 def test_the_replica_goes_whose_gpu_is_freed() -> None:
-    """The first shares its GPU with another deployment; of the others the one with fewer requests."""
+    """The first shares its GPU with another deployment; of the rest the one with fewer requests goes."""
     many = serving("a", place(0), place(1), place(2), work=0.5, outstanding=(0, 2, 1))
     snapshot = fleet(3, many, serving("b", place(0), busy=0.6))
     assert consolidate(snapshot, RULE) == (Drain(name="a", replica_id="a#2", evict=True),)

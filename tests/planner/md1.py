@@ -1,4 +1,4 @@
-"""How long a request waits before a deployment that serves at a fixed pace: the FCFS M/D/1 queue.
+"""Waiting time before a deployment that serves at a fixed pace: the FCFS M/D/1 queue.
 
 Poisson arrivals at rate r, one server, constant service time D, utilisation u = r * D. All waits here are in units
 of D. The closed form that the planner's queue and the simulator are held against.

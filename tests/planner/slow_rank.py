@@ -1,6 +1,6 @@
-"""The rules of ``planner.rank`` and ``planner.explain`` with a rate, every number of every row worked out first.
+"""The rules of ``planner.rank`` and ``planner.explain`` with a rate, every number of every row computed first.
 
-What is ranked fast must come out as this does. Every candidate fits, none is refused, and there is no budget.
+The fast ranking must give the same. Every candidate fits, none is refused, and there is no budget.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARGIN = 1 - 1e-6
 
 
 class Number(NamedTuple):
-    """One limit over all candidates."""
+    """Values of one limit over all candidates."""
 
     kind: LimitKind
     allowed: float
@@ -58,7 +58,7 @@ class Slow(NamedTuple):
         return self.configs[row], [(n.kind, float(n.actual[row])) for n in told if n.missed[row]]
 
     def relaxed(self) -> dict[LimitKind, tuple[DeploymentConfig, float]]:
-        """Of each limit the smallest change that admits one that misses nothing else."""
+        """Return, for each limit, the smallest change that admits one that misses nothing else."""
         found = {}
         for numbers, of_rate in ((self.asked, False), (self.slower, True)):
             lone = count(numbers) == 1
@@ -123,7 +123,7 @@ def mean_latency(candidates: Sequence[Candidate], intent: Intent, rate: float) -
 
 
 def certain(seen: Estimate) -> Estimate:
-    """With no interval."""
+    """Return the estimate without an interval."""
     ttft, tpot = (Quantity(q.value, q.value, q.value, q.source) for q in (seen.ttft_s, seen.tpot_s))
     return replace(seen, ttft_s=ttft, tpot_s=tpot)
 

@@ -57,7 +57,7 @@ def test_without_load_it_is_the_law_of_the_truth(metric: Metric, percentile: flo
 
 
 def test_the_uncertain_truth_is_integrated_over() -> None:
-    """One slot, exponential answers: the mean over the truth of M/M/1's ``u exp(-(1 - u) wait / T)``, by hand."""
+    """The mean over the truth of M/M/1's ``u exp(-(1 - u) wait / T)``, by hand: one slot, exponential answers."""
     found, rate, limit = attainment(spread=0.2, traffic=Traffic(input_cv=0.0)), 0.15, 4.0
     total, points = 0.0, 20_000
     for i in range(points):
@@ -84,7 +84,7 @@ cases = {
     "metric": st.sampled_from(METRICS),
     "limit": st.floats(1.1, 20.0),
 }
-SLACK = 0.01  # of the sums that stand for integrals
+SLACK = 0.01  # of the sums in place of integrals
 BURSTY_SLACK = 0.03  # of the scaling by Hayward, whose slots are no whole number
 
 
@@ -104,7 +104,7 @@ def test_attainment_falls_with_load_burstiness_and_doubt_and_rises_with_the_limi
         wilder = Traffic(burstiness=burstiness * 2, input_cv=cv, output_cv=cv)
         burstier = attainment(batch=batch, spread=spread, traffic=wilder)
         assert misses(burstier, metric, limit_s, rate) >= missed - BURSTY_SLACK
-    if missed < 0.3:  # up to a half by the truth alone; lengths and waits beside it make the share concave earlier
+    if missed < 0.3:  # up to a half by the truth alone; lengths and waits too make the share concave earlier
         wider = attainment(batch=batch, spread=spread + 0.1, traffic=traffic)
         assert misses(wider, metric, limit_s, rate) >= missed - SLACK
 
@@ -152,13 +152,13 @@ def test_a_request_alone_in_a_large_batch_is_as_fast_as_alone() -> None:
         assert float(found.quantile(metric, 95.0, 1e-9)[0]) == pytest.approx(value, rel=1e-3)  # type: ignore[arg-type]
 
 
-MOVING = (0.5, 1.5)  # a quarter of the requests come at half the mean rate
+MOVING = (0.5, 1.5)  # a quarter of the requests arrive at half the mean rate
 LONG_S, SHORT_S = 1e12, 1e-6
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_levels_that_last_are_loads_of_their_own(metric: Metric) -> None:
-    """By the share of requests: three quarters of them meet one and a half times the rate."""
+    """Three quarters of the requests meet one and a half times the rate."""
     steady, moving = (
         attainment(batch=4, spread=0.1),
         attainment(batch=4, spread=0.1, traffic=Traffic(rates=MOVING, window_s=LONG_S)),

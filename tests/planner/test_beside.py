@@ -1,4 +1,4 @@
-"""Times beside others: twice as slow everywhere is the plan of estimates twice as long."""
+"""Times on shared GPUs: twice as slow everywhere is the plan of estimates twice as long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.planner.test_rank_laws import PRICES, candidate_lists, intents
 
 @dataclass(frozen=True)
 class Alike:
-    """Everywhere as slow, and nobody else minds."""
+    """Interference that is equally slow everywhere, and costs other deployments nothing."""
 
     times: float
     fits_gib: float = 100.0
@@ -124,7 +124,7 @@ def test_only_a_limit_takes_it_from_the_place_that_the_policy_likes(limit_s: flo
 
 
 def test_what_others_lose_counts_in_a_latency_only() -> None:
-    """Two are fastest on idle GPUs and take what they save from others."""
+    """Two are fastest on idle GPUs and take what they save from other deployments."""
 
     class Wide(Alike):
         def taken(self, layout: Layout) -> float:

@@ -37,7 +37,7 @@ INTENTS = (
 
 
 def run(one: Candidate) -> Candidate:
-    """As if a profile had run it."""
+    """Return the candidate as if a profile had run it."""
     assert one.estimate is not None
     return one._replace(estimate=replace(one.estimate, rests_on=one.config))
 
@@ -72,7 +72,7 @@ def planned(candidates: list[Candidate], intent: Intent) -> Plan:
 def test_what_was_not_measured_wins_only_with_its_whole_interval(
     intent: Intent, times: float, spread: float, wins: bool
 ) -> None:
-    """One and a half times as good, give or take 90%; three times as good, give or take 20%."""
+    """The unmeasured one is 1.5 times as good, give or take 90%, or three times as good, give or take 20%."""
     plan = planned([MEASURED, scaled(better_by(times, spread), ONE)], intent)
     first, second = plan.candidates
     assert plan.chosen == 0
@@ -117,7 +117,7 @@ def test_a_check_of_this_workload_is_a_measurement() -> None:
 
 
 def test_what_is_refused_stands_in_nobodys_way() -> None:
-    """The measured one keeps no limit: the best of the others is chosen by its value."""
+    """The measured one keeps no limit: the best of the rest is chosen by its value."""
     others = [scaled(better_by(1.5, 0.9), ONE), scaled(candidate(TWO, gib_per_gpu=5.0, ttft_s=0.3), ONE)]
     plan = planned([MEASURED, *others], Intent(kind=IntentKind.MIN_LATENCY, slo=Slo(ttft_s=0.35)))
     assert plan.candidates[0].config == TWO, "the other may take 0.5 s"

@@ -1,4 +1,4 @@
-"""With nothing feasible: the nearest point, and what each limit alone would have to be."""
+"""Advice with nothing feasible: the nearest point, and what each limit alone would have to be."""
 
 from __future__ import annotations
 
@@ -197,8 +197,10 @@ def test_the_nearest_rate_has_the_slo_in_view() -> None:
 
 
 def test_the_faster_of_two_is_the_nearer_although_only_the_slower_is_saturated() -> None:
-    """At 0.4 requests/s. ONE: e2e 2.4 s, utilisation 0.96: a long wait, but one that ends. TWO: e2e 2.6 s, 1.04:
-    none that ends, so only a rate can be told of it; ONE must not be the farther for having a wait to tell."""
+    """Candidate ONE, whose long wait ends, is not the farther for having a wait to report; TWO is saturated.
+
+    At 0.4 requests/s, ONE has e2e 2.4 s, utilisation 0.96; TWO e2e 2.6 s, 1.04: only a rate describes it.
+    """
     plan = rank(
         [candidate(ONE), candidate(TWO, ttft_s=0.45, tpot_s=0.0215)],
         Intent(slo=Slo(ttft_s=0.5), rate_per_s=0.4),

@@ -1,4 +1,4 @@
-"""What an intent accepts, and what each quality allows."""
+"""Values that an intent accepts, and what each quality allows."""
 
 from __future__ import annotations
 

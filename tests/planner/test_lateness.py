@@ -1,4 +1,4 @@
-"""When a request would have its first and its last token, from what stands before it."""
+"""Forecast of a request's first and last token, from the requests before it."""
 
 from __future__ import annotations
 
@@ -51,12 +51,14 @@ def test_of_a_batch_of_one_the_weights_are_read_for_a_prompt_too() -> None:
 
 
 def test_beside_others_a_step_takes_longer_and_lets_their_successors_prompts_through() -> None:
-    """Two others: 0.1 s, two thirds of the way to 0.16 s, and of their prompts' 0.5 s a tenth each."""
+    """The step with two more sequences: 0.1 s, two thirds of the way to 0.16 s, and of their prompts' 0.5 s a
+    tenth each.
+    """
     assert forecast(FOUR, [Under(0, 5)] * 2, Asked(100, 10)).step_s == pytest.approx(0.1 + 0.04 + 0.1)
 
 
 def test_who_waits_gets_the_slot_that_ends_first() -> None:
-    """One slot: 5 tokens are left of who runs, then who waits takes 1.1 s and nine steps."""
+    """On one slot, 5 tokens are left of the running request, then the waiting one takes 1.1 s and nine steps."""
     ends_s, empty_s = wait_s(ONE, [[Under(0, 5)]], [Asked(100, 10)])
     assert (ends_s, empty_s) == pytest.approx((2.5, 2.5))
     assert wait_s(ONE, [[Under(0, 5)], [Under(0, 2)]], [])[0] == pytest.approx(0.2)

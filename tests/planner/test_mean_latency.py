@@ -44,8 +44,10 @@ def test_one_at_a_time_it_is_pollaczek_and_khinchines(utilisation: float) -> Non
 
 @pytest.mark.parametrize("utilisation", [0.3, 0.8])
 def test_a_batch_has_its_mean_size_and_its_waits(utilisation: float) -> None:
-    """Of 4 that take 2.4 + 0.6 (n - 1) s: ``T(1) / (1 - rate B)`` by Little's law, at most a full batch; the wait
-    is shorter than where all run as slowly as a full batch."""
+    """The batch of 4 that take 2.4 + 0.6 (n - 1) s has the mean ``T(1) / (1 - rate B)`` by Little's law.
+
+    It is at most a full batch; the wait is shorter than where all run as slowly as a full batch.
+    """
     found = attainment(batch=4)
     rate = utilisation * capacity(found)
     running = min(2.4 / (1 - 0.6 * rate), 4.2)
@@ -114,7 +116,7 @@ FAST_BATCH, FAST_ALONE = DeploymentConfig(tp=4), DeploymentConfig(tp=1)
 
 
 def two() -> list[Candidate]:
-    """One is twice as fast in a full batch of 8, the other a little faster alone."""
+    """Return two candidates: one twice as fast in a full batch of 8, the other a little faster alone."""
     found = []
     for config, alone_s, full_s in ((FAST_BATCH, 0.011, 0.015), (FAST_ALONE, 0.010, 0.030)):
         of_full, of_one = (

@@ -1,4 +1,4 @@
-"""What a rate that moves leaves behind: against the path followed request by request, and laws."""
+"""The queue that a variable rate leaves behind: against the path followed request by request, and laws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def over_mean(rates: list[float]) -> tuple[float, ...]:
 
 
 def found_by_hand(rates: tuple[float, ...], utilisation: float) -> tuple[np.ndarray, np.ndarray]:
-    """Windows of work left and requests that come, in each small piece of a turn that follows another."""
+    """Return the windows of work left and the arrivals in each small piece of a turn that follows another."""
     left, found, come, pieces = 0.0, [], [], 200
     for turn in range(2):
         for times in rates:

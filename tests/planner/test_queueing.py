@@ -59,7 +59,7 @@ def test_mean_wait_is_pollaczek_khinchine(u: float, service_cv: float) -> None:
 @pytest.mark.parametrize("u", LOADS)
 @pytest.mark.parametrize("arrival_cv", [0.5, 2.0, 4.0])
 def test_gi_m_1(u: float, arrival_cv: float) -> None:
-    """As many wait as the root of s = E exp(-(1 - s) gap) says, and so long: both exact."""
+    """The share that waits is the root of s = E exp(-(1 - s) gap), and gives the length of waits: both exact."""
     low, high = 0.0, 1 - 1e-12
     for _ in range(200):
         s = (low + high) / 2
@@ -82,7 +82,7 @@ def test_poisson_arrivals_have_peakedness_one(offered: float, service_cv: float)
     assert peakedness(np.array([offered]), 1.0, service_cv)[0] == pytest.approx(1.0, abs=1e-4)
 
 
-ROUNDING = 1e-15  # of a probability: those that are much smaller come out of a recursion in any order
+ROUNDING = 1e-15  # of a probability: much smaller ones result from a recursion in any order
 
 
 @given(

@@ -35,7 +35,7 @@ SPACE = [
 
 
 def many(count: int, seed: int) -> list[Candidate]:
-    """Of random figures; a batch takes up to twice what one request does."""
+    """Return candidates of random figures; a batch takes up to twice what one request does."""
     rng = random.Random(seed)
     found = []
     for config in rng.sample(SPACE, count):
@@ -99,7 +99,9 @@ def intents(draw: st.DrawFn) -> Intent:
 )
 @given(intent=intents(), seed=st.integers(0, 1000), batch=st.sampled_from([1, 16]))
 def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
-    """Also where few rows are worked out at once, so that bounds have to tell the others apart."""
+    """The fast ranking equals the slow one, also where few rows are computed at once and bounds must separate the
+    rest.
+    """
     candidates = many(60, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cells_module, "_BATCH", batch)
@@ -163,7 +165,7 @@ def test_what_a_row_comes_to_does_not_depend_on_those_beside_it() -> None:
 
 
 class Counted:
-    """Numbers that are known, and who asked for which."""
+    """Numbers that are known, with a record of which were asked for."""
 
     def __init__(self, values: Column) -> None:
         self.values = values

@@ -90,7 +90,7 @@ def plan_of(candidates: list[Candidate], intent: Intent, free: float) -> Plan:
 
 
 def no_worse(plan: Plan, before: Plan) -> bool:
-    """Whether ``plan`` is at least as good as ``before``, of the same kind of intent."""
+    """Return whether ``plan`` is at least as good as ``before``, of the same kind of intent."""
     if before.best is None:
         return True
     if plan.best is None or plan.best.objective is None or before.best.objective is None:
@@ -154,8 +154,10 @@ def test_a_further_candidate_never_makes_the_best_worse(
 
 
 def keeps_under_load(guess: Estimate, intent: Intent) -> bool:
-    """Whether the rate is served, and each limit missed by as few as may;
-    ``tests/planner/test_attainment.py`` holds these probabilities against integrals."""
+    """Return whether the rate is served, and each limit missed by as few as may.
+
+    ``tests/planner/test_attainment.py`` holds these probabilities against integrals.
+    """
     rate, slo = intent.rate_per_s, intent.slo
     if rate is None:
         return True
@@ -417,7 +419,7 @@ def test_the_plan_is_what_each_candidate_gives_by_hand(
 def test_what_is_faster_in_every_way_is_nearer(
     ttft_s: float, tpot_s: float, faster: float, utilisation: float, limit: float, percentile: float
 ) -> None:
-    """Also where the slower one alone is saturated, so that only a rate can be told of it."""
+    """The law holds also where the slower one alone is saturated, so that only a rate describes it."""
     slow, fast = DeploymentConfig(tp=1), DeploymentConfig(tp=2)
     candidates = [
         Candidate(slow, estimate(slow, ttft_s=ttft_s, tpot_s=tpot_s)),

@@ -1,4 +1,4 @@
-"""Who is refused for being late, and how the judge learns."""
+"""Rejection of late requests, and how the judge learns."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_is_behind_a_running_one_counts() -> None:
     judge.came(seen, 2, 3.0)
     for flight in (seen, unseen):
         assert judge.waits(judge.flight(3.0, 1, 3), [[flight]], (), 3.0) is None
-    silent = running(judge, 0.0, 5)  # a stream of which nothing has come: all of its answer is to come
+    silent = running(judge, 0.0, 5)  # a stream of which nothing has arrived: all of its answer is left
     assert judge.waits(judge.flight(3.0, 1, 3), [[silent]], (), 3.0) is not None
 
 
@@ -115,7 +115,7 @@ def test_a_step_beside_others_can_be_too_slow() -> None:
 
 
 def test_a_bound_far_beyond_what_answers_need_keeps_nobody_out() -> None:
-    """Answers have the planned five tokens, their clients allow 500 each: beside another they take 8 s."""
+    """Answers have the planned five tokens, their clients allow 500 each: with another running they take 8 s."""
     judge = Judge(Slo(e2e_s=12.0), TWO)
     for now_s in range(0, 1000, 10):
         flight = running(judge, float(now_s), 500)
@@ -157,7 +157,7 @@ def test_a_ratio_comes_to_what_is_seen() -> None:
 
 
 def _serve(judge: Judge, true: Pace, per_s: float, seed: int, requests: int = 400) -> tuple[int, int, int]:
-    """Of a replica whose true pace is another: how many came, were served, and kept 12 s."""
+    """Serve by a replica whose true pace is another; return how many arrived, were served, and kept 12 s."""
     rng, order = random.Random(seed), count()
     now_s, served, kept = 0.0, 0, 0
     busy: list[Flight] = []
@@ -203,8 +203,10 @@ def _serve(judge: Judge, true: Pace, per_s: float, seed: int, requests: int = 40
 def test_however_wrong_the_plan_under_twice_what_is_served_most_of_the_accepted_keep_it(
     pace: Pace, times: float
 ) -> None:
-    """The plan's times are a quarter, the whole, and four times of the true ones. Without refusing the queue grows
-    to the end, and next to nobody keeps it."""
+    """The plan's times are a quarter, the whole, and four times of the true ones.
+
+    Without rejection the queue grows to the end, and hardly any request keeps it.
+    """
     asked, served, kept = _serve(Judge(Slo(e2e_s=12.0), pace.slowed(times, times)), pace, 0.4 * pace.slots, seed=1)
     assert kept > 0.85 * served
     assert kept > 0.35 * asked

@@ -105,7 +105,7 @@ def estimates(draw: st.DrawFn, configs: list[DeploymentConfig]) -> list[Estimate
 
 
 def somewhere_in(draw: st.DrawFn, seen: Estimate) -> Estimate:
-    """As it may turn out: a point of the interval, known for certain."""
+    """Draw a possible truth: a point of the interval, known for certain."""
 
     def at(quantity: Quantity) -> Quantity:
         value = quantity.low + draw(st.sampled_from([0.0, 0.3, 1.0])) * (quantity.high - quantity.low)

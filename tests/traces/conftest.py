@@ -1,4 +1,4 @@
-"""What the tests of workloads share."""
+"""Shared helpers of the tests of workloads."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_an_on_off_source_begins_on_as_often_as_it_is_on() -> None:
 
 
 def test_a_drifting_rate_has_its_modulation() -> None:
-    """Counts per minute: variance = mean + (mean * cv)^2 while a minute is short beside the correlation time."""
+    """Counts per minute have variance = mean + (mean * cv)^2 while a minute is short next to the correlation."""
     counts = np.bincount((times_until(Drifting(10.0, 0.3, 3000.0), 600_000.0) // 60).astype(int))
     assert math.sqrt(counts.var() - counts.mean()) / counts.mean() == pytest.approx(0.3, rel=0.12)
 

@@ -61,7 +61,7 @@ def test_a_small_trace_by_hand() -> None:
 
 
 def test_a_part_of_poisson_arrivals_is_poisson() -> None:
-    """What rounding to whole requests would break: one in ten, spaced almost evenly (CV 0.5)."""
+    """Rounding to whole requests would break this: one in ten, spaced almost evenly (CV 0.5)."""
     poisson = generate(Poisson(10.0), FixedLengths(1, 1), seed=0, duration_s=20_000.0)
     kept = list(compress(poisson, rate_factor=0.1, interval_s=1.0, aggregate=1, seed=1))
     places, _ = np.histogram([request.arrival_s % 1 for request in kept], bins=10, range=(0, 1))

@@ -109,7 +109,7 @@ def test_the_reservoir_is_fair_to_each_request() -> None:
 
 
 def test_a_mixture_is_mixed_all_along() -> None:
-    """One in four of the first part, in the first thousand as in the last."""
+    """A quarter of the samples is of the first part, in the first thousand as in the last."""
     inputs, outputs = MODELS["mixed"].sample(np.random.default_rng(0), 10_000)
     assert ((inputs == 1) == (outputs == 1)).all()
     for some in (inputs[:1000], inputs[-1000:]):

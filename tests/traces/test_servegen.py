@@ -1,4 +1,4 @@
-"""ServeGen's series and folder made into requests: the published rates and lengths come out again."""
+"""ServeGen's series and folder made into requests: they have the published rates and lengths."""
 
 from __future__ import annotations
 

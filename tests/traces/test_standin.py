@@ -1,4 +1,4 @@
-"""The stand-ins against the traces that they stand for, and a trace by what a person types."""
+"""The stand-ins against the traces that they imitate, and a trace by what a person types."""
 
 from __future__ import annotations
 

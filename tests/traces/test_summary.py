@@ -40,7 +40,7 @@ def test_what_never_happened_is_in_no_percentile() -> None:
 
 
 def test_latencies_by_hand() -> None:
-    """Ten tokens: nine follow the first. A sender 0.2 s late hides as much TTFT from who counts from the send."""
+    """Nine of ten tokens follow the first. A sender 0.2 s late hides as much TTFT from a count from the send."""
     found = summarize(outcomes(ttft_s=[1.0], e2e_s=[1.9], late_s=0.2))
     assert found.ttft is not None
     assert found.ttft_from_send is not None

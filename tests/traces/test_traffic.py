@@ -1,4 +1,4 @@
-"""What a queue is told of a trace."""
+"""Traffic parameters that a queue is given of a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is read again, in every format; a failure leaves nothing."""
+"""A written trace is read again, in every format; a failure leaves nothing."""
 
 from __future__ import annotations
 

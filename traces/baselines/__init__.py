@@ -1,5 +1,5 @@
-"""What people would do instead of asking iServe, each at its best: deployers for the cluster simulator.
+"""Baselines: other ways to deploy than asking iServe, each at its best, as deployers for the cluster simulator.
 
-Pure search. Estimators, step times and the simulator are handed in, the same ones that iServe's own planner and
-its judgement use, so that no baseline is told other times than iServe is.
+The search is pure. Estimators, step times and the simulator are passed in. They are the ones that iServe's own
+planner and its evaluation use, so that no baseline is given other times than iServe is.
 """

@@ -1,23 +1,23 @@
-"""AlpaServe's placement search (Li et al., OSDI 2023, arXiv 2302.11665, section 4), for the cluster simulator.
+"""Placement search of AlpaServe (Li et al., OSDI 2023, arXiv 2302.11665, section 4), for the cluster simulator.
 
 Algorithm 2: for every bucketing of the models and every division of the GPUs over the buckets, for every group
 partition and pair of degrees, select models by Algorithm 1 (``selection``); keep the best.
 
-What it is given:
+The search is given:
 
 *   the whole trace beforehand, and the very simulator, router and step times by which it will be judged (AlpaServe
     has a simulator of its own, of groups with one queue each; the workers here have a queue for each model, and
     share a GPU's time);
 *   all divisions of the GPUs, where the paper drops those far from the buckets' demand: buckets share no GPU, so
     the best division follows exactly from the best of each bucket on each number of GPUs;
-*   TP beside PP in every combination whose product is the group's size, and for a model that cannot be cut as its
+*   TP and PP in every combination whose product is the group's size, and for a model that cannot be cut as its
     group is (Falcon-7B has one KV head) the nearest degrees over the same GPUs;
 *   ties of attainment decided by latency.
 
 As in the paper: 16 bits, one pair of degrees for all groups of a bucket, replicas until the GPUs are full where
 that helps, models dropped where that raises the attainment of all. ``keep_all`` is the iServe paper's AlpaServe*:
-every model has a replica. That AlpaServe refuses a request that would miss its SLO is the scenario's
-(``refuse_late``), then of the search too.
+every model has a replica. AlpaServe rejects a request that would miss its SLO; here that is an option of the
+scenario (``refuse_late``), which then holds in the search too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def search(
     keep_all: bool = False,
     beam: int = 0,
 ) -> Plan:
-    """Algorithm 2 on the idle ``cluster``.
+    """Run Algorithm 2 on the idle ``cluster``.
 
     Args:
         batch_of: sequences at once that a replica of each model is launched for.
@@ -104,7 +104,9 @@ def search(
 
 
 def _best_division(buckets: Sequence[Sequence[str]], gpus: tuple[GpuState, ...], ranges: _Ranges) -> _Part | None:
-    """Over all ways to give each bucket the next so many GPUs; since scores add, from the best of those before."""
+    """Return the best over all ways to give each bucket the next so many GPUs; since scores add, from the best
+    before.
+    """
     until: dict[int, _Part] = {0: _Part(_NOTHING, ())}
     for number, bucket in enumerate(buckets, start=1):
         still = len(buckets) - number  # each needs a GPU
@@ -152,7 +154,7 @@ class _Ranges:
 
 
 def _moved(placed: Placed, old: Sequence[GpuState], new: Sequence[GpuState]) -> Placed:
-    """The same on other GPUs of the same shape."""
+    """Return the same on other GPUs of the same shape."""
     to = {(a.node_id, a.device_id): b for a, b in zip(old, new, strict=True)}
     stages = tuple(
         replace(
@@ -166,13 +168,13 @@ def _moved(placed: Placed, old: Sequence[GpuState], new: Sequence[GpuState]) -> 
 
 
 def _latency_s(model: Knowledge) -> float:
-    """Of one request on as few GPUs as the shape allows: by this AlpaServe tells which models are similar."""
+    """Return the latency of one request on the fewest GPUs: AlpaServe calls models similar by this number."""
     fewest = min(sixteen_bit(model.configs), key=lambda c: (c.num_gpus, c))
     return model.estimator.estimate(fewest, replace(model.workload, batch=1)).e2e_s.value
 
 
 class SimulatedTrace:
-    """What selections of replicas are worth: the trace, simulated (implements ``Judge``).
+    """Values of selections of replicas: the trace, simulated for each (implements ``Judge``).
 
     Args:
         models: by the deployment's name, which requests call.
@@ -239,7 +241,9 @@ def deployment_of(
     *,
     name: str,
 ) -> tuple[Scenario, Fixed]:
-    """``scenario`` with as many replicas of each deployment as were chosen, and the deployer that places them."""
+    """Return ``scenario`` with the chosen number of replicas of each deployment, and the deployer that places
+    them.
+    """
     planned: dict[str, list[Deployed]] = {}
     for placed in replicas:
         batch = batch_of[placed.model]

@@ -1,15 +1,15 @@
 """Deployers that know one order of configurations and take the first that fits: max TP, max PP, a rule of thumb.
 
-What they are given, so that none is weak for want of it:
+So that none is weak for lack of it, each has:
 
 *   the batch (the rule of thumb has the workload's): where workers batch, the largest with which every model of
-    the cluster fits beside the others (they know what will be deployed later), up to ``MOST_BATCH``; where they do
-    not, 1, so that no memory is spent on sequences that never run together;
-*   what does not fit at their favourite degrees goes on at the next ones, and with half the batch, before it is
-    refused;
+    the cluster fits next to the rest (the deployers know what will be deployed later), up to ``MOST_BATCH``; where
+    workers do not batch, 1, so that no memory is spent on sequences that never run together;
+*   further degrees: a model that does not fit at the favourite ones is tried at the next, then with half the
+    batch, before it is refused;
 *   the least loaded GPUs;
-*   of several replicas each has GPUs of its own, and all are launched alike, or none is: the first configuration
-    and batch that goes in so often.
+*   replicas on separate GPUs, all launched alike, or none: the first configuration and batch of which as many as
+    are wanted fit.
 """
 
 from __future__ import annotations
@@ -47,14 +47,19 @@ class Preference:
 
 
 def max_tp(model: Knowledge) -> tuple[DeploymentConfig, ...]:
-    """TensorRT-LLM with the maximum TP degree (iServe paper, section 8): 16 bits, the most TP that the model's
-    shape and the node allow; PP only where that alone does not hold the model."""
+    """Return TensorRT-LLM with the maximum TP degree (iServe paper, section 8).
+
+    16 bits, the most TP that the model's shape and the node allow; PP only where that alone does not hold the
+    model.
+    """
     return tuple(sorted(sixteen_bit(model.configs), key=lambda c: (-c.tp, c.pp, c)))
 
 
 def max_pp(model: Knowledge) -> tuple[DeploymentConfig, ...]:
-    """TensorRT-LLM with the maximum PP degree (iServe paper, section 8): 16 bits, as many stages as there are GPUs
-    and layers for; TP only where that alone does not hold the model."""
+    """Return TensorRT-LLM with the maximum PP degree (iServe paper, section 8).
+
+    16 bits, as many stages as there are GPUs and layers for; TP only where that alone does not hold the model.
+    """
     return tuple(sorted(sixteen_bit(model.configs), key=lambda c: (-c.pp, c.tp, c)))
 
 
@@ -63,8 +68,10 @@ def common_batch(
     cluster: ClusterSnapshot,
     places: Places,
 ) -> int:
-    """The largest batch up to ``MOST_BATCH`` with which ``deployments`` (replicas of each) fit side by side on the
-    idle ``cluster``, each in its first configuration that fits alone; 0: not even one sequence of each does."""
+    """Return the largest batch up to ``MOST_BATCH`` with which ``deployments`` (replicas of each) fit side by side
+    on the idle ``cluster``, each in its first configuration that fits alone; 0: not even one sequence of each
+    does.
+    """
     firsts = []
     for model, configs, count in deployments:
         alone = (c for c in configs if not isinstance(places.find_apart(model, c, 1, cluster, count), Refusal))
@@ -122,5 +129,5 @@ class FirstFit:
         return NotDeployed(reason=f"no configuration of {self.name} fits; of the first: {refusal.reason}")
 
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
-        """What fits now: another configuration than the others' is better than none."""
+        """Return what fits now: a replica of another configuration is better than none."""
         return self(model, snapshot)

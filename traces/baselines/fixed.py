@@ -11,9 +11,9 @@ __all__ = ["Fixed"]
 
 
 class Fixed:
-    """The replicas of each model on the GPUs they were given, in their order (implements ``Deployer``).
+    """Deployer of each model's replicas on the GPUs they were given, in their order (implements ``Deployer``).
 
-    One whose node failed comes back to the same GPUs once they are there again, and nowhere else.
+    A replica whose node failed returns to the same GPUs once they are there again, and to no other.
     """
 
     def __init__(self, name: str, replicas: Mapping[str, Sequence[Deployed]]) -> None:

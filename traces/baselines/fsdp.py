@@ -47,7 +47,7 @@ class Sharding:
 
 
 def transfer_s(spec: ModelSpec, gpu: GpuSpec, sharding: Sharding) -> float:
-    """Seconds to have one layer whole on every GPU, its part of embedding and head with it."""
+    """Return the seconds to have one layer whole on every GPU, its part of embedding and head with it."""
     n = sharding.num_gpus
     layer_bytes = _weight_bytes(spec) / spec.num_layers
     link = gpu.collective_bytes_per_s(n)
@@ -58,7 +58,7 @@ def transfer_s(spec: ModelSpec, gpu: GpuSpec, sharding: Sharding) -> float:
 
 
 def pass_s(num_layers: int, transfer_s: float, compute_s: float) -> float:
-    """One pass over all layers, ``compute_s`` being that of all of them and ``transfer_s`` that of one."""
+    """Return the time of one pass over all layers: ``compute_s`` is of all of them, ``transfer_s`` of one."""
     layer_s = compute_s / num_layers
     return transfer_s + (num_layers - 1) * max(transfer_s, layer_s) + layer_s
 
@@ -76,7 +76,7 @@ class FsdpEstimator:
         self._transfer_s = transfer_s(spec, gpu, sharding)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """Raises NotMeasuredError: as the estimator of one GPU does."""
+        """Return the estimate. Raises NotMeasuredError: as the estimator of one GPU does."""
         own = replace(workload, batch=-(-workload.batch // self._sharding.num_gpus))
         alone = self._alone.estimate(config, own)
         return replace(
@@ -122,7 +122,7 @@ class FsdpDeployer:
         return found if isinstance(found, NotDeployed) else found[0]
 
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
-        """Over as many GPUs as answer soonest now."""
+        """Return a replica over as many GPUs as answer soonest now."""
         return self(model, snapshot)
 
     def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
@@ -155,7 +155,7 @@ class FsdpDeployer:
     def _e2e_s(
         self, model: Knowledge, config: DeploymentConfig, batch: int, shardings: Iterable[Sharding]
     ) -> float:
-        """Of the slowest."""
+        """Return the E2E latency of the slowest sharding."""
         workload = replace(model.workload, batch=batch)
         return max(
             FsdpEstimator(model.estimator, model.spec, self._gpu, sharding).estimate(config, workload).e2e_s.value
@@ -192,7 +192,7 @@ class FsdpDeployer:
 
 
 def sharded_bytes(model: Knowledge, config: DeploymentConfig, sharding: Sharding, batch: int) -> int:
-    """Bytes on each GPU (module docstring), at the upper end of the estimate's interval.
+    """Return bytes on each GPU (module docstring), at the upper end of the estimate's interval.
 
     Args:
         batch: of all GPUs together.
@@ -226,15 +226,18 @@ def _fewest_on_host(
 def _fewest_on_hosts(
     model: Knowledge, config: DeploymentConfig, batch: int, windows: Iterable[tuple[GpuState, ...]]
 ) -> list[Sharding] | None:
-    """Of each window; None: one has no room."""
+    """Return the sharding of each window; None: one window has no room."""
     shardings = [_fewest_on_host(model, config, batch, window) for window in windows]
     found = [sharding for sharding in shardings if sharding is not None]
     return found if len(found) == len(shardings) else None
 
 
 def _windows(snapshot: ClusterSnapshot, count: int, *, whole_node: bool) -> Iterable[list[tuple[GpuState, ...]]]:
-    """Of every width the ``count`` preferred groups of neighbours of one node, or as many as there are; they share
-    no GPU. Full ones come last."""
+    """Yield, for each width, the ``count`` preferred groups of neighbouring GPUs of one node, or as many as there
+    are.
+
+    The groups of one width share no GPU. Full ones are last.
+    """
     ordered = sorted(snapshot.gpus, key=lambda gpu: (gpu.node_id, gpu.gpu_index, gpu.device_id))
     nodes = [tuple(gpus) for _, gpus in groupby(ordered, key=lambda gpu: gpu.node_id)]
     by_width: dict[int, list[tuple[GpuState, ...]]] = {}

@@ -1,4 +1,4 @@
-"""What AlpaServe's placement search enumerates: buckets of models, ranges of GPUs, groups and their degrees.
+"""Search space of AlpaServe's placement: buckets of models, ranges of GPUs, groups and their degrees.
 
 After Li et al., "AlpaServe: Statistical Multiplexing with Model Parallelism for Deep Learning Serving" (OSDI 2023,
 arXiv 2302.11665), section 4.2, with its prunings: models of similar size share a bucket; the groups of a bucket
@@ -26,13 +26,15 @@ class Group:
 
 
 def in_order(cluster: ClusterSnapshot) -> tuple[GpuState, ...]:
-    """Neighbours side by side: a group is a range of these."""
+    """Return neighbours next to one another: a group is a range of these."""
     return tuple(sorted(cluster.gpus, key=lambda gpu: (gpu.node_id, gpu.gpu_index, gpu.device_id)))
 
 
 def bucketings(size_of: Mapping[str, float], most: int) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Ways to put models of similar size into at most ``most`` buckets: one bucket, then cut where two neighbours
-    differ most (by ratio), then there and at the second largest difference, and so on. Equal models are never cut.
+    """Yield ways to put models of similar size into at most ``most`` buckets.
+
+    The first has one bucket; then the cut is where two neighbours differ most (by ratio), then there and at the
+    second largest difference, and so on. Equal models are never cut.
 
     Args:
         size_of: a positive number of each model; AlpaServe's is its latency on one GPU.
@@ -51,14 +53,17 @@ def shape(gpus: Sequence[GpuState]) -> tuple[tuple[int, ...], ...]:
 
 
 def group_sizes(num_gpus: int) -> list[int]:
-    """Powers of two, and what divides ``num_gpus``."""
+    """Return powers of two, and what divides ``num_gpus``."""
     powers = {2**i for i in range(num_gpus.bit_length())}
     return sorted(powers | {size for size in range(1, num_gpus + 1) if not num_gpus % size})
 
 
 def partitions(gpus: Sequence[GpuState], degrees: Iterable[tuple[int, int]]) -> Iterator[tuple[Group, ...]]:
-    """Every cut of ``gpus`` into groups of one size and one pair of ``degrees`` (tp, pp). What is left over is cut
-    into the largest powers of two, with as much of that TP as goes in."""
+    """Yield every cut of ``gpus`` into groups of one size and one pair of ``degrees`` (tp, pp).
+
+    What is left over is cut
+    into the largest powers of two, with as much of that TP as goes in.
+    """
     known = sorted(set(degrees))
     for size in group_sizes(len(gpus)):
         for tp, pp in known:

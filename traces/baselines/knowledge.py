@@ -1,4 +1,4 @@
-"""What a baseline is told of a model, and what follows from it: where a configuration fits, how fast it is."""
+"""Facts of a model that a baseline is given, and what follows: where configurations fit, how fast they are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LimitsOf = Callable[[Workload, str], Limits]  # with what a worker of an engine 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knowledge:
-    """One model as iServe's planner knows it.
+    """Facts of one model as iServe's planner knows it.
 
     ``configs`` are all that the model's shape and some engine allow on the cluster, whatever their memory.
     """
@@ -38,7 +38,7 @@ class Knowledge:
 
 
 def sixteen_bit(configs: Iterable[DeploymentConfig]) -> list[DeploymentConfig]:
-    """Those that neither quantize nor prune."""
+    """Return the configurations that neither quantize nor prune."""
     plain = (WeightFormat.BITS16, KvFormat.BITS16, Pruning.NONE)
     return [c for c in configs if (c.weights, c.kv, c.pruning) == plain]
 
@@ -58,8 +58,10 @@ class StepTimes:
 
 
 class Places:
-    """Where configurations fit: by the real placer, least loaded GPUs first, at the upper end of the memory's
-    interval, as for iServe."""
+    """Places where configurations fit: found by the real placer, least loaded GPUs first.
+
+    A configuration needs the upper end of the memory's interval, as for iServe.
+    """
 
     def __init__(self, link_group_size: int) -> None:
         self._link_group_size = link_group_size
@@ -67,14 +69,14 @@ class Places:
     def find(
         self, model: Knowledge, config: DeploymentConfig, batch: int, snapshot: ClusterSnapshot
     ) -> Placement | Refusal:
-        """A refusal too where the estimator has nothing measured to tell it from."""
+        """Return a placement, or a refusal; a refusal too where the estimator has nothing measured."""
         found = self.find_apart(model, config, batch, snapshot, 1)
         return found if isinstance(found, Refusal) else found[0]
 
     def find_apart(
         self, model: Knowledge, config: DeploymentConfig, batch: int, snapshot: ClusterSnapshot, count: int
     ) -> tuple[Placement, ...] | Refusal:
-        """``count`` replicas, no two on one GPU; all of them, or a refusal."""
+        """Return ``count`` placements, no two on one GPU: all of them, or a refusal."""
         try:
             memory = model.estimator.estimate(config, replace(model.workload, batch=batch)).memory
         except NotMeasuredError as error:
@@ -90,7 +92,7 @@ class Places:
 
 
 def without(snapshot: ClusterSnapshot, placement: Placement) -> ClusterSnapshot:
-    """``snapshot`` once ``placement`` holds its memory."""
+    """Return ``snapshot`` once ``placement`` holds its memory."""
     taken = {
         (stage.node_id, device): stage.bytes_per_gpu for stage in placement.stages for device in stage.device_ids
     }
@@ -102,7 +104,7 @@ def without(snapshot: ClusterSnapshot, placement: Placement) -> ClusterSnapshot:
 
 
 def largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest whole number up to ``most`` for which the monotone ``holds`` is true; 0: for none."""
+    """Return the largest whole number up to ``most`` for which the monotone ``holds`` is true; 0: for none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -114,5 +116,5 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
 
 
 def halvings(batch: int) -> Sequence[int]:
-    """``batch``, its half, and so on down to 1."""
+    """Return ``batch``, its half, and so on down to 1."""
     return tuple(dict.fromkeys(max(1, batch >> i) for i in range(batch.bit_length())))

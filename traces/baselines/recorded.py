@@ -1,9 +1,9 @@
-"""AIConfigurator's choice, from answers that it gave beforehand: it is not run here.
+"""Choices of AIConfigurator, from answers recorded beforehand: it is not run here.
 
-Answers are those of ``tests/bench/aiconfigurator_static.py`` (AIConfigurator 0.12.0, mode ``static``). Its choice
-among the configurations that it answered for is made by iServe's own ranking from its own figures, memory too, so
-that every kind of intent can be asked. Where it has no answer for just this model, GPU, engine and workload, it
-has no choice: nothing is interpolated in its name.
+The answers are those of ``tests/bench/aiconfigurator_static.py`` (AIConfigurator 0.12.0, mode ``static``). Its
+choice among the configurations that it answered for is made by iServe's own ranking from its own figures, memory
+too, so that every kind of intent can be asked. Where the recording has no answer for just this model, GPU, engine
+and workload, there is no choice: nothing is interpolated in AIConfigurator's name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One question. Formats are iServe's names; ``mode`` is ``static`` (one batch at once) or ``agg``."""
+    """Question put to AIConfigurator.
+
+    Formats are iServe's names; ``mode`` is ``static`` (one batch at once) or ``agg``.
+    """
 
     model: str
     system: str
@@ -77,7 +80,8 @@ class Recording:
     answers: tuple[Answer, ...]
 
     def order(self, model: Knowledge, label: str, gpu: GpuSpec, intent: Intent) -> tuple[DeploymentConfig, ...]:
-        """Configurations that keep the intent's limits by its figures, its choice first; none: no answer.
+        """Return the configurations that keep the intent's limits by its figures, its choice first; none: no
+        answer.
 
         Args:
             label: the model's name as it was asked, or the last part of it.
@@ -111,7 +115,7 @@ class Recording:
 
 
 def read_recording(data: bytes, what: str) -> Recording:
-    """Raises BadInputError: not such a recording."""
+    """Return the recording in ``data``. Raises BadInputError: it is not such a recording."""
     return from_json(data, Recording, what=what)
 
 

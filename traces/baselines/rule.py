@@ -1,7 +1,7 @@
-"""The rule of thumb: "max TP for latency, min TP that fits for cost".
+"""Rule of thumb: "max TP for latency, min TP that fits for cost".
 
-One order of configurations for the cluster simulator and for decision regret (``tests/bench``). It is given the
-formats: the narrowest weights and KV that the GPU multiplies and the wish's quality allows.
+One order of configurations for the cluster simulator and for decision regret (``tests/bench``). Its caller gives
+the formats: the narrowest weights and KV that the GPU multiplies and the request's quality allows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDTH = {WeightFormat.BITS16: 16, WeightFormat.INT8: 8, WeightFormat.FP8: 8, Kv
 def rule_of_thumb(
     spec: ModelSpec, gpu: GpuSpec, *, fast: bool, room: float = 0.0, every_gpu: bool = False
 ) -> Callable[[DeploymentConfig], tuple[Any, ...]]:
-    """A key to sort configurations by, the rule's favourite first.
+    """Return a key to sort configurations by, the rule's favourite first.
 
     TP before PP; of equal degrees the narrowest weights, then KV.
 

@@ -36,7 +36,7 @@ class Score(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the simulation of a selection says."""
+    """Result of simulating a selection."""
 
     score: Score
     missed: Mapping[str, int]  # of each model's requests: too late or not served
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """One replica."""
+    """Replica with its configuration and its place."""
 
     model: str
     config: DeploymentConfig
@@ -75,11 +75,11 @@ class Selected:
 
 
 class Selector:
-    """Algorithm 1, or its fast form.
+    """Search of Algorithm 1, or its fast form.
 
     Args:
         batch_of: what a replica of each model is launched for.
-        keep_all: no model may be left out: those without a replica come first, only where the others still fit.
+        keep_all: no model may be left out: models without a replica go first, only where the rest still fit.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Selector:
     def __call__(
         self, models: Sequence[str], groups: tuple[Group, ...], *, beam: int = 0
     ) -> tuple[Score, Selected] | None:
-        """The best selection on the way; None: not all models could be placed, where they must be.
+        """Return the best selection on the way; None: not all models could be placed, where they must be.
 
         Args:
             beam: the width of Algorithm 1; 0: the fast heuristic.
@@ -129,7 +129,7 @@ class Selector:
             following = self._next(models, selected, verdict)
 
     def _next(self, models: Sequence[str], selected: Selected, verdict: Verdict) -> Selected | None:
-        """The most missed model that goes onto the least busy group."""
+        """Return the selection with the most missed model added to the least busy group that has room for it."""
 
         def busy(index: int) -> tuple[float, int]:
             devices = [(gpu.node_id, gpu.device_id) for gpu in selected.groups[index].gpus]
@@ -164,7 +164,9 @@ class Selector:
         return missing or list(models)
 
     def _with(self, models: Sequence[str], selected: Selected, model: str, index: int) -> Selected | None:
-        """One more replica; None: it is there, has no room, or leaves none for a model that must be placed."""
+        """Return the selection with one more replica; None: it exists, has no room, or leaves none for a required
+        model.
+        """
         child = self._add(selected, model, index)
         if child is None or not self._keep_all:
             return child
@@ -191,7 +193,7 @@ class Selector:
         )
 
     def _go_in(self, rest: Sequence[str], selected: Selected) -> bool:
-        """Whether the largest first, each on the group with most room, finds a place for all of ``rest``."""
+        """Return whether all of ``rest`` fit, the largest first, each on the group with most room."""
         for model in sorted(rest, key=lambda name: (-self._models[name].spec.num_params, name)):
             roomiest = sorted(
                 range(len(selected.groups)), key=lambda i: -min(gpu.free_bytes for gpu in selected.states[i])
@@ -217,7 +219,7 @@ class Selector:
         return self._fits[key]
 
     def _config(self, model: str, group: Group) -> DeploymentConfig | None:
-        """The group's degrees; for a model that cannot be cut so, the most TP below the group's."""
+        """Return the group's degrees; for a model that cannot be cut so, the most TP below the group's."""
         over_all = [c for c in self._configs[model] if c.num_gpus == len(group.gpus) and c.tp <= group.tp]
         return max(over_all, key=lambda c: c.tp, default=None)
 

@@ -1,4 +1,4 @@
-"""What a trace format is, and the checks that every format's rows go through."""
+"""Definition of a trace format, and the checks that the rows of every format go through."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ZeroLengths = Literal["refuse", "skip", "keep"]
 
 @dataclass(frozen=True)
 class TraceFormat:
-    """One file format of requests.
+    """File format of requests.
 
     ``read`` turns a first line and the lines after it into requests and checks what is the format's own;
     ``recognises`` says from the first line whether a file is of this format; ``write`` turns requests into lines,
@@ -51,7 +51,7 @@ class TraceFormat:
 
 
 class Columns:
-    """Where a CSV's columns are, by the names in its header; order and further columns do not matter."""
+    """Positions of a CSV's columns, by the names in its header; order and further columns do not matter."""
 
     def __init__(self, header: str, needed: tuple[str, ...], lines: Lines) -> None:
         names = names_of(header)
@@ -70,7 +70,7 @@ class Columns:
 
 
 def names_of(header: str) -> list[str]:
-    """A header's column names."""
+    """Return a header's column names."""
     try:
         return [name.strip() for name in next(csv.reader([header]), [])]
     except csv.Error:
@@ -78,7 +78,7 @@ def names_of(header: str) -> list[str]:
 
 
 def csv_rows(lines: Lines, rest: Iterator[str], columns: int) -> Iterator[list[str]]:
-    """The fields of each row; an empty line ends nothing and is skipped."""
+    """Yield the fields of each row; an empty line ends nothing and is skipped."""
     reader = csv.reader(rest)
     while True:
         try:
@@ -95,7 +95,7 @@ def csv_rows(lines: Lines, rest: Iterator[str], columns: int) -> Iterator[list[s
 
 
 def count_of(text: str, what: str, lines: Lines) -> int:
-    """A token count.
+    """Return a token count.
 
     Raises:
         BadInputError: not a whole number, negative, or above ``MAX_TOKENS``.
@@ -110,7 +110,7 @@ def count_of(text: str, what: str, lines: Lines) -> int:
 
 
 def seconds_of(text: str, what: str, lines: Lines) -> float:
-    """A finite time; whether it may be negative is for the caller to say.
+    """Return a finite time; whether it may be negative is for the caller to say.
 
     Raises:
         BadInputError: not a number, NaN or infinite.
@@ -125,7 +125,7 @@ def seconds_of(text: str, what: str, lines: Lines) -> float:
 
 
 def model_cell(request: Request) -> str:
-    """The model's name for a CSV; BadInputError where it has a line end or other control character."""
+    """Return the model's name for a CSV; BadInputError where it has a line end or other control character."""
     if any(unicodedata.category(character) == "Cc" for character in request.model):
         raise BadInputError(f"the model name {request.model[:40]!r} cannot stand in a line of a trace file")
     return request.model

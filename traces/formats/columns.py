@@ -1,6 +1,6 @@
-"""The plain CSV: ``arrival_s,input_tokens,output_tokens`` and, where there, ``model`` and ``prefix_block_ids``.
+"""Plain CSV: ``arrival_s,input_tokens,output_tokens`` and, where there, ``model`` and ``prefix_block_ids``.
 
-Times are seconds since the start of the trace, as they stand. Block ids are separated by spaces.
+Times are seconds since the start of the trace, unchanged. Block ids are separated by spaces.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Mooncake's JSON lines: ``{"timestamp": ms, "input_length": ..., "output_length": ..., "hash_ids": [...]}``.
+"""JSON lines of Mooncake: ``{"timestamp": ms, "input_length": ..., "output_length": ..., "hash_ids": [...]}``.
 
 Times are milliseconds since the start of the trace. ``hash_ids`` are the prompt's blocks (512 tokens in the
-published traces) in order, each id standing for the block and all before it; they become ``prefix_blocks``.
+published traces) in order; each id is for the block and all before it. They become ``prefix_blocks``.
 
 Source: Mooncake, FAST25-release/traces.
 """

@@ -1,11 +1,12 @@
-"""ServeGen's data as published: a folder with two files for each client.
+"""Data of ServeGen as published: a folder with two files for each client.
 
-It holds no single requests; reading it makes them (``traces.servegen``), always with seed 0.
+The folder holds no single requests; reading it makes them (``traces.servegen``), always with seed 0.
 
 * ``chunk-N-trace.csv``, without a header: ``time s, rate, cv, law, shape, scale`` of each slot of 600 s, an empty
   law where the client was idle.
 * ``chunk-N-dataset.json``: ``{"time s": {"input_tokens": "{tokens: share, ...}", "output_tokens": ...}}``, a
-  window's lengths; ``{}`` where not known. A client without lengths takes those of the others, by their rates.
+  window's lengths; ``{}`` where not known. A client without lengths takes those of the clients with some, by their
+  rates.
 
 All lengths are held in memory (m-large: 217 MiB).
 
@@ -44,12 +45,12 @@ _MAX_DATASET_BYTES = 256 * 1024 * 1024
 
 
 def is_servegen_folder(path: Path) -> bool:
-    """Whether the folder has files of clients in the publisher's naming."""
+    """Return whether the folder has files of clients in the publisher's naming."""
     return path.is_dir() and any(path.glob("chunk-*-trace.csv"))
 
 
 def read_folder(path: Path) -> tuple[Client, ...]:
-    """All clients of a folder of the publisher's.
+    """Return all clients of a folder of the publisher's.
 
     Raises:
         BadInputError: no clients in it, or a file or row that is wrong; no client has lengths.
@@ -109,7 +110,7 @@ def _slot_rows(path: Path) -> list[_SlotRow]:
 
 
 def _dataset(path: Path) -> list[LengthWindow]:
-    """The windows of lengths that are known, ascending; none where the client has no such file."""
+    """Return the windows of lengths that are known, ascending; none where the client has no such file."""
     try:
         if path.stat().st_size > _MAX_DATASET_BYTES:
             raise BadInputError(f"{path} is over {_MAX_DATASET_BYTES} bytes; leave the client out")
@@ -135,7 +136,7 @@ _PAIR = re.compile(r"\s*(\d{1,9})\s*:\s*([0-9.eE+-]{1,40})\s*")
 
 
 def _histogram(text: object, path: Path) -> tuple[Tokens, NDArray[np.float64]] | None:
-    """``{tokens: share, ...}`` as Python writes it, taken apart without running it; None where it is empty."""
+    """Parse ``{tokens: share, ...}`` as Python writes it, without running it; return None where it is empty."""
     if not isinstance(text, str) or not (text.startswith("{") and text.endswith("}")):
         raise BadInputError(f"{path}: a histogram must be a text {{tokens: share, ...}}, got {str(text)[:40]!r}")
     if not text[1:-1].strip():
@@ -158,7 +159,7 @@ def _histogram(text: object, path: Path) -> tuple[Tokens, NDArray[np.float64]] |
 
 
 def _lengths_at(windows: list[LengthWindow], start_s: float) -> LengthModel | None:
-    """Of the last window that has begun; the first one's before that."""
+    """Return the lengths of the last window that has begun, or of the first one before that."""
     begun = [window for window in windows if window.start_s <= start_s]
     chosen = begun[-1:] or windows[:1]
     return chosen[0].lengths if chosen else None

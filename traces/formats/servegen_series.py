@@ -4,8 +4,8 @@ None holds single requests; reading one makes them (``traces.servegen``), always
 
 * ``*_clients_peak.csv``: the clients of one 600 s slot. Lengths from mean, median, p95 and p99: straight lines
   between the quantiles, the shortest chosen so that the mean is right, nothing above the p99, which is not known.
-  A client without lengths takes those of the others, by their rates.
-* ``*_rate.csv``, with its ``*_lengths.csv`` beside it: Poisson arrivals of the summed rate; lengths from
+  A client without lengths takes those of the clients with some, by their rates.
+* ``*_rate.csv``, with its ``*_lengths.csv`` in the same folder: Poisson arrivals of the summed rate; lengths from
   quantiles, nothing beyond the p1 and the p99.9, so that their mean is only about the published one.
 """
 
@@ -54,7 +54,7 @@ _LEVELS = {
 
 
 def read_rate_series(path: Path) -> RateSeries:
-    """The rate over time, requests per second; slots with rate 0 are gaps in the source and stay.
+    """Return the rate over time, requests per second; slots with rate 0 are gaps in the source and stay.
 
     Raises:
         BadInputError: not such a file, a row that is wrong, or slots of unequal width.
@@ -77,7 +77,7 @@ def _rate_series(header: str, lines: Lines, rest: Iterator[str]) -> RateSeries:
 
 
 def read_length_windows(path: Path) -> tuple[LengthWindow, ...]:
-    """Lengths per window, from quantiles.
+    """Return lengths per window, from quantiles.
 
     Raises:
         BadInputError: not such a file, a row that is wrong, or a window that lacks one of the two sides.
@@ -113,7 +113,7 @@ def _requests_of_rate(header: str, lines: Lines, rest: Iterator[str]) -> Iterato
 
 
 def read_clients(path: Path) -> tuple[Client, ...]:
-    """The clients of one slot.
+    """Return the clients of one slot.
 
     Raises:
         BadInputError: not such a file, or a row that is wrong; no client has lengths.

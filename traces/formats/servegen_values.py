@@ -1,4 +1,4 @@
-"""What ServeGen's two kinds of files have in common: laws of gaps, numbers, clients without lengths."""
+"""Values common to ServeGen's two kinds of files: laws of gaps, numbers, clients without lengths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAWS: dict[str, GapLaw] = {"Gamma": "Gamma", "Weibull": "Weibull"}
 
 
 def lengths_of_others(known: Iterable[tuple[float, LengthModel | None]], path: Path) -> MixedLengths:
-    """For clients without lengths: those of the clients that have some, by their rates."""
+    """Return the lengths for clients without any: those of the clients that have some, by their rates."""
     weights: dict[LengthModel, float] = {}
     for rate_per_s, lengths in known:
         if lengths is not None and rate_per_s > 0:

@@ -1,1 +1,1 @@
-"""Open-loop load on live OpenAI-compatible endpoints: requests leave at the trace's times, come what may."""
+"""Open-loop load on live OpenAI-compatible endpoints: every request leaves at the trace's time."""

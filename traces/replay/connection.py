@@ -1,6 +1,6 @@
 """Connections to one endpoint.
 
-A ``BufferedProtocol``: what comes is read into one buffer that all connections share, and is used up on the spot.
+A ``BufferedProtocol``: received bytes go into one buffer that all connections share, and are consumed at once.
 The plain protocol allocates 256 KiB for every read, which costs more than all the rest.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Connections"]
 
 _BUFFER = memoryview(bytearray(64 * 2**10))  # read into and used up within one call, so one is enough
 _IDLE_S = 3.0  # below the 5 s after which uvicorn closes an idle connection
-_LINGER_S = 1.0  # for the end of an answer whose last token has come, so that its connection can be used again
+_LINGER_S = 1.0  # for the end of an answer whose last token has arrived, so that its connection can be used again
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -53,7 +53,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._after(exchange)
 
     def _after(self, exchange: Exchange) -> None:
-        """The outcome is known: keep the connection if its answer is complete, or will be in a moment."""
+        """Keep the connection, whose outcome is known, if its answer is complete, or will be in a moment."""
         if exchange.reusable:
             self.exchange = None
             if self._linger is not None:
@@ -142,7 +142,7 @@ class Connections:
             connection.close()
 
     async def closed(self) -> None:
-        """After ``close``: nothing of ours is left in the event loop."""
+        """Wait after ``close`` until nothing of ours is left in the event loop."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

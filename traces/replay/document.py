@@ -1,4 +1,4 @@
-"""What one replay did and found, as one value: printed as JSON, drawn in the terminal, made into a page."""
+"""Result of one replay as one value: printed as JSON, drawn in the terminal, made into a page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DeploymentSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureExample:
-    """What was said at the first failure of a kind."""
+    """Message of the first failure of a kind."""
 
     kind: str
     words: str
@@ -55,7 +55,7 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayRun:
-    """What was asked for, and when."""
+    """Parameters and start of one replay."""
 
     trace: str
     url: str
@@ -97,7 +97,7 @@ def replay_run(
     options: ReplayOptions,
     deployed: tuple[str, ...] = (),
 ) -> ReplayRun:
-    """The settings of a run, gathered."""
+    """Return the settings of a run, gathered."""
     prompts = options.prompts
     return ReplayRun(
         trace=trace,
@@ -119,7 +119,7 @@ def replay_run(
 def make_document(
     run: ReplayRun, outcomes: Outcomes, slo: Slo | None, examples: Mapping[Failure, str]
 ) -> ReplayDocument:
-    """Everything that is shown of a run."""
+    """Return everything that is shown of a run."""
     summary = summarize(outcomes, slo)
     done = outcomes.select(outcomes.completed)
     return ReplayDocument(

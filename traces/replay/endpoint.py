@@ -1,4 +1,4 @@
-"""Where an OpenAI API answers: a URL taken apart and looked up once, so that no request waits for that."""
+"""Endpoint of an OpenAI API: a URL taken apart and looked up once, so that no request waits for that."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Endpoint:
 
 
 def resolve_endpoint(url: str) -> Endpoint:
-    """The endpoint of ``http://host:port``, with or without ``/v1``.
+    """Return the endpoint of ``http://host:port``, with or without ``/v1``.
 
     Raises:
         ConfigError: not such a URL.

@@ -1,4 +1,7 @@
-"""One request's answer as it comes: when its tokens came, and how it ended. Pure: the clock is the caller's."""
+"""Answer to one request as it arrives: the times of its tokens, and how it ended.
+
+Pure: the clock is the caller's.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ class Exchange:
         return self.complete and self.done and self._http.keep_alive
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """What the connection brought at ``now_s``."""
+        """Process the bytes that arrived at ``now_s``."""
         if self.over:
             self._feed_rest(data)
             return
@@ -88,10 +91,10 @@ class Exchange:
         try:
             self._http.feed(data)
         except MalformedError:
-            self.done = False  # the outcome stands, the connection is of no more use
+            self.done = False  # the outcome is final, the connection of no more use
 
     def closed(self, error: Exception | None) -> None:
-        """The connection is gone."""
+        """Note that the connection is gone."""
         if self.over:
             return
         if error is None and self._http.status:

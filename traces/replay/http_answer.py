@@ -1,4 +1,4 @@
-"""One HTTP/1.1 answer and the server-sent events in it, from bytes as they come. Pure; every buffer has a bound.
+"""Parser of one HTTP/1.1 answer and the server-sent events in it. Pure; every buffer has a bound.
 
 Not a library's parser: with thousands of streams of small chunks, what the usual clients put around theirs (a
 future and a task's turn for each chunk) costs more than the parsing and makes the sender late (docs/replay.md).
@@ -51,7 +51,7 @@ class HttpAnswer:
         return self._part is _Part.COMPLETE
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the body in ``data``.
+        """Return the part of the body in ``data``.
 
         Raises:
             MalformedError: not HTTP/1.1, or a line without an end.
@@ -64,12 +64,12 @@ class HttpAnswer:
             return self._counted(data)
         if self._part is _Part.COMPLETE:
             if data:
-                self.keep_alive = False  # nobody asked for more
+                self.keep_alive = False  # unasked-for bytes
             return b""
         return b"" if self._part is _Part.HEAD else self._chunks(data)
 
     def end(self) -> None:
-        """The connection is closed.
+        """Note that the connection is closed.
 
         Raises:
             MalformedError: in the middle of the answer.
@@ -80,7 +80,7 @@ class HttpAnswer:
             raise MalformedError("the connection ended in the middle of the answer")
 
     def _head(self, data: bytes) -> bytes:
-        """What follows the head, once it is whole. An interim answer (1xx) is passed over."""
+        """Return the bytes after the head, once it is complete. An interim answer (1xx) is skipped."""
         self._held += data
         while True:
             end = self._held.find(b"\r\n\r\n")
@@ -163,7 +163,7 @@ class HttpAnswer:
             raise MalformedError(f"a chunk's size line of more than {MAX_HEAD_BYTES} bytes")
 
     def _line(self, line: bytes) -> None:
-        """A line between chunks."""
+        """Take a line between chunks."""
         if self._part is _Part.CHUNK_END:
             if line:
                 raise MalformedError(f"a chunk is longer than it said, by {line[:40]!r}")
@@ -183,7 +183,7 @@ class HttpAnswer:
 
 
 def _parse_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
-    """Status and headers; a header given twice keeps its last value."""
+    """Return status and headers; a header given twice keeps its last value."""
     first, *lines = head.split(b"\r\n")
     version, _, rest = first.partition(b" ")
     code = rest[:3]
@@ -209,7 +209,7 @@ class EventLines:
         self._data_bytes = 0
 
     def feed(self, body: bytes) -> list[bytes]:
-        """The data of the events that ``body`` completes.
+        """Return the data of the events that ``body`` completes.
 
         Raises:
             MalformedError: a line of no known kind, or an event of more than ``MAX_EVENT_BYTES``.

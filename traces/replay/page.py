@@ -23,7 +23,10 @@ _READING = (
 
 
 def render_replay(document: ReplayDocument) -> str:
-    """Works from a file, offline, in light and dark. Names and server's words are escaped."""
+    """Return the page, which works from a file, offline, in light and dark.
+
+    Names and server's words are escaped.
+    """
     sections = (
         ("latency", "Latency", _latency(document)),
         ("time", "The run over time", over_time(document.timeline, "Requests by their schedule")),

@@ -1,4 +1,4 @@
-"""What one event of an OpenAI stream says: whether it brings tokens, ends the answer, counts or fails. Pure."""
+"""Content of one event of an OpenAI stream: whether it brings tokens, ends the answer, counts or fails. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Choice(msgspec.Struct, gc=False):
 
 
 class Piece(msgspec.Struct, gc=False):
-    """One chunk of one answer: a choice at most. ``error`` where the server says instead that it failed."""
+    """Chunk of an answer, of one choice at most. ``error`` where the server says instead that it failed."""
 
     choices: list[_Choice] = []  # msgspec copies it
     usage: _Usage | None = None
@@ -56,7 +56,7 @@ _decode_piece = msgspec.json.Decoder(Piece).decode
 
 
 def read_piece(data: bytes) -> Piece:
-    """The data of one event.
+    """Return the data of one event.
 
     Raises:
         MalformedError: no chunk of an OpenAI stream.
@@ -84,7 +84,7 @@ class _CodedBody(msgspec.Struct):
 
 
 def error_code(body: bytes) -> str | None:
-    """``code`` of an OpenAI error's body; None: it has none, or is none."""
+    """Return ``code`` of an OpenAI error's body; None: it has none, or is none."""
     try:
         return msgspec.json.decode(body, type=_CodedBody).error.code
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -92,7 +92,7 @@ def error_code(body: bytes) -> str | None:
 
 
 def error_words(body: bytes | Any) -> str:
-    """The message in an error's body or frame; else the beginning of it."""
+    """Return the message in an error's body or frame; else the beginning of it."""
     try:
         found = msgspec.json.decode(body, type=_ErrorBody).error if isinstance(body, bytes) else body
         found = found.message if isinstance(found, _ErrorMessage) else found

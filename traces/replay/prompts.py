@@ -1,7 +1,7 @@
 """Request bodies with synthetic prompts of the trace's lengths, the same for the same seed.
 
 As token ids the length is exact. The ids are drawn from the first few hundred, which every vocabulary has; text is
-words that are about one token each in the usual vocabularies, and the server's count tells what they came to.
+words that are about one token each in the usual vocabularies, and the server's count gives their number of tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PromptKind = Literal["ids", "text"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptOptions:
-    """What is asked.
+    """Options of the request bodies.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -78,7 +78,7 @@ class Prompts:
         self._block = functools.lru_cache(_KEPT_BLOCKS)(self._make_block)
 
     def body(self, model: int, input_tokens: int, output_tokens: int, blocks: Sequence[int] = ()) -> bytes:
-        """One request. Lengths below one are one: no engine takes less.
+        """Return the body of one request. Lengths below one become one: no engine takes less.
 
         Args:
             model: index into the models.

@@ -36,7 +36,7 @@ _GC_THRESHOLDS = (50_000, 50, 50)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """How requests are sent.
+    """Options of sending.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -58,7 +58,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     elapsed_s: float
     scheduled_end_s: float  # when the last request is due
@@ -72,7 +72,7 @@ class Progress:
 
 
 class Replay:
-    """One run; ``run`` once. ``examples`` has the server's words for the first failure of each kind."""
+    """Replay run; ``run`` once. ``examples`` has the server's words for the first failure of each kind."""
 
     def __init__(self, schedule: Schedule, endpoint: Endpoint, options: ReplayOptions) -> None:
         self._schedule, self._endpoint, self._options = schedule, endpoint, options
@@ -154,7 +154,7 @@ class Replay:
             self._begin(row, body, due_s)
 
     async def _sleep_until(self, due_s: float) -> None:
-        """Or until the run is stopped."""
+        """Sleep until then, or until the run is stopped."""
         while (left_s := due_s - self._loop.time()) > 0 and not self._stop.is_set():
             await asyncio.sleep(min(left_s, _LOOK_FOR_STOP_S))
 
@@ -182,10 +182,10 @@ class Replay:
     def _abandon(self, exchange: Exchange, failure: Failure, message: str) -> None:
         exchange.fail(failure, message)
         if exchange.abandon is not None:
-            exchange.abandon()  # the server must not go on for nobody
+            exchange.abandon()  # the server must not go on without a reader
 
     def _record(self, exchange: Exchange) -> None:
-        """The outcome of a request is known."""
+        """Record the outcome of a request."""
         self._in_flight.pop(exchange).cancel()
         row = exchange.row
         if exchange.pieces:
@@ -205,7 +205,7 @@ class Replay:
             self._idle.set()
 
     async def _answers(self) -> None:
-        """Until none is in flight, or the run is stopped. Each has its own timer, so this ends."""
+        """Wait until none is in flight, or the run is stopped. Each has its own timer, so this ends."""
         if not self._in_flight:
             return
         waits = [self._loop.create_task(event.wait()) for event in (self._idle, self._stop)]
@@ -232,7 +232,7 @@ class Replay:
             on_progress(self.progress())
 
     def _outcomes(self) -> Outcomes:
-        """Of what was begun."""
+        """Return the outcomes of the requests that were begun."""
         schedule, begun = self._schedule, slice(self._begun)
         gaps = self._gaps[begun]
         flat: Floats = np.concatenate([np.frombuffer(g, np.float32) for g in gaps] or [np.zeros(0, np.float32)])
@@ -259,9 +259,11 @@ _NO_GAPS: array[float] = array("f")
 
 @contextmanager
 def _calm_collector() -> Iterator[None]:
-    """What is alive stays: a full collection would stop every stream, and the sender, for tens of milliseconds.
+    """Freeze the objects that are alive: a full collection would stop every stream, and the sender, for
+    milliseconds.
 
-    Where something was frozen before, that stays so and nothing is added: the collector cannot thaw a part.
+    The stop would be tens of milliseconds. If objects were frozen before, they stay so and no more are: the
+    collector cannot thaw a part.
     """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     if not frozen:

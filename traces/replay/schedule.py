@@ -1,4 +1,4 @@
-"""Which request is sent when, and to whom: a trace made the plan of one run, checked before it begins."""
+"""Schedule of a run: which request is sent when, and to which deployment, checked before the run begins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_REQUESTS = 2_000_000  # what one run may plan; 100 requests/s for more than 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleOptions:
-    """How a trace is played.
+    """Options of playing a trace.
 
     Raises:
         ConfigError: a value that cannot be used.

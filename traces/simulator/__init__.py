@@ -1,4 +1,4 @@
-"""A cluster on a virtual clock: real planner, placement, routing and batching policies, predicted step times.
+"""Simulator of a cluster on a virtual clock: real planner, placement, routing and batching, predicted step times.
 
-``simulation`` runs it; ``config`` says what can be asked, ``result`` what comes out. Knows no engine, no CLI.
+``simulation`` runs it; ``config`` says what can be asked, ``result`` what is returned. Knows no engine, no CLI.
 """

@@ -1,4 +1,4 @@
-"""The simulated GPUs and what runs on them: memory, who shares with whom, busy times, and the queue of events.
+"""Simulated GPUs and what runs on them: memory, which workers share a GPU, busy times, and the queue of events.
 
 Knows servers and their runs, nothing of requests or deployments.
 """
@@ -39,7 +39,7 @@ class Cluster:
         self._held: dict[Server, tuple[tuple[Gpu, int], ...]] = {}
 
     def snapshot(self, now_s: float) -> ClusterSnapshot:
-        """What placement sees: the living GPUs, their free memory, their load over the last 120 s."""
+        """Return what placement sees: the living GPUs, their free memory, their load over the last 120 s."""
         return ClusterSnapshot(
             tuple(
                 replace(self._states[key], free_bytes=gpu.free_bytes, load_fraction=gpu.load_fraction(now_s))
@@ -49,7 +49,7 @@ class Cluster:
         )
 
     def stages(self, placement: Placement) -> list[Stage]:
-        """With the share of a step that each stage has, by its layers.
+        """Return the stages, each with the share of a step that it has by its layers.
 
         Raises:
             NotFoundError: a GPU that is not there, or whose node has failed.
@@ -86,7 +86,7 @@ class Cluster:
         self.schedule(server, server.ready_s)
 
     def remove(self, server: Server, now_s: float) -> None:
-        """Its memory is free, whatever ran has ended."""
+        """Remove a server: its memory is free again, and a run of it ends."""
         if server.busy:
             self.stop(server, now_s)
         server.version += 1
@@ -98,14 +98,14 @@ class Cluster:
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """In the order in which they came."""
+        """The servers in the order in which they were added."""
         return tuple(self._held)
 
     def on_node(self, server: Server, node_id: str) -> bool:
         return any(gpu.node_id == node_id for gpu, _ in self._held[server])
 
     def schedule(self, server: Server, at_s: float) -> None:
-        """The one event of ``server`` is at ``at_s``; any earlier one is void."""
+        """Schedule the one event of ``server`` at ``at_s``; any earlier one is void."""
         server.version += 1
         server.queued = True
         self._number += 1
@@ -130,7 +130,7 @@ class Cluster:
                 self.stop(server, now_s)
 
     def cut(self, server: Server, now_s: float) -> None:
-        """A request has joined during a run, which may now end sooner."""
+        """Cut a run that a request has joined, which may now end sooner."""
         done_s = server.done_s(now_s)
         work_s = server.cut(done_s)
         if work_s < server.work_s:
@@ -158,7 +158,7 @@ class Cluster:
             self._slow_others(server, now_s)
 
     def _slow_others(self, server: Server, now_s: float) -> None:
-        """Whoever runs beside ``server`` goes on at the speed that it now has."""
+        """Update the speed of each server that shares a GPU with ``server``."""
         others: dict[Server, float] = {}
         for gpus, _ in server.meets:
             for gpu in gpus:
@@ -184,7 +184,7 @@ class Cluster:
 
     @staticmethod
     def _mark_shared(held: Iterable[tuple[Gpu, int]]) -> None:
-        """On whom contention can bear, and where: of a stage's GPUs with the same tenants, one tells."""
+        """Mark the servers that contention affects, and where: one of GPUs with equal tenants suffices."""
         affected: dict[Server, None] = {}
         for gpu, _ in held:
             affected.update(dict.fromkeys(gpu.tenants))

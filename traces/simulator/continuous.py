@@ -7,9 +7,9 @@ be admitted, every step is alike but for one token more of context: such a stret
 closed sum. A request that can be admitted cuts it short at the end of the step it arrives in. ``stepped`` runs the
 engine's own scheduler step by step; both give the same times (tests/traces/simulator/test_continuous.py).
 
-Where the steps say so (``StepModel.plans_ahead``), what is in a step is settled when the one before begins: who
-arrives meanwhile, or waits for a slot that the one before frees, is in the step after it. A worker that has
-nothing to do begins at once.
+Where the steps say so (``StepModel.plans_ahead``), the content of a step is settled when the one before begins: a
+request that arrives meanwhile, or waits for a slot that the one before frees, is in the step after it. A worker
+that has nothing to do begins at once.
 
 Beyond the slots, each of which has the states of a sequence too, ``kv_tokens`` of the limits bounds admission: a
 request waits, first in the queue, until what is kept of its prompt and its whole answer fits beside all that run.
@@ -32,7 +32,7 @@ __all__ = ["ContinuousWorker", "Room"]
 
 
 class Room:
-    """Who waits, and what is left for them: slots, and tokens of KV."""
+    """Waiting requests and what is left for them: slots, and tokens of KV."""
 
     __slots__ = ("_limits", "free", "kv_free", "waiting")
 
@@ -44,7 +44,7 @@ class Room:
 
     @property
     def takes_next(self) -> bool:
-        """Whether the first of those who wait fits."""
+        """True when the first waiting request fits."""
         if not (self.waiting and self.free):
             return False
         _, input_tokens, output_tokens = self.waiting[0]
@@ -119,13 +119,13 @@ class ContinuousWorker(Server):
         return steps.run_s(n, self._cached / n + 1, rounds)
 
     def _admit_all(self) -> None:
-        """To the step after the one that begins."""
+        """Admit requests to the step after the one that begins."""
         room = self._room
         while room.takes_next:
             self._prompts.append(self._admitted())
 
     def _admitted(self) -> list[int]:
-        """The first of those who wait, who has a slot and room for its KV now."""
+        """Admit the first waiting request, which has a slot and room for its KV now."""
         room = self._room
         row, input_tokens, output_tokens = room.waiting.popleft()
         room.take(input_tokens + output_tokens)
@@ -186,29 +186,33 @@ class ContinuousWorker(Server):
 
     @property
     def holds(self) -> bool:
-        """Whether it has sequences under way."""
+        """True while the worker has sequences under way."""
         return bool(self._decoders or self._prompts)
 
     @property
     def decodes_only(self) -> bool:
-        """Of the run that was begun."""
+        """True when the current run only decodes."""
         return not self._chunks
 
     def step_s(self, work_s: float) -> float:
-        """The first step of the run that was begun, which takes ``work_s``."""
+        """Return the time of the first step of the run that was begun, which takes ``work_s``."""
         if self._rounds == 1:
             return work_s
         n = len(self._decoders)
         return self._steps.decode_s(n, self._cached / n + 1)
 
     def step_at(self, done_s: float) -> tuple[int, float]:
-        """The step that a run of decode steps is in: its number, from 1 on, and when it ends, as work since the
-        run's beginning."""
+        """Return the step that a run of decode steps is in: its number, from 1 on, and when it ends, as work since
+        the run's beginning.
+        """
         n = len(self._decoders)
         return self._steps.step_at(n, self._cached / n + 1, done_s)
 
     def cut(self, done_s: float) -> float:
-        """Only the first in the queue, and only a stretch of decode steps; the others find it cut already."""
+        """Return the work of the run, cut short where the first waiting request can be admitted.
+
+        Only the first in the queue cuts, and only a stretch of decode steps; for later ones it is cut already.
+        """
         if self._chunks or len(self._room.waiting) > 1 or not self._room.takes_next:
             return self.work_s
         if len(self._decoders) >= self._step_tokens:
@@ -217,7 +221,7 @@ class ContinuousWorker(Server):
         return work_s if self.shorten(rounds) else self.work_s
 
     def shorten(self, rounds: int) -> bool:
-        """A run of decode steps ends after so many; False: it does in any case."""
+        """Shorten a run of decode steps to so many; False: it ends by then in any case."""
         if rounds >= self._rounds:
             return False
         self._rounds = rounds
@@ -237,7 +241,7 @@ class ContinuousWorker(Server):
         return waiting
 
     def evict(self, done_s: float) -> list[tuple[int, int, int]]:
-        """A step that is under way gives no tokens; prompts that were begun are begun anew."""
+        """Evict running requests; a step under way gives no tokens, and prompts that were begun are begun anew."""
         left = [(row, input_tokens, output_tokens) for row, input_tokens, output_tokens, _ in self._prompts]
         done = 0
         if self._decoders and not self._chunks and self._rounds > 1 and done_s > 0:

@@ -1,10 +1,11 @@
-"""What is deployed under which name: replicas come by the planner's decision and go with their nodes.
+"""Deployments by name: the planner decides their replicas, which are lost with their nodes.
 
 A replica that was refused, or lost with its node, is asked for again whenever memory has become free (a node is
 back, a deployment or a profile is gone), oldest first.
 
-What a steering policy orders is carried out here too: another number of replicas, one that drains, one that moves.
-Its replicas scaled away, a deployment sleeps: requests wait for it, and the policy is asked at once.
+The actions of a steering policy are carried out here too: another number of replicas, one that drains, one that
+moves. A deployment whose replicas were all scaled away is scaled to zero: requests wait for it, and the policy is
+asked at once.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ class Deployments:
         self.retry(now_s)
 
     def node_fails(self, node_id: str, now_s: float) -> None:
-        """All that has a GPU there ends. Deployments are planned again at once, without the node; then requests
-        that waited go to the replicas that are left, or are not served where there is none."""
+        """End all that has a GPU on a failed node, and plan its deployments again at once, without the node.
+
+        Requests that waited then go to the replicas that are left, or are not served where there is none.
+        """
         self._cluster.dead_nodes.add(node_id)
         orphans: dict[str, list[int]] = {}
         for server in self._cluster.servers:
@@ -111,7 +114,7 @@ class Deployments:
         self.retry(now_s)
 
     def profile(self, action: Profile, now_s: float) -> None:
-        """On spare memory, or later when there is some."""
+        """Start a profile on spare memory, or later when there is some."""
         snapshot = self.snapshot(now_s)
         state = ask("harvest", lambda: self._policies.harvest(snapshot, action.memory_bytes))
         if state is None:
@@ -138,7 +141,7 @@ class Deployments:
             self.profile(action, now_s)
 
     def arrive(self, deployment: Deployment, row: int, now_s: float) -> None:
-        """As in the gateway: to a replica with room, or to the end of the queue, or refused."""
+        """Route a request as the gateway does: to a replica with room, to the end of the queue, or reject it."""
         replicas = deployment.replicas
         deployment.last_s = now_s
         if not replicas:
@@ -158,7 +161,7 @@ class Deployments:
             deployment.queue.append(row)
 
     def pass_on(self, deployment: Deployment, now_s: float) -> None:
-        """Give those that wait longest to the replicas that have room; where none is left, nobody is served."""
+        """Give the longest waiting requests to replicas with room; where no replica is left, fail all of them."""
         queue = deployment.queue
         if not deployment.replicas:
             if deployment.asleep or deployment.coming:
@@ -168,13 +171,13 @@ class Deployments:
             queue.popleft()
 
     def snapshot(self, now_s: float) -> ClusterSnapshot:
-        """What policies see: GPUs, and what is deployed on them."""
+        """Return what policies see: GPUs, and what is deployed on them."""
         gpus = self._cluster.snapshot(now_s).gpus
         return ClusterSnapshot(gpus, states(self.by_name.values(), self._requests, now_s))
 
     @property
     def work_left(self) -> bool:
-        """Whether a request waits or runs."""
+        """True while a request waits or runs."""
         return any(
             d.queue or d.draining or any(server.outstanding for server in d.replicas)
             for d in self.by_name.values()
@@ -191,7 +194,7 @@ class Deployments:
         return bool(orders)
 
     def turn(self, server: Server, now_s: float) -> None:
-        """``server`` ended a run or is ready: one that drains may be through, a replacement takes over."""
+        """Handle ``server`` at a run's end or when ready: it may be drained, or take over for another."""
         deployment = self._of[server]
         if server in deployment.draining and not server.outstanding:
             self._through(deployment, server, now_s)
@@ -269,13 +272,13 @@ class Deployments:
         self._tell(now_s, ChangeKind.MOVING, deployment.name, f"{server.name} to {new.name}", memory)
 
     def _stop_moves(self, deployment: Deployment, now_s: float, of: Server | None = None) -> None:
-        """Of all its replicas, or of one."""
+        """Stop the moves of all replicas of a deployment, or of one."""
         for new, replaced in tuple(deployment.coming.items()):
             if of is None or replaced is of:
                 self._end(new, now_s)
 
     def _wait_asleep(self, deployment: Deployment, row: int, now_s: float) -> None:
-        """The request stays, and whoever put the deployment to sleep hears of it."""
+        """Queue a request of a deployment that is scaled to zero, and let the steering policy decide at once."""
         bound = self._scenario.max_waiting
         if bound is not None and len(deployment.queue) >= bound:
             self._requests.fail(row, Failure.RATE_LIMITED)
@@ -285,12 +288,15 @@ class Deployments:
             self.steer(now_s)
 
     def of(self, server: Server) -> Deployment | None:
-        """Whose replica it is; None: nobody's (any more)."""
+        """Return the deployment whose replica a server is; None: it is no replica any more."""
         return self._of.get(server)
 
     def _give(self, deployment: Deployment, row: int, now_s: float) -> bool:
-        """To the replica that the router chooses among those with room, or refused, if it is too late for that;
-        False: none has room."""
+        """Give a request to the replica that the router chooses among those with room, or reject it if it is too
+        late.
+
+        False: none has room.
+        """
         replicas = deployment.replicas
         if len(replicas) == 1:
             server = replicas[0]
@@ -305,7 +311,7 @@ class Deployments:
             server = roomy[self._choose(deployment, roomy)]
         if self._requests.input_tokens[row] + self._requests.output_tokens[row] > server.longest:
             server.last_turn, deployment.turn = deployment.turn, deployment.turn + 1
-            self._requests.fail(row, Failure.BAD_REQUEST)  # replicas that came later may have found less room
+            self._requests.fail(row, Failure.BAD_REQUEST)  # later replicas may have found less room
             return True
         if self._scenario.refuse_late and self._too_late(deployment, server, row, now_s):
             self._refuse(deployment, row)
@@ -326,7 +332,10 @@ class Deployments:
         return True
 
     def _too_late(self, deployment: Deployment, server: Server, row: int, now_s: float) -> bool:
-        """Who has begun elsewhere is not."""
+        """Return whether a request would miss its limits on a replica.
+
+        Requests that already started on another replica are never rejected.
+        """
         slo = self._scenario.refuse_late.get(deployment.name)
         if slo is None or row in self._left:
             return False
@@ -356,7 +365,7 @@ class Deployments:
         deployment.queue.clear()
 
     def _fill(self, deployment: Deployment, now_s: float) -> None:
-        """Until all that are wanted are there, or the next finds no place on what those before left."""
+        """Fill until all that are wanted are there, or the next finds no place on what those before left."""
         while deployment.missing:
             answer = self._decide(deployment, self.snapshot(now_s))
             if isinstance(answer, NotDeployed):
@@ -366,7 +375,7 @@ class Deployments:
                 self._launch(deployment, decided, now_s)
 
     def _decide(self, deployment: Deployment, snapshot: ClusterSnapshot) -> Sequence[Deployed] | NotDeployed:
-        """The next replica; all of them, where the deployer knows what replicas are and there is none yet."""
+        """Decide the next replica; all of them, if the deployer knows what replicas are and there is none."""
         deployer, model, missing = self._policies.deployer, deployment.model, deployment.missing
         if not snapshot.gpus:
             return NotDeployed(reason="no GPU is left")
@@ -398,7 +407,9 @@ class Deployments:
     def _start(
         self, deployment: Deployment, decided: Deployed, policy: str, now_s: float, ready_s: float
     ) -> tuple[Server, tuple[tuple[Gpu, int], ...]]:
-        """A worker with its memory, that nobody calls yet; ``policy`` is to blame if it has no room."""
+        """Start a worker with its memory, before requests are routed to it; ``policy`` is at fault if it has no
+        room.
+        """
         self._made += 1
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
         server = self._worker(f"{deployment.name}#{self._made}", stages, decided, ready_s)
@@ -435,7 +446,7 @@ class Deployments:
                 return SteppedWorker(*args, make(decided.steps.limits))
 
     def _end(self, server: Server, now_s: float) -> tuple[list[int], list[int]]:
-        """It is gone, and with it what was to replace it; what it was to replace stays."""
+        """Remove a server that is gone, and its successor of a move; a server that it was to replace stays."""
         self._cluster.remove(server, now_s)
         deployment = self._of.pop(server)
         deployment.decided.pop(server)

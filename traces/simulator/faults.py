@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class PolicyFault(Exception):
-    """What a policy did wrong. Where the clock is known it becomes a ``PolicyError`` with the time."""
+    """Error of a policy. Where the clock is known it becomes a ``PolicyError`` with the time."""
 
     def __init__(self, policy: str, did: str) -> None:
         super().__init__(policy, did)
@@ -21,7 +21,7 @@ class PolicyFault(Exception):
 
 
 def ask(policy: str, decide: Callable[[], T]) -> T:
-    """What a policy answers.
+    """Return a policy's answer.
 
     Raises:
         PolicyFault: it raised.

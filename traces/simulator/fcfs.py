@@ -1,4 +1,4 @@
-"""One request at a time, first come first served: serving without batching, as in the paper's evaluation."""
+"""Service of one request at a time, first come, first served: no batching, as in the paper's evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is deployed, and how a policy sees it: replicas, where they stand, and the load of the last 120 s."""
+"""Deployments and how a policy sees them: replicas, their places, and the load of the last 120 s."""
 
 from __future__ import annotations
 
@@ -46,37 +46,42 @@ class Deployment:
     wakes: int = 0
     asleep_s: float = 0.0  # in all, up to the last time it woke
     slept_at_s: float = 0.0
-    punctual: Punctual | None = None  # where who would be late is refused by forecast
+    punctual: Punctual | None = None  # where late requests are rejected by forecast
 
     @property
     def wanted(self) -> int:
         return len(self.replicas) + self.missing
 
     def sleep(self, now_s: float) -> None:
-        """It was scaled to nothing."""
+        """Record that the deployment was scaled to zero."""
         if not self.asleep:
             self.asleep, self.slept_at_s = True, now_s
 
     def wake(self, now_s: float) -> None:
-        """It has a replica again, or nobody wants it any more."""
+        """Record that the deployment has a replica again, or is not needed any more."""
         self.asleep_s = self.asleep_until_s(now_s)
         self.asleep = False
 
     def asleep_until_s(self, now_s: float) -> float:
-        """Seconds asleep in all."""
+        """Return the seconds scaled to zero, in all."""
         return self.asleep_s + (now_s - self.slept_at_s if self.asleep else 0.0)
 
 
 def service_s(steps: StepModel, input_tokens: float, output_tokens: float, slots: int) -> float:
-    """Seconds of a replica that a request of such a length takes while ``slots`` run at once: its prompt's time,
-    and its share of the decode steps of all."""
+    """Return the seconds of a replica that a request of such a length takes while ``slots`` run at once.
+
+    That is its prompt's time, and its share of the decode steps of all.
+    """
     decode_s = steps.run_s(slots, input_tokens + 1, max(0, round(output_tokens) - 1))
     return steps.prompt_s(round(input_tokens)) + decode_s / slots
 
 
 def stays(steps: StepModel, input_tokens: float, output_tokens: float) -> Stays:
-    """Of requests of such a length. A prompt beside others that decode takes what it adds to their step: the
-    weights are read for them in any case."""
+    """Return the times in service of requests of such a length.
+
+    A prompt that joins sequences that decode takes what it adds to their step: the weights are read for them in
+    any case.
+    """
     slots, tokens = steps.limits.max_batch, round(input_tokens)
     prompt_s, to_come = steps.prompt_s(tokens), max(0, round(output_tokens) - 1)
     added_s = prompt_s - min(steps.decode_s(1, 1), prompt_s)
@@ -88,7 +93,7 @@ def stays(steps: StepModel, input_tokens: float, output_tokens: float) -> Stays:
 
 
 def snapshot_without(snapshot: ClusterSnapshot, placements: Iterable[Placement]) -> ClusterSnapshot | None:
-    """With nothing free on the GPUs of ``placements``; None: those are all."""
+    """Return the snapshot without free memory on the GPUs of ``placements``; None: those are all GPUs."""
     theirs = {
         (stage.node_id, device) for placed in placements for stage in placed.stages for device in stage.device_ids
     }
@@ -103,7 +108,7 @@ _ROUNDING_S = 1e-9
 
 
 def can_keep(slo: Slo, steps: StepModel, waited_s: float, input_tokens: int, output_tokens: int) -> bool:
-    """Whether a request that begins after so long keeps every limit, if nobody slows it from then on."""
+    """Return whether a request that begins after ``waited_s`` keeps every limit, if none slows it from then on."""
     prompt_s, to_come = steps.prompt_s(input_tokens), output_tokens - 1
     decode_s = steps.run_s(1, input_tokens + 1, to_come)
     limits = (
@@ -115,7 +120,10 @@ def can_keep(slo: Slo, steps: StepModel, waited_s: float, input_tokens: int, out
 
 
 def states(deployments: Iterable[Deployment], requests: Requests, now_s: float) -> tuple[DeploymentState, ...]:
-    """Of those that have, or are to have, replicas. ``service_s`` is that of the recent requests' mean lengths."""
+    """Return the states of deployments that have, or are to have, replicas.
+
+    ``service_s`` is that of the recent requests' mean lengths.
+    """
     here = [d for d in deployments if d.latest is not None and (d.wanted or d.asleep or d.coming)]
     if not here:
         return ()

@@ -1,4 +1,4 @@
-"""One simulated GPU: memory promised, and how busy it has been.
+"""Simulated GPU: memory promised, and how busy it has been.
 
 Busy is the union of the times in which any worker executes a step here. A pipeline stage executes a share of its
 worker's step and the moments are not followed, so while servers with the shares d run, the GPU counts as busy for
@@ -58,7 +58,7 @@ class Gpu:
         return self.total_bytes - self.used_bytes
 
     def take(self, size_bytes: int) -> None:
-        """Raises ConfigError: more than is free; a placement policy must not."""
+        """Take memory. Raises ConfigError: more than is free; a placement policy must not."""
         if size_bytes > self.free_bytes:
             raise ConfigError(
                 f"{size_bytes / 2**30:.2f} GiB were placed on {self.device_id}, which has "
@@ -71,7 +71,7 @@ class Gpu:
         self.used_bytes -= size_bytes
 
     def enter(self, server: Server, share: float, now_s: float) -> None:
-        """``server`` has a place here from now on."""
+        """Place ``server`` here from now on."""
         if not self.tenants:
             self._held_since_s = now_s
         self.tenants[server] = share
@@ -82,11 +82,11 @@ class Gpu:
             self._held_s += now_s - self._held_since_s
 
     def held_s(self, now_s: float) -> float:
-        """How long anybody has had a place here."""
+        """Return the seconds in which any worker was placed here."""
         return self._held_s + (now_s - self._held_since_s if self.tenants else 0.0)
 
     def start(self, server: Server, share: float, now_s: float) -> None:
-        """``server`` runs from now on."""
+        """Let ``server`` run from now on."""
         self.demands[server] = share
         self._turn_to(self._busy_rate(), now_s)
 
@@ -95,18 +95,18 @@ class Gpu:
         self._turn_to(self._busy_rate(), now_s)
 
     def busy_s(self, now_s: float) -> float:
-        """Since the beginning."""
+        """Return the busy seconds since the beginning."""
         return self._busy_s + (now_s - self._since_s) * self._rate
 
     def load_fraction(self, now_s: float) -> float:
-        """Of the last 120 s, or of the time since the beginning where that is shorter."""
+        """Return the load of the last 120 s, or of the time since the beginning where that is shorter."""
         begin_s = max(0.0, now_s - LOAD_WINDOW_S)
         if now_s <= begin_s:
             return 0.0
         return min(1.0, max(0.0, (self.busy_s(now_s) - self._busy_until(begin_s, now_s)) / (now_s - begin_s)))
 
     def _busy_until(self, at_s: float, now_s: float) -> float:
-        """Between samples, and from the last one to now, as if busy evenly."""
+        """Return busy seconds between samples, and from the last one to now, as if busy evenly."""
         position = bisect_right(self._samples, (at_s, float("inf")))
         before_s, busy_before_s = self._samples[max(position - 1, 0)]
         if position < len(self._samples):

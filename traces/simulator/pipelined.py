@@ -1,21 +1,21 @@
 """Continuous batching on a pipeline that keeps as many batches in flight as it has stages.
 
 vLLM and TensorRT-LLM do not wait for a batch to leave the last stage before the first one begins another. The
-running sequences are in at most one batch each; a batch that comes back takes its sequences' next tokens, and
+running sequences are in at most one batch each; a batch that returns takes its sequences' next tokens, and
 prompts from the one queue, into its next step. Slots and KV are one room for all batches, so what fits is what
-fits without. A step whose time is T alone spends ``share * T`` on a stage:
+fits without a pipeline. A step whose time is T alone spends ``share * T`` on a stage:
 
 * It enters when the first stage is free: no sooner than the busiest stage's share of the step that entered before.
-* It overtakes nobody, so all in flight make one step in the time that the longest of their steps takes: a *round*.
-  A batch that decodes gets one token while another's long prompt passes through.
+* It overtakes no other, so all in flight make one step in the time that the longest of their steps takes: a
+  *round*. A batch that decodes gets one token while another's long prompt passes through.
 * Stages are not equally long: k batches, whose largest share d gives k d > 1, all take k d times as long. The
   stages' work never exceeds the time.
 
-The pipeline has a clock of its own, in rounds; a round's seconds change as batches come and go. On it a run of
+The pipeline has a clock of its own, in rounds; a round's seconds change as batches enter and leave. On it a run of
 many decode steps is one event, as in ``continuous``. The pipeline's run as a server lasts until the next batch
-enters or comes back, so that one event of the cluster is enough, and whoever shares a GPU slows all of it. Against
-the same pipeline stage by stage and step by step: tests/traces/simulator/test_pipelined.py. A lone request's
-chunks follow one another (vLLM has the next one enter while the last is under way).
+enters or returns, so that one event of the cluster is enough, and any worker that shares a GPU slows all of it.
+tests/traces/simulator/test_pipelined.py compares it with the same pipeline stage by stage and step by step. A lone
+request's chunks follow one another (vLLM has the next one enter while the last is under way).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from traces.simulator.step_model import Limits, StepModel
 
 __all__ = ["PipelinedWorker", "UnbatchedPipeline", "keeps_stages_full"]
 
-_ONE_BATCH_ENGINES = frozenset({"torch"})  # the embedded one waits for a batch to come back
+_ONE_BATCH_ENGINES = frozenset({"torch"})  # the embedded one waits for a batch to return
 
 
 def keeps_stages_full(engine: str) -> bool:
-    """Whether ``engine`` has as many batches in flight as stages."""
+    """Return whether ``engine`` has as many batches in flight as stages."""
     return engine not in _ONE_BATCH_ENGINES
 
 
 class _Batch:
-    """One of those in flight, or room for one. Times are of the pipeline's clock, but for ``step_s``."""
+    """Batch in flight, or an empty one. Times are of the pipeline's clock, but for ``step_s``."""
 
     __slots__ = ("begun", "end", "of", "step_s")
 
@@ -51,14 +51,14 @@ class _Batch:
         self.step_s = 0.0  # its run's first step alone, a round's worth of its work
 
     def step(self, clock: float) -> tuple[float, int]:
-        """The one that it is in: when it ends, and its number in a run of decode steps."""
+        """Return when the current step ends, and its number in a run of decode steps."""
         if not self.of.decodes_only:
             return self.end, 1
         rounds, work_s = self.of.step_at(self.done_s(clock))
         return self.begun + work_s / self.step_s, rounds
 
     def done_s(self, clock: float) -> float:
-        """Work of its run that is behind it."""
+        """Return the work of its run that is behind it."""
         return (clock - self.begun) * self.step_s
 
 
@@ -96,7 +96,7 @@ class PipelinedWorker(Server):
         self._round_s = 1.0
 
     def _rooms(self, limits: Limits) -> tuple[Room, Sequence[Room]]:
-        """What tells whether one more fits, and every batch's."""
+        """Return the room that tells whether one more request fits, and every batch's."""
         room = Room(limits)
         return room, [room] * len(self.stages)
 
@@ -123,7 +123,7 @@ class PipelinedWorker(Server):
         return (until - self._clock) * self._round_s
 
     def _entering(self) -> bool:
-        """Whether a batch would enter now, were the first stage free."""
+        """Return whether a batch would enter now, were the first stage free."""
         return bool(self._returned) or (bool(self._empty) and self._room.takes_next)
 
     def _enter(self) -> None:
@@ -151,8 +151,10 @@ class PipelinedWorker(Server):
             (self._returned if batch.of.holds else self._empty).append(batch)
 
     def cut(self, done_s: float) -> float:
-        """Whoever comes enters with a batch that has nothing as soon as the first stage is free, or with the one
-        whose step ends next."""
+        """Return the work of the run, cut short where a new request enters.
+
+        It enters with an empty batch as soon as the first stage is free, or with the batch whose step ends next.
+        """
         if self._returned or len(self._room.waiting) > 1 or not self._room.takes_next:
             return self.work_s
         clock = self._now(done_s)
@@ -163,7 +165,7 @@ class PipelinedWorker(Server):
         return max(done_s, (until - self._clock) * self._round_s)
 
     def _cut_the_next(self, clock: float) -> float:
-        """All are in flight: when the first of their steps ends; its batch's run ends there."""
+        """Cut the batch whose step ends first, as all are in flight: its run ends there."""
         next_end, next_rounds, found = math.inf, 0, self._flying[0]
         for batch in self._flying:
             end, rounds = batch.step(clock)
@@ -219,7 +221,7 @@ class UnbatchedPipeline(PipelinedWorker):
 
 
 class _WhileOneIsEmpty(Room):
-    """Whoever comes takes a batch that has nothing, and joins none."""
+    """Room in which a new request takes an empty batch, and joins none."""
 
     __slots__ = ("_empty",)
 

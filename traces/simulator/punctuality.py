@@ -1,8 +1,8 @@
-"""Who would be late, as iServe's gateway judges it, in the simulated world (``Scenario.forecasts_late``).
+"""Lateness of requests as iServe's gateway judges it, in the simulated world (``Scenario.forecasts_late``).
 
-The judge is the gateway's own (``planner.refusing``), told what a gateway would see: when a request came and
-was sent on, its lengths, and afterwards when its first and last tokens came. What is behind a running one it
-judges by the time since, as the gateway does for answers that are not streamed.
+The judge is the gateway's own (``planner.refusing``), given what a gateway would see: when a request arrived and
+was sent on, its lengths, and afterwards when its first and last tokens arrived. Progress of a running one is
+judged by the time since, as the gateway does for answers that are not streamed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Punctual:
         self._where: dict[int, Server] = {}
 
     def joins(self, row: int, server: Server, now_s: float) -> bool:
-        """Whether it keeps its limits there, or need not be judged: who starts a worker is not late for it."""
+        """Return whether the request keeps its limits there; one that starts a worker is not judged late."""
         flight = self._flight(row, now_s)
         if server.ready_s > now_s:
             flight.since_s = max(flight.since_s, server.ready_s)
@@ -36,7 +36,7 @@ class Punctual:
         return self._judge.joins(flight, self._running(server), now_s) is None
 
     def waits(self, row: int, servers: Sequence[Server], line: Iterable[int], now_s: float) -> bool:
-        """Whether it keeps its limits behind ``line``."""
+        """Return whether the request keeps its limits behind ``line``."""
         ready = [self._running(server) for server in servers if server.ready_s <= now_s]
         before = [self._flight(other, now_s) for other in line]
         return not ready or self._judge.waits(self._flight(row, now_s), ready, before, now_s) is None
@@ -61,7 +61,7 @@ class Punctual:
         return flight
 
     def _running(self, server: Server) -> Collection[Flight]:
-        """There now; what has ended is learned from."""
+        """Return what runs there now; what has ended is learned from."""
         at, requests = self._at.get(server, {}), self._requests
         for row, flight in tuple(at.items()):
             last_s = requests.last_s[row]

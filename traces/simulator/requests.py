@@ -34,7 +34,7 @@ class Requests:
         return len(self.arrival_s)
 
     def add(self, arrival_s: float, input_tokens: int, output_tokens: int, deployment: int) -> int:
-        """Its row."""
+        """Add a request and return its row."""
         self.arrival_s.append(arrival_s)
         self.first_s.append(_NEVER)
         self.last_s.append(_NEVER)
@@ -45,7 +45,7 @@ class Requests:
         return len(self.failure) - 1
 
     def recent(self, since_s: float) -> tuple[npt.NDArray[np.int64], ...]:
-        """Copies of (deployment, input tokens, output tokens) of those that came at ``since_s`` or later."""
+        """Return copies of (deployment, input tokens, output tokens) of requests since ``since_s``."""
         first = bisect_left(self.arrival_s, since_s)
         columns = (self.deployment, self.input_tokens, self.output_tokens)
         return tuple(np.array(column[first:], np.int64) for column in columns)
@@ -56,17 +56,19 @@ class Requests:
         self.failure[row] = failure
 
     def fail_unfinished(self, failure: Failure) -> None:
-        """Whatever has not ended."""
+        """Fail whatever has not ended."""
         for row in range(len(self)):
             if not self.failure[row] and self.last_s[row] != self.last_s[row]:
                 self.failure[row] = failure
 
     def outcomes(self, deployments: Sequence[str], overhead_s: float = 0.0) -> Outcomes:
-        """As a replay would have recorded them: sent when scheduled. Where it can be, views of the columns.
+        """Return outcomes as a replay would have recorded them: sent when scheduled.
+
+        Where possible, views of the columns.
 
         Args:
             overhead_s: of each request, on its way there and back. It holds no GPU and is the same for all, so it
-                puts off what a client sees and changes nothing else.
+                delays what a client sees and changes nothing else.
         """
         arrival_s, last_s = np.frombuffer(self.arrival_s), np.frombuffer(self.last_s)
         input_tokens = np.frombuffer(self.input_tokens, np.int64)

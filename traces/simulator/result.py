@@ -1,4 +1,4 @@
-"""What a simulation tells: every request's outcome, what happened to the deployments, how busy the GPUs were."""
+"""Result of a simulation: every request's outcome, what happened to the deployments, how busy the GPUs were."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChangeKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One thing that happened to a deployment or a profile."""
+    """Event of a deployment or a profile."""
 
     at_s: float
     kind: ChangeKind
@@ -49,7 +49,10 @@ class GpuFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentFigures:
-    """As the last request arrived. ``waiting``: in the gateway; where it is large, more came than is served."""
+    """Figures of a deployment at the last request's arrival.
+
+    ``waiting`` counts the gateway's queue; where it is large, more requests arrived than were served.
+    """
 
     name: str
     arrived: int

@@ -1,6 +1,6 @@
-"""What is simulated: a cluster, what happens to it and when, how workers serve, and the policies that decide.
+"""Scenario of a simulation: a cluster, what happens to it and when, how workers serve, and the policies.
 
-Policies are values handed in; the simulator runs whatever decides in production.
+Policies are values passed in; the simulator runs whatever decides in production.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Service(StrEnum):
-    """How a worker serves its queue."""
+    """Discipline by which a worker serves its queue."""
 
     FCFS = "fcfs"  # one request at a time
     FCFS_PIPELINED = "fcfs-pipelined"  # in every stage, where the engine keeps its stages full; else as fcfs
@@ -49,7 +49,7 @@ class Service(StrEnum):
 
     @property
     def batches(self) -> bool:
-        """Whether requests share steps."""
+        """True when requests share steps."""
         return self not in (Service.FCFS, Service.FCFS_PIPELINED)
 
 
@@ -102,13 +102,13 @@ Action: TypeAlias = Deploy | Remove | NodeFails | NodeReturns | Profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployed:
-    """Where one replica goes, and how long its steps take."""
+    """Placement of one replica, and the times of its steps."""
 
     placement: Placement
     steps: StepModel
     what: str  # the configuration, for people
     pipelined: bool = False  # its engine keeps as many batches in flight as there are stages
-    pace: Pace | None = None  # by its plan; what a gateway would be told of it
+    pace: Pace | None = None  # by its plan; what a gateway would know of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,18 +127,18 @@ class Deployer(Protocol):
 
 @runtime_checkable
 class ReplicaDeployer(Deployer, Protocol):
-    """One that knows what replicas are, as the controller does: no two on one GPU, and those that come together of
-    one configuration.
+    """Deployer that knows what replicas are, as the controller does.
 
-    Any other is asked for each by itself, and may stack them.
+    No two replicas share a GPU, and those deployed together have one configuration. Any other deployer is asked
+    for each replica by itself, and may stack them.
     """
 
     def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
-        """All of a deployment that has none, or none of them."""
+        """Return the placement of all replicas of a deployment that has none, or of none of them."""
         ...
 
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
-        """One more; on the GPUs of the others nothing is free in ``snapshot``."""
+        """Return one more replica; in ``snapshot``, nothing is free on the GPUs of the existing ones."""
         ...
 
 
@@ -164,7 +164,7 @@ class Policies:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """One simulated world. At one time, actions come first, in the order given, then arrivals, then ends of steps.
+    """Simulated world. At one time, actions happen first, in the order given, then arrivals, then ends of steps.
 
     Raises:
         ConfigError: no GPU, a value out of its range, or an action that names what is not there.
@@ -175,7 +175,7 @@ class Scenario:
     service: Service = Service.CONTINUOUS
     startup_s: float = 0.0  # from the decision to deploy until a worker serves
     overhead_s: float = (
-        0.0  # of each request beside its steps: HTTP, its tokens made ready, the way there and back
+        0.0  # of each request next to its steps: HTTP, its tokens made ready, the way there and back
     )
     outstanding_per_slot: int = 2  # requests sent to a worker at once, per slot; the rest wait in the gateway
     max_waiting: int | None = (
@@ -183,9 +183,9 @@ class Scenario:
     )
     most_waiting: int = 10_000  # of one deployment: beyond, it is overloaded and the simulation stops
     # By deployment: a request that could not keep this any more, were it alone from its turn on, is refused then.
-    # Its turn comes when a slot is free: such a deployment has nobody wait at the worker.
+    # Its turn is when a slot is free: no request of such a deployment waits at the worker.
     refuse_late: Mapping[str, Slo] = field(default_factory=dict)
-    # It is refused when it comes, by what a gateway can know and the plan's pace, as by iServe's gateway. Where a
+    # It is rejected on arrival, by what a gateway can know and the plan's pace, as by iServe's gateway. Where a
     # deployment has no pace it is as above, with every time known exactly: as by AlpaServe.
     forecasts_late: bool = False
 

@@ -1,13 +1,13 @@
-"""What occupies GPUs with steps: the part that all kinds of workers and jobs have in common.
+"""Server: a user of GPUs by steps, the part that all kinds of workers and jobs have in common.
 
 A server works in *runs*: stretches of work whose content is settled when they begin (one step, or many alike). A
-run has a length in seconds of a GPU of its own; on a shared one it goes at ``speed`` below 1. What a run holds is
-the business of the subclasses, which see work only and no clock but the times they are told:
+run has a length in seconds of a GPU of its own; on a shared one it goes at ``speed`` below 1. The content of a run
+is the business of the subclasses, which see work only and no clock but the times they are given:
 
     begin() -> work        the next run; 0: nothing to do
-    finish(now_s)          the run has ended: record what came of it
+    finish(now_s)          the run has ended: record what it did
     submit(row, ...)       a request joins the queue
-    cut(done_s) -> work    somebody has joined during a run: where it ends now
+    cut(done_s) -> work    a request has joined during a run: where it ends now
     clear() -> (running, waiting)   rows that it held, as its node dies
     give_back() -> waiting rows     that it holds no longer, as it drains; running ones stay
     evict(done_s) -> rows           of running requests that it holds no longer, each with the input and output
@@ -51,7 +51,7 @@ class Server:
         self.last_turn = -1  # of the request that it was given last
         self.longest = 0  # tokens of a prompt and its answer; more are refused
         self.speed = 1.0
-        self.shared = False  # somebody else has a place on one of its GPUs
+        self.shared = False  # another server is placed on one of its GPUs
         self.meets = self.stages  # where: of GPUs with the same tenants one
         self.in_flight = 1.0  # steps that go through its stages in the time of one: how much it asks of them
         self.busy = False
@@ -65,7 +65,7 @@ class Server:
         return self.max_batch
 
     def done_s(self, now_s: float) -> float:
-        """Work of the run that is behind it."""
+        """Return the work of the run that is behind it."""
         return self.work_s - self.left_s + (now_s - self.at_s) * self.speed
 
     def begin(self) -> float:
@@ -78,18 +78,21 @@ class Server:
         raise NotImplementedError
 
     def cut(self, done_s: float) -> float:
-        """The whole length of the run now that a request has joined; by default it is not cut."""
+        """Return the whole length of the run now that a request has joined; by default it is not cut."""
         return self.work_s
 
     def clear(self) -> tuple[list[int], list[int]]:
         raise NotImplementedError
 
     def give_back(self) -> list[int]:
-        """By default none: it ends them all."""
+        """Return no rows, by default: the server ends them all."""
         return []
 
     def evict(self, done_s: float) -> list[tuple[int, int, int]]:
-        """By default none: it ends them all. The run that is under way is lost; who asks removes the server."""
+        """Return no rows, by default: the server ends them all.
+
+        The current run is lost; the caller removes the server.
+        """
         return []
 
 

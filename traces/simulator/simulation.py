@@ -104,7 +104,7 @@ class _World:
         self.stopped: str | None = None
 
     def advance(self, until_s: float) -> None:
-        """All that happens before an arrival at ``until_s``."""
+        """Do all that happens before an arrival at ``until_s``."""
         events, cluster, deployments = self.events, self._cluster, self._deployments
         while True:
             event_s = events[0][0] if events else math.inf
@@ -134,12 +134,12 @@ class _World:
                     deployments.pass_on(deployment, now_s)
 
     def _next(self) -> float:
-        """When the next action happens, or the steering policy looks."""
+        """Return the time of the next action, or of the steering policy's next look."""
         act_s = self._actions[-1].at_s if self._actions else math.inf
         return min(act_s, self._looks * self._every_s)
 
     def _step(self, *, last: bool) -> None:
-        """The next action, or the policy's next look; after the last arrival it looks while that can help."""
+        """Take the next action, or the policy's next look; after the last arrival it looks while that can help."""
         if self._actions and self._actions[-1].at_s <= self.next_s:
             self.now_s = self.next_s
             self._act(self._actions.pop())
@@ -174,7 +174,7 @@ class _World:
             self.stopped = self._overload(deployment)
 
     def end(self) -> SimulationResult:
-        """After the last arrival."""
+        """Return the result, after the last arrival."""
         figures = tuple(
             DeploymentFigures(
                 name=deployment.name,

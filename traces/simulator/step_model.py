@@ -1,17 +1,17 @@
-"""How long one step of a deployment takes, tabulated once from its estimator so that looking it up costs little.
+"""Step times of a deployment, tabulated once from its estimator so that looking one up costs little.
 
 An estimator answers for whole batches: TTFT and TPOT over (batch, input, context). A simulator meets other steps:
-chunks of prompts beside sequences that decode. Three tables lead from one to the other, with x new tokens in a
-step, n sequences that decode, and m their mean context (tokens attended to, the new one included):
+chunks of prompts together with sequences that decode. Three tables lead from one to the other, with x new tokens
+in a step, n sequences that decode, and m their mean context (tokens attended to, the new one included):
 
-*   decode(n, m): TPOT at batch n and context m, linear between knots in both. The m of a step is one more than
-    that of the step before while nobody comes or goes, so many steps have a closed sum.
+*   decode(n, m): TPOT at batch n and context m, linear between knots in both. While no sequence joins or leaves,
+    the m of a step is one more than that of the step before, so many steps have a closed sum.
 *   tokens(x): TTFT of x prompt tokens as short prompts, as many as may run at once.
 *   attention(l): what the first l tokens of one prompt take beyond that, because they attend to one another:
     TTFT(1, l) less the tokens(x) of its chunks, never falling and never negative. A chunk [s, e) takes
     attention(e) - attention(s).
 
-A step of prompts takes ``tokens(x) + attention of its chunks``, beside decoders ``tokens(x + n) + attention of its
+A step of prompts takes ``tokens(x) + attention of its chunks``, with decoders ``tokens(x + n) + attention of its
 chunks + decode(n, m) - decode(n, 1)`` (their tokens go through the same matrices, their KV is read on top): never
 less than either part alone, never more than both. At the knots, a lone prompt takes the estimator's TTFT and a
 pure decode step its TPOT, so one request alone has the estimator's E2E (but where chunks are smaller than the
@@ -44,7 +44,7 @@ _DENSE_FROM = 64  # tokens: from here on the knots of prompts are closer than a 
 _DENSE_RATIO = 1.25  # because somewhere there reading the weights gives way to arithmetic, with a bend
 
 # vLLM's core holds two steps and schedules the second before the first has ended (``step_with_batch_queue``). Its
-# pipelines hold one per stage. That others overlap host and device likewise was not looked into.
+# pipelines hold one per stage. That other engines overlap host and device likewise was not looked into.
 _AHEAD_ENGINES = frozenset({"vllm"})
 
 Table = npt.NDArray[np.float64]
@@ -54,7 +54,7 @@ _Reached = Callable[[int, int], bool]  # the same: whether it lies between what 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a worker is launched with.
+    """Limits that a worker is launched with.
 
     Raises:
         ConfigError: a limit below 1, or a step that does not hold one token of each sequence.
@@ -148,16 +148,20 @@ class StepModel:
         self.attention_s = array("d", attention_s)
 
     def decode_s(self, sequences: int, mean_context: float) -> float:
-        """One step of ``sequences`` that each attend to ``mean_context`` tokens, the new one included."""
+        """Return the time of one step of ``sequences`` that each attend to ``mean_context`` tokens, the new one
+        included.
+        """
         segment = bisect_right(self._knots, mean_context)
         return self._base[sequences][segment] + self._slope[sequences][segment] * mean_context
 
     def mixed_s(
         self, tokens: int, attention_s: float, sequences: int, mean_context: float, *, prepared: bool = False
     ) -> float:
-        """One step of ``tokens`` of prompts, their attention to themselves, beside ``sequences`` that decode.
+        """Return the time of one step of prompts and of ``sequences`` that decode.
 
         Args:
+            tokens: of the prompts.
+            attention_s: of the prompts' tokens to themselves.
             prepared: while another step ran.
         """
         hidden_s, least = self.hidden_s if prepared else 0.0, self._least
@@ -170,7 +174,9 @@ class StepModel:
         return max(alone_s, prompts_s, min(both_s, prompts_s + alone_s))
 
     def run_s(self, sequences: int, mean_context: float, steps: int) -> float:
-        """``steps`` decode steps in a row, the first at ``mean_context``, each later one at one token more."""
+        """Return the time of ``steps`` decode steps, the first at ``mean_context``, each later one at one token
+        more.
+        """
         knots, slopes, bases = self._knots, self._slope[sequences], self._base[sequences]
         segment = bisect_right(knots, mean_context)
         total_s = 0.0
@@ -185,11 +191,13 @@ class StepModel:
         return total_s + steps * (bases[segment] + slopes[segment] * (mean_context + (steps - 1) / 2))
 
     def steps_until(self, sequences: int, mean_context: float, elapsed_s: float) -> int:
-        """How many steps of such a run have begun within ``elapsed_s``: the fewest that take it, at least 1."""
+        """Return how many steps of such a run have begun within ``elapsed_s``: the fewest that take it, at least
+        1.
+        """
         return self.step_at(sequences, mean_context, elapsed_s)[0]
 
     def step_at(self, sequences: int, mean_context: float, elapsed_s: float) -> tuple[int, float]:
-        """:meth:`steps_until`, and :meth:`run_s` of so many."""
+        """Return :meth:`steps_until`, and :meth:`run_s` of so many."""
         knots, slopes, bases = self._knots, self._slope[sequences], self._base[sequences]
         segment, before, before_s = bisect_right(knots, mean_context), 0, 0.0
         while segment < len(knots):
@@ -214,7 +222,7 @@ class StepModel:
         return before + j, before_s + j * (base + slope * (mean_context + (j - 1) / 2))
 
     def prompt_s(self, tokens: int) -> float:
-        """TTFT of one prompt alone, in chunks of the largest step."""
+        """Return the TTFT of one prompt alone, in chunks of the largest step."""
         step = self.limits.max_batched_tokens
         whole, rest = divmod(tokens, step)
         chunks_s = whole * self.tokens_s[step] + (self.tokens_s[rest] if rest else 0.0)
@@ -223,12 +231,12 @@ class StepModel:
 
 
 def plans_ahead(config: DeploymentConfig) -> bool:
-    """Whether its engine settles what is in a step when the one before begins."""
+    """Return whether the engine of ``config`` settles the content of a step when the one before begins."""
     return config.engine in _AHEAD_ENGINES and config.pp == 1
 
 
 def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> StepModel:
-    """The tables of ``config`` from some two hundred answers of ``estimator``.
+    """Tabulate ``config`` from some two hundred answers of ``estimator``.
 
     Raises:
         ConfigError: an answer that is not a positive, finite time.
@@ -276,7 +284,7 @@ def linear_steps(
     context_token_s: float = 0.0,
     prompt_token_s: float = 0.0,
 ) -> StepModel:
-    """Steps of ``step_s``, and so much more per decoding sequence, token of their contexts, and prompt token."""
+    """Return steps of ``step_s``, and so much more per decoding sequence, token of context, and prompt token."""
     batch = np.arange(1, limits.max_batch + 1, dtype=np.float64)[:, None]
     contexts = np.array([1.0, float(max(limits.max_context_tokens, 2))])
     return StepModel(
@@ -289,7 +297,7 @@ def linear_steps(
 
 
 def _tokens_table(ttft_s: _Ttft, reached: _Reached, limits: Limits) -> Table:
-    """As prompts, as many as run at once: with one slot as one prompt. Fewer tokens never take more."""
+    """Return the times of tokens as prompts, as many as run at once. Fewer tokens never take more."""
     knots: list[float] = []
     times: list[float] = []
     for wanted in _lengths(limits.max_batched_tokens):
@@ -306,11 +314,11 @@ def _tokens_table(ttft_s: _Ttft, reached: _Reached, limits: Limits) -> Table:
 
 
 def _splits(tokens: int, limits: Limits, reached: _Reached) -> list[tuple[int, int]]:
-    """Of ``tokens`` into (prompts, tokens of each) whose TTFTs are no less than what the tokens take but for
-    attention: into the shortest that were measured, and into one.
+    """Return splits of ``tokens`` into (prompts, tokens of each): the shortest that were measured, and one prompt.
 
-    Below what was measured an estimator guesses. A guess that is too low would count as attention of longer
-    prompts, and be paid anew by each prompt of a step; one too high would have them take longer than alone.
+    The TTFTs of these splits are no less than what the tokens take without attention. Below what was measured an
+    estimator guesses. A guess that is too low would count as attention of longer prompts, and be paid anew by each
+    prompt of a step; one too high would have them take longer than alone.
     """
     lengths = [_SHORT_PROMPT * 2**i for i in range((tokens // _SHORT_PROMPT).bit_length())]
     shorter = [(prompts, tokens // prompts) for prompts in (min(limits.max_batch, tokens // n) for n in lengths)]
@@ -321,7 +329,7 @@ def _splits(tokens: int, limits: Limits, reached: _Reached) -> list[tuple[int, i
 
 
 def _attention_table(ttft_s: _Ttft, limits: Limits, tokens_s: Table, hidden_s: float) -> Table:
-    """What a lone prompt's TTFT has beyond its chunks, of which all but the first come behind another step."""
+    """Return what a lone prompt's TTFT has beyond its chunks, of which all but the first follow another step."""
     length = np.arange(limits.max_context_tokens + 1)
     whole, rest = np.divmod(length, limits.max_batched_tokens)
     behind = np.maximum(0, whole + (rest > 0) - 1)
@@ -333,7 +341,7 @@ def _attention_table(ttft_s: _Ttft, limits: Limits, tokens_s: Table, hidden_s: f
 
 
 def _never_falling(times: Sequence[float] | Table) -> Table:
-    """The longest that are none longer: where an estimator's fall, it is the fewest tokens that it guesses at."""
+    """Return the longest that are none longer: where an estimator's fall, it guesses at the fewest tokens."""
     return np.asarray(np.minimum.accumulate(np.asarray(times)[::-1])[::-1])
 
 
@@ -343,7 +351,7 @@ def _doubled(largest: int) -> list[int]:
 
 
 def _lengths(largest: int) -> list[int]:
-    """Knots from 1 to ``largest``: powers of two at first, then closer together."""
+    """Return knots from 1 to ``largest``: powers of two at first, then closer together."""
     knots = {largest, *(x for x in _doubled(_DENSE_FROM) if x < largest)}
     knot = float(_DENSE_FROM)
     while (knot := knot * _DENSE_RATIO) < largest:

@@ -1,12 +1,12 @@
-"""Continuous batching with a scheduler that is handed in, one step after another.
+"""Continuous batching with a scheduler that is passed in, one step after another.
 
 With the engine's own ``Scheduler`` this is the truth that ``continuous`` must equal, and the way to try another
-batching policy: anything that plans steps as :class:`Batcher` says. A step is planned when the one before has
+batching policy: any object that plans steps as :class:`Batcher` says. A step is planned when the one before has
 ended, whatever ``StepModel.plans_ahead`` says.
 
 A batcher knows slots and no room for KV. Where ``kv_tokens`` of the limits bounds that, requests reach the batcher
-in the order of arrival, each when its prompt and whole answer fit beside those that are there, as ``continuous``
-admits them.
+in the order of arrival, each when its prompt and whole answer fit next to the requests that it holds, as
+``continuous`` admits them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Batcher", "Chunk", "MakeBatcher", "SteppedWorker"]
 
 
 class Chunk(Protocol):
-    """One sequence's share of a step (``daemon.torch_engine.scheduler.Work`` is one)."""
+    """Share of one sequence in a step (``daemon.torch_engine.scheduler.Work`` is one)."""
 
     @property
     def sequence_id(self) -> int: ...
@@ -39,12 +39,12 @@ class Chunk(Protocol):
 
 
 class Batcher(Protocol):
-    """Which tokens of which sequences go into the next step. Sequences are known by their request's row."""
+    """Planner of steps: which tokens of which sequences go next. Sequences are known by their request's row."""
 
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None: ...
     def plan(self) -> Sequence[Chunk]: ...
     def complete(self, plan: Sequence[Chunk]) -> Sequence[int]:
-        """The plan ran: the rows that had their last token."""
+        """Complete a plan that ran: return the rows that had their last token."""
         ...
 
 
@@ -122,7 +122,11 @@ class SteppedWorker(Server):
             self._kv_free += self._held.pop(row)
 
     def clear(self) -> tuple[list[int], list[int]]:
-        """Those that have a token run, the others count as waiting: the scheduler does not tell them apart."""
+        """Empty the server and return the running and the waiting rows.
+
+        Sequences that have a token in the step count as running, all the rest as waiting: the scheduler does not
+        tell them apart.
+        """
         held = [*self._held, *(row for row, _, _ in self._waiting)]
         self._held.clear()
         self._waiting.clear()

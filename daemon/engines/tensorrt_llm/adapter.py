@@ -51,7 +51,7 @@ _ENVIRONMENT = (
 
 
 class TensorRtLlmEngine(ForeignEngine):
-    """Its workers are one HTTP process and a rank per GPU, spawned through MPI."""
+    """Adapter of TensorRT-LLM: a worker is one HTTP process and a rank per GPU, spawned through MPI."""
 
     stats_path = "/stats"
 
@@ -63,7 +63,7 @@ class TensorRtLlmEngine(ForeignEngine):
         return "read" if _is_known(found.version(_DISTRIBUTION)) else "unknown"
 
     def check(self, found: Installation) -> None:
-        """Raises EngineError: a release whose options were not read, or one without its server."""
+        """Raise EngineError for a release whose options were not read, or one without its server."""
         version = found.version(_DISTRIBUTION)
         if not _is_known(version):
             raise EngineError(
@@ -74,7 +74,7 @@ class TensorRtLlmEngine(ForeignEngine):
             raise EngineError(f"there is no trtllm-serve beside {found.python}; install TensorRT-LLM there anew")
 
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
-        """``trtllm-serve`` behind our face, under our guard; all limits are in its options file.
+        """Return ``trtllm-serve`` behind our face, under our guard; all limits are in its options file.
 
         Raises:
             EngineError: not installed, or not a 1.2 release.
@@ -97,7 +97,7 @@ class TensorRtLlmEngine(ForeignEngine):
     def _profiling(
         self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device], found: Installation
     ) -> Command:
-        """A worker around ``tensorrt_llm.LLM`` that speaks the profiling routes and loads nothing yet."""
+        """Return a worker around ``tensorrt_llm.LLM`` that speaks the profiling routes and loads nothing yet."""
         if spec.config.pp > 1:
             raise ConfigError(
                 "tensorrt-llm is measured without pipeline stages only: with them it samples on a stream of its "
@@ -148,12 +148,12 @@ def _environment(found: Installation) -> tuple[tuple[str, str], ...]:
 
 
 def _arguments(model: str, options_file: Path) -> tuple[str, ...]:
-    """What follows ``trtllm-serve``, host and port aside."""
+    """Return the arguments after ``trtllm-serve``, host and port aside."""
     return ("serve", model, "--backend", "pytorch", "--extra_llm_api_options", str(options_file))
 
 
 def _read_model(spec: WorkerSpec, devices: Mapping[str, Device]) -> ModelSpec:
-    """The checkpoint of ``spec``; raises as ``command``."""
+    """Return the checkpoint of ``spec``; raises as ``command``."""
     directory = Path(spec.checkpoint)
     stored = stored_formats(directory)
     config = read_config(directory)
@@ -169,12 +169,12 @@ def _read_model(spec: WorkerSpec, devices: Mapping[str, Device]) -> ModelSpec:
 
 
 def _server(found: Installation) -> Path:
-    """The console script of the same environment."""
+    """Return the console script of the same environment."""
     return Path(found.python).parent / "trtllm-serve"
 
 
 def _check_runs(spec: WorkerSpec, model: ModelSpec, devices: Mapping[str, Device]) -> None:
-    """Raises ConfigError: the table has a reason why this does not run on these devices."""
+    """Raise ConfigError if the table has a reason why this does not run on these devices."""
     for device in devices.values():
         if device.kind != "cuda":
             raise ConfigError(f"tensorrt-llm needs an NVIDIA GPU, {device.device_id} is none")

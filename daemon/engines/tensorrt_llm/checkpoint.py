@@ -34,7 +34,7 @@ _FP8_BLOCK = [128, 128]
 
 @dataclass(frozen=True, slots=True)
 class StoredFormats:
-    """What a checkpoint brings."""
+    """Formats in which a checkpoint stores its weights and asks for its KV cache."""
 
     weights: WeightFormat
     kv: KvFormat | None  # None: it asks for none, and any may be chosen
@@ -42,7 +42,7 @@ class StoredFormats:
 
 
 def stored_formats(directory: Path) -> StoredFormats:
-    """The formats of the checkpoint in ``directory``.
+    """Return the formats of the checkpoint in ``directory``.
 
     Raises:
         NotFoundError: no config.json.
@@ -100,7 +100,7 @@ def _stored_kv(directory: Path, algorithm: object) -> KvFormat | None:
 
 
 def _of_config(directory: Path, quantization: Mapping[str, object]) -> StoredFormats:
-    """``quantization_config`` of config.json: fp8 in blocks of 128 x 128, compressed-tensors of 8-bit floats."""
+    """Read ``quantization_config``: fp8 in blocks of 128 x 128, compressed-tensors of 8-bit floats."""
     method = quantization.get("quant_method")
     if method == "fp8" and quantization.get("weight_block_size") == _FP8_BLOCK:
         return StoredFormats(WeightFormat.FP8, None, "FP8_BLOCK_SCALES")
@@ -120,7 +120,7 @@ def _of_config(directory: Path, quantization: Mapping[str, object]) -> StoredFor
 
 
 def _compressed_kinds(quantization: Mapping[str, object]) -> set[tuple[object, object]]:
-    """Bits and kind of number of each group's weights."""
+    """Return bits and kind of number of each group's weights."""
     groups = quantization.get("config_groups")
     kinds: set[tuple[object, object]] = set()
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -131,7 +131,7 @@ def _compressed_kinds(quantization: Mapping[str, object]) -> set[tuple[object, o
 
 
 def check_formats(stored: StoredFormats, config: DeploymentConfig, directory: Path) -> None:
-    """Raises CheckpointError: the checkpoint is not in the formats that ``config`` was planned with."""
+    """Raise CheckpointError if the checkpoint is not in the formats that ``config`` was planned with."""
     as_stored = config.weights is WeightFormat.STORED and stored.weights is not WeightFormat.BITS16
     if stored.weights is not config.weights and not as_stored:
         raise CheckpointError(

@@ -44,7 +44,7 @@ _PASSED_ON = ("Content-Type", "Cache-Control")
 
 
 class _Asked(msgspec.Struct):
-    """The fields of a request that are judged here; all others are the engine's to judge."""
+    """Fields of a request that are checked here; all further ones are the engine's to check."""
 
     model: str | None = None
     prompt: str | list[object] | None = None  # a text, token ids, or several of either
@@ -64,7 +64,9 @@ class Face:
         self.draining = False
 
     def runner(self) -> web.AppRunner:
-        """A client that leaves cancels its handler, which takes the request off the engine."""
+        """Make the server's runner; a client that leaves cancels its handler, which takes the request off the
+        engine.
+        """
         return BoundedRunner(
             self._app(),
             most=most_connections(_MAX_CONNECTIONS, files_each=2),
@@ -109,7 +111,7 @@ class Face:
     # --- how it is -----------------------------------------------------------------------------------------------
 
     async def _health(self, _request: web.Request) -> web.Response:
-        """The engine binds its port before it loads and listens afterwards: no connection means loading."""
+        """Answer ``/health``; no connection means loading: the engine binds its port before it listens."""
         state = "draining" if self.draining else "loading"
         if not self.draining:
             try:
@@ -130,7 +132,7 @@ class Face:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _stats(self, _request: web.Request) -> web.Response:
-        """``WorkerStats``; 503 before the first iteration, of which alone the engine tells its KV room."""
+        """Answer ``WorkerStats``; 503 before the first iteration, of which alone the engine tells its KV room."""
         if self._has_news and self._drain is None:
             self._has_news = self._in_flight > 0
             self._drain = asyncio.create_task(self._drain_records())
@@ -179,7 +181,7 @@ class Face:
             self._has_news = True
 
     def _refusal(self, body: bytes) -> web.Response | None:
-        """What the engine would take and the worker API does not."""
+        """Return the refusal of a request that the engine would take and the worker API does not."""
         if self.draining:
             return _refuse(503, "the worker is being stopped", code="draining")
         try:
@@ -221,7 +223,7 @@ class Face:
 
 
 def _longest(prompt: str | list[object] | None) -> int:
-    """Tokens of the longest prompt given as token ids; 0 for text, which only the engine can count."""
+    """Return the tokens of the longest prompt given as token ids; 0 for text, which only the engine can count."""
     if not isinstance(prompt, list) or not prompt:
         return 0
     if isinstance(prompt[0], int):
@@ -240,7 +242,7 @@ def _refuse(status: int, message: str, *, code: str | None = None, param: str | 
 
 
 def _named(spec: WorkerSpec) -> Path:
-    """The checkpoint under the name that clients use, for the engine calls a model by its folder's name."""
+    """Return the checkpoint under the name that clients use, for the engine calls a model by its folder's name."""
     name = spec.served_model
     checkpoint = Path(spec.checkpoint).resolve()
     if "/" in name or name in ("", ".", ".."):
@@ -260,7 +262,7 @@ def _free_port(host: str) -> int:
 
 
 async def _run(spec: WorkerSpec, argv: Sequence[str], token: str | None) -> int:
-    """Until the engine has ended; its return code."""
+    """Run until the engine has ended; return its return code."""
     port = _free_port(spec.host)
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
     face = Face(spec, f"http://{host}:{port}", token)
@@ -295,7 +297,7 @@ async def _run(spec: WorkerSpec, argv: Sequence[str], token: str | None) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The engine's exit status; 98 when the port is in use, 127 when the engine cannot be started.
+    """Run the face; return the engine's exit status, 98 when the port is in use, 127 when it cannot be started.
 
     Args:
         argv: the worker's spec.json, then the engine's command; ``{model}`` in it becomes the checkpoint.

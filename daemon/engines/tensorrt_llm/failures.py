@@ -24,7 +24,7 @@ _LESS = "give it a smaller batch or context, larger tp or pp, or GPUs with more 
 _RANK_ENDED = r"Executor worker (?:died during initialization|returned error)"
 
 SIGNS = (
-    # The guard has seen the port free, so somebody took it since; the next start moves to another.
+    # The guard has seen the port free, so another process took it since; the next start moves to another.
     Sign(
         re.compile(r"Failed to bind socket to (?P<where>[^\s,;]+)"),
         UnavailableError,

@@ -29,7 +29,7 @@ class _Batch(msgspec.Struct, frozen=True):
 
 
 class _Iteration(msgspec.Struct, frozen=True):
-    """The documented keys that are read; the others are left alone."""
+    """Documented keys that are read; all further ones are ignored."""
 
     latency_ms: float = msgspec.field(name="iterLatencyMS")
     active: int = msgspec.field(name="numActiveRequests")
@@ -69,7 +69,7 @@ class Iterations:
             self._output_tokens += batch.decoding + batch.prefilling
 
     def stats(self, spec: WorkerSpec, *, idle: bool) -> WorkerStats | None:
-        """The account so far; None before the first iteration, of which alone the engine tells its KV room.
+        """Return the account so far; None before the first iteration, of which alone the engine tells its KV room.
 
         Busy seconds are those of the whole worker, for each of its devices: the engine does not tell a pipeline's
         stages apart. Nor does it tell what each rank holds (``gpuMemUsage`` is everybody's on the device).

@@ -1,7 +1,7 @@
-"""The options file of one ``trtllm-serve``: every limit of a worker, in TensorRT-LLM's own words.
+"""Options file of one ``trtllm-serve``: every limit of a worker, in TensorRT-LLM's own words.
 
-The file overrides the command line (``update_llm_args_with_extra_dict``), so each limit stands here and nowhere
-else. Values in, values out. Keys: ``tensorrt_llm/llmapi/llm_args.py`` (``TorchLlmArgs``).
+The file overrides the command line (``update_llm_args_with_extra_dict``), so each limit is written here and
+nowhere else. Values in, values out. Keys: ``tensorrt_llm/llmapi/llm_args.py`` (``TorchLlmArgs``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KV_DTYPE = {KvFormat.BITS16: "auto", KvFormat.FP8: "fp8"}
 
 
 def llm_options(spec: WorkerSpec, model: ModelSpec) -> dict[str, object]:
-    """Keys and values that hold ``spec`` to its limits; ``spec.config.kv`` is one that the PyTorch backend has."""
+    """Return options that hold ``spec`` to its limits; ``spec.config.kv`` is one of the PyTorch backend's."""
     limits, config = spec.limits, spec.config
     blocks = kv_blocks(limits)
     options: dict[str, object] = {
@@ -60,7 +60,7 @@ def llm_options(spec: WorkerSpec, model: ModelSpec) -> dict[str, object]:
 
 
 def kv_blocks(limits: WorkerLimits) -> int:
-    """Blocks that hold ``kv_tokens`` when every sequence of a full batch has its equal part of them.
+    """Return the blocks that hold ``kv_tokens`` when every sequence of a full batch has its equal part of them.
 
     A sequence fills its last block alone, so the room is rounded up per sequence, not once.
     """
@@ -69,7 +69,7 @@ def kv_blocks(limits: WorkerLimits) -> int:
 
 
 def kv_bytes_per_gpu(spec: WorkerSpec, model: ModelSpec, *, tokens: int) -> int:
-    """Bytes of ``tokens`` in the KV cache of one GPU of the longest stage; quantization scales are not included.
+    """Return the bytes of ``tokens`` in the KV cache of one GPU of the longest stage, without quantization scales.
 
     Source: 2 (K, V) x layers of the stage x local KV heads x head_dim x bytes of an element.
     """
@@ -79,5 +79,5 @@ def kv_bytes_per_gpu(spec: WorkerSpec, model: ModelSpec, *, tokens: int) -> int:
 
 
 def as_yaml(options: dict[str, object]) -> str:
-    """JSON, which YAML includes: whole numbers, true and false, plain decimal fractions and text mean the same."""
+    """Return JSON, which YAML includes: numbers, true and false, decimal fractions and text mean the same."""
     return json.dumps(options, indent=2) + "\n"

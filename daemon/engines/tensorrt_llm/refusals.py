@@ -14,7 +14,7 @@ __all__ = ["error_body", "openai_error"]
 
 
 class _Flat(msgspec.Struct, frozen=True):
-    """One refusal as it comes."""
+    """Refusal as it arrives."""
 
     object: str
     message: str
@@ -46,7 +46,7 @@ _MEANINGS = (  # sign, code, what to change
 
 
 def openai_error(body: bytes) -> bytes | None:
-    """``{"error": {"message", "type", "param", "code"}}`` for a flat body; None for anything else.
+    """Return ``{"error": {"message", "type", "param", "code"}}`` for a flat body; None for anything else.
 
     A refusal that is not one of the documented ones keeps its message and has no code.
     """
@@ -67,5 +67,5 @@ def openai_error(body: bytes) -> bytes | None:
 def error_body(
     message: str, *, code: str | None = None, param: str | None = None, kind: str = "invalid_request_error"
 ) -> bytes:
-    """The body that OpenAI clients parse."""
+    """Return the body that OpenAI clients parse."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM 1.2 runs with its PyTorch backend, as a value.
+"""Capabilities of TensorRT-LLM 1.2 with its PyTorch backend, as a value.
 
 Read in the sources of 1.3.0rc3 and the release notes of 1.2; never run. Its older flow, which builds an engine
 file first, has more (Falcon, GPT-J, GPTQ, int8 KV, 2:4 sparsity); later releases drop it, and iServe does not
@@ -17,7 +17,7 @@ __all__ = ["TABLE"]
 _EXPERTS = frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"})
 _SOURCE = "TensorRT-LLM 1.3.0rc3"
 _NO_LORA = "which of its model classes take adapters was not read"
-# Of its PyTorch backend's classes those that were read beside what iServe counts of the model.
+# Of its PyTorch backend's classes those that were read next to what iServe counts of the model.
 _READ = ("Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
 _OLDER_FLOW = (
     "only its older engine flow (trtllm-build, or --backend tensorrt) has it, which later 1.3 drops and iServe "

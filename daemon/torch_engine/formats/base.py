@@ -1,4 +1,4 @@
-"""What a weight format is: how one linear of a hidden layer is stored and applied.
+"""Definition of a weight format: how one linear of a hidden layer is stored and applied.
 
 A new format is one file with one :class:`LinearFormat`, added to the table in ``formats/__init__.py``.
 """
@@ -21,11 +21,11 @@ class LinearFormat(Protocol):
     name: WeightFormat
 
     def refusal(self, layers: nn.ModuleList) -> str | None:
-        """Why these layers cannot be stored so; None when they can."""
+        """Return why these layers cannot be stored so; None when they can."""
         ...
 
     def replace(self, linear: nn.Linear) -> nn.Module:
-        """The module that takes the place of ``linear`` (which is on the meta device), on meta too.
+        """Return the module that takes the place of ``linear`` (which is on the meta device), on meta too.
 
         Its tensors have their final shapes and dtypes, so that bytes can be counted before anything is read.
         """

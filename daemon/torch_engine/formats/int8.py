@@ -21,10 +21,11 @@ _PACKED_MAX_TOKENS = 12
 
 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[out, in] weight -> (int8 [out, in], scale [out] in the weight's dtype); a row of zeros gets scale 1.
+    """Quantize a [out, in] weight to (int8 [out, in], scale [out] in the weight's dtype); a row of zeros gets
+    scale 1.
 
     The scale is rounded to its dtype first and the weights are divided by the rounded one, so that its rounding
-    costs no accuracy; a weight that then comes out beyond 127 is clamped.
+    costs no accuracy; a weight that is then beyond 127 is clamped.
     """
     largest = weight.abs().amax(dim=1).float()
     scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest)).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""What the engine protocol promises of a worker, whichever engine it is: one suite, subclassed per engine.
+"""Conformance of a worker to the engine protocol, whichever engine it is: one suite, subclassed per engine.
 
 A real daemon with the real adapters launches real processes; an engine that cannot run here is a strict stand-in
 for its server. Each class has one worker, and its tests run in their order: the last ones end it.
@@ -44,7 +44,7 @@ LIMITS = WorkerLimits(
 
 
 def ask(url: str, path: str, body: object = None, *, token: str | None = None) -> tuple[int, bytes]:
-    """One request over a plain connection."""
+    """Send one request over a plain connection."""
     headers = authorization(token)
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
@@ -178,7 +178,7 @@ class EngineConformance:
 
     @pytest.mark.parametrize("token", [None, "", "wrong"])
     def test_inference_needs_the_token_that_its_gateway_has(self, running: Running, token: str | None) -> None:
-        """Where keys are required, it cannot be reached around them; nor can a web page use it elsewhere."""
+        """Keys that are required cannot be evaded at the worker, nor can a web page use it elsewhere."""
         wish = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5}
         url = running.status.url
         assert ask(url, "/v1/completions", wish, token=token)[0] == 401

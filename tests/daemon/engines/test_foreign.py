@@ -1,4 +1,4 @@
-"""Which Python an engine is installed for, found out without importing the engine."""
+"""The Python that an engine is installed for is found without importing the engine."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_it_is_asked_once_until_something_is_installed(monkeypatch, python):
 
 
 def test_our_own_python_path_is_not_the_engines(monkeypatch, python, tmp_path):
-    """Else an abacus beside iServe would count as installed there."""
+    """Without this, an abacus next to iServe would count as installed there."""
     ours = tmp_path / "ours"
     ours.mkdir()
     set_version(ours, "beads", "9")

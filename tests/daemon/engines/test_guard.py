@@ -1,4 +1,4 @@
-"""The guard around a foreign engine: the port, the signals, the status, and that nothing is left, whoever dies."""
+"""The guard around a foreign engine: the port, the signals, the status, and that no death leaves a process."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ time.sleep(0.3)
 sys.exit(40 + len(got))
 """
     process, pids = guard(then)
-    time.sleep(0.2)  # the handler is installed after the ids were told
+    time.sleep(0.2)  # the handler is installed after the ids were printed
     os.killpg(os.getpgid(process.pid), 0)
     process.send_signal(signum)
     assert process.wait(30) == 41
@@ -121,7 +121,7 @@ def test_killed_it_takes_the_engine_along(guard):
 
 
 def test_when_its_parent_is_killed_it_ends_everything(tmp_path):
-    """The parent stands for the keeper: like it, it asks the kernel to kill the guard with it."""
+    """The parent plays the keeper: like it, it asks the kernel to kill the guard with it."""
     parent = (
         "import signal, subprocess, sys\n"
         "from daemon.descendants import set_parent_death_signal\n"

@@ -1,4 +1,4 @@
-"""Sources are parsed one at a time, whoever asks."""
+"""Sources are parsed one at a time, for all callers."""
 
 from __future__ import annotations
 

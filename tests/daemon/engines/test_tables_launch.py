@@ -1,4 +1,4 @@
-"""What an engine's table allows of a checkpoint, its adapter launches: every format, as it may be stored."""
+"""Every format that an engine's table allows of a checkpoint, as it may be stored, is launched by its adapter."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def worker(folder: Path, config: DeploymentConfig) -> WorkerSpec:
 
 
 def launched(spec: WorkerSpec) -> None:
-    """As far as the adapter goes before a process starts; raises as it does."""
+    """Build the launch, as far as the adapter goes before a process starts; raises as it does."""
     used = {device_id: GPUS[device_id] for device_id in spec.stages[0].device_ids}
     if spec.config.engine == "vllm":
         launch.arguments(spec, launch.read_model(spec), used)
@@ -114,7 +114,7 @@ def launched(spec: WorkerSpec) -> None:
 
 
 def table_of(engine: str) -> EngineCapabilities:
-    """Of a checkpoint as it is; none of it was prepared for the test."""
+    """Return the table of a checkpoint as it is; none of it was prepared for the test."""
     return ENGINES[engine].capabilities().unprepared()
 
 
@@ -186,7 +186,7 @@ def test_every_no_of_a_table_has_its_reason() -> None:
 
 @given(quantization=st.one_of(compressed, fp8, four_bits))
 def test_the_embedded_engine_is_offered_nothing_quantized(quantization: dict[str, Any]) -> None:
-    """Its own reader refuses every such checkpoint."""
+    """The engine's own reader refuses every such checkpoint."""
     try:
         spec = read_spec(LLAMA | {"quantization_config": quantization})
     except (ConfigError, UnsupportedModelError):

@@ -55,7 +55,7 @@ async def pair(folder: Path, *, listening: bool = True, **behaviour: object) -> 
     made = Behaviour(**{"metrics_wait_s": 0.05} | behaviour)
     engine = Engine(make_checkpoint(folder / "m"), merged(parse(["m"])[2], OPTIONS), made)
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler, bind_and_activate=False)
-    server.server_bind()  # the port is taken; nobody listens yet
+    server.server_bind()  # the port is taken; no process listens yet
     server.daemon_threads = True
     thread = threading.Thread(target=serve, args=(server, engine))
     face = Face(make_spec(folder / "m"), f"http://127.0.0.1:{server.server_port}")
@@ -168,7 +168,9 @@ def test_a_client_that_leaves_takes_its_request_off_the_engine(tmp_path: Path, s
 
 
 def test_an_idle_engine_is_not_asked_for_its_statistics(tmp_path: Path) -> None:
-    """It would wait 2 s for a record that does not come; and what one look has drained the next still knows."""
+    """The engine would wait 2 s for a record that does not arrive; and the next look knows what the last one
+    drained.
+    """
 
     async def scene() -> None:
         async with pair(tmp_path) as it:

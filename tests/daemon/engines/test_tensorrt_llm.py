@@ -268,7 +268,7 @@ async def failed(supervisor: Supervisor) -> WorkerStatus:
 
 
 async def probed(supervisor: Supervisor) -> WorkerStats:
-    """What the supervisor's own probes have read."""
+    """Return what the supervisor's own probes have read."""
     async with asyncio.timeout(WAIT_S):
         while (stats := supervisor._workers["w1"]._sight.stats) is None:
             await asyncio.sleep(0.02)
@@ -291,7 +291,7 @@ def test_it_comes_up_serves_within_its_limits_and_leaves_nothing(on_node, engine
         assert "100 tokens" in json.loads(body)["error"]["message"]
         _, body = await ask(status, "/v1/completions", {"prompt": "word " * 90, "max_tokens": 50})
         assert json.loads(body)["usage"]["completion_tokens"] == 10
-        # a text's length only the engine knows; its flat refusal comes in the form that clients parse
+        # a text's length only the engine knows; its flat refusal is in the form that clients parse
         code, body = await ask(status, "/v1/completions", {"prompt": "word " * 100})
         assert (code, json.loads(body)["error"]["code"]) == (400, "context_length_exceeded")
         code, body = await ask(status, "/v1/completions", {"prompt": "a", "guided_json": "{}"})
@@ -384,14 +384,17 @@ def test_each_documented_way_to_fail_is_told_with_its_fix(on_node, checkpoint, b
         await supervisor.launch(make_spec(checkpoint))
         status = await failed(supervisor)
         assert error in status.error
-        assert status.restarts == 1  # others may have had the memory or the port: it is tried again, and given up
+        # Another process may have had the memory or the port: it is tried again, and given up.
+        assert status.restarts == 1
         assert not supervisor._workers["w1"].process.pids()
 
     on_node(scene)
 
 
 def test_an_architecture_that_the_engine_lacks_is_named(on_node, checkpoint):
-    """One that our table does not know of: the files are exchanged between the adapter's look and the start."""
+    """An architecture that our table does not know: the files are exchanged between the adapter's look and the
+    start.
+    """
     behave(checkpoint)
     other = json.dumps(CONFIG | {"architectures": ["BloomForCausalLM"]})
 

@@ -59,7 +59,7 @@ def test_the_stand_in_takes_documented_options_only(sections: dict[int, str]) ->
 
 
 def test_the_package_takes_documented_options_only(sections: dict[int, str]) -> None:
-    """What ``LLM`` takes are the options of the file; of its own it has whether there is a tokenizer."""
+    """The arguments of ``LLM`` are the options of the file; of its own it has whether there is a tokenizer."""
     documented = words(sections[2].split("QuantAlgo (")[0])
     library = Path(options.__file__).parent / "library"
     found = dict(
@@ -94,7 +94,7 @@ def test_every_documented_failure_has_its_meaning(sections: dict[int, str]) -> N
             answer = openai_error(flat)
             known = answer is not None and json.loads(answer)["error"]["code"] is not None
             if text in ("xdoesn't match",):
-                text = "KV cache quantization x doesn't match"  # the note leaves out what comes before
+                text = "KV cache quantization x doesn't match"  # the note leaves out what precedes
             assert known or any(sign.pattern.search(text) for sign in SIGNS), quoted
     for text in ("Unknown architecture for AutoModelForCausalLM: X", "Unsupported quantization_config"):
         assert text in sections[4] + sections[5]

@@ -99,7 +99,7 @@ def living(pids: list[int]) -> set[int]:
     ],
 )
 def test_several_gpus_are_several_processes_of_one_worker(vllm_node, layers, tp):
-    """With tp=2 the stand-in also refuses to start with NVLink multicast on."""
+    """The stand-in also refuses to start with NVLink multicast on when tp=2."""
     start(vllm_node)
     vllm_node.client.launch(spec(vllm_node, layers=layers, tp=tp))
     status = vllm_node.wait("w1", WorkerState.READY)
@@ -143,7 +143,7 @@ def test_dummy_weights_need_no_weights_but_are_never_chosen_silently(vllm_node):
     ],
 )
 def test_a_failed_start_is_told_with_its_fix_and_leaves_nothing(vllm_node, behaviour, words, restarts):
-    """The cause stands far above the last lines of the log, which only say that something failed."""
+    """The cause is far above the last lines of the log, which only say that something failed."""
     start(vllm_node)
     vllm_node.behave(**behaviour)
     vllm_node.client.launch(spec(vllm_node))
@@ -152,7 +152,7 @@ def test_a_failed_start_is_told_with_its_fix_and_leaves_nothing(vllm_node, behav
     for word in words:
         assert word in status.error
     assert "module_149" not in status.error
-    assert not (vllm_node.home / "workers" / "w1" / "processes").exists()  # no start came so far
+    assert not (vllm_node.home / "workers" / "w1" / "processes").exists()  # no start got so far
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def without_flag(flag: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("version", ["0.19.2", "0.34.0", "unknown"])
 def test_a_release_that_cannot_be_read_is_not_started(tmp_path, monkeypatch, version):
-    """Its metadata is there, its command line is not."""
+    """The release's metadata is there, its command line is not."""
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", version)))
     assert "install vllm there anew" in (get_engine("vllm").capabilities().unavailable or "")
 

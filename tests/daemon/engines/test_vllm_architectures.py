@@ -197,7 +197,7 @@ def a_class(**flags: bool) -> Transformers:
 
 
 class TestTheBackendForTransformers:
-    """vLLM's own rule: a class whose attention can be replaced is taken, whoever wrote it."""
+    """vLLM's own rule: a class whose attention can be replaced is taken, whichever project it is from."""
 
     @pytest.mark.parametrize("flags", [{"takes_attention": True}, {"sets_attention": True}], ids=str)
     def test_a_class_with_the_interface_is_run_with_a_note(self, flags):
@@ -295,7 +295,7 @@ class TestInstallations:
         monkeypatch.setattr(adapter, "recorded", lambda: known)
         monkeypatch.setattr(adapter, "read_registry", None)
         assert get_engine("vllm").capabilities().architectures == TABLE.architectures
-        make_editable(python, "vllm", tmp_path / "sources")  # its classes may be others
+        make_editable(python, "vllm", tmp_path / "sources")  # its classes may be different
         with pytest.raises(TypeError, match="not callable"):
             adapter._registry(VllmEngine().interpreter.find())
 

@@ -39,7 +39,7 @@ class TestLayersThatKeepOtherThings:
 
     def test_a_latent_is_whole_on_every_rank(self) -> None:
         latent = replace(self.ATTENTION, kv_elements=576)
-        dense_first = (latent, replace(latent, params=9))  # one cache, however the layers differ beside it
+        dense_first = (latent, replace(latent, params=9))  # one cache, however the layers differ otherwise
         for tp in (1, 4):
             found = self.bytes_of(dense_first, (0, 1, 1, 1), tp=tp, num_kv_heads=1, kv_head_elements=576)
             assert found == (1 + math.ceil(4100 / 64) + 100) * 4 * 64 * 576 * 2

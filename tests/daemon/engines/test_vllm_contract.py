@@ -145,7 +145,7 @@ class TestCompleteness:
     """The contract names what the adapter uses, so that a release is held against all of it."""
 
     def test_flags_are_those_of_the_command_line(self, tmp_path, monkeypatch):
-        """With formats, several GPUs, the parsers, the worker's key, and each use of a model."""
+        """The flags include formats, several GPUs, the parsers, the worker's key, and each use of a model."""
         monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", "0.33.0")))
         (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
         flags = set[str]()

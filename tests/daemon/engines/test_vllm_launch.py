@@ -86,8 +86,11 @@ def test_a_sliding_window_may_begin_inside_a_block(checkpoint):
 
 
 def test_a_window_keeps_the_tokens_of_every_step_in_flight(checkpoint):
-    """One sequence of 32,768 tokens, a window of 128, steps of 8,192: vLLM asks for 521 blocks of the window's
-    group in 0.24 and for 1,033 from 0.26 on, which schedules a second step while one runs."""
+    """For one sequence of 32,768 tokens, a window of 128, steps of 8,192, the blocks are those that vLLM asks for.
+
+    It asks for 521 blocks of the window's group in 0.24 and for 1,033 from 0.26 on, which schedules a second step
+    while one runs.
+    """
     types = ["sliding_attention", "full_attention"] * 16
     changes = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 128}
     folder = checkpoint(**changes, layer_types=types, head_dim=128, max_position_embeddings=32_768)

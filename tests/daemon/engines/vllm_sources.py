@@ -108,7 +108,9 @@ def _class(name: str, facts: ClassFacts, release: ReleaseFacts) -> list[str]:
 
 
 def _signature(parameters: tuple[str, ...]) -> str:
-    """Of parameters that end in ``=`` where they have a default; all by keyword but for the starred ones."""
+    """Return a signature of parameters that end in ``=`` where they have a default; all by keyword but starred
+    ones.
+    """
     starred = [p for p in parameters if p.startswith("*")]
     plain = [f"{p}0" if p.endswith("=") else p for p in parameters if not p.startswith("*")]
     positional = [p for p in starred if not p.startswith("**")]

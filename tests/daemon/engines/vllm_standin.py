@@ -4,7 +4,7 @@ for the checks that it shares with the stand-in for vLLM's ``LLM`` class (``vllm
 It takes the documented flags and no other, makes the documented checks with the documented texts, binds its port
 with SO_REUSEPORT before it "loads", is as many processes as vLLM is (none of which minds its parent's death), and
 answers with the documented bodies. A token is a byte of text or an id. What cannot be checked without a GPU is
-told by ``behaviour.json`` in the model's folder, else for every model in the environment's: ``once`` (for one
+given by ``behaviour.json`` in the model's folder, else for every model in the environment's: ``once`` (for one
 start), ``free_bytes`` and ``total_bytes`` of a GPU, ``weight_bytes``, ``load_s``, ``token_s``, ``deaf`` (ignores
 SIGTERM).
 """
@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 def fail(text):
-    """As an uncaught exception of the engine core and then of the server that waited for it."""
+    """Print as an uncaught exception of the engine core and then of the server that waited for it."""
     core, server = "(EngineCore pid=2)", f"(APIServer pid={os.getpid()})"
     print(f"{core} ERROR 11-21 10:00:00 [core.py:1137] EngineCore failed to start.", file=sys.stderr)
     print(f"{core} ERROR 11-21 10:00:00 [core.py:1137] {text}", file=sys.stderr)
@@ -159,7 +159,7 @@ class Engine:
             )
 
     def _kv_blocks(self, config, layers):
-        """As many blocks as the stage with the most layers can hold; one of them is the engine's own."""
+        """Return as many blocks as the stage with the most layers can hold; one of them is the engine's own."""
         given = self.given
         page = checks.page_bytes(
             config, tp=given.tensor_parallel_size, kv_dtype=given.kv_cache_dtype, block_tokens=given.block_size
@@ -352,7 +352,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {**stem, "object": kind, "choices": choices, "usage": usage})
 
     def message(self, asked, text):
-        """With a call of the first tool where tools are given, and what was thought where that is parsed."""
+        """Return a message with a call of the first tool where tools are given, and thoughts where those are
+        parsed.
+        """
         given, message = self.engine.given, {"role": "assistant", "content": text}
         if asked.get("tools") and asked.get("tool_choice", "auto") == "auto":
             if not (given.enable_auto_tool_choice and given.tool_call_parser):
@@ -368,7 +370,7 @@ class Handler(BaseHTTPRequestHandler):
         return message
 
     def prompt_lengths(self, asked, *, chat):
-        """Tokens of every prompt. vLLM streams the several of a list too, but nobody here asks for that."""
+        """Return the tokens of every prompt. vLLM streams the several of a list too, which no test asks for."""
         prompts = asked.get("prompt")
         if chat or not prompts or not isinstance(prompts, list) or not isinstance(prompts[0], list):
             return [self.prompt_length(asked, prompts, chat=chat)]

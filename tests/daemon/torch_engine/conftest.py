@@ -37,10 +37,11 @@ PATIENCE_S = 60.0  # how long a test waits for what must happen; never part of w
 
 
 class ScriptedRunner:
-    """Remembers what was written into each slot, and answers with the token that ``script`` gives for it.
+    """Runner that remembers what was written into each slot, and answers with the token that ``script`` gives for
+    it.
 
     ``gate``: when set, a step waits for a permit, so that a test decides how far the engine gets.
-    ``warming``: the steps of warming up may begin anywhere, on a cache of zeros; no others may.
+    ``warming``: the steps of warming up may begin anywhere, on a cache of zeros; no other steps may.
     """
 
     vocab_size = VOCAB

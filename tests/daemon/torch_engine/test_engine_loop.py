@@ -1,4 +1,4 @@
-"""The engine's thread: what sequences get, how they end, and what everybody is told when it breaks."""
+"""The engine's thread: what sequences get, how they end, and what callers are answered when it breaks."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_model_is_replaced_only_when_idle(drive) -> None:
 def test_warming_up_runs_the_largest_steps_and_counts_nothing(
     drive, spec, max_batched_tokens: int, expected: list
 ) -> None:
-    """Of a context of 128: a prompt's piece at its beginning and at its end, then all slots' last tokens."""
+    """The steps of a context of 128 are a prompt's piece at either end, then all slots' last tokens."""
     driven = drive(next_number, warming=True)
     driven.spec = spec(limits=replace(driven.spec.limits, max_batched_tokens=max_batched_tokens))
     driven.load()
@@ -236,7 +236,7 @@ def test_warming_up_runs_the_largest_steps_and_counts_nothing(
 
 
 def test_a_rank_that_goes_while_nothing_runs_is_noticed(drive) -> None:
-    """By the reading of memory that goes with the account, not by the next request."""
+    """The reading of memory that goes with the account notices it, before the next request."""
     driven = drive(next_number)
     driven.runner.fail_reading_memory = True
     driven.engine._memory_at_s = -1e9  # as if read long ago
@@ -247,7 +247,7 @@ def test_a_rank_that_goes_while_nothing_runs_is_noticed(drive) -> None:
 
 
 def test_who_asks_for_a_call_and_leaves_does_no_harm(drive) -> None:
-    """As an HTTP client of a profiling route does: before its call is made, while it runs, and at the end."""
+    """A caller of a profiling route may leave before its call is made, while it runs, and at the end."""
     driven = drive(next_number)
     begun, go_on = threading.Event(), threading.Event()
 

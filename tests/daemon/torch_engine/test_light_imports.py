@@ -1,4 +1,4 @@
-"""What a worker imports, in a process of its own: nothing that it never uses, and nothing that is missed."""
+"""Imports of a worker, in a process of its own: none that it never uses, and none that is missed."""
 
 from __future__ import annotations
 

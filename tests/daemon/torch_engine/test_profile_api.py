@@ -195,7 +195,7 @@ def test_bodies_that_are_none(session, http_exchange) -> None:
 
 
 def test_who_leaves_a_run_does_not_spoil_the_next(serve, demo_checkpoint: Path) -> None:
-    """The step of the first run that is under way counts for nobody: each step of this runner says 0.25 s."""
+    """The step of the first run that is under way does not count: each step of this runner says 0.25 s."""
     gate = threading.Semaphore(0)
     served = serve(lambda history: 5, prepare=lambda runner: setattr(runner, "gate", gate), profiling=True)
     order = ProfileLoad(

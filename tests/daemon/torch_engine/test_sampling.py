@@ -111,7 +111,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
     seed=st.integers(0, 99),
 )
 def test_what_is_drawn_is_in_the_nucleus(logits: list[float], top_p: float, temperature: float, seed: int) -> None:
-    """By hand in float64: the tokens that are likelier than the one drawn do not reach ``top_p`` yet."""
+    """The tokens that are likelier than the one drawn, by hand in float64, do not reach ``top_p`` yet."""
     params = SamplingParams(top_p=top_p, temperature=temperature, seed=seed)
     weights = np.exp((np.array(logits) - max(logits)) / temperature)
     for token in draw(params, logits, 5):

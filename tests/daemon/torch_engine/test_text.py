@@ -1,4 +1,4 @@
-"""Text of tokens as they come, stop strings, tokenizers and chat templates."""
+"""Text of tokens as they arrive, stop strings, tokenizers and chat templates."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SPECIAL = frozenset({300})
 
 
 def byte_decode(tokens: Sequence[int]) -> str:
-    """One token a byte, as byte-level tokenizers decode."""
+    """Decode one token a byte, as byte-level tokenizers do."""
     return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 def byte_run_decode(tokens: Sequence[int]) -> str:
-    """As tokenizers with byte fallback decode: a run of bytes that is no text is one U+FFFD a byte."""
+    """Decode as tokenizers with byte fallback do: a run of bytes that is no text is one U+FFFD a byte."""
     raw = bytes(token for token in tokens if token < 256)
     try:
         return raw.decode("utf-8")
@@ -162,7 +162,9 @@ def test_the_demo_tokenizer_and_its_template(demo_checkpoint: Path) -> None:
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(demo_checkpoint: Path, tmp_path: Path) -> None:
-    """Not one that may: the demo's longest token, and so the most that ten tokens stand for, is a special one."""
+    """A text that may fit is not refused: the demo's longest token, the most that a token represents, is a special
+    one.
+    """
     codec = load_text_codec(demo_checkpoint)
     bare = load_text_codec(without_template(demo_checkpoint, tmp_path / "m"))
     assert codec is not None
@@ -314,7 +316,7 @@ def test_a_process_that_was_killed_while_idle_costs_the_next_conversation_nothin
             process = template._process
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is dead now, and nobody was told
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is dead now, and no caller knows
         assert template.render([{"role": "user", "content": "three"}], 9) == "three"
 
 

@@ -24,7 +24,7 @@ BOS, END = 0, 1
 
 
 def tokens(text: str) -> list[int]:
-    """One token a byte."""
+    """Return one token a byte."""
     ids = CODEC.encode(text, 10_000)
     assert len(ids) == len(text.encode())
     return ids
@@ -67,7 +67,9 @@ def test_completion(served) -> None:
 
 
 def test_a_text_that_the_tokenizer_fails_on_is_refused_and_never_retried(serve, tmp_path: Path) -> None:
-    """Its panic is no Exception: it took the connection down, which the gateway takes for a lost worker."""
+    """The tokenizer's panic is no Exception: it took the connection down, which the gateway takes for a lost
+    worker.
+    """
     shutil.copytree(DEMO, tmp_path / "model")
     file = tmp_path / "model" / "tokenizer.json"
     change = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
@@ -155,7 +157,7 @@ def test_stop_strings_are_met_across_tokens_and_cut(served, stop: Any, text: str
 
 @pytest.mark.parametrize(("min_tokens", "text"), [(4, "hel"), (5, "hello")])
 def test_a_stop_string_before_min_tokens_does_not_count(served, min_tokens: int, text: str) -> None:
-    """ "l" comes third and fourth, "lo" is complete with the fifth token."""
+    """The third and fourth characters are "l", and "lo" is complete with the fifth token."""
     done = client(served).completions.create(
         model="demo", prompt="ab", stop=["l", "lo"], temperature=0, extra_body={"min_tokens": min_tokens}
     )
@@ -320,7 +322,7 @@ def test_a_body_of_no_type_is_refused_as_by_the_gateway(served) -> None:
 
 
 def test_a_body_beyond_the_limit_is_cut_off(served) -> None:
-    """Also when its length is not told beforehand."""
+    """The limit holds also when the length is not given beforehand."""
     connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=60)
     pieces = (b"x" * 2**20 for _ in range(33))
     connection.request(

@@ -33,7 +33,9 @@ TELLS = (
 
 @pytest.fixture
 def in_shell(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    """What ``vllm`` and ``docker`` are started with when a shell reads the text; they tell, and do nothing."""
+    """Return what ``vllm`` and ``docker`` are started with when a shell reads the text; they report, and do
+    nothing.
+    """
     programs = tmp_path / "programs"
     programs.mkdir()
     for name in ("vllm", "docker"):

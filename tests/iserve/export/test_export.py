@@ -118,7 +118,7 @@ def test_vllm_is_started_with_the_limits_of_the_plan(kind: str, written: Any, mo
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_default_many_and_long_requests_are_served(kind: str, iserve: Run, model: Any, tmp_path: Path) -> None:
-    """As many as the KV cache holds of the planned length, and as long ones as the model takes."""
+    """The defaults are as many as the KV cache holds of the planned length, as long as the model takes."""
     target = tmp_path / "default.yaml"
     iserve("deploy", model("Llama-2-13b"), "--export", kind, "--gpus", "a6000:8", "--engine", "vllm", "-o", target)
     words = words_of(kind, documents(target))
@@ -219,7 +219,7 @@ def test_the_schemas_of_kubernetes_take_the_objects(engine: str, written: Any) -
 
 
 def test_kubectl_reads_every_field(written: Any, tmp_path: Path) -> None:
-    """What its types do not have it drops when it writes the object again."""
+    """The client drops what its types do not have when it writes the object again."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     deployment = next(one for one in written("k8s") if one["kind"] == "Deployment")
@@ -242,7 +242,7 @@ def assert_within(part: Any, whole: Any) -> None:
 
 
 def launch_here(checkpoint: Path, engine: str, devices: tuple[Device, ...], pp: int = 1) -> LaunchDocument:
-    """Of a plan for this node, on ``devices`` in this order of stages."""
+    """Return the launch of a plan for this node, on ``devices`` in this order of stages."""
     from fingerprint.gpus import parse_gpus
 
     gpu, _ = parse_gpus("a6000:8")

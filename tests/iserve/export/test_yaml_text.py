@@ -1,4 +1,4 @@
-"""What is written is what a YAML reader reads, whatever the strings are."""
+"""Written YAML is what a YAML reader reads, whatever the strings are."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class FakeWorker:
     authorizations: list[str | None] = field(default_factory=list)
     cancelled: int = 0  # requests whose connection went away before they were answered
     url: str = ""
-    go_on: threading.Event = field(default_factory=threading.Event)  # what "hold", "wait" and others wait for
+    # "hold", "wait" and further modes wait for this.
+    go_on: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> FakeWorker:
         started = threading.Event()
@@ -279,7 +280,7 @@ class GatewayProcess:
         headers: dict[str, str] | None = None,
         timeout_s: float = PATIENCE_S,
     ) -> Answer:
-        """One request on a connection of its own; a ``body`` that is not bytes is sent as JSON."""
+        """Send one request on a connection of its own; a ``body`` that is not bytes is sent as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -322,7 +323,7 @@ def gateway(gateway_process: GatewayProcess) -> GatewayProcess:
 
 @pytest.fixture
 def own_gateway(tmp_path: Path) -> Iterator[GatewayProcess]:
-    """One that the test may kill."""
+    """Yield a gateway that the test may kill."""
     process = GatewayProcess(tmp_path).start()
     yield process
     process.stop()

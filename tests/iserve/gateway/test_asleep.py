@@ -1,4 +1,4 @@
-"""What the gateway does for deployments that are started when called, and what it tells the controller."""
+"""Requests for deployments that are started when called, and what the gateway reports to the controller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def demand(gateway: GatewayProcess) -> Demand:
 
 
 def in_background(gateway: GatewayProcess) -> Callable[[], Answer]:
-    """One request, begun and seen waiting; called, its answer."""
+    """Begin one request and see it wait; return a call for its answer."""
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(gateway.complete()))
     thread.start()
@@ -87,7 +87,7 @@ def test_it_is_told_when_that_takes_too_long_or_cannot_be(
     gateway.publish(replace(asleep, ready_wait_s=60.0))
     answer = in_background(gateway)
     gateway.publish(replace(asleep, refusal="no room", retry_after_s=10))
-    for told in (answer(), gateway.complete()):  # who waited, and who comes now
+    for told in (answer(), gateway.complete()):  # the one that waited, and a new one
         assert (told.status, told.headers["retry-after"]) == (503, "10")
         assert told.json["error"]["message"] == "no worker of 'm' could be started: no room"
 

@@ -1,4 +1,4 @@
-"""What becomes of requests when workers, tables, clients or the gateway itself fail."""
+"""Outcomes of requests when workers, tables, clients or the gateway itself fail."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ class TestRoutes:
 
 class TestProcess:
     def test_killed_and_started_again_it_serves_at_once(self, own_gateway, make_worker, make_route) -> None:
-        """No controller is there to help: the table lies on the disk."""
+        """The table lies on the disk: no controller is there to help."""
         own_gateway.publish(make_route(make_worker().target()))
         port = own_gateway.port
         own_gateway.kill()
@@ -459,7 +459,7 @@ class TestProcess:
             assert own_gateway.complete().status == 200
 
     def test_idle_connections_beyond_its_limit_give_way(self, own_gateway, make_worker, make_route) -> None:
-        """As many as it has files would leave it none to reach a worker with."""
+        """Connections as many as it has files would leave it none to reach a worker with."""
         own_gateway.stop()
         own_gateway.start(wrapper=("sh", "-c", 'ulimit -n 320; exec "$@"', "sh"))
         own_gateway.publish(make_route(make_worker().target()))
@@ -485,7 +485,7 @@ class TestProcess:
 
 
 def test_many_at_once(gateway, make_worker, make_route) -> None:
-    """No answer is lost or mixed up with another."""
+    """Every answer reaches its own request, and none is lost."""
     workers = [make_worker(words=(f"w{i}",)) for i in range(2)]
     gateway.publish(*(make_route(w.target(), name=f"m{i}") for i, w in enumerate(workers)))
     start = threading.Barrier(16)

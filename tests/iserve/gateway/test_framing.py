@@ -1,7 +1,7 @@
-"""Where a message ends, against h11: bytes that are almost HTTP, cut anywhere, in the gateway's own protocols.
+"""Ends of messages, against h11: bytes that are almost HTTP, cut anywhere, in the gateway's own protocols.
 
 Ours may refuse what h11 takes (it is the stricter of the two), but never read another body out of the same bytes,
-and never another one because they came in other pieces.
+and never another one because they arrived in other pieces.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ async def answer_of_ours(pieces: list[bytes]) -> tuple[int, bytes] | None:
     wanted=st.lists(st.booleans(), min_size=1, max_size=5),
 )
 def test_what_is_taken_on_the_way_is_not_overtaken_nor_overtakes(turns: list[int], wanted: list[bool]) -> None:
-    """Pieces may come before the task that was woken for the one before had its turn."""
+    """Pieces may arrive before the task that was woken for the one before had its turn."""
 
     async def pieces_in_order() -> list[bytes]:
         loop, came, offers = asyncio.get_running_loop(), [], itertools.cycle(wanted)
@@ -187,7 +187,7 @@ def test_an_answer_has_the_body_that_h11_reads_or_none(sent: tuple[bytes, list[b
 
 
 async def bodies_of_ours(pieces: list[bytes]) -> list[tuple[str, bytes]]:
-    """Method and body of each request that came whole."""
+    """Return method and body of each request that arrived whole."""
     asked: list[tuple[str, bytes]] = []
 
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -208,7 +208,7 @@ async def bodies_of_ours(pieces: list[bytes]) -> list[tuple[str, bytes]]:
     for piece in pieces:
         if not wire.closed:
             fed(protocol, piece)
-        for _ in range(8):  # a request is answered before the next piece comes
+        for _ in range(8):  # a request is answered before the next piece arrives
             await asyncio.sleep(0)
     protocol.connection_lost(None)
     await asyncio.sleep(0)

@@ -194,7 +194,7 @@ def test_a_client_that_reads_is_kept(served) -> None:
 
 
 def test_what_is_written_at_once_comes_in_its_order_and_not_without_bounds(served) -> None:
-    """It stops as soon as the client does not read; what waits for the client then comes behind it."""
+    """Writing stops as soon as the client does not read; what waits for the client then follows it."""
     client, app = served
     client.sendall(b"GET /now HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     said = rest(client)
@@ -215,7 +215,7 @@ def test_what_is_written_at_once_comes_in_its_order_and_not_without_bounds(serve
     ],
 )
 def test_a_request_behind_a_refused_upgrade_is_no_part_of_its_body(served, framing) -> None:
-    """Else whoever stands before us sees two requests where we see one."""
+    """A proxy before us would else see two requests where we see one."""
     client, app = served
     header, body = framing
     head = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%b\r\n"
@@ -227,7 +227,10 @@ def test_a_request_behind_a_refused_upgrade_is_no_part_of_its_body(served, frami
 
 @pytest.mark.parametrize("count", [10, 1000])
 def test_only_a_few_requests_wait_for_the_answer_before_them(served, count: int) -> None:
-    """Each costs a hundred times its bytes. Those are answered, and the connection's end tells of the others."""
+    """Each request costs a hundred times its bytes.
+
+    Those are answered, and the connection's end shows the rest.
+    """
     client, _ = served
     client.sendall(b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n" * count)
     said = b""

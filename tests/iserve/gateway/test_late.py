@@ -1,4 +1,4 @@
-"""A deployment that refuses who would be late: a real gateway, and workers that are held for as long as it takes.
+"""A deployment that rejects late requests: a real gateway, and workers that are held for as long as it takes.
 
 No worker is fast or slow here: what a request would take is what its route says, so that nothing hangs on time.
 """
@@ -20,7 +20,7 @@ from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, ro
 
 NAME = "late"
 REFUSED = f'iserve_gateway_late_refusals_total{{deployment="{NAME}"}}'
-# Two at once; a prompt takes 10 s, a token 1 s, and beside another 2 s. An answer whose length nobody says has 11.
+# Two at once; a prompt takes 10 s, a token 1 s, and with another 2 s. An answer of unknown length has 11.
 PACE = Pace(slots=2, input_tokens=10, output_tokens=11, ttft_s=10.0, ttft_full_s=10.0, tpot_s=1.0, tpot_full_s=2.0)
 
 
@@ -88,7 +88,7 @@ def test_one_that_asks_for_less_is_taken(gateway: GatewayProcess, make_worker: C
 def test_an_idle_deployment_lets_one_through_that_it_cannot_serve_in_time(
     gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
 ) -> None:
-    """Again and again, one at a time; beside another such a request is told that waiting is of no use."""
+    """Requests are let through again and again, one at a time; with another running, one is asked not to wait."""
     worker = make_worker()
     gateway.publish(late_route(worker.target(), slots=1, e2e_s=0.001))
     assert [gateway.complete(NAME).status for _ in range(5)] == [200] * 5
@@ -111,7 +111,7 @@ def test_who_comes_again_when_the_answer_is_complete_finds_nobody_there(
 def test_it_goes_to_the_replica_where_it_keeps_its_limits(
     gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
 ) -> None:
-    """A step beside another is too slow: each gets a replica of its own, the third is refused."""
+    """A step with another one is too slow: each gets a replica of its own, the third is rejected."""
     first, second = make_worker("wait"), make_worker("wait")
     gateway.publish(late_route(first.target("w0"), second.target("w1"), tpot_s=1.5))
     with held(gateway, first, second, number=2) as answers:
@@ -125,10 +125,10 @@ def test_it_goes_to_the_replica_where_it_keeps_its_limits(
 def test_fewest_requests_do_not_decide_where_only_another_keeps_the_limits(
     gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
 ) -> None:
-    """One replica has a prompt under way; the other has two that have their first tokens. A prompt behind another
-    is too late: it goes to the fuller one.
+    """A prompt behind another is too late: it goes to the fuller replica.
 
-    A prompt's token takes 100 s, by the plan; that first tokens come at once lowers this to some 40 s.
+    One replica has a prompt under way; the other has two that have their first tokens.
+    A prompt's token takes 100 s, by the plan; that first tokens arrive at once lowers this to some 40 s.
     """
     prompting, decoding = make_worker("wait"), make_worker("hold")
     pace = replace(PACE, ttft_s=1000.0, ttft_full_s=3000.0)
@@ -158,8 +158,10 @@ def test_fewest_requests_do_not_decide_where_only_another_keeps_the_limits(
 def test_who_calls_one_that_sleeps_is_not_late_for_its_start(
     gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
 ) -> None:
-    """However many wait, however short the limits: nobody is refused while no worker is ready, and who is first
-    when one is ready is served."""
+    """All waiting requests are kept while no worker is ready, however many, however short the limits.
+
+    The first when one is ready is served.
+    """
     worker = make_worker()
     asleep = replace(late_route(worker.target(ready=False), slots=2, ttft_s=0.001), ready_wait_s=60.0)
     gateway.publish(asleep)
@@ -179,7 +181,7 @@ def test_who_calls_one_that_sleeps_is_not_late_for_its_start(
 def test_without_the_option_nobody_is_refused(
     gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
 ) -> None:
-    """As long as the queue has room."""
+    """All requests are accepted, as long as the queue has room."""
     worker = make_worker("wait")
     gateway.publish(route(worker.target(max_outstanding=1), name=NAME))
     before = gateway.metric(REFUSED)

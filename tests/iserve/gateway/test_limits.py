@@ -1,4 +1,4 @@
-"""What a request may be, over real sockets, and the depth scan by itself."""
+"""Limits of a request, over real sockets, and the depth scan by itself."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def talk(gateway, *parts: bytes) -> bytes:
 
 
 def trickle(gateway, first: bytes) -> bytes:
-    """What it says within 20 s to a client that goes on with a byte every half second."""
+    """Return what it answers within 20 s to a client that goes on with a byte every half second."""
     over = threading.Event()
 
     def go_on(client: socket.socket) -> None:
@@ -123,7 +123,7 @@ class TestBody:
             gateway,
             JSON_HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n",
             *([chunk] * 8),
-        )  # and its end never comes
+        )  # and its end never arrives
         assert said.startswith(b"HTTP/1.1 413 ")
         assert b"body_too_large" in said
 
@@ -204,7 +204,7 @@ def test_all_slow_clients_have_ten_seconds() -> None:
 class TestHeaders:
     @pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 431)])
     def test_64_kib_of_headers_are_taken(self, gateway, worker, more, status) -> None:
-        """Of a whole head; names and values alone may not be more either."""
+        """The limit is of a whole head; names and values alone may not be more either."""
         line, rest = b"GET /v1/models HTTP/1.1\r\n", b"Host: x\r\nConnection: close\r\nX-Big: %b\r\n\r\n"
         beside = len(line + rest) - 2 if not more else len(b"hostxconnectioncloseX-Big")
         said = talk(gateway, line + rest % (b"a" * (65_536 + more - beside)))
@@ -246,7 +246,7 @@ class TestHeaders:
         ],
     )
     def test_ambiguous_heads_are_400(self, gateway, worker, head) -> None:
-        """What two readers could understand differently is how requests are smuggled past one of them."""
+        """Text that two readers could understand differently lets requests be smuggled past one of them."""
         assert talk(gateway, head + b"\r\n").startswith(b"HTTP/1.1 400 ")
 
     def test_a_malformed_chunk_of_the_body_is_400(self, gateway, worker) -> None:
@@ -390,7 +390,7 @@ class TestPaths:
             assert worker.bodies == []
 
     def test_with_keys_any_name_is_answered(self, gateway, make_route) -> None:
-        """Whoever has a key is no stranger, and behind a proxy the name is the proxy's."""
+        """A client with a key is no stranger, and behind a proxy the name is the proxy's."""
         key, record = new_key()
         gateway.publish(make_route(), keys=(record,), auth_required=True)
         headers = {"Host": "llm.example", "Authorization": f"Bearer {key}"}

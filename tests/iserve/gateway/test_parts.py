@@ -109,7 +109,7 @@ class TestQueue:
         events=st.lists(st.tuples(st.sampled_from(["arrive", "finish", "leave"]), st.integers(0, 9)), max_size=40),
     )
     def test_laws(self, limits, events) -> None:
-        """No worker is over its limit, none has room while someone waits, and turns come in order of arrival."""
+        """Workers are within their limits, none has room while a request waits, and turns follow arrivals."""
 
         async def run() -> None:
             line = deployment(*limits)
@@ -152,8 +152,11 @@ class TestQueue:
     @example(limits=[2, 2], events=[("arrive", 0), ("arrive", 0), ("finish", 1), ("arrive", 0)])
     @example(limits=[2, 2], events=[("arrive", 0), ("arrive", 0), ("turn", 0), ("arrive", 0), ("arrive", 0)])
     def test_laws_of_the_choice(self, limits, events) -> None:
-        """Of the ready workers with room a request gets the one with the fewest under way, of several such the one
-        that got none for longest; one that is not ready gets none, and the others have what it would have got."""
+        """A request gets the ready worker with room that has the fewest under way.
+
+        Of several such it gets the one that got none for longest; a worker that is not ready gets none, and the
+        rest have what it would have got.
+        """
 
         async def run() -> None:
             line = deployment(*limits)
@@ -236,7 +239,7 @@ class TestQueue:
             held = await line.acquire(5)
             later = asyncio.create_task(line.acquire(7))
             await asyncio.sleep(0)
-            again = asyncio.create_task(line.acquire(3))  # came before 7, failed elsewhere, is back
+            again = asyncio.create_task(line.acquire(3))  # arrived before 7, failed elsewhere, is back
             await asyncio.sleep(0)
             line.release(held)
             await asyncio.sleep(0.01)

@@ -116,7 +116,7 @@ def headers(key) -> dict[str, str]:
 
 
 def test_tokens_come_as_the_worker_makes_them(proxy: Proxy, worker, headers) -> None:
-    """The worker says its second word only when the first has come through."""
+    """The worker says its second word only when the first has arrived."""
     worker.mode = "hold"
     connection = proxy.connect()
     connection.request(

@@ -219,7 +219,7 @@ def test_silence_is_bounded_by_each_wait() -> None:
 )
 @settings(max_examples=30, deadline=None)
 def test_what_is_taken_and_what_is_read_are_the_answer_in_its_order(sizes: list[int], wanted: list[bool]) -> None:
-    """However it comes, and whatever of it is taken on the way."""
+    """The order holds however the answer arrives, and whatever of it is taken on the way."""
     places = [0, *(sum(sizes[: i + 1]) for i in range(len(sizes)))]
     answer = CHUNKED.replace(b"0\r\n\r\n", b"".join(b"5\r\n<%03d>\r\n" % i for i in range(60)) + b"0\r\n\r\n")
     pieces = [piece for a, b in pairwise([*places, len(answer)]) if (piece := answer[a:b])]
@@ -243,7 +243,7 @@ def test_what_is_taken_and_what_is_read_are_the_answer_in_its_order(sizes: list[
 
 
 def test_what_is_taken_is_no_silence_and_what_is_not_wakes() -> None:
-    """One wait, as long as pieces come; who reads late is not overtaken."""
+    """The wait lasts as long as pieces arrive; a late reader is not overtaken."""
     taken: list[bytes] = []
 
     def take(data: bytes) -> bool:
@@ -295,7 +295,7 @@ def test_a_request_that_is_cancelled_ends_its_connection() -> None:
 
 
 def test_an_answer_that_nobody_reads_is_not_held() -> None:
-    """The worker is slowed down instead; read on, all of it comes."""
+    """The worker is slowed down instead; read on, all of it arrives."""
     size = 16 * 2**20
     held: list[int] = []
 
@@ -362,7 +362,7 @@ def test_a_body_ends_with_the_workers_side_though_it_reads_no_more() -> None:
 
 
 def endless(beginning: bytes, piece: bytes, pause_s: float = 0.0) -> Handler:
-    """Repeats ``piece`` for as long as somebody is there."""
+    """Return a handler that repeats ``piece`` for as long as a client is there."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.CancelledError):
@@ -428,12 +428,12 @@ def test_an_answer_that_has_no_body_by_its_status(status: int) -> None:
 
 
 def test_an_idle_connection_that_has_just_ended_is_not_taken() -> None:
-    """That would cost a request one of its two tries."""
+    """Taking it would cost a request one of its two tries."""
 
     async def test(client: WorkerClient, url: str) -> None:
         assert await ask(client, url) == (200, b"body")
         (connection,) = client._open
-        connection._transport.close()  # as at its end; the loop has not yet come round to telling
+        connection._transport.close()  # as at its end; the loop has not yet reported it
         assert await ask(client, url) == (200, b"body")
 
     run(Server(WHOLE, WHOLE), test)

@@ -98,7 +98,7 @@ def cases(draw: st.DrawFn, *, most_gpus: int = 3, most_models: int = 3) -> Case:
 
 
 def test_the_model_that_serves_more_is_placed_where_only_one_fits() -> None:
-    """One GPU, two models of 64 of its 100 bytes; b has two requests, a has one."""
+    """The GPU of 100 bytes has room for one of two models of 64; b has two requests, a has one."""
     case = Case([known("a", 64), known("b", 64)], asked((0, "a", 1), (0, "b", 1), (5, "b", 1)), 2.0, cluster(1))
     for beam in (0, 1):
         plan = case.search(beam=beam)
@@ -131,7 +131,7 @@ def test_of_equal_attainment_the_faster_is_chosen() -> None:
 
 
 def test_no_model_is_dropped_where_none_may_be_even_though_others_suffer() -> None:
-    """Both fit one GPU. Alone, b's request ends at 4 s and keeps its SLO; beside a's it does not."""
+    """Both fit one GPU. Alone, b's request ends at 4 s and keeps its SLO; sharing it with a's it does not."""
     models = [known("a", 32, 4.0, degrees=((1, 1),)), known("b", 32, degrees=((1, 1),))]
     case = Case(models, asked((0, "a", 6), (0, "b", 4)), 5.0, cluster(1))
     dropping, keeping = case.search(), case.search(keep_all=True)
@@ -259,7 +259,7 @@ def test_what_was_planned_is_what_the_simulator_deploys() -> None:
 
 
 def test_the_fast_heuristic_puts_the_most_missed_model_on_the_least_busy_group() -> None:
-    """Told that b misses most, then c, then a, and that the second GPU is the quieter one."""
+    """The judge says that b misses most, then c, then a, and that the second GPU is the quieter one."""
 
     def told(models: Sequence[str], replicas: Sequence[Placed]) -> Verdict:
         busy = {("node0", "gpu0"): 0.9, ("node0", "gpu1"): 0.1}
@@ -274,7 +274,7 @@ def test_the_fast_heuristic_puts_the_most_missed_model_on_the_least_busy_group()
 
 
 def test_the_gpus_go_to_the_buckets_that_make_most_of_them() -> None:
-    """Told that a keeps one more SLO with every replica, b just one, and that together they keep none."""
+    """The judge says that a keeps one more SLO with every replica, b just one, and both together none."""
 
     def told(models: Sequence[str], replicas: Sequence[Placed]) -> Verdict:
         met = {("a",): len(replicas), ("b",): min(len(replicas), 1)}.get(tuple(models), 0)

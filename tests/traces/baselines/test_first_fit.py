@@ -42,7 +42,7 @@ def test_neither_quantizes_and_the_rule_takes_the_narrowest() -> None:
 
 
 def test_every_gpu_or_as_few_stages_as_do() -> None:
-    """With equal TP; decision regret was recorded with the first."""
+    """The order is of equal TP; decision regret was recorded with the first."""
     model = known("m", degrees=((2, 1), (2, 2), (1, 4)))
     gpu = gpu_spec("a6000")
     firsts = [
@@ -88,7 +88,7 @@ def test_a_batch_that_does_not_fit_is_halved() -> None:
 
 
 def test_the_common_batch_leaves_room_for_all_that_come() -> None:
-    """By hand: two models with 16 + 8b and 40 + 8b bytes on each of two GPUs of 100: 56 + 16b <= 100."""
+    """Two models with 16 + 8b and 40 + 8b bytes on each of two GPUs of 100, by hand: 56 + 16b <= 100."""
     a, b = known("a", 32, kv_bytes=16), known("b", 80, kv_bytes=16)
     order = ((2, 1),)
     models = [(m, [c for c in m.configs if (c.tp, c.pp) in order], 1) for m in (a, b)]
@@ -98,8 +98,10 @@ def test_the_common_batch_leaves_room_for_all_that_come() -> None:
 
 
 def test_the_common_batch_keeps_replicas_apart() -> None:
-    """By hand: 40 + 8b bytes on a GPU of 100, of which two have room for two replicas, and not for three. At tp=2
-    not even two go in, so the next degree's turn comes."""
+    """The batch is the largest with which 40 + 8b bytes fit two replicas on two GPUs of 100, by hand.
+
+    Three replicas do not fit. At tp=2 not even two go in, so the next degree's turn follows.
+    """
     model = known("m", 40, kv_bytes=8)
     alone = [c for c in model.configs if c.num_gpus == 1]
     assert common_batch([(model, alone, 2)], cluster(2), PLACES) == 7  # 40 + 56 <= 100

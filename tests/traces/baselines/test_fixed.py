@@ -53,7 +53,7 @@ def test_what_was_dropped_is_not_served_and_says_why() -> None:
 
 @pytest.mark.parametrize("per_node", [1, 8])
 def test_a_lost_replica_comes_back_to_its_gpu_when_the_node_does(per_node: int) -> None:
-    """Also where the whole cluster was away, so that nobody was asked in between."""
+    """The replica returns also where the whole cluster was away, so that no deployer was asked in between."""
     planned = {"a": [on(0, per_node=per_node)], "b": [on(1, per_node=per_node)]}
     failing = (NodeFails(at_s=15.0, node_id="node0"), NodeReturns(at_s=25.0, node_id="node0"))
     back = [

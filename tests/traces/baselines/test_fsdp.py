@@ -144,7 +144,7 @@ def test_the_least_loaded_neighbours_are_taken() -> None:
 
 @pytest.mark.parametrize(("replicas", "width"), [(2, 4), (3, 2), (8, 1)])
 def test_replicas_have_gpus_of_their_own(replicas: int, width: int) -> None:
-    """With links so wide that more GPUs are always faster: as wide as goes so often."""
+    """Links are so wide that more GPUs are always faster: the width is the largest that goes so often."""
     wide = replace(A6000, link_group_size=8, link_bytes_per_s=1e15)
     deployer = FsdpDeployer(wide, [batched(real(), 64)], {"m": 64})
     assert len(deploy(batched(real(), 64), gpus(8), wide).placement.device_ids) == 8

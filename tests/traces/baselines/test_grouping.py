@@ -1,4 +1,4 @@
-"""What AlpaServe's search enumerates."""
+"""Search space of AlpaServe."""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ _HEAD = {"Content-Type": "text/event-stream"}
 
 @dataclass
 class StandIn:
-    """``bodies`` are the requests as they came, ``clients`` whence, ``left`` how many went before their answer."""
+    """Stand-in server.
+
+    ``bodies`` are the requests received, ``clients`` their origin, ``left`` those without an answer.
+    """
 
     url: str = ""
     bodies: list[dict] = field(default_factory=list)

@@ -78,7 +78,7 @@ def test_sends_are_never_before_their_time_and_latencies_count_from_it(server: S
 
 
 def test_a_slow_server_does_not_slow_the_sender(server: StandIn) -> None:
-    """Nothing of the answers has come when the last request leaves: a closed loop would have sent one."""
+    """The last request leaves before any answer has begun: a closed loop would have sent one."""
     options = ReplayOptions(timeout_s=0.5)
     outcomes, _ = replay(server.url, requests(40, every_s=0.005), ("silent",), options)
     assert (outcomes.failure == Failure.TIMEOUT).all()
@@ -132,7 +132,7 @@ def _hold_the_loop() -> None:
 def test_every_fault_is_counted_by_its_kind_and_the_run_goes_on(
     server: StandIn, model: str, failure: Failure, words: str
 ) -> None:
-    """A deployment that fails stands beside one that works: neither disturbs the other."""
+    """A deployment that fails and one that works do not disturb each other."""
     trace = [Request(0.01 * i, 10, 2, ("fine", model)[i % 2]) for i in range(8)]
     options = ReplayOptions(timeout_s=1.2)
     outcomes, run = replay(server.url, trace, ("fine", model), options)
@@ -150,7 +150,7 @@ def test_an_endpoint_that_is_not_there(server: StandIn) -> None:
 
 
 def test_a_server_that_dies_in_the_middle_of_a_run() -> None:
-    """What it had answered stands; the rest is lost or finds no connection, and the run ends."""
+    """The answers before its death are kept; the rest is lost or finds no connection, and the run ends."""
 
     async def run() -> Outcomes:
         with stand_in() as dying:
@@ -259,7 +259,7 @@ def test_stopping_ends_the_run_at_once_with_what_there_is(server: StandIn) -> No
 
 
 def test_connections_are_used_again() -> None:
-    """Requests that each come after the answer to the one before do not need a connection each."""
+    """Requests that each follow the answer to the one before do not need a connection each."""
     with stand_in() as own:
         replay(own.url, requests(5, every_s=0.3, tokens=1))
     assert len(own.clients) < 5

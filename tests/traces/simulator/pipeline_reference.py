@@ -18,7 +18,7 @@ from traces.simulator.step_model import StepModel
 class _Sequence:
     row: int
     input_tokens: int
-    left: int  # output tokens to come
+    left: int  # output tokens left
     cached: int = 0
     chunk: int = 0  # prompt tokens in the step under way
 
@@ -31,7 +31,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Flow:
-    """When requests had their tokens, and how long each stage was at work."""
+    """Flow of requests: when they had their tokens, and how long each stage was at work."""
 
     first_s: list[float]
     last_s: list[float]
@@ -110,7 +110,7 @@ def _step_s(batch: _Batch, steps: StepModel) -> float:
 
 
 def _end_step(batch: _Batch, flow: Flow, now_s: float) -> int:
-    """How many have had their last token."""
+    """End the batch's step and return how many have had their last token."""
     stay = []
     for sequence in batch.sequences:
         samples = sequence.cached + sequence.chunk >= sequence.input_tokens

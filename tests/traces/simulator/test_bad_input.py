@@ -1,4 +1,4 @@
-"""What cannot be simulated is refused in a sentence; what cannot be served has a stated outcome."""
+"""Scenarios that cannot be simulated are refused in a sentence; requests that cannot be served have an outcome."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ POLICIES = Policies(deployer=OnTheFirst(ONE))
 
 
 def test_a_rate_beyond_capacity_stops_at_the_bound_and_says_so() -> None:
-    """One request a second, each of ten seconds: after 13 s one is answered, the worker has two, 11 wait."""
+    """Requests of ten seconds arrive every second: after 13 s one is answered, the worker has two, 11 wait."""
     bounded = replace(SCENARIO, most_waiting=10)
     result = simulate((Request(float(t), 1, 10, "a") for t in range(10**9)), bounded, POLICIES)
     assert result.stopped is not None

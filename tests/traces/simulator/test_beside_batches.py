@@ -1,4 +1,4 @@
-"""The load model of workers that batch, beside what the simulator does with the same requests.
+"""The load model of workers that batch, compared with the simulator on the same requests.
 
 The bounds are what was measured over all of ``tests.bench.beside_batches`` (docs/placement.md), rounded up.
 """

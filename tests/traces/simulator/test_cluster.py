@@ -110,7 +110,7 @@ def test_an_arrival_cuts_a_run_at_the_right_step_on_a_shared_gpu() -> None:
 
 
 def test_who_is_alone_again_goes_at_full_speed() -> None:
-    """a ends at half speed beside b; b is taken down while a is idle; a's next request has the GPU to itself."""
+    """a ends at half speed with b; b is taken down while a is idle; a's next request has the GPU to itself."""
     actions = (*deploy_all("a", "b"), Remove(at_s=20.0, name="b"))
     asked = [Request(0.0, 1, 100, "b"), Request(0.0, 1, 5, "a"), Request(30.0, 1, 5, "a")]
     result = run(asked, actions, OnTheFirst(ONE))

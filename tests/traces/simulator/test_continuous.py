@@ -132,8 +132,10 @@ def test_one_slot_is_first_come_first_served(asked: list[tuple[float, int, int]]
 
 
 def test_a_long_prompt_is_cut_beside_those_that_decode() -> None:
-    """By hand: steps of 1 s hold 10 tokens. The first request decodes from 1 s on; the second's 20 tokens take
-    9, 9 and 2 of three steps, from the step after its arrival on."""
+    """The second request's 20 tokens take 9, 9 and 2 of three steps, by hand, from the step after its arrival on.
+
+    Steps of 1 s hold 10 tokens. The first request decodes from 1 s on.
+    """
     steps = linear_steps(limits(2, 100, 10), step_s=1.0)
     outcomes = serve([Request(0.0, 5, 20), Request(1.5, 20, 2)], steps).outcomes
     assert outcomes.first_token_s.tolist() == [1.0, 5.0]

@@ -1,5 +1,8 @@
-"""What was replayed to vLLM on an H200 and kept, simulated again. A guard against steps that become worse, not a
-proof: the model of a step was mended after this was seen (docs/fidelity.md)."""
+"""Recorded replays to vLLM on an H200, simulated again.
+
+A guard against steps that become worse, not a proof: the model of a step was mended after this was seen
+(docs/fidelity.md).
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,10 @@ CLOCKS = read(RESULTS / "h200-vllm-clocks.json.xz")  # at 0.8 again, with own st
 
 @pytest.fixture
 def _errors_of_that_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other models were off by moves a profile's times; of models measured since, it would hide or make what
-    the simulator does."""
+    """Use the calibration of that day: errors of further models move a profile's times.
+
+    Those of models measured since would hide or make what the simulator does.
+    """
     errors = tuple(error for error in shipped_calibration().errors if error.model != "Llama-2-13b-hf")
     monkeypatch.setattr("fingerprint.estimators.depth_tied.shipped_calibration", lambda: Calibration(errors))
 
@@ -55,19 +60,19 @@ def test_a_replay_that_nobody_had_seen_is_simulated_within_a_tenth() -> None:
 
 
 def test_three_minutes_that_nobody_had_seen_are_simulated_as_the_document_says() -> None:
-    """By the profile within a tenth at 0.6; at 0.8 all but first tokens, which wait for slots there."""
+    """The profile is within a tenth at 0.6; at 0.8 all but first tokens are, which wait for slots there."""
     (at_06, by_06), (at_08, by_08) = again(THREE_MINUTES)
     assert (at_06.utilisation, at_08.utilisation) == (0.6, 0.8)
     for load, (profile, checked) in ((at_06, by_06), (at_08, by_08)):
         assert (profile.source, checked.source) == (PROFILE, CHECKED)
-        for found in (profile, checked):  # the check told no time per token, and corrects none
+        for found in (profile, checked):  # the check gave no time per token, and corrects none
             for name in ("tpot_s", "e2e_s"):  # at P50, P90, P99
                 assert getattr(found.at, name) == pytest.approx(getattr(load.measured, name), rel=0.1)
     assert by_06[0].at.ttft_s == pytest.approx(at_06.measured.ttft_s, rel=0.1)
 
 
 def test_three_minutes_at_eight_tenths_again() -> None:
-    """By the profile all but the P99 of first tokens; own steps, told at a lower clock, are too long."""
+    """The profile predicts all but the P99 of first tokens; own steps, measured at a lower clock, are too long."""
     ((load, (profile, checked, whole)),) = again(CLOCKS)
     assert (profile.source, checked.source, whole.source) == (PROFILE, CHECKED, WHOLE)
     for name in ("tpot_s", "e2e_s"):  # at P50, P90, P99
@@ -120,7 +125,7 @@ def test_own_steps_between_are_near_the_truth(whole: Profile, batch: int, tokens
 
 
 def test_what_the_bench_keeps_is_simulated_again(tmp_path: Path, whole: Profile) -> None:
-    """As if the simulator were the machine: then it is right about it, and again."""
+    """The simulator as the machine is predicted exactly, and again."""
     served = served_by(KEPT.target, KEPT.profile, None, KEPT.lone)
     played = simulated_requests(KEPT.loads[0].requests.requests()[:80], served)
     found = Fidelity(

@@ -1,4 +1,4 @@
-"""Who would be late refused by the gateway's own judge: when it comes, by the plan's pace and what is seen."""
+"""Late requests rejected by the gateway's own judge: on arrival, by the plan's pace and what is seen."""
 
 from __future__ import annotations
 
@@ -62,15 +62,17 @@ def run(
 
 
 def test_it_is_refused_when_it_comes_not_when_its_turn_comes() -> None:
-    """Two of 10 s at once and one of 4, as by exact times; but the second is told so at once, in its queue's place
-    another is never counted."""
+    """The second of two requests of 10 s and one of 4 is rejected, as by exact times, but at once.
+
+    A request that is rejected on arrival is never counted in another's place of the queue.
+    """
     result = run([(0.0, 10), (0.0, 10), (0.0, 4)], Slo(e2e_s=15.0))
     assert words(result) == ["none", "too late", "none"]
     assert result.outcomes.last_token_s[[0, 2]].tolist() == [10.0, 14.0]
 
 
 def test_who_finds_nobody_is_served_though_it_cannot_keep_its_limit() -> None:
-    """By exact times it is refused for ever, and so does AlpaServe."""
+    """Rejection by exact times, as AlpaServe's, would go on for ever."""
     asked = [(0.0, 10), (50.0, 10)]
     assert words(run(asked, Slo(e2e_s=5.0))) == ["none", "none"]
     assert words(run(asked, Slo(e2e_s=5.0), forecasts=False)) == ["too late", "too late"]
@@ -100,8 +102,10 @@ def test_whatever_the_plan_says_more_keep_their_slo_than_without(told: float, ma
 
 
 def test_where_a_batch_slows_its_requests_it_keeps_more_than_exact_times_of_one_alone() -> None:
-    """Four at once take 2.5 times as long as one. AlpaServe's rule, of requests alone, lets in who is late beside
-    others."""
+    """Four at once take 2.5 times as long as one.
+
+    AlpaServe's rule, of requests alone, admits a request that is late in a batch.
+    """
     steps = linear_steps(limits(4), step_s=0.5, sequence_s=0.5)
     deployer = OnTheFirstWithAPace(4)
     deployer.steps = steps

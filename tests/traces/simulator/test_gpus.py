@@ -90,7 +90,7 @@ def test_processor_sharing(stages: list[tuple[float, list[float]]], speed: float
 
 
 def test_uneven_stages_that_are_alone_go_at_full_speed_and_no_faster() -> None:
-    """Of six layers over four stages the shares add up to less than 1 in floating point."""
+    """The shares of six layers over four stages add up to less than 1 in floating point."""
     shares = [2 / 6, 2 / 6, 1 / 6, 1 / 6]
     assert sum(shares) < 1
     assert processor_sharing([(share, [0.0]) for share in shares]) == 1.0

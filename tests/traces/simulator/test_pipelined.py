@@ -134,8 +134,10 @@ def test_without_batching_each_stage_has_a_request_of_its_own() -> None:
 def test_without_batching_as_many_are_served_as_there_are_stages_and_no_more(
     asked: list[tuple[float, int, int]], p: int
 ) -> None:
-    """Saturated with equal requests, p are served in the time of one; whatever comes, all end, never more than p
-    at once, and nobody sooner than alone."""
+    """p equal requests are served in the time of one when saturated.
+
+    For all arrivals, all requests end, never more than p at once, and none sooner than alone.
+    """
     steps, requests = _curved(limits(1, 100, 100), 0.3), _requests(asked)
     outcomes = unbatched(requests, steps, (1,) * p).outcomes
     assert outcomes.completed.all()
@@ -216,8 +218,11 @@ def test_no_more_passes_than_the_busiest_stage_lets_through(seed: int, layers: t
 
 @pytest.mark.parametrize("seed", range(12))
 def test_saturated_it_serves_between_once_and_p_times_what_one_batch_does(seed: int) -> None:
-    """Of stages alike. Not so for a few tokens on stages that differ much: there two batches of one sequence each
-    pass the longest more slowly than one batch of both, in truth too."""
+    """The bounds hold for stages alike.
+
+    They do not for a few tokens on stages that differ much: there two batches of one sequence each pass the
+    longest more slowly than one batch of both, in truth too.
+    """
     requests, steps, p = _saturated(seed)
     piped, one = (run(requests, steps, (1,) * p, pipelined=on) for on in (True, False))
     assert one.end_s / p <= piped.end_s <= one.end_s

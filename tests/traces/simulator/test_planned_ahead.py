@@ -36,8 +36,11 @@ def ahead(steps: StepModel) -> StepModel:
 
 
 def one_step_at_a_time(requests: list[Request], steps: StepModel) -> tuple[list[float], list[float]]:
-    """First and last tokens. A step's sequences are those that were there, and had a slot, as the step before it
-    began; who comes to an idle engine begins at once."""
+    """Return first and last tokens of a plain simulation.
+
+    A step's sequences are those that were there, and had a slot, as the step before it began; a request that
+    arrives at an idle engine begins at once.
+    """
     first, last = [0.0] * len(requests), [0.0] * len(requests)
     coming = deque(enumerate(requests))
     running: list[_Sequence] = []
@@ -101,7 +104,7 @@ def test_equals_one_step_at_a_time(
 
 
 def test_who_comes_during_a_step_is_in_the_one_after_the_next() -> None:
-    """By hand, steps of 1 s: the second comes in the second step and has its token at the end of the fourth."""
+    """The second request arrives in the second step of 1 s and has its token at the end of the fourth."""
     steps = second_per_step(2)
     asked = [Request(0.0, 5, 9), Request(1.5, 5, 2)]
     assert serve(asked, steps).outcomes.first_token_s.tolist() == [1.0, 3.0]
@@ -112,7 +115,7 @@ def test_who_comes_during_a_step_is_in_the_one_after_the_next() -> None:
 
 
 def test_a_slot_that_a_step_frees_is_taken_in_the_one_after_the_next() -> None:
-    """One slot is never freed beside another sequence: the engine is idle then, and begins at once."""
+    """A single slot is never freed with another sequence running: the engine is idle then, and begins at once."""
     asked = [Request(0.0, 5, 3), Request(0.0, 5, 9), Request(0.5, 5, 1)]
     steps = second_per_step(2)
     steps.plans_ahead = True
@@ -123,7 +126,7 @@ def test_a_slot_that_a_step_frees_is_taken_in_the_one_after_the_next() -> None:
 
 
 def test_a_step_behind_another_does_not_pay_the_host_again() -> None:
-    """A lone prompt of 10 tokens takes 1.1 s, of which 0.4 are hidden beside one that decodes (0.1 s a step)."""
+    """A lone prompt of 10 tokens takes 1.1 s, of which 0.4 are hidden behind a decode step of 0.1 s."""
     steps = linear_steps(limits(2, 100, 50), step_s=0.1, prompt_token_s=0.1)
     steps.plans_ahead, steps.hidden_s = True, 0.4
     asked = [Request(0.0, 10, 9), Request(1.15, 10, 1)]

@@ -1,4 +1,4 @@
-"""Requests that could not keep their SLO any more are refused when their turn comes, as by AlpaServe's runtime."""
+"""Requests that could not keep their SLO any more are rejected at their turn, as by AlpaServe's runtime."""
 
 from __future__ import annotations
 

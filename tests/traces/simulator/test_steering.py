@@ -1,4 +1,4 @@
-"""What a steering policy's orders do to replicas, requests and memory."""
+"""Effects of a steering policy's actions on replicas, requests and memory."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_a_replica_that_drains_ends_what_runs_and_gives_back_what_waits(service:
 
 
 def test_scaled_to_nothing_requests_wait_and_wake_it() -> None:
-    """Asleep from 10 s on; a request at 42 s is served after the start's 5 s, a request at 43 s waits its turn."""
+    """The deployment has no replica from 10 s on; a request at 42 s is served after the start's 5 s, one at 43 s
+    waits.
+    """
     asked = [Request(0.0, 1, 4, "a"), Request(42.0, 1, 3, "a"), Request(43.0, 1, 2, "a")]
     steering = Scripted([Scale(name="a", replicas=0)])
     result = run(asked, steering, startup_s=5.0)
@@ -111,8 +113,10 @@ def test_who_is_never_woken_does_not_keep_the_simulation_going() -> None:
 
 
 def test_a_replica_moves_while_it_serves() -> None:
-    """Ordered at 10 s, loaded at 40 s: until the request that runs then has ended both hold memory; the one that
-    came at 35 s waits in the old one and is given back to the new."""
+    """Until the running request has ended, both places hold memory; the waiting one is given to the new replica.
+
+    The move is ordered at 10 s, loaded at 40 s; the request that arrived at 35 s waits in the old replica.
+    """
     move = Move(name="a", replica_id="a#1", placement=placed_on("gpu1", size_bytes=60), load_s=30.0)
     asked = [Request(0.0, 1, 45, "a"), Request(35.0, 1, 5, "a")]
     result = run(asked, Scripted([move]))
@@ -136,7 +140,7 @@ def test_an_evicted_request_goes_on_elsewhere_from_its_last_token(slots: int) ->
 
 
 def test_the_policy_sees_rate_and_service_of_the_last_two_minutes() -> None:
-    """At 99 s 50 requests have come since the beginning; each takes one step for its prompt, three for more."""
+    """At 99 s 50 requests have arrived since the beginning; each takes one step for its prompt, three for more."""
     asked = [Request(2.0 * i, 5, 4, "a") for i in range(60)]
     steering = Scripted(every_s=99.0)
     run(asked, steering)
@@ -208,7 +212,7 @@ class Restless:
 def test_whatever_is_ordered_every_request_ends_once_and_no_memory_is_lost(
     asked: list[tuple[float, int, str]], draws: list[tuple[int, int, int]], service: Service, fails: bool
 ) -> None:
-    """Without a failing node all are answered, as a deployment finds room to wake; tokens come in order."""
+    """All requests are answered without a failing node, as a deployment has room to start; tokens are in order."""
     now_s, requests = 0.0, []
     for gap_s, output_tokens, name in asked:
         now_s += gap_s

@@ -62,7 +62,7 @@ class _Hides:
 @pytest.mark.parametrize("step_tokens", [256, 512, 2048, 8192])
 @pytest.mark.parametrize("tokens", [64, 500, 1024, 4000])
 def test_a_lone_prompt_is_served_in_its_ttft_however_it_is_cut(step_tokens: int, tokens: int) -> None:
-    """Its later chunks come behind another step: what the host hides there, the TTFT has hidden too."""
+    """Later chunks of a prompt follow another step: what the host hides there, the TTFT has hidden too."""
     bounds = Limits(max_batch=4, max_context_tokens=4096, max_batched_tokens=step_tokens)
     config = DeploymentConfig(tp=2, engine="vllm")
     steps = tabulate(_Hides(), config, bounds)

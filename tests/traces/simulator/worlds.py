@@ -1,4 +1,4 @@
-"""Small clusters, step times that are easy to follow by hand, and a planner that places as it is told."""
+"""Small clusters, step times that are easy to follow by hand, and a planner that places as configured."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def serve(
     num_gpus: int = 1,
     actions: tuple[Action, ...] | None = None,
 ) -> SimulationResult:
-    """One deployment, "", on the first GPU, unless ``actions`` say otherwise."""
+    """Simulate one deployment, "", on the first GPU, unless ``actions`` say otherwise."""
     return simulate(
         requests,
         Scenario(

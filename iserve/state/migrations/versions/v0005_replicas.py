@@ -18,7 +18,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Of several the first is kept; nobody owns the others then, and they are ended."""
+    """Keep the first of several workers; the rest then have no owner, and are ended."""
     connection = op.get_bind()
     kept = sa.text("SELECT id, workers FROM deployments WHERE workers IS NOT NULL")
     for deployment_id, workers in connection.execute(kept).all():
@@ -30,7 +30,7 @@ def downgrade() -> None:
 
 
 def _first(workers: str) -> str | None:
-    """None where it cannot be read: it is chosen anew."""
+    """Return the first; None where it cannot be read: it is chosen anew."""
     try:
         return json.dumps(json.loads(workers)[0])
     except (ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""How a rate moves is asked for window by window; before, by levels that were taken to last for ever."""
+"""Variable rates asked for window by window; before, by levels that were taken to last for ever."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """What was asked for window by window has no levels: a steady rate."""
+    """Replace what was asked for window by window, which has no levels, by a steady rate."""
     _rewrite(_steady)
 
 
@@ -32,7 +32,7 @@ def _rewrite(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
             asked = json.loads(request)
             changed = change(asked) if isinstance(asked, dict) else asked
         except (ValueError, LookupError, TypeError, ZeroDivisionError):
-            continue  # it cannot be read, and is told so when somebody asks
+            continue  # it cannot be read, which is reported when it is asked for
         connection.execute(
             sa.text("UPDATE deployments SET request = :request WHERE id = :id"),
             {"id": row_id, "request": json.dumps(changed)},

@@ -20,14 +20,16 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """An update under way is given up, its workers end. A number of requests that memory decides becomes one,
-    and what is said of the engine itself is left out."""
+    """Give up an update under way and end its workers.
+
+    A number of requests that memory decides becomes one, and what is said of the engine itself is left out.
+    """
     connection = op.get_bind()
     for row_id, request in connection.execute(sa.text("SELECT id, request FROM deployments")).all():
         try:
             asked = {name: value for name, value in json.loads(request).items() if name not in _FIELDS}
         except (ValueError, AttributeError):
-            continue  # it cannot be read, and is told so when somebody asks
+            continue  # it cannot be read, which is reported when it is asked for
         if asked.get("batch", 1) is None:
             asked["batch"] = 1
         connection.execute(

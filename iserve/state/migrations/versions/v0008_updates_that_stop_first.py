@@ -15,7 +15,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Such an update that is under way is given up: its deployment is started as it was."""
+    """Give up such an update that is under way: its deployment is started as it was."""
     given_up = "phase = 'launching', update_request = NULL, update_plan = NULL, update_workers = NULL"
     op.execute(f"UPDATE deployments SET {given_up} WHERE {_UNDER_WAY}")
     op.execute("ALTER TABLE deployments DROP COLUMN update_stop_first")

@@ -1,4 +1,4 @@
-"""What the stand-in does in place of a model: reads the checkpoint's files, sizes a KV cache, says "tok tok"."""
+"""Engine of the stand-in in place of a model: reads the checkpoint's files, sizes a KV cache, says "tok tok"."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Behaviour:
 
 
 class Engine:
-    """One loaded model. Requests take their turn."""
+    """Loaded model. Requests take their turn."""
 
     def __init__(self, directory: Path, options: dict[str, object], behaviour: Behaviour) -> None:
         self.options, self.behaviour = options, behaviour
@@ -129,7 +129,7 @@ class Engine:
         return kv["tokens_per_block"], blocks
 
     def spawn_ranks(self) -> None:
-        """One process per rank, even for one GPU, in a session of its own; they outlive a careless parent."""
+        """Start one process per rank, even for one GPU, in its own session; they outlive a careless parent."""
         visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
         if len(visible) < self.tp * self.pp:
             raise RefusedError(
@@ -150,7 +150,7 @@ class Engine:
             rank.wait()
 
     def generate(self, prompt_tokens: int, output_tokens: int) -> Iterator[str]:
-        """One token per iteration, each with its record."""
+        """Yield one token per iteration, each with its record."""
         chunk = int(self.options["max_num_tokens"])  # type: ignore[call-overload]
         with self._turn:
             left = prompt_tokens

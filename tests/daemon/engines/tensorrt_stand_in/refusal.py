@@ -1,4 +1,4 @@
-"""What ends a start of the stand-in."""
+"""Error that ends a start of the stand-in."""
 
 
 class RefusedError(Exception):

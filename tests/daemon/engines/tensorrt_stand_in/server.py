@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {"id": "x", "object": kind, "created": 0, "model": self.engine.name, "choices": [choice]}
 
     def _whole(self, pieces: Iterator[str], usage: dict) -> None:
-        """As an ASGI server does, it sees a client that leaves while it waits."""
+        """Send a whole answer; as an ASGI server does, it sees a client that leaves while it waits."""
         text = ""
         for piece in pieces:
             text += piece

@@ -1,5 +1,7 @@
-"""What vLLM (0.24 to 0.33) checks of options, model and machine before it starts, with the documented texts: alike
-behind its server and its ``LLM`` class."""
+"""Checks of vLLM (0.24 to 0.33) on options, model and machine before it starts, with the documented texts.
+
+They are alike behind its server and its ``LLM`` class.
+"""
 
 import os
 
@@ -56,7 +58,7 @@ def check_code(folder, config, *, trusted):
 
 
 def check_engine(config, *, tp, pp, compilation):
-    """By the core, as it starts on the GPUs that it sees."""
+    """Check as the core does, as it starts on the GPUs that it sees."""
     if not set(config["architectures"]) & ARCHITECTURES:
         raise ValueError(
             f"Model architectures {config['architectures']} are not supported for now. "
@@ -82,7 +84,7 @@ def check_engine(config, *, tp, pp, compilation):
 
 
 def page_bytes(config, *, tp, kv_dtype, block_tokens):
-    """Of K and V of one block and layer on one GPU."""
+    """Return the bytes of K and V of one block and layer on one GPU."""
     element_bytes, scale_bytes = KV_DTYPES[kv_dtype]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     heads = max(1, config["num_key_value_heads"] // tp)

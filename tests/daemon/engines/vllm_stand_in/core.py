@@ -24,7 +24,7 @@ def load_general_plugins():
 
 
 def say(text):
-    """As the logger of the core does."""
+    """Print as the logger of the core does."""
     for line in text.splitlines():
         print(
             f"(EngineCore pid={os.getpid()}) ERROR 11-21 10:00:00 [core.py:1137] {line}",
@@ -46,7 +46,7 @@ def main(pipe, arguments):
     while True:
         try:
             name, given = pipe.recv()
-        except EOFError:  # as vLLM's, which minds nobody's death: it waits
+        except EOFError:  # as vLLM's, which minds no other process's death: it waits
             time.sleep(3600)
             continue
         try:
@@ -196,7 +196,7 @@ def schedule(lengths, output_tokens, limits, windows=(None,)):
 
 
 def output_of(scheduled, computed, windows):
-    """What the step timer reads of vLLM's ``SchedulerOutput``, and what the model on paper needs."""
+    """Return what the step timer reads of vLLM's ``SchedulerOutput``, and what the model on paper needs."""
     new = [i for i in scheduled if not computed[i]]
     old = [i for i in scheduled if computed[i]]
     each = scheduled.items()
@@ -238,7 +238,7 @@ class Here:
 
 
 class Remote:
-    """One of several: a process of its own."""
+    """Remote rank, one of several: a process of its own."""
 
     def __init__(self, settings, rank):
         context = multiprocessing.get_context("spawn")
@@ -261,7 +261,7 @@ def serve_rank(pipe, settings, rank):
     while True:
         try:
             method, arguments = pipe.recv()
-        except EOFError:  # shut down in order, or the core was killed: nobody else would end it
+        except EOFError:  # shut down in order, or the core was killed: nothing else would end it
             return
         try:
             here.ask(method, arguments)

@@ -1,8 +1,8 @@
-"""What the stand-in's GPU is made of: seconds on its clock, and bytes as vLLM would count them."""
+"""Costs of the stand-in's GPU: seconds on its clock, and bytes as vLLM would count them."""
 
 GIB = 2**30
 LAYER_S, TOKEN_S, PAIR_S = 3e-4, 1e-6, 1e-9  # of one layer: of a step, of a token, of a query-key pair
-OTHER_S = 5e-5  # of a forward beside its layers
+OTHER_S = 5e-5  # of a forward without its layers
 LEAD_S, TAIL_S = 2e-5, 1e-4
 LAYER_BYTES, OTHER_BYTES = 64 * 2**20, 256 * 2**20
 ACTIVATION_BYTES, CONTEXT_BYTES, GRAPH_BYTES = 3 * GIB // 2, GIB // 4, 300 * 2**20

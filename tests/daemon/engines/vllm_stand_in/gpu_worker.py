@@ -117,7 +117,7 @@ class GPUModelRunner(ModelRunner):
 
 
 class Worker:
-    """One rank. Attributes are those that vLLM's own has after its start."""
+    """Worker of one rank. Attributes are those that vLLM's own has after its start."""
 
     def __init__(self, settings, rank):
         self.settings, self.rank = settings, rank

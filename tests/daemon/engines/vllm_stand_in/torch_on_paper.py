@@ -10,7 +10,7 @@ from types import SimpleNamespace
 class Stream:
     def __init__(self):
         self.now_s = 0.0  # when what was queued so far will be done
-        self.done_s = 0.0  # how far the device has come
+        self.done_s = 0.0  # how far the device is
         self.capturing = None
 
 

@@ -13,7 +13,7 @@ import torch
 
 
 def worker_main(pipe, args, rank, world, model_classes):
-    """``model_classes`` came by name: their modules were imported to read them."""
+    """Run one rank. ``model_classes`` arrived by name: their modules were imported to read them."""
     from tensorrt_llm._torch.models.modeling_utils import MODEL_CLASS_MAPPING
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -41,7 +41,7 @@ class CudaGraphConfig(_Strict):
     DEFAULTS: ClassVar[dict] = {"batch_sizes": None, "max_batch_size": 0, "enable_padding": False}
 
     def sizes(self):
-        """Its own choice up to the largest, without padding."""
+        """Return its own choice up to the largest, without padding."""
         most = self.max_batch_size or 128
         sizes = {*range(1, 32), 32, 64, 128, *(2**power for power in range(8, most.bit_length())), most}
         return sorted(size for size in sizes if size <= most)

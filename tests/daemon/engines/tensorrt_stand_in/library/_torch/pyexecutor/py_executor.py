@@ -87,7 +87,7 @@ class PyExecutor:
         torch.kernel(costs.TAIL_S)
 
     def _update_request_states(self, batch):
-        """What is known without reading the tokens: positions, and who ends with the next."""
+        """Update what is known without reading the tokens: positions, and which requests end with the next."""
         batch.sampled = list(batch.generation_requests)
         for request in batch.context_requests:
             request.context_current_position += request.context_chunk_size
