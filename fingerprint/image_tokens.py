@@ -6,8 +6,8 @@
 ``num_query_tokens`` | that number |
 | one square of patches (LLaVA 1.5, VipLLaVA) | (image_size / patch_size)^2, and 1 where features are "full" |
 | one tile (InternVL without ``dynamic_image_size``) | (image_size / patch_size x ``downsample_ratio``)^2 |
-| several tiles by the image's shape (LLaVA-NeXT, InternVL, Idefics3, Llama 4) | not told: of one tile |
-| patches of the image's own size (Qwen-VL, GLM-V, Pixtral, Mistral 3) | not told: pixels / (patch x merge)^2 |
+| several tiles by the image's shape (LLaVA-NeXT, InternVL, Idefics3, Llama 4) | varies: of one tile |
+| patches of the image's own size (Qwen-VL, GLM-V, Pixtral, Mistral 3) | varies: pixels / (patch x merge)^2 |
 
 Markers around an image are not counted.
 """
@@ -51,7 +51,7 @@ def image_tokens(config: Mapping[str, object]) -> int:
 
     Raises:
         UnsupportedModelError: config.json names no part that reads images.
-        ConfigError: the number depends on the image, or cannot be told.
+        ConfigError: the number depends on the image, or is not in the config.
     """
     vision = next((part for name in _VISION_PARTS if isinstance(part := config.get(name), Mapping)), None)
     family = str(config.get("model_type", "unknown"))

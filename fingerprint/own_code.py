@@ -50,7 +50,7 @@ def _files_of(values: Mapping[str, object], file: Path) -> Iterator[str]:
             if "--" in module:
                 raise CheckpointError(
                     f"auto_map of {file} names code of another repository ({show(text)}), which is not fetched; "
-                    "put that code beside it and name it without the repository"
+                    "put that code into its folder and name it without the repository"
                 )
             if not _MODULE.fullmatch(module):
                 raise CheckpointError(f"auto_map of {file} names {show(text)}, which is no class of a Python file")

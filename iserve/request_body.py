@@ -1,4 +1,4 @@
-"""What bodies of REST requests have in common: unknown fields are refused by name, and how a model is used."""
+"""Common parts of REST bodies: refusal of unknown fields by name, and the use of a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Body(BaseModel):
 
 
 class ModelUseBody(Body):
-    """How a model is used."""
+    """Use of a model: its parts, images of its prompts, and permission to run its code."""
 
     text_only: bool = Field(default=False, description=h.TEXT_ONLY)
     images: int = Field(default=0, ge=0, le=MAX_IMAGES, description=h.IMAGES)

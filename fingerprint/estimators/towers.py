@@ -25,12 +25,12 @@ class WithTowers:
         self.base, self._tower_params = base, tower_params
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """As ``base``, with the towers in memory."""
+        """Predict as ``base``, with the towers in memory."""
         text = self.base.estimate(config, workload)
         more_bytes = math.ceil(TOWER_ELEMENT_BYTES * self._tower_params / config.tp)
         memory = replace(text.memory, first_stage_bytes=text.memory.first_stage_bytes + more_bytes)
         return replace(text, memory=memory)
 
     def hidden_s(self, config: DeploymentConfig) -> float:
-        """As ``base``, where it tells (``estimates.TellsHiddenTime``)."""
+        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
         return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0

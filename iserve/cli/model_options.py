@@ -21,7 +21,7 @@ ImageTokens = Annotated[int | None, typer.Option("--image-tokens", metavar="T", 
 
 @dataclass(frozen=True, kw_only=True)
 class UseOptions:
-    """How the model is used. As typed."""
+    """Use of the model, as typed."""
 
     text_only: TextOnly = False
     images: Images = 0
@@ -40,7 +40,7 @@ class UseOptions:
             )
 
     def body(self) -> dict[str, Any]:
-        """As the REST API takes it, checked; what is as usual is left out."""
+        """Return the checked fields of the REST body; defaults are left out."""
         return {name: value for name, value in asdict(self.use).items() if value}
 
 

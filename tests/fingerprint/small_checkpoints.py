@@ -93,7 +93,7 @@ def write_llama(folder: Path) -> Path:
 
 
 def write_own(folder: Path) -> Path:
-    """Write a model whose classes are Python files beside it; importing one leaves the file ``ran`` there."""
+    """Write a model whose classes are Python files in its folder; importing one leaves the file ``ran`` there."""
     write_checkpoint(folder, OWN_CONFIG, {**text_shapes(), **HEAD})
     for name in ("configuration_own.py", "modeling_own.py"):
         (folder / name).write_text(f"open({str(folder / 'ran')!r}, 'w').close()\n")

@@ -255,7 +255,7 @@ class TestOwnCode:
 
 
 class TestTables:
-    """What engines say of such models."""
+    """Refusals of engines for such models."""
 
     def test_vllm_takes_own_code_with_permission_and_the_others_never(self, tmp_path: Path) -> None:
         spec = load_spec(write_own(tmp_path / "own"))

@@ -16,7 +16,7 @@ __all__ = ["environment", "home"]
 def test_own_code_is_measured_and_served_with_permission_only(
     home: Any, tmp_path: Path, until: Callable[..., Any], kill: Callable[[int], None]
 ) -> None:
-    """One way through the house; each step needs the one before. The stand-in asks for permission as vLLM does."""
+    """The steps depend on each other; the stand-in asks for permission as vLLM does."""
     folder = write_own(tmp_path / "own")
     config = json.loads((folder / "config.json").read_text())  # as Kimi K2: a class of vLLM's under another name
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
