@@ -18,6 +18,7 @@ __all__ = ["model_page"]
 _TESTS = Path(__file__).parents[1] / "tests"
 _RECORD_FILE = _TESTS / "fingerprint" / "recorded" / "model_support.json"
 _RESULTS = _TESTS / "bench" / "results"
+_FAMILIES = "families_h200.json.xz"
 _RUNS = {"h200": "0.24", "h200-vllm-0.26": "0.26", "h200-vllm-0.33": "0.33"}  # folder: vLLM's release
 # By decisions/0025-vllm-releases.md and accuracy.md; a deployment leaves no recording of its own.
 _DEPLOYED = {"Qwen3ForCausalLM": "0.24, 0.26, 0.33"}
@@ -33,7 +34,8 @@ folder or of the hub (no weights, no PyTorch), or of a `config.json` alone from 
 Refused as what they are: encoder-decoders, several stacks of layers, a `config.json` alone without such a class.
 Of [images and sound](#images-and-text-alone) the towers' memory is counted, their work is not. Code that a
 checkpoint brings runs in vLLM with `--trust-remote-code` alone: [own code](#code-that-a-model-brings).
-**Planned is not run**: {measured} architectures were measured on an H200, {deployed} was deployed.
+**Planned is not run**: fingerprints of {profiled} architectures ran on an H200, {measured} of them were measured
+whole, {deployed} was deployed.
 
 | {groups} |
 |---|{columns}
@@ -45,7 +47,9 @@ checkpoint brings runs in vLLM with `--trust-remote-code` alone: [own code](#cod
     row in `fingerprint/families`.
 *   **cut**: the model of its first layers alone, at both depths that a profile runs (in layers), has those layers
     as the whole has them: matrices, windows, what they keep of a sequence. Published models may have other depths.
-*   **measured**: fingerprints and the whole model ran on an H200 with this release of vLLM, with random weights
+*   **profiled**: fingerprints ran on an H200 with this release of vLLM, with random weights, and came to an
+    estimate of the whole. Of nine architectures vLLM's own cache of each layer was recorded, and is what the plan
+    counts ([decision 27](decisions/0027-described-models.md)). **Measured**: the whole model too, to compare
     ([accuracy](accuracy.md#vllm-on-an-h200)). **Deployed**: served there by iServe
     ([decision 25](decisions/0025-vllm-releases.md)).
 
@@ -61,14 +65,15 @@ _GROUPS = (
     "that builds by its defaults",
     "planned alone",
     "cut",
-    "profiled and measured",
+    "profiled",
+    "measured",
     "deployed",
 )
 _COLUMNS = ("architecture", "model_type", "planned alone", "cut")
 _IMAGES = """\
 ## Images and sound
 
-Planned for text; none of these was profiled or deployed. *Towers*: parameters beside the text model's layers,
+Planned and profiled for text; none of these was deployed. *Towers*: parameters beside the text model's layers,
 embedding and head, of the whole class, parts that speak included. A plan counts them as weights in memory; what an
 image or a sound takes to work on it does not count.
 """
@@ -132,7 +137,7 @@ _WITHOUT = (
 def model_page() -> str:
     """The page."""
     record = json.loads(_RECORD_FILE.read_text(encoding="utf-8"))
-    runs = _runs()
+    runs = _Runs()
     text, images = _of(record, multimodal=False), _of(record, multimodal=True)
     groups = {
         "text, by a class of its own": {n: one for n, one in text.items() if not one["by_transformers"]},
@@ -145,28 +150,43 @@ def model_page() -> str:
         transformers=record["transformers"],
         recorded=record["recorded"],
         counts="\n".join(_row(title, *_counts(group, runs)) for title, group in groups.items()),
-        measured=len(runs),
+        profiled=len(runs.profiled),
+        measured=len(runs.measured),
         deployed=", ".join(f"`{name}`" for name in _DEPLOYED),
     )
-    return "\n".join([head, _USES.format(), _text_section(text, runs), _images_section(images)])
+    return "\n".join([head, _USES.format(), _text_section(text, runs), _images_section(images, runs)])
 
 
 def _of(record: _Record, *, multimodal: bool) -> _Record:
     return {n: one for n, one in record["architectures"].items() if one["multimodal"] is multimodal}
 
 
-def _runs() -> dict[str, str]:
-    """Return the releases of vLLM on which fingerprints and a whole model were measured, by architecture."""
-    found: dict[str, list[str]] = {}
-    for folder, release in _RUNS.items():
-        for file in sorted((_RESULTS / folder).glob("*.json.xz")):
-            run = json.loads(lzma.decompress(file.read_bytes()))
-            if run["profile"]["timing"] and run["whole"]:
-                found.setdefault(run["profile"]["spec"]["architecture"], []).append(release)
+class _Runs:
+    """Releases of vLLM on which fingerprints, and on which a whole model too, ran on an H200, by architecture."""
+
+    def __init__(self) -> None:
+        measured: dict[str, list[str]] = {}
+        for folder, release in _RUNS.items():
+            for file in sorted((_RESULTS / folder).glob("*.json.xz")):
+                run = json.loads(lzma.decompress(file.read_bytes()))
+                if run["profile"]["timing"] and run["whole"]:
+                    measured.setdefault(run["profile"]["spec"]["architecture"], []).append(release)
+        profiled = {name: list(releases) for name, releases in measured.items()}
+        for run in json.loads(lzma.decompress((_RESULTS / _FAMILIES).read_bytes())):
+            release = dict(run["profile"]["machine"]["versions"])["engine"].removeprefix("vllm ")
+            profiled.setdefault(run["config"]["architectures"][0], []).append(release.rpartition(".")[0])
+        self.measured, self.profiled = _joined(measured), _joined(profiled)
+
+    def cells(self, name: str) -> tuple[str, str]:
+        """Return the cells of one architecture."""
+        return self.profiled.get(name, ""), self.measured.get(name, "")
+
+
+def _joined(found: Mapping[str, list[str]]) -> dict[str, str]:
     return {name: ", ".join(dict.fromkeys(releases)) for name, releases in found.items()}
 
 
-def _counts(group: _Record, runs: Mapping[str, str]) -> list[str]:
+def _counts(group: _Record, runs: _Runs) -> list[str]:
     rows = list(group.values())
     counted = (
         len(rows),
@@ -174,15 +194,16 @@ def _counts(group: _Record, runs: Mapping[str, str]) -> list[str]:
         sum("parameters" in one for one in rows),
         sum(one["plan"] is None for one in rows),
         sum(one["plan"] is None and one["cut"] is None for one in rows),
-        len(group.keys() & runs.keys()),
+        len(group.keys() & runs.profiled.keys()),
+        len(group.keys() & runs.measured.keys()),
         len(group.keys() & _DEPLOYED.keys()),
     )
     return [str(count) for count in counted]
 
 
-def _text_section(text: _Record, runs: Mapping[str, str]) -> str:
+def _text_section(text: _Record, runs: _Runs) -> str:
     rows = [
-        _row(*_support(name, one), runs.get(name, ""), _DEPLOYED.get(name, ""))
+        _row(*_support(name, one), *runs.cells(name), _DEPLOYED.get(name, ""))
         for name, one in _with_a_class(text).items()
     ]
     heads = (
@@ -190,17 +211,21 @@ def _text_section(text: _Record, runs: Mapping[str, str]) -> str:
         "model_type",
         "planned from config.json alone",
         "cut",
-        "profiled, measured",
+        "profiled",
+        "measured",
         "deployed",
     )
     return "\n".join(["## Text\n", _row(*heads), _row(*["---"] * len(heads)), *rows, _without_a_class(text)])
 
 
-def _images_section(images: _Record) -> str:
-    rows = [_row(*_support(name, one), _towers(one)) for name, one in _with_a_class(images).items()]
-    heads = (*_COLUMNS, "towers")
+def _images_section(images: _Record, runs: _Runs) -> str:
+    rows = [
+        _row(*_support(name, one), runs.cells(name)[0], _towers(one))
+        for name, one in _with_a_class(images).items()
+    ]
+    heads = (*_COLUMNS, "profiled", "towers")
     return "\n".join(
-        [_IMAGES, _row(*heads), _row("---", "---", "---", "---", "--:"), *rows, _without_a_class(images)]
+        [_IMAGES, _row(*heads), _row("---", "---", "---", "---", "---", "--:"), *rows, _without_a_class(images)]
     )
 
 

@@ -23,6 +23,7 @@ from typing import Protocol
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.depth_tied_cuts import kind_counts, repeats_the_mix, tied_depths, why_no_cuts
 from fingerprint.depth_tied_plan import DepthTiedPlan, Point, tokens_of
+from fingerprint.engine_caches import cache_differences
 from fingerprint.errors import IserveError, NotMeasuredError
 from fingerprint.measurements import (
     MachineInfo,
@@ -136,7 +137,7 @@ class _Driver:
             complete=self.complete,
             memory=tuple(self.memory),
             timing=tuple(self.timing),
-            notes=tuple(self.notes),
+            notes=(*self.notes, *cache_differences(self.spec, self.memory)),
             unreached=tuple(
                 Unreached(
                     config=case.config(self.target.engine),

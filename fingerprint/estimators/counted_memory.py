@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from fingerprint.cache_blocks import block_bytes, in_large_blocks, layer_kept_bytes
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
+from fingerprint.engine_caches import with_engine_caches
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.l2 import MeasuredKey, key_of
@@ -55,7 +56,7 @@ class CountedMemory:
     warnings: tuple[str, ...] = ()
 
     def __init__(self, profile: Profile, *, max_batched_tokens: int = 0) -> None:
-        self._spec = profile.spec
+        self._spec = with_engine_caches(profile.spec, profile.memory)
         self._engine = profile.engine
         self._points: dict[MeasuredKey, list[MemoryPoint]] = {}
         for point in sorted(profile.memory, key=lambda p: p.shard):

@@ -1,0 +1,87 @@
+"""Caches of layers as an engine itself specified them for fingerprints, in place of what config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from fingerprint.config import KvFormat
+from fingerprint.measurements import LayerCache, MemoryPoint
+from fingerprint.model_spec import KV_ELEMENT_BYTES, LayerShape, ModelSpec
+
+__all__ = ["cache_differences", "with_engine_caches"]
+
+
+def with_engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> ModelSpec:
+    """Return ``spec`` with the bytes of tokens and states that the engine gave its own fingerprints' layers.
+
+    Points of one GPU in 16 bits count: others divide or convert what a layer keeps. A kind of layers that no
+    fingerprint has, or whose layers differ on the engine, stays as it is; so does a model whose layers are
+    described alike, unless all of them differ in the same way.
+    """
+    found = _by_kind(spec, points)
+    changed = {kind: cache for kind, cache in found.items() if _kept(cache) != _planned(spec, kind)}
+    if not changed:
+        return spec
+    if spec.layer_shapes:
+        return replace(spec, layer_shapes=_shapes(spec, changed))
+    token_bytes = {cache.token_bytes for cache in changed.values()}
+    if len(token_bytes) > 1 or len(changed) < len(spec.kinds) or any(c.state_bytes for c in changed.values()):
+        return spec
+    return replace(spec, kv_head_elements=round(token_bytes.pop() / _element_bytes() / spec.num_kv_heads))
+
+
+def cache_differences(spec: ModelSpec, points: Iterable[MemoryPoint]) -> list[str]:
+    """Return a line for each kind of layers of which the engine keeps something else than ``spec`` says."""
+    lines = []
+    for kind, cache in sorted(_by_kind(spec, points).items()):
+        token_bytes, state_bytes = _planned(spec, kind)
+        if _kept(cache) != (token_bytes, state_bytes):
+            lines.append(
+                f"layer {cache.layer} keeps {cache.token_bytes:g} bytes of a token and {cache.state_bytes} of a "
+                f"request by the engine, {token_bytes:g} and {state_bytes} by config.json: the engine's are used"
+            )
+    return lines
+
+
+def _by_kind(spec: ModelSpec, points: Iterable[MemoryPoint]) -> dict[int, LayerCache]:
+    """Return one layer's cache of each kind whose layers the engine gave alike."""
+    kinds: dict[int, list[LayerCache]] = {}
+    for point in points:
+        if (point.tp, point.kv, point.shard) != (1, KvFormat.BITS16, False):
+            continue
+        for cache in (cache for rank in point.ranks for cache in rank.layer_caches):
+            if cache.layer < spec.num_layers:
+                kinds.setdefault(spec.kind_indexes[cache.layer], []).append(cache)
+    return {kind: caches[0] for kind, caches in kinds.items() if len(set(map(_kept, caches))) == 1}
+
+
+def _kept(cache: LayerCache) -> tuple[float, int]:
+    return cache.token_bytes, cache.state_bytes
+
+
+def _planned(spec: ModelSpec, kind: int) -> tuple[float, int]:
+    of_kind = spec.kinds[kind]
+    state_bytes = of_kind.shape.state_bytes if of_kind.shape else 0
+    return of_kind.kv_share * spec.kv_elements * _element_bytes(), state_bytes
+
+
+def _shapes(spec: ModelSpec, changed: dict[int, LayerCache]) -> tuple[LayerShape, ...]:
+    shapes: Sequence[LayerShape] = spec.layer_shapes
+    of_shape = {spec.layer_shape_indexes[cache.layer]: cache for cache in changed.values()}
+    return tuple(
+        shape
+        if (cache := of_shape.get(index)) is None
+        else replace(
+            shape,
+            kv_elements=round(cache.token_bytes / _element_bytes()),
+            state_bytes=cache.state_bytes,
+            state_groups=0,
+            state_group_bytes=0,
+        )
+        for index, shape in enumerate(shapes)
+    )
+
+
+def _element_bytes() -> float:
+    return KV_ELEMENT_BYTES[KvFormat.BITS16]
