@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.options import NO_OPTIONS, EngineOptions
 from daemon.engines.vllm.cache import kv_blocks
 from daemon.torch_engine.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
 from daemon.worker_token import OPEN_PATHS, authorization
@@ -69,6 +70,7 @@ class WorkerProfileTarget:
         checkpoint: the model that is profiled; a profiling worker loads nothing of it by itself.
         device_ids: devices that may be used, in the order in which stages take them.
         limits: ``max_batched_tokens`` and ``memory_bytes_per_device`` hold for all loads; each load says the rest.
+        options: for the engine itself: which parts of the model are loaded, and whether its code may run.
         engine_version: of an engine in an environment of its own; None: the first that is installed.
         start_timeout_s, call_timeout_s: for a worker to answer at all, and for one load or run.
         explain: may know more of what a worker answered with an error than the worker.
@@ -83,11 +85,12 @@ class WorkerProfileTarget:
         limits: WorkerLimits,
         engine: str = "torch",
         engine_version: str | None = None,
+        options: EngineOptions = NO_OPTIONS,
         start_timeout_s: float = 300.0,
         call_timeout_s: float = 600.0,
         explain: Callable[[WorkerSpec, IserveError], IserveError] = lambda _spec, error: error,
     ) -> None:
-        self.engine, self._engine_version = engine, engine_version
+        self.engine, self._engine_version, self._options = engine, engine_version, options
         self._launch = launch
         self._checkpoint = checkpoint
         self._device_ids = tuple(device_ids)
@@ -147,6 +150,7 @@ class WorkerProfileTarget:
             limits=self._limits,
             profiling=True,
             engine_version=self._engine_version,
+            options=self._options,
         )
         session = WorkerProfileSession(
             self._launch(spec),

@@ -32,7 +32,8 @@ _HEAD = """\
 of families. A plan reads `config.json` and the names and shapes of the tensors: from the safetensors headers of a
 folder or of the hub (no weights, no PyTorch), or of a `config.json` alone from transformers' class.
 Refused as what they are: encoder-decoders, several stacks of layers, a `config.json` alone without such a class.
-Of images and sound the towers' memory is counted, their work is not. Code that a checkpoint brings is never run.
+Of [images and sound](#images-and-text-alone) the towers' memory is counted, their work is not. Code that a
+checkpoint brings runs in vLLM with `--trust-remote-code` alone: [own code](#code-that-a-model-brings).
 **Planned is not run**: fingerprints of {profiled} architectures ran on an H200, {measured} of them were measured
 whole, {deployed} was deployed.
 
@@ -76,6 +77,57 @@ Planned and profiled for text; none of these was deployed. *Towers*: parameters 
 embedding and head, of the whole class, parts that speak included. A plan counts them as weights in memory; what an
 image or a sound takes to work on it does not count.
 """
+_USES = """\
+## Images and text alone
+
+| option of `plan`, `estimate`, `deploy`, `update` | REST | what it does |
+|---|---|---|
+| `--text-only` (also `report`) | `text_only` | the towers for images, video and sound are not loaded, \
+and count in no figure. vLLM: `--language-model-only`, in every release from 0.24 to 0.33 |
+| `--images N` | `images` | N images are part of each planned prompt, beside `--input-tokens`; requests may have \
+that many. vLLM: `--limit-mm-per-prompt={{"image": N}}`; the context holds the prompt with them |
+| `--image-tokens T` | `image_tokens` | tokens of each image, where `config.json` does not tell |
+
+A plan says the addition apart, `512 + 2 x 576 image input`, and its JSON has `workload.images` and
+`workload.tokens_per_image`; `workload.input_tokens` is the whole prompt. A profile is of the model's text alone; a
+plan adds the weights of the towers unless they are left out. The time and memory that a tower takes to read an
+image are in no figure, and none of these options was run on a GPU yet.
+
+| kind of config | tokens of an image |
+|---|---|
+| `image_seq_length`, `mm_tokens_per_image` (Gemma 3), `vision_soft_tokens_per_image` (Gemma 3n), \
+`num_image_tokens` (PaliGemma), `num_query_tokens` (BLIP-2) | that number |
+| LLaVA 1.5, VipLLaVA | (`image_size` / `patch_size`)^2, and 1 where `vision_feature_select_strategy` is `full` |
+| InternVL with `dynamic_image_size` false | (`image_size` / `patch_size` x `downsample_ratio`)^2 |
+| tiles by the image's shape: LLaVA-NeXT, InternVL, Idefics 3, Llama 4 | not told; those of a tile are said |
+| patches of the image's own size: Qwen-VL, GLM-V, Pixtral, Mistral 3 | not told: about pixels / \
+(`patch_size` x `spatial_merge_size`)^2, 1369 for 1024 x 1024 pixels of Qwen2.5-VL |
+
+Markers around an image are not counted. Refused in one line: a model without towers, the embedded engine and
+TensorRT-LLM, which serve text alone, and text alone of a class whose towers vLLM loads whatever it is told
+(`FunASRForConditionalGeneration`; classes of transformers' that vLLM takes by its Transformers backend).
+
+## Code that a model brings
+
+A `config.json` with `auto_map` names Python code of the model's repository. Where vLLM's transformers knows the
+`model_type`, that code is not needed and not run. Of every other such model:
+
+| step | what becomes of the code |
+|---|---|
+| `plan`, `estimate` | never run, on any machine: sizes come from `config.json` and safetensors headers. A note \
+says so |
+| `profile`, `deploy`, `plan --as`, `deploy --export` | refused without `--trust-remote-code` \
+(`trust_remote_code: true`) |
+| with it | one line says so before anything starts; vLLM gets `--trust-remote-code` and **runs the code as the \
+daemon's user**. Read it first |
+| restart, scale to zero, `update` | the permission is kept, until `update --model` names another model |
+| embedded engine, TensorRT-LLM | never run: refused, whatever is given |
+
+Python files are fetched from the hub only with the permission, of the commit that the weights are of; code of
+another repository (`owner/name--module`) is refused. A tokenizer that needs code where the model does not is told
+when vLLM starts: it ends, and the line says to give the permission. A class that vLLM does not list is tried by
+its Transformers backend, without tensor parallelism: not run by us.
+"""
 _WITHOUT = (
     "{count} more, of which transformers has no class, so that `config.json` alone does not do. Each is described "
     "by the headers of its safetensors files; no such files were at hand to try:"
@@ -102,7 +154,7 @@ def model_page() -> str:
         measured=len(runs.measured),
         deployed=", ".join(f"`{name}`" for name in _DEPLOYED),
     )
-    return "\n".join([head, _text_section(text, runs), _images_section(images, runs)])
+    return "\n".join([head, _USES.format(), _text_section(text, runs), _images_section(images, runs)])
 
 
 def _of(record: _Record, *, multimodal: bool) -> _Record:

@@ -19,6 +19,7 @@ class Listed:
     no_tp: str | None = None  # why its tensors are not split
     no_pp: str | None = None  # why its layers lie in one pipeline stage
     no_lora: str | None = None  # why no adapters of it are served
+    no_text_only: str | None = None  # why its towers are loaded whatever is asked
     note: str | None = None  # what a plan with it says
 
 
@@ -31,12 +32,16 @@ class Architectures:
         listed: what it runs.
         reasons: why some further ones are not run, in the engine's own words.
         otherwise: why not any that is in neither.
+        families: model types that the engine knows without any code of a checkpoint.
+        brought: limits of a class whose code a checkpoint brings; None: the engine never runs such code.
     """
 
     source: str
     listed: Mapping[str, Listed]
     reasons: Mapping[str, str] = field(default_factory=dict)
     otherwise: str
+    families: frozenset[str] = frozenset()
+    brought: Listed | None = None
 
     def refusal(self, architecture: str) -> str | None:
         """Return why ``architecture`` is not run, with the nearest names that are; None when it is."""

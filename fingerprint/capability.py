@@ -228,6 +228,13 @@ class EngineCapabilities:
 
     def architecture_refusal(self, spec: ModelSpec) -> str | None:
         """Return why this engine runs no model of ``spec``'s architecture, on any device; None when it does."""
+        if self.needs_code(spec) and self.architectures.brought is None:
+            return (
+                f"{self.engine} is never let run Python code that a model brings (auto_map of its config.json), "
+                f"and takes {spec.architecture} (model_type {spec.family}) with that code only"
+            )
+        if self._is_brought(spec):
+            return None
         reason = self.architectures.refusal(spec.architecture)
         return None if reason is None else f"{self.engine} does not run {spec.architecture}: {reason}"
 
@@ -243,7 +250,36 @@ class EngineCapabilities:
             return self._degree_refusal("pp", self.max_pp)
         return None
 
+    def text_only_refusal(self, spec: ModelSpec) -> str | None:
+        """Return why this engine cannot leave out the towers of ``spec``; None when it can."""
+        reason = self._listed(spec).no_text_only
+        return (
+            None if reason is None else f"{self.engine} cannot serve {spec.architecture} as text alone: {reason}"
+        )
+
+    def needs_code(self, spec: ModelSpec) -> bool:
+        """Return whether this engine runs ``spec`` only with the Python code that its checkpoint brings."""
+        return bool(spec.own_code) and spec.family not in self.architectures.families
+
+    def code_refusal(self, spec: ModelSpec, *, trusted: bool) -> str | None:
+        """Return why no worker of ``spec`` is started, a profiling one included, for want of permission."""
+        if trusted or self.architectures.brought is None or not self.needs_code(spec):
+            return None
+        return (
+            f"config.json names Python code of the model's repository (auto_map: {', '.join(spec.own_code)}), "
+            f"without which {self.engine} does not know {spec.architecture} (model_type {spec.family}); read that "
+            "code, then give --trust-remote-code (trust_remote_code: true), which runs it as the daemon's user"
+        )
+
+    def _is_brought(self, spec: ModelSpec) -> bool:
+        """Return whether the model's class itself is one that the checkpoint brings and the engine may try."""
+        brings_model = any(kind.startswith("AutoModel") for kind in spec.own_code)
+        listed = spec.architecture in self.architectures.listed
+        return brings_model and not listed and self.architectures.brought is not None and self.needs_code(spec)
+
     def _listed(self, spec: ModelSpec) -> Listed:
+        if self._is_brought(spec) and self.architectures.brought is not None:
+            return self.architectures.brought
         return self.architectures.listed.get(spec.architecture, Listed())
 
     def lora_refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:

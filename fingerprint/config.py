@@ -6,7 +6,7 @@ These names are the ones used in code, in JSON and on the command line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import TypeVar
@@ -153,6 +153,10 @@ class Workload:
     """Answer length in tokens."""
     longest_tokens: int = 0
     """Longest request, prompt and answer together; 0: none is longer than the two lengths above."""
+    images: int = 0
+    """Number of images in each prompt, whose tokens are part of `input_tokens`."""
+    tokens_per_image: int = 0
+    """Prompt tokens of each image."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "input_tokens", "output_tokens"):
@@ -165,9 +169,28 @@ class Workload:
         if self.longest_tokens and self.longest_tokens < usual:
             raise ConfigError(
                 f"a context of {self.longest_tokens} tokens is shorter than the planned request of {usual} "
-                f"({self.input_tokens} input + {self.output_tokens} output): give at least {usual}, or fewer "
+                f"({self.input_words} input + {self.output_tokens} output): give at least {usual}, or fewer "
                 "input or output tokens"
             )
+
+    def with_images(self, images: int, tokens_per_image: int) -> Workload:
+        """Return the same requests with so many images in each prompt, whose tokens are added.
+
+        Raises:
+            ConfigError: the prompt becomes too long, or longer than the given context.
+        """
+        added = images * tokens_per_image
+        return replace(
+            self, input_tokens=self.input_tokens + added, images=images, tokens_per_image=tokens_per_image
+        )
+
+    @property
+    def input_words(self) -> str:
+        """The prompt's length, that of its images apart: ``512 + 2 x 576 image``."""
+        if not self.images:
+            return str(self.input_tokens)
+        text = self.input_tokens - self.images * self.tokens_per_image
+        return f"{text} + {self.images} x {self.tokens_per_image} image"
 
     @property
     def context_tokens(self) -> int:

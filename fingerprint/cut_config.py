@@ -82,7 +82,7 @@ def cut_config(
     _cut_sparse_step(cut, config, layers)
     if isinstance(quantization := cut.get("quantization_config"), dict):
         _cut_module_names(quantization, layers)
-    # Code that a checkpoint brings is never run; without this key no engine can be led to try.
+    # Without this key no engine can be led to run code that the checkpoint brings.
     cut.pop("auto_map", None)
     return cut
 

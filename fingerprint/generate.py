@@ -25,6 +25,7 @@ from fingerprint.cut_config import cut_config
 from fingerprint.description.facts import LAYERS_KEYS
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError, UnsupportedModelError
 from fingerprint.families import Blueprint, family_of, is_tabled, load_spec, read_blueprint, read_config
+from fingerprint.own_code import CODE_PATTERN
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 from fingerprint.shard_config import shard_config
 from fingerprint.tensor_shapes import Role, TensorShape, elements
@@ -34,7 +35,7 @@ __all__ = ["COMPANION_FILES", "GenerateResult", "generate", "generate_dummy", "g
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
 DUMMY_STD = 0.02  # the initializer_range of most families: activations stay in range whatever the depth
-# What a model directory holds in addition to its weights and that a fingerprint keeps: never code.
+# What a model directory holds in addition to its weights and that a fingerprint keeps.
 COMPANION_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -47,8 +48,12 @@ COMPANION_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 _MAX_COPIED_BYTES = 512 * 2**20
+_MAX_CODE_FILES = 256
 _DUMMY_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -156,7 +161,9 @@ def generate_dummy(
     return GenerateResult(directory=target, layers=chosen, source_bytes=0, bytes_read=0, bytes_written=written)
 
 
-def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], *, tp: int = 1) -> None:
+def generate_shape(
+    config_dir: Path, target: Path, layers: int | Sequence[int], *, tp: int = 1, code: bool = False
+) -> None:
     """Write to ``target`` the config.json and tokenizer of ``layers``, or of the first so many, and no weights.
 
     For an engine that makes random weights itself.
@@ -164,6 +171,7 @@ def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], 
     Args:
         tp: above 1, the shape is that of one rank of so many (``shard_config``). It has no tokenizer and no
             generation settings, which speak of tokens beyond a rank's vocabulary.
+        code: with the Python files that the model brings, for an engine that may run them.
 
     Raises:
         BadInputError: as :func:`generate_dummy`, or ``tp`` does not divide the model (``shard_config``).
@@ -178,10 +186,15 @@ def generate_shape(config_dir: Path, target: Path, layers: int | Sequence[int], 
         new_config = cut_config(config, _first_layers(layers, spec.num_layers), LAYERS_KEYS)
     if tp > 1:
         new_config = shard_config(new_config, tp)
+    source = config_dir if config_dir.is_dir() else config_dir.parent
+    if code and "auto_map" in config:
+        new_config["auto_map"] = config["auto_map"]
     with new_directory(target, needed_bytes=0) as part:
         (part / "config.json").write_text(json.dumps(new_config, indent=2) + "\n", encoding="utf-8")
         if tp == 1:
-            _copy_beside(config_dir if config_dir.is_dir() else config_dir.parent, part)
+            _copy_beside(source, part)
+        if code:
+            _copy(sorted(source.glob(CODE_PATTERN))[:_MAX_CODE_FILES], part)
 
 
 def _tabled(config: Mapping[str, object]) -> Blueprint | None:
@@ -312,14 +325,18 @@ def _write(
 
 
 def _copy_beside(source: Path, part: Path) -> None:
-    for name in COMPANION_FILES:
-        file = source / name
+    _copy([source / name for name in COMPANION_FILES], part)
+
+
+def _copy(files: Iterable[Path], part: Path) -> None:
+    """Copy those of ``files`` that are there."""
+    for file in files:
         if file.is_file():
             if file.stat().st_size > _MAX_COPIED_BYTES:
                 raise CheckpointError(
                     f"{file} has {file.stat().st_size} bytes; at most {_MAX_COPIED_BYTES} are copied"
                 )
-            shutil.copyfile(file, part / name)
+            shutil.copyfile(file, part / file.name)
 
 
 def _dummy_dtype(config: Mapping[str, object]) -> str:

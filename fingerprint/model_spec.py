@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fingerprint.codec import to_builtins, to_json
 from fingerprint.config import KvFormat, WeightFormat
@@ -147,6 +147,12 @@ class ModelSpec:
     """Distinct shapes of layers, where layers differ in more than their windows or keep a state."""
     layer_shape_indexes: tuple[int, ...] = ()
     """Index into `layer_shapes` of each layer."""
+    tower_params: int = 0
+    """Parameters of towers for images, video and sound, part of those of the embedding and the last norm."""
+    tower_vector_params: int = 0
+    """Parameters of towers in vectors, part of those of the last norm."""
+    own_code: tuple[str, ...] = ()
+    """Kinds of classes whose Python code the checkpoint brings, such as `AutoConfig`."""
 
     @property
     def layers_params(self) -> int:
@@ -195,6 +201,18 @@ class ModelSpec:
         if most == self.kv_elements * KV_ELEMENT_BYTES[kv]:
             return kind.kv_share
         return kind.kv_share * self.kv_elements * KV_ELEMENT_BYTES[kv] / most
+
+    @property
+    def text_alone(self) -> ModelSpec:
+        """The model without its towers."""
+        vectors = self.tower_vector_params
+        return replace(
+            self,
+            embedding_params=self.embedding_params - (self.tower_params - vectors),
+            final_norm_params=self.final_norm_params - vectors,
+            tower_params=0,
+            tower_vector_params=0,
+        )
 
     @property
     def as_given(self) -> WeightFormat:
@@ -246,8 +264,11 @@ class ModelSpec:
         """Equal for models of one shape: a profile of one serves the other.
 
         What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
+        Towers count in other sizes, and code is no shape.
         """
         facts = to_builtins(self)
+        for name in ("tower_params", "tower_vector_params", "own_code"):
+            del facts[name]
         for name in ("layer_windows", "stored", "kv_head_elements", "layer_shapes", "layer_shape_indexes"):
             if not facts[name]:
                 del facts[name]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, StringConstraints
 
 from daemon.engines.options import EngineOptions
 from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
+from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES
 from fingerprint.plain_text import UNPRINTABLE, is_plain
 from fingerprint.profile_plan import Shards
 from iserve import request_help as h
 from iserve.planning.making import MAX_REPLICAS, PlanOptions
+from iserve.request_body import Body, ModelUseBody
 from placement.placers import check_placement
 from placement.scaling import MIN_IDLE_S
 from planner.intent import MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
@@ -93,27 +93,7 @@ def check_label(label: str) -> str:
     return label
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, given: object) -> object:
-        """Name the fields that there are: pydantic's own words for an unknown one name none."""
-        unknown = sorted(set(given) - set(cls.model_fields)) if isinstance(given, dict) else []
-        if unknown:
-            near = get_close_matches(unknown[0], cls.model_fields, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ";"
-            known = ", ".join(cls.model_fields)
-            raise PydanticCustomError(
-                "unknown_field",
-                "{text}",
-                {"text": f"there is no field {unknown[0][:80]!r}{hint} the fields are {known}"},
-            )
-        return given
-
-
-class SloBody(_Body):
+class SloBody(Body):
     """Latency limits, of which at least one is given."""
 
     ttft_s: float | None = None
@@ -124,7 +104,7 @@ class SloBody(_Body):
     """Limit of the time of a whole request in seconds; None: not limited."""
 
 
-class _Wish(_Body):
+class _Wish(Body):
     intent: IntentKind = Field(default=IntentKind.MIN_COST, description=h.INTENT)
     cost: CostModel = Field(default=CostModel.MEMORY_LATENCY, description=h.COST)
     slo: SloBody | None = None
@@ -198,7 +178,7 @@ class _ReplicatedWish(_Wish):
 ARGUMENTS_NOTE = "what --engine-arg changes is in no figure of this plan"
 
 
-class _EngineOptions(_Body):
+class _EngineOptions(ModelUseBody):
     """Options that a deployment gives to the engine itself."""
 
     engine_args: dict[str, str | None] = Field(default_factory=dict, max_length=64)
@@ -217,10 +197,11 @@ class _EngineOptions(_Body):
             arguments=tuple(self.engine_args.items()),
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
+            use=self.use,
         )
 
 
-class PlanBody(_ReplicatedWish):
+class PlanBody(_ReplicatedWish, ModelUseBody):
     """``POST /api/v1/plans``: choose, start nothing."""
 
     model: _Text | None = None
@@ -255,7 +236,13 @@ class DeployBody(_ReplicatedWish, _EngineOptions):
         return replace(wish, more_requests=wish.more_requests and not self.refuse_late)
 
 
-class UpdateBody(_Body):
+_NEVER_NULL = (
+    *("model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"),
+    *("text_only", "images", "trust_remote_code"),
+)
+
+
+class UpdateBody(Body):
     """``PATCH /api/v1/deployments/{name}``: changes of a deployment; what is left out stays as it is."""
 
     model: _Text | None = None
@@ -276,6 +263,11 @@ class UpdateBody(_Body):
     """Options of the engine's own server, which replace all former ones."""
     tool_call_parser: str | None = Field(default=None, description=f"{h.TOOL_CALL_PARSER} null: none.")
     reasoning_parser: str | None = Field(default=None, description=f"{h.REASONING_PARSER} null: none.")
+    text_only: bool | None = Field(default=None, description=h.TEXT_ONLY)
+    images: int | None = Field(default=None, ge=0, le=MAX_IMAGES, description=h.IMAGES)
+    image_tokens: int | None = Field(default=None, ge=1, le=MAX_IMAGE_TOKENS, description=h.IMAGE_TOKENS)
+    trust_remote_code: bool | None = None
+    """Permission to run Python code of the model; another `model` ends it, unless it is given with that."""
     stop_first: bool = False
     """Whether the former workers end before the new ones start; requests wait meanwhile."""
 
@@ -289,14 +281,18 @@ class UpdateBody(_Body):
         if not given:
             known = sorted(set(type(self).model_fields) - {"stop_first"})
             raise ConfigError(f"nothing is changed; give at least one of {', '.join(known)}")
-        for name in ("model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"):
+        for name in _NEVER_NULL:
             if name in given and getattr(self, name) is None:
                 raise ConfigError(f"{name} must have a value; leave it out to keep what it is")
         changes = self.model_dump(include=set(given))
+        if changes.get("images") == 0:
+            changes.setdefault("image_tokens", None)
+        if changes.get("model", wish.model) != wish.model:
+            changes.setdefault("trust_remote_code", False)  # it was given for the code of the former model
         return DeployBody.model_validate(wish.model_dump() | changes), tuple(given)
 
 
-class ProfileBody(_Body):
+class ProfileBody(Body):
     """``POST /api/v1/profiles``: what to measure, and for how long."""
 
     model: _Text | None = None
@@ -306,6 +302,7 @@ class ProfileBody(_Body):
     """Time budget of the profile in seconds."""
     quality: Quality = Quality.NEAR
     """Change of answers to measure for: an engine that starts anew for each format measures what it allows."""
+    trust_remote_code: bool = Field(default=False, description=h.TRUST_REMOTE_CODE)
     shards: Shards = Shards.AUTO
     """Tensor-parallel degrees that are measured as one rank alone on one GPU."""
     input_tokens: int = Field(default=Workload().input_tokens, description=h.INPUT_TOKENS)
@@ -333,7 +330,7 @@ class VerifyBody(_Wish):
         return replace(wish, more_requests=False, longer_requests=False)  # what is predicted is what is checked
 
 
-class ModelBody(_Body):
+class ModelBody(Body):
     """``POST /api/v1/models``: give a checkpoint folder a name."""
 
     name: _Text
@@ -342,7 +339,7 @@ class ModelBody(_Body):
     """Folder of the checkpoint or of its config.json, on the controller's machine."""
 
 
-class KeyBody(_Body):
+class KeyBody(Body):
     """``POST /api/v1/keys``: label and scope of a new API key."""
 
     label: Annotated[

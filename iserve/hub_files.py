@@ -17,9 +17,18 @@ from typing import TypeVar
 
 from fingerprint.errors import NotFoundError, UnavailableError
 from fingerprint.generate import COMPANION_FILES
+from fingerprint.own_code import CODE_PATTERN
 from fingerprint.safetensors_header import INDEX_FILE
 
-__all__ = ["UNREADABLE", "cached_snapshot", "download_config", "download_weights", "in_time", "list_files"]
+__all__ = [
+    "UNREADABLE",
+    "cached_snapshot",
+    "download_code",
+    "download_config",
+    "download_weights",
+    "in_time",
+    "list_files",
+]
 
 HUB_TIMEOUT_S = 5.0  # for the first answer
 CONFIG_TIMEOUT_S = 60.0  # for the list of files, and for all but the weights, which take as long as they take
@@ -117,6 +126,21 @@ def download_weights(model: str) -> Path:
     patterns = _CONFIG_PATTERNS + _WEIGHT_PATTERNS
     with _downloading(model):
         return Path(snapshot_download(model, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S))
+
+
+def download_code(model: str, snapshot: Path) -> None:
+    """Put the Python files of ``model`` into its folder ``snapshot`` of the cache. They are not run.
+
+    They are those of the commit that the folder is of, whatever the hub has since.
+
+    Raises:
+        NotFoundError, UnavailableError: as :func:`download_config`.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _downloading(model):
+        commit = snapshot.name
+        snapshot_download(model, revision=commit, allow_patterns=[CODE_PATTERN], etag_timeout=HUB_TIMEOUT_S)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Resolution of a MODEL argument: a registered name, a local directory, or a Hugging Face id.
 
 It finds files and reads the config; it loads no weight and judges no checkpoint (``fingerprint.checkpoint`` does).
-The hub provides safetensors, JSON and tokenizer files only: no pickle, no code.
+The hub provides safetensors, JSON and tokenizer files, Python files only with permission, and no pickle.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
 from fingerprint.families import is_tabled, load_spec
 from fingerprint.families.refusals import refuse_other_kinds
 from fingerprint.model_spec import ModelSpec
+from fingerprint.model_use import AS_IT_IS, ModelUse
+from fingerprint.own_code import missing_code
 from fingerprint.plain_text import is_plain
-from iserve.hub_files import cached_snapshot, download_config, download_weights, list_files
+from iserve.hub_files import cached_snapshot, download_code, download_config, download_weights, list_files
 
 __all__ = ["ModelSource", "existing_path", "is_hub_id", "plain_path", "resolve"]
 
@@ -37,6 +39,7 @@ class ModelSource:
     directory: Path
     has_weights: bool  # safetensors are there; False: a config.json alone, good for plan, estimate and profile
     spec: ModelSpec
+    use: ModelUse = AS_IT_IS  # which ``spec`` is of
     given: str | None = field(default=None, compare=False)  # the path that was asked for; None: the name was
 
     @property
@@ -46,13 +49,20 @@ class ModelSource:
 
 
 def resolve(
-    model: str, registered: Mapping[str, Path] = MappingProxyType({}), *, need_weights: bool = True
+    model: str,
+    registered: Mapping[str, Path] = MappingProxyType({}),
+    *,
+    need_weights: bool = True,
+    need_code: bool = False,
 ) -> ModelSource:
     """Return the model that ``model`` names; registered names first, then local directories, then Hugging Face
     ids.
 
     An id is looked up in the local cache first. What is missing there is downloaded: the config, and, once that is
     found to be of a supported model, the weights unless ``need_weights`` is False.
+
+    Args:
+        need_code: the Python files that the model's JSON names, too. They are fetched, and nothing is run.
 
     Raises:
         NotFoundError: no such directory and neither the cache nor the hub has it.
@@ -64,7 +74,7 @@ def resolve(
         directory = registered[model]
         if not directory.is_dir():
             raise NotFoundError(f"model {model!r} is registered at {directory}, which is gone; register it again")
-        return _local(model, directory)
+        return _with_code(_local(model, directory), need_code=need_code)
     path = existing_path(model)
     if path is not None:
         directory = path if path.is_dir() else path.parent
@@ -72,13 +82,16 @@ def resolve(
             raise NotFoundError(f"{path} is a file; give the model's directory or its config.json")
         directory = directory.resolve()
         plain_path(str(directory))
-        return replace(_local(directory.name or "model", directory), given=model)
+        return replace(_with_code(_local(directory.name or "model", directory), need_code=need_code), given=model)
     if not is_hub_id(model):
         raise NotFoundError(
             f"there is no directory {model[:200]!r}, and it is not a Hugging Face id (owner/name) "
             "or the name of a registered model"
         )
-    return _from_hub(model, registered, need_weights=need_weights)
+    source = _from_hub(model, registered, need_weights=need_weights)
+    if need_code and missing_code(source.directory) is not None:
+        download_code(model, source.directory)
+    return _with_code(source, need_code=need_code)
 
 
 def existing_path(model: str) -> Path | None:
@@ -109,6 +122,18 @@ def plain_path(path: str) -> str:
             f"the path {ascii(path)[:200]} has control characters, or bytes that are not UTF-8; rename the folder"
         )
     return path
+
+
+def _with_code(source: ModelSource, *, need_code: bool) -> ModelSource:
+    """Return ``source``.
+
+    Raises:
+        CheckpointError: code is needed, and a Python file that the model's JSON names is not there.
+    """
+    missing = missing_code(source.directory) if need_code else None
+    if missing is not None:
+        raise CheckpointError(f"{source.directory} has no {missing}, which its JSON names in auto_map; fetch it")
+    return source
 
 
 def _local(name: str, directory: Path) -> ModelSource:

@@ -39,3 +39,9 @@ SCALE_TO_ZERO = "Idle seconds after which the workers end; the next request star
 REFUSE_LATE = "Answer 503 at once to a request that would miss the SLO, in place of a late answer."
 TOOL_CALL_PARSER = "vLLM: format in which the model writes tool calls, such as hermes."
 REASONING_PARSER = "vLLM: format in which the model marks its reasoning, such as qwen3."
+TEXT_ONLY = "vLLM: leave out a multimodal model's towers for images, video and sound."
+IMAGES = "Images in each planned prompt, beside its text."
+IMAGE_TOKENS = "Tokens of an image; else as config.json has it."
+TRUST_REMOTE_CODE = (
+    "vLLM: run Python code of the model's repository (auto_map) as the daemon's user. Read it first."
+)

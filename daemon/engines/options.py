@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from fingerprint.errors import ConfigError
+from fingerprint.model_use import AS_IT_IS, ModelUse
 
 __all__ = ["NO_OPTIONS", "EngineOptions", "check_options", "option_words", "read_engine_args", "refuse_options"]
 
@@ -55,6 +56,8 @@ class EngineOptions:
     """vLLM's parser of the model's tool calls, such as `hermes`; None: none."""
     reasoning_parser: str | None = None
     """vLLM's parser of the model's reasoning, such as `qwen3`; None: none."""
+    use: ModelUse = AS_IT_IS
+    """Parts of the model that are served, images of its prompts, and permission to run its own code."""
 
     def __post_init__(self) -> None:
         if len(self.arguments) > _MOST_ARGUMENTS:
@@ -129,6 +132,15 @@ def _why_not(spellings: tuple[str, ...], own: Mapping[str, str], taken: frozense
 
 def refuse_options(engine: str, options: EngineOptions) -> None:
     """Raise ConfigError if anything is given to an engine that takes nothing."""
+    if options.use.trust_remote_code:
+        raise ConfigError(
+            f"engine {engine} is never let run Python code that a model brings; leave --trust-remote-code out, or "
+            "deploy with --engine vllm"
+        )
+    if options.use.text_only or options.use.images:
+        raise ConfigError(
+            f"engine {engine} serves text alone; leave --text-only and --images out, or deploy with --engine vllm"
+        )
     if options.tool_call_parser is not None or options.reasoning_parser is not None:
         raise ConfigError(
             f"engine {engine} has no tool-call and reasoning parsers; deploy with --engine vllm, or leave them out"

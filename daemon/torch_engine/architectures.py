@@ -60,6 +60,7 @@ def architectures_of(transformers: Transformers) -> Architectures:
         source=source,
         listed=listed,
         reasons=reasons,
+        families=frozenset(family for found in transformers.classes.values() for family in found.families),
         otherwise=f"{source} has no class of that name that generates text",
     )
 

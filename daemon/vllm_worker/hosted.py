@@ -71,6 +71,8 @@ class HostedVllm(Hosted):
             arguments["language_model_only"] = True  # a shape comes without what makes images into tokens
         if order["weights"] == "fp8":
             arguments["quantization"] = "fp8"
+        if self.spec["options"]["use"]["trust_remote_code"]:
+            arguments["trust_remote_code"] = True
         if tp > 1:
             arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
         return arguments

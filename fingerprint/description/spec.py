@@ -111,6 +111,8 @@ def spec_and_stack(
         embedding_params=stack.beside_params - norms,
         head_params=0 if stack.head is None else prod(stack.head.shape),
         final_norm_params=norms,
+        tower_params=stack.tower_params,
+        tower_vector_params=stack.tower_vector_params,
         kv_head_elements=0 if head_elements == 2 * head_dim else head_elements,
         layer_shapes=shapes if varied else (),
         layer_shape_indexes=tuple(places[layer.shape] for layer in layers) if varied else (),

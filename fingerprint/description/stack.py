@@ -28,8 +28,9 @@ _MOST_NAME_CHARS = 512
 _MOST_SIZE = 2**32
 _SMALL = 0.1  # of the parameters of the stack that is served: some modules beside it, as many as layers
 _TOWERS = re.compile(
-    r"(^|[._])(vision|visual|vit|audio|image|img|speech|sound|video|talker|qformer|resampler|perceiver|gated_cross_attn|encoder_layers)"
+    r"(^|[._])(vision|visual|vit|audio|acoustic|image|img|speech|sound|video|talker|qformer|resampler|perceiver|gated_cross_attn|encoder_layers)"
 )
+_JOINS = re.compile(r"(^|[._])(projector|mm|multi_modal|multimodal|connector|merger|aligner)([._]|$)")
 _ENCODER = re.compile(r"(^|[._])encoder\.")  # where a decoder has as many layers, it is of images or sound
 _DRAFTS = re.compile(r"(^|\.)(mtp|nextn|eagle|draft)(\d*|_\w+)(\.|$)")
 
@@ -43,7 +44,9 @@ class Stack:
     embedding: StoredTensor
     head: StoredTensor | None  # None: the embedding is the head
     beside_params: int  # input embedding and all else that belongs to no layer: norms, positions, towers
-    norm_params: int  # of these, vectors beside the towers
+    norm_params: int  # of these, vectors
+    tower_params: int  # of ``beside_params``, towers for images, video and sound, with what joins them to the text
+    tower_vector_params: int  # of these, vectors
 
 
 def check_tensors(tensors: Mapping[str, StoredTensor]) -> None:
@@ -93,6 +96,7 @@ def find_stack(
     for other, indexed in by_stack.items():
         beside |= {f"{other}.{index}.{rest}": t for index, each in indexed.items() for rest, t in each.items()}
     head = _head(beside, embedding)
+    towers = _towers(beside, name, embedding, head)
     of_beside = sum(_elements(t) for key, t in beside.items() if key != head)
     return Stack(
         name=name,
@@ -101,7 +105,25 @@ def find_stack(
         head=beside.get(head),
         beside_params=of_beside,
         norm_params=sum(_elements(t) for t in beside.values() if len(t.shape) == 1),
+        tower_params=sum(map(_elements, towers)),
+        tower_vector_params=sum(_elements(t) for t in towers if len(t.shape) == 1),
     )
+
+
+def _towers(beside: Mapping[str, StoredTensor], stack: str, embedding: str, head: str) -> list[StoredTensor]:
+    """Return the towers' tensors: all outside the text model's module, where something is named as a tower.
+
+    In a model whose towers lie in that module as well, they and what joins them are known by their names.
+    """
+    if not any(_seems_tower(name, embedding) for name in beside):
+        return []
+    module = stack.rpartition(".")[0] + "."
+
+    def is_tower(name: str) -> bool:
+        apart = not name.startswith(module) or _seems_tower(name, embedding)
+        return name not in (embedding, head) and (apart or _JOINS.search(_apart(name, embedding)) is not None)
+
+    return [tensor for name, tensor in beside.items() if is_tower(name)]
 
 
 def _seems_tower(name: str, embedding: str) -> bool:

@@ -3,8 +3,8 @@
 A family with a row of the table is described by the list of its tensors, from which the counts of
 :class:`ModelSpec` and the files of a dummy checkpoint both come; no torch is needed. Every other is described by
 what its checkpoint holds, or by transformers' class (``fingerprint.description``). No code that a model brings is
-imported or run (``auto_map`` is ignored). It knows nothing of formats, devices or engines. The tests compare
-names, shapes and counts with what the transformers classes build.
+imported or run: of ``auto_map`` the kinds of classes are kept. It knows nothing of formats, devices or engines.
+The tests compare names, shapes and counts with what the transformers classes build.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fingerprint.families.refusals import (
     supported,
 )
 from fingerprint.model_spec import ModelSpec
+from fingerprint.own_code import own_code_kinds
 from fingerprint.quantized import read_stored
 
 __all__ = [
@@ -68,7 +69,14 @@ def load_spec(path: Path, tensors: Mapping[str, StoredTensor] | None = None) -> 
         CheckpointError: the checkpoint's files are unreadable, or not those of the model that config.json says.
     """
     config = read_config(path)
-    directory = path if path.is_dir() else path.parent
+    spec = _spec_of(config, path if path.is_dir() else path.parent, tensors)
+    kinds = () if is_tabled(config) else own_code_kinds(config)
+    return replace(spec, own_code=kinds) if kinds else spec
+
+
+def _spec_of(
+    config: Mapping[str, object], directory: Path, tensors: Mapping[str, StoredTensor] | None
+) -> ModelSpec:
     try:
         if is_tabled(config):
             return read_spec(config)

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -163,7 +163,14 @@ def export(
     typer.echo(f"  {start.format(output)}")
 
 
-def print_as(kind: AsKind, there: tuple[GpuSpec, int] | None, model: str, wish: o.Wish, replicas: int) -> None:
+def print_as(
+    kind: AsKind,
+    there: tuple[GpuSpec, int] | None,
+    model: str,
+    wish: o.Wish,
+    replicas: int,
+    engine_options: Mapping[str, Any],
+) -> None:
     """Plan as a deploy does; the command or file goes to standard output, what it is to standard error.
 
     Raises:
@@ -182,7 +189,7 @@ def print_as(kind: AsKind, there: tuple[GpuSpec, int] | None, model: str, wish: 
         if wish.engine not in ("auto", "vllm"):
             raise typer.BadParameter(f"vllm's command starts no {wish.engine}; leave --engine out, or take docker")
         wish = replace(wish, engine="vllm")
-    launch = _launch(there, model, None, wish, replicas, {})
+    launch = _launch(there, model, None, wish, replicas, engine_options)
     worker = exported_worker(
         launch,
         get_engine(launch.worker.config.engine),
@@ -217,6 +224,7 @@ def _launch(
 ) -> LaunchDocument:
     """Return the launch by the stored profile on what is free here, or by datasheets on GPUs that are not here."""
     from daemon.engines.options import EngineOptions
+    from fingerprint.model_use import ModelUse
     from iserve.cli.live import client_for_plan, model_argument, registered_models
     from iserve.demo import DEMO_MODEL_NAME
     from iserve.planning.hypothetical import launch_for_gpus
@@ -229,7 +237,7 @@ def _launch(
         given = None if model is None else model_argument(model, settings)
         body = wish.body() | {"model": given, "name": name, "replicas": replicas, **engine_options}
         return client_for_plan(settings).post("/api/v1/plans/launch", body, LaunchDocument)
-    model = model or DEMO_MODEL_NAME
+    model, used = model or DEMO_MODEL_NAME, fields(ModelUse)
     registered = registered_models(model, settings)
     return launch_for_gpus(
         model,
@@ -242,6 +250,9 @@ def _launch(
             arguments=tuple(engine_options.get("engine_args", {}).items()),
             tool_call_parser=engine_options.get("tool_call_parser"),
             reasoning_parser=engine_options.get("reasoning_parser"),
+            use=ModelUse(
+                **{field.name: engine_options[field.name] for field in used if field.name in engine_options}
+            ),
         ),
     )
 

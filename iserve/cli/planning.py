@@ -8,6 +8,7 @@ import typer
 
 from iserve.cli import exporting as e
 from iserve.cli import gpu_options as g
+from iserve.cli import model_options as m
 from iserve.cli import options as o
 
 __all__ = ["register"]
@@ -17,7 +18,8 @@ def register(app: typer.Typer) -> None:
     app.command(
         "plan",
         epilog="Example: iserve plan ./Llama-2-7b --gpus a6000:8 --intent min-latency; or "
-        "iserve plan ./Llama-2-7b --gpus my-gpu:8 --gpu-file my-gpu.json",
+        "iserve plan ./Llama-2-7b --gpus my-gpu:8 --gpu-file my-gpu.json; or "
+        "iserve plan ./llava-1.5-7b --gpus h200:1 --images 2",
     )(o.grouped(plan))
     app.command(
         "estimate",
@@ -34,6 +36,7 @@ def plan(
     ] = None,
     gpu_file: g.GpuFile = None,
     wish: o.Wish,
+    use: m.UseOptions,
     replicas: o.Replicas = 1,
     picture: Annotated[
         bool, typer.Option("--picture", help="Draw the Pareto front: cost against latency, in characters.")
@@ -62,16 +65,16 @@ def plan(
         if others := [name for name, value in given.items() if value]:
             raise typer.BadParameter(f"--as prints nothing else; leave {', '.join(others)} out")
         o.replicated(wish.checked(settings), replicas)  # here already: a bad value must not start a controller
-        e.print_as(as_kind, g.named_gpus(gpus, gpu_file), model, wish, replicas)
+        e.print_as(as_kind, g.named_gpus(gpus, gpu_file), model, wish, replicas, use.body())
         return
-    options = o.replicated(wish.checked(settings), replicas)
+    options, how = o.replicated(wish.checked(settings), replicas), use.body()
     there = g.named_gpus(gpus, gpu_file)
     if there is None:
-        body = wish.body() | {"model": model_argument(model, settings), "replicas": replicas}
+        body = wish.body() | {"model": model_argument(model, settings), "replicas": replicas} | how
         document = client_for_plan(settings).post("/api/v1/plans", body, PlanDocument)
     else:
         registered = registered_models(model, settings)
-        document = plan_for_gpus(model, *there, options, wish.engine, registered=registered)
+        document = plan_for_gpus(model, *there, options, wish.engine, registered=registered, use=use.use)
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:
@@ -99,6 +102,9 @@ def estimate(
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
+    text_only: m.TextOnly = False,
+    images: m.Images = 0,
+    image_tokens: m.ImageTokens = None,
     engine: o.EngineOption = "auto",
     cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
     as_json: o.JsonOption = False,
@@ -118,10 +124,11 @@ def estimate(
     with o.usage_errors("--config"):
         wanted = parse_config(config, engine=engine)
     workload = o.workload_of(batch, input_tokens, output_tokens)
+    use = m.UseOptions(text_only=text_only, images=images, image_tokens=image_tokens).use
     registered = registered_models(model, load_settings())
     own_weights = "weights=" not in config
     document = estimate_for_gpu(
-        model, device, wanted, workload, cost, registered=registered, own_weights=own_weights
+        model, device, wanted, workload, cost, registered=registered, own_weights=own_weights, use=use
     )
     if not document.runnable:
         typer.echo(f"iserve: not runnable: {document.reason}", err=True)

@@ -11,8 +11,10 @@ import typer
 
 from fingerprint.errors import NotFoundError, UnavailableError
 from fingerprint.full_disk import why_not_written
+from fingerprint.model_use import ModelUse
 from fingerprint.output_file import output_file
 from iserve.cli import gpu_options as g
+from iserve.cli import model_options as m
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def report(
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
     batch: o.BatchOrMore = None,
+    text_only: m.TextOnly = False,
     engine: o.EngineOption = "auto",
     as_json: o.JsonOption = False,
 ) -> None:
@@ -89,9 +92,9 @@ def report(
     accuracy = None if truth is None else read_accuracy(truth)
     there = g.named_gpus(gpus, gpu_file)
     if there is None:
-        found = _live(model, engine, options, accuracy)
+        found = _live(model, engine, options, accuracy, text_only=text_only)
     else:
-        found = _hypothetical(model, *there, engine, options, accuracy)
+        found = _hypothetical(model, *there, engine, options, accuracy, text_only=text_only)
     if as_json:
         typer.echo(to_json(found, indent=2).decode())
         return
@@ -104,7 +107,14 @@ def report(
 
 
 def _hypothetical(
-    model: str, gpu: GpuSpec, count: int, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None
+    model: str,
+    gpu: GpuSpec,
+    count: int,
+    engine: str,
+    options: ReportOptions,
+    accuracy: AccuracyRecord | None,
+    *,
+    text_only: bool,
 ) -> Report:
     from daemon.engines.registry import capabilities_for
     from iserve.cli.live import registered_models
@@ -112,10 +122,12 @@ def _hypothetical(
     from iserve.planning.here import deployable, gpus_here
     from iserve.planning.hypothetical import engine_for_gpus
     from iserve.planning.making import datasheet_estimator, hypothetical_hardware
+    from iserve.planning.model_use import used
     from iserve.reporting.gathering import build_report
     from iserve.settings import load_settings
 
     source = resolve(model, registered_models(model, load_settings()), need_weights=False)
+    source = used(source, ModelUse(text_only=text_only))
     hardware = hypothetical_hardware(gpu, count)
     tables = capabilities_for(engine)
     choice = engine_for_gpus(source.spec, gpu, count, options.wish(), engine)
@@ -139,7 +151,9 @@ def _hypothetical(
     )
 
 
-def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None) -> Report:
+def _live(
+    model: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None, *, text_only: bool
+) -> Report:
     """Return the report by the stored profile, on the devices of this home's node."""
     from daemon.engines.registry import get_engine
     from fingerprint.estimators.corrected import CorrectedEstimator
@@ -147,10 +161,11 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     from iserve.api_documents import ModelDocument
     from iserve.cli.live import client
     from iserve.controller.engine_selection import deployable_engine
+    from iserve.controller.estimating import estimator_for, profile_as
     from iserve.controller.profile_validity import differences
-    from iserve.controller.profiling import estimator_for
     from iserve.model_source import resolve
     from iserve.planning.here import deployable
+    from iserve.planning.model_use import used
     from iserve.reporting.accuracy_store import find_accuracy
     from iserve.reporting.gathering import build_report, find_profile
     from iserve.settings import load_settings
@@ -162,14 +177,16 @@ def _live(model: str, engine: str, options: ReportOptions, accuracy: AccuracyRec
     profiles = [p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if engine in ("auto", p.engine)]
     registered = {m.name: Path(m.directory) for m in controller.get("/api/v1/models", tuple[ModelDocument, ...])}
     try:
-        source = resolve(model, registered, need_weights=False)
+        source = used(resolve(model, registered, need_weights=False), ModelUse(text_only=text_only))
     except (NotFoundError, UnavailableError):
         if all(p.model != model for p in profiles):
             raise
         profile = find_profile(profiles, model, None)  # its files are gone, what was measured is not
         name, has_weights = profile.model, False
     else:
-        profile = find_profile(profiles, source.name, source.spec.shape_hash, argument=source.argument)
+        found_as = source.spec.text_alone.shape_hash
+        profile = find_profile(profiles, source.name, found_as, argument=source.argument)
+        profile = profile_as(source.spec, profile)
         has_weights = source.has_weights
         name = source.name  # the profile may be that of another model of this shape
     if accuracy is None:

@@ -13,6 +13,7 @@ import typer
 
 from iserve import request_help as h
 from iserve.cli import exporting as e
+from iserve.cli import model_options as m
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ _PROFILING_POLL_S = 0.5  # a CPU that is being measured should not be asked more
 
 
 def register(app: typer.Typer) -> None:
-    app.command("deploy", epilog="Example: iserve deploy ./my-model --intent latency-slo --slo tpot=0.05")(
-        o.grouped(deploy)
-    )
+    app.command(
+        "deploy",
+        epilog="Example: iserve deploy ./my-model --intent latency-slo --slo tpot=0.05; or "
+        "iserve deploy ./llava-1.5-7b --images 2; or iserve deploy ./llava-1.5-7b --text-only",
+    )(o.grouped(deploy))
     app.command("ps", epilog="Example: iserve ps --json")(ps)
     app.command("rm", epilog="Example: iserve rm iserve-demo")(rm)
     app.command("chat", epilog="Example: iserve chat iserve-demo '123+456='")(chat)
@@ -85,6 +88,7 @@ def deploy(
     model: o.OptionalModel = None,
     *,
     wish: o.Wish,
+    use: m.UseOptions,
     serving: Serving,
     engine: o.EngineSettings,
     to: e.Export,
@@ -113,7 +117,7 @@ def deploy(
     from iserve.cli.live import model_argument
     from iserve.settings import load_settings
 
-    settings, engine_options = load_settings(), engine.body()
+    settings, engine_options = load_settings(), engine.body() | use.body()
     o.replicated(wish.checked(settings), serving.replicas)  # here already: a bad value must not start a controller
     serving.check(wish)
     if idempotency_key is not None:
@@ -128,6 +132,7 @@ def deploy(
     if to.export is not None:
         e.export(to, to.export, model, serving.name, wish, serving.replicas, engine_options)
         return
+    m.warn_of_code(model, trusted=use.trust_remote_code)
     model = None if model is None else model_argument(model, settings)
     body = wish.body() | {"model": model} | serving.body() | engine_options
     key = secrets.token_hex(16) if idempotency_key is None else idempotency_key

@@ -208,6 +208,7 @@ def _models(
 ) -> tuple[dict[str, SimulatedModel], tuple[str, ...]]:
     """Return every model as a deploy on a node of ``count`` GPUs plans it, and where its times are from."""
     from iserve.cli.live import registered_models
+    from iserve.controller.estimating import profile_as
     from iserve.model_source import resolve
     from iserve.planning.hypothetical import engine_for_gpus
     from iserve.planning.making import check_context
@@ -222,13 +223,14 @@ def _models(
             check_context(source.spec, options.workload)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
-        profile = next((p for p in profiles if p.spec.shape_hash == source.spec.shape_hash), None)
+        measured_as = source.spec.text_alone.shape_hash
+        profile = next((p for p in profiles if p.spec.text_alone.shape_hash == measured_as), None)
         if profile is None:
             choice = engine_for_gpus(source.spec, gpu, count, options, engine)
             model = roofline_model(name, source.spec, gpu, options, choice.engine)
             times.append(f"{name}: roofline")
         else:
-            model = measured_model(name, profile, gpu, options)
+            model = measured_model(name, profile_as(source.spec, profile), gpu, options)
             times.append(f"{name}: profile of {profile.model} on {profile.engine}, {profile.created_at}")
         prepared[name] = replace(model, engines=tuple(table.unprepared() for table in model.engines))
     return prepared, tuple(times)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from iserve.cli import model_options as m
 from iserve.cli import options as o
 from planner.intent import IntentKind, parse_slo
 
@@ -63,6 +64,22 @@ class Changes:
         str | None, typer.Option("--model", help="A checkpoint folder, a hub id or a registered name.")
     ] = None
 
+    text_only: Annotated[
+        bool | None,
+        typer.Option("--text-only/--with-towers", help="vLLM: without a multimodal model's towers, or with them."),
+    ] = None
+    images: Annotated[
+        int | None, typer.Option("--images", metavar="N", min=0, help="Images in each planned prompt; 0: none.")
+    ] = None
+    image_tokens: m.ImageTokens = None
+    trust_remote_code: Annotated[
+        bool | None,
+        typer.Option(
+            "--trust-remote-code/--no-trust-remote-code",
+            help="vLLM: run Python code of the model's repository. Kept until --model names another.",
+        ),
+    ] = None
+
     def body(self) -> dict[str, Any]:
         """Return the fields as the REST API takes them; what is not given is left out.
 
@@ -77,6 +94,10 @@ class Changes:
             "replicas": self.replicas,
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
+            "text_only": self.text_only,
+            "images": self.images,
+            "image_tokens": self.image_tokens,
+            "trust_remote_code": self.trust_remote_code,
             "model": None if self.model is None else model_argument(self.model, load_settings()),
         }
         changes = {field: value for field, value in given.items() if value is not None}
@@ -116,10 +137,12 @@ def update(
     if not body:
         raise typer.BadParameter(
             "nothing is changed; give --intent, --slo, --replicas, --batch, --context, --input-tokens, "
-            "--output-tokens, --model, --engine-version, --engine-arg, --tool-call-parser or --reasoning-parser"
+            "--output-tokens, --text-only, --images, --image-tokens, --trust-remote-code, --model, "
+            "--engine-version, --engine-arg, --tool-call-parser or --reasoning-parser"
         )
     if stop_first:
         body["stop_first"] = True
+    m.warn_of_code(changes.model or name, trusted=bool(changes.trust_remote_code))
     controller = client(start=False)
     before = _capacity(controller, name)
     accepted = controller.patch(f"/api/v1/deployments/{name}", body, DeploymentDocument)

@@ -39,6 +39,7 @@ from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.controller.seen import workers_seen
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
+from iserve.planning.model_use import check_code, used, with_images
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 
@@ -144,8 +145,8 @@ class Targets:
         name = row.name
         if self._store.deployment(name).workers != row.workers:
             raise ConflictError(f"the deployment {name!r} was updated meanwhile; verify it again")
-        room = self._deployer.options(recorded_wish(row)).workload
         source = self._served(recorded_wish(row), status.spec)
+        room = with_images(self._deployer.options(recorded_wish(row)).workload, source)
         engine = get_engine(status.spec.config.engine)
         with contextlib.suppress(InfeasibleError):  # else it is another now, which the next line tells
             engine = engine.pinned(status.spec.engine_version)
@@ -183,8 +184,8 @@ class Targets:
         with contextlib.suppress(IserveError):
             source = self._resolve(wish.model, need_weights=False)
             if str(source.directory) == spec.checkpoint:
-                return source
-        return self._resolve(spec.checkpoint, need_weights=False)
+                return used(source, spec.options.use)
+        return used(self._resolve(spec.checkpoint, need_weights=False), spec.options.use)
 
     def _stored_profile(self, source: ModelSource, engine: Engine, room: Workload) -> Profile:
         found = self._profiler.stored(source, engine, self._node(), batch=room.batch)
@@ -248,6 +249,8 @@ class Targets:
         return source.name, find
 
     def _profile(self, source: ModelSource, engine: Engine, options: PlanOptions, tell: Tell) -> Profile:
+        check_code(source, engine.capabilities())
+
         def find() -> Profile | None:
             return self._profiler.enough(source, engine, self._node(), options)
 

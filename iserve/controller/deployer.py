@@ -41,6 +41,7 @@ from iserve.model_source import ModelSource
 from iserve.planning.here import deployable_now
 from iserve.planning.launching import PlannedDeployment, worker_slug
 from iserve.planning.making import PlanOptions
+from iserve.planning.model_use import check_code, check_use, use_notes, used, with_images
 from iserve.planning.planned import planned_deployment
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
@@ -77,7 +78,7 @@ class Deployer:
         store: Store,
         profiler: Profiler,
         daemon: Callable[[], DaemonClient],
-        resolve: Callable[[str | None], ModelSource],
+        resolve: Callable[..., ModelSource],
         report_progress: Callable[[str, ProfileProgress | None], None],
         serving: Callable[[NodeStatus], tuple[DeploymentState, ...]] = lambda _: (),
     ) -> None:
@@ -149,12 +150,16 @@ class Deployer:
             move: is called with each step before it is taken.
         """
         move("resolving")
-        source = self._resolve(body.model)
+        use = body.use
+        source = used(self._resolve(body.model, need_code=use.trust_remote_code), use)
         Checkpoint.open(source.directory)  # before minutes are spent on measuring what cannot be served
         options = self.options(body)
+        options = replace(options, workload=with_images(options.workload, source))
 
         def profile_of(engine: Engine, _: tuple[str, ...]) -> Profile:
             engine.check_options(body.engine_options)
+            check_use(source, engine.capabilities())
+            check_code(source, engine.capabilities())
             node = ask_daemon(self._daemon, DaemonClient.node)
             if (found := self._profiler.enough(source, engine, node, options)) is not None:
                 return found
@@ -233,7 +238,7 @@ class Deployer:
             options,
             devices=devices_of(node),
             deployable_of=lambda _: deployable_now(has_weights=source.has_weights),
-            notes=notes,
+            notes=(*notes, *use_notes(source, options.workload, engine.capabilities())),
             profile=profile,
         )
 

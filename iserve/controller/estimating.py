@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from daemon.engines.registry import ENGINES
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.l2 import L2, MeasuredKey
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
+from fingerprint.estimators.towers import WithTowers
 from fingerprint.measurements import Profile
+from fingerprint.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from fingerprint.estimators.depth_tied import DepthTiedEstimator
 
-__all__ = ["contradictions", "estimator_for", "step_tokens_of"]
+__all__ = ["contradictions", "estimator_for", "profile_as", "step_tokens_of"]
 
 
-def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
-    """Return the estimator of what was measured, scaled by the roofline of the same device and engine."""
+def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator | WithTowers:
+    """Return the estimator of what was measured, scaled by the roofline of the same device and engine.
+
+    Measured is a model as text alone; where the profile's is one with towers, their memory is added.
+    """
+    if profile.spec.tower_params:
+        text = replace(profile, spec=profile.spec.text_alone)
+        return WithTowers(_measured_estimator(text), profile.spec.tower_params)
+    return _measured_estimator(profile)
+
+
+def _measured_estimator(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
     engine = ENGINES.get(profile.engine)
     eager = frozenset({profile.engine}) if engine is not None and engine.capabilities().eager else frozenset()
     roofline = RooflineEstimator(profile.spec, profile.machine.device, eager=eager)
@@ -26,6 +39,11 @@ def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimat
 
         return DepthTiedEstimator(profile, roofline)
     return FingerprintedEstimator(profile, roofline, memory="counted" if _is_counted(profile) else "M2")
+
+
+def profile_as(spec: ModelSpec, profile: Profile) -> Profile:
+    """Return ``profile``, which is of a model as text alone, as that of ``spec``, which may have its towers."""
+    return replace(profile, spec=spec) if spec.tower_params else profile
 
 
 def contradictions(profile: Profile) -> dict[MeasuredKey, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine
+from daemon.engines.options import EngineOptions
 from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus
 from fingerprint.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from fingerprint.config import Workload
 from fingerprint.errors import InfeasibleError, NotMeasuredError, UnsupportedModelError
 from fingerprint.gpus import parse_gpus
 from fingerprint.measurements import Profile
+from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
 from iserve.api_documents import ProfileJobDocument, ProgressDocument
 from iserve.api_types import LaunchBody, PlanBody, ProfileBody, check_name
@@ -31,6 +33,7 @@ from iserve.planning.engine_choice import nothing_feasible_on
 from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
 from iserve.planning.launching import LaunchDocument, PlannedDeployment
 from iserve.planning.making import PlanOptions
+from iserve.planning.model_use import check_code, check_use, used, with_images
 from iserve.planning.words import ELSEWHERE
 from iserve.settings import Settings
 
@@ -63,7 +66,13 @@ class Plans:
         if body.gpus is not None:
             gpu, count = parse_gpus(body.gpus)
             return plan_for_gpus(
-                body.model or DEMO_MODEL_NAME, gpu, count, options, body.engine, registered=self._registered()
+                body.model or DEMO_MODEL_NAME,
+                gpu,
+                count,
+                options,
+                body.engine,
+                registered=self._registered(),
+                use=body.use,
             )
         return self._planned(body, options)[0].document
 
@@ -92,9 +101,12 @@ class Plans:
             deployable_engine(body.engine)
         planned, source, profile = self._planned(body, options)
         Checkpoint.open(source.directory)
-        get_engine(profile.engine).check_options(body.engine_options)
+        engine = get_engine(profile.engine)
+        engine.check_options(body.engine_options)
+        check_code(source, engine.capabilities())
         name = check_name(body.name or source.name)
-        return planned.launch(name, source, options.workload, profile, body.engine_options)
+        workload = with_images(options.workload, source)
+        return planned.launch(name, source, workload, profile, body.engine_options)
 
     def _planned(self, body: PlanBody, options: PlanOptions) -> tuple[PlannedDeployment, ModelSource, Profile]:
         """Return a plan for what is free here now, the model and the profile that it rests on.
@@ -102,10 +114,13 @@ class Plans:
         Raises:
             NotMeasuredError: no profile holds here.
         """
-        source = self._resolve(body.model, need_weights=False)
+        source = used(self._resolve(body.model, need_weights=False), body.use)
+        options = replace(options, workload=with_images(options.workload, source))
         node, batch = self._daemon().node(), options.workload.batch
 
         def stored(engine: Engine, notes: tuple[str, ...]) -> Profile:
+            engine.check_options(EngineOptions(use=source.use))
+            check_use(source, engine.capabilities())
             return self._stored(source, engine, notes, node, batch)
 
         with _or_elsewhere():
@@ -145,7 +160,9 @@ class Plans:
         Raises:
             UnavailableError: too many wait already.
         """
-        source = self._resolve(body.model, need_weights=False)
+        use = ModelUse(trust_remote_code=body.trust_remote_code)
+        source = self._resolve(body.model, need_weights=False, need_code=use.trust_remote_code)
+        source = used(source, use)
         deployable_engine(body.engine)
         workload = Workload(batch=body.batch, input_tokens=body.input_tokens, output_tokens=body.output_tokens)
         job = ProfileJobDocument(
@@ -155,6 +172,8 @@ class Plans:
         def work(show: Callable[[ProfileJobDocument], None]) -> ProfileJobDocument:
             node = ask_daemon(self._daemon, DaemonClient.node)
             engine, notes = engine_for(body.engine, source.spec, node, body.quality)
+            engine.check_options(EngineOptions(use=use))
+            check_code(source, engine.capabilities())
             chosen = replace(job, engine=engine.name, notes=notes)
             show(chosen)
             self._profiler.take(

@@ -401,7 +401,8 @@ class Fingerprints:
         if not target.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
             if tp > 1 or not self._weights:  # the engine makes random ones
-                generate_shape(self._source.directory, target, chosen, tp=tp)
+                code = bool(self._source.spec.own_code) and self._source.use.trust_remote_code
+                generate_shape(self._source.directory, target, chosen, tp=tp, code=code)
             elif self._source.has_weights:
                 generate(self._source.directory, target, chosen)
             else:

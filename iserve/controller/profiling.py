@@ -19,6 +19,7 @@ from typing import TypeVar
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
 from daemon.engines.foreign import ForeignEngine
+from daemon.engines.options import EngineOptions
 from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.unlisted_gpus import measure_if_unlisted
@@ -37,7 +38,7 @@ from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_plan import Shards
-from iserve.controller.estimating import estimator_for, step_tokens_of
+from iserve.controller.estimating import estimator_for, profile_as, step_tokens_of
 from iserve.controller.node import check_one_kind
 from iserve.controller.profile_room import STEP_TOKENS, quietest, share_of_free_bytes
 from iserve.controller.profile_taking import Fingerprints, Order, take
@@ -278,13 +279,17 @@ class Profiler:
         return CorrectedEstimator(estimator_for(profile), [row.verification for row in rows])
 
     def stored(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> Profile | None:
-        """Return the profile that holds on ``node`` now, for up to ``batch`` requests at once.
+        """Return the profile, as of ``source``, that holds on ``node`` now for up to ``batch`` requests at once.
 
         Raises:
             InfeasibleError: the node has GPUs of several kinds, of which a profile measures one.
         """
+        found = self._stored(source, engine, node, batch)
+        return found and profile_as(source.spec, found)
+
+    def _stored(self, source: ModelSource, engine: Engine, node: NodeStatus, batch: int) -> Profile | None:
         check_one_kind(node)
-        shape, name = source.spec.shape_hash, engine.name
+        shape, name = source.spec.text_alone.shape_hash, engine.name
         found = self._store.profile(shape, name, machine_key(node, engine))
         if found is None:  # profiles say themselves which driver they were taken with
             older = self._store.profile(shape, name, key_without_driver(node, engine))
@@ -306,8 +311,8 @@ class Profiler:
 
     def unused(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> tuple[str, ...]:
         """Return a sentence on every profile of this model and engine that is there and does not hold now."""
-        used = self.stored(source, engine, node, batch=batch)
-        same = (source.spec.shape_hash, engine.name)
+        used = self._stored(source, engine, node, batch)
+        same = (source.spec.text_alone.shape_hash, engine.name)
         return tuple(
             why_unused(profile, node, engine.versions(), batch)
             for profile in self._store.profiles()
@@ -350,15 +355,14 @@ class Profiler:
             ConflictError: the engine was replaced meanwhile; nothing is kept.
         """
         with self.paused(go_on):
-            meanwhile = unless()
-            if meanwhile is not None:
+            if (meanwhile := unless()) is not None:
                 return meanwhile
             node = ask_daemon(daemon, self._without_leftovers)
             check_one_kind(node)
             key, versions = machine_key(node, engine), engine.versions()
             _measure_unlisted(engine, node, go_on)
             order = Order(
-                source=source,
+                source=replace(source, spec=source.spec.text_alone),
                 table=engine.capabilities().unprepared(),
                 node=node,
                 workload=workload,
@@ -367,13 +371,13 @@ class Profiler:
                 shards=shards,
                 max_seconds=max_seconds,
                 progress=progress,
-                known=None if wish is None else self.stored(source, engine, node, batch=workload.batch),
+                known=None if wish is None else self._stored(source, engine, node, workload.batch),
                 serving=self._serving(node),
             )
             measured = self._measured(order, engine, daemon)
             _check_same_engine(engine, versions, measured)
             self._keep(measured, key)
-            return measured
+            return profile_as(source.spec, measured)
 
     def _measured(self, order: Order, engine: Engine, daemon: Callable[[], DaemonClient]) -> Profile:
         """Measure as :meth:`take`; fingerprints and workers are gone afterwards."""
@@ -449,6 +453,7 @@ class Profiler:
             ),
             engine=engine.name,
             engine_version=release_to_start(engine),
+            options=EngineOptions(use=replace(source.use, images=0, image_tokens=None)),
             start_timeout_s=self._start_timeout_s,
         )
 

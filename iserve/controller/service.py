@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
+from daemon.engines.registry import capabilities_for
 from daemon.json_http import JsonHttp
 from daemon.status import NodeStatus, WorkerState
 from fingerprint.checkpoint import Checkpoint
@@ -51,6 +52,7 @@ from iserve.engine_inventory import engine_documents
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
+from iserve.planning.model_use import check_code, used, with_images
 from iserve.routes import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
@@ -152,8 +154,9 @@ class Controller:
         """Return registered names and their folders, the bundled demo model among them."""
         return {DEMO_MODEL_NAME: demo_model_path()} | {m.name: Path(m.directory) for m in self.store.models()}
 
-    def resolve(self, model: str | None, *, need_weights: bool = True) -> ModelSource:
-        return resolve(model or DEMO_MODEL_NAME, self.registered(), need_weights=need_weights)
+    def resolve(self, model: str | None, *, need_weights: bool = True, need_code: bool = False) -> ModelSource:
+        name = model or DEMO_MODEL_NAME
+        return resolve(name, self.registered(), need_weights=need_weights, need_code=need_code)
 
     def _is_here(self, model: str | None) -> bool:
         """Return whether ``model`` is a folder of this machine, not a Hugging Face id."""
@@ -226,7 +229,9 @@ class Controller:
             body.engine_options  # noqa: B018 - what no engine takes is refused now
         else:
             engine.check_options(body.engine_options)
-        source = self.resolve(body.model, need_weights=False)
+        source = used(self.resolve(body.model, need_weights=False), body.use)
+        with_images(self._deployer.options(body).workload, source)
+        _check_code(source, body.engine)
         if source.has_weights or self._is_here(body.model):
             Checkpoint.open(source.directory)  # what a hub id lacks is fetched in the background, and checked then
         return source
@@ -447,6 +452,14 @@ class Controller:
         self.verifier.close()
         self.plans.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_code(source: ModelSource, engine: str) -> None:
+    """Raise ConfigError where each engine that may be taken needs Python code of the model, without permission."""
+    tables = capabilities_for(engine)
+    if not source.use.trust_remote_code and all(table.needs_code(source.spec) for table in tables):
+        for table in tables:
+            check_code(source, table)
 
 
 def _model_document(name: str, source: ModelSource) -> ModelDocument:

@@ -17,6 +17,7 @@ from fingerprint.errors import InfeasibleError
 from fingerprint.estimates import MemoryEstimate
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
+from fingerprint.model_use import AS_IT_IS, ModelUse
 from iserve.api_types import check_name
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import EstimateDocument, KeptDocument, PlanDocument
@@ -32,6 +33,7 @@ from iserve.planning.making import (
     hypothetical_hardware,
     make_plan,
 )
+from iserve.planning.model_use import check_code, check_use, use_notes, used, with_images
 from iserve.planning.plan_document import estimate_document
 from iserve.planning.planned import planned_deployment
 from iserve.planning.serving_capacity import kept_of
@@ -73,14 +75,19 @@ def plan_for_gpus(
     engine: str,
     *,
     registered: Mapping[str, Path] | None = None,
+    use: ModelUse = AS_IT_IS,
 ) -> PlanDocument:
     """Plan a deploy on ``count`` idle ``gpu``, by the roofline.
 
     Raises:
         UnsupportedModelError: no engine serves the model there.
     """
-    source = resolve(model, registered or {}, need_weights=False)
-    return _planned(source, gpu, count, options, engine).document
+    source = used(resolve(model, registered or {}, need_weights=False), use)
+    return _planned(source, gpu, count, _with_images(options, source), engine).document
+
+
+def _with_images(options: PlanOptions, source: ModelSource) -> PlanOptions:
+    return replace(options, workload=with_images(options.workload, source))
 
 
 def launch_for_gpus(
@@ -105,12 +112,15 @@ def launch_for_gpus(
         raise InfeasibleError(
             f"{PLANNED_ONLY[gpu.vendor]}; `iserve plan --gpus {gpu.name}:{count}` compares it with other GPUs"
         )
-    source = resolve(model, registered or {}, need_weights=False)
+    source = used(resolve(model, registered or {}, need_weights=False), engine_options.use)
     if source.has_weights:
         Checkpoint.open(source.directory)
+    options = _with_images(options, source)
     planned = _planned(source, gpu, count, options, engine)
     if planned.best is not None:
-        get_engine(planned.best.config.engine).check_options(engine_options)
+        chosen = get_engine(planned.best.config.engine)
+        chosen.check_options(engine_options)
+        check_code(source, chosen.capabilities())
     return planned.launch(check_name(name or source.name), source, options.workload, None, engine_options)
 
 
@@ -161,6 +171,9 @@ def _planned_on(
     engine: str, source: ModelSource, gpu: GpuSpec, count: int, options: PlanOptions, notes: tuple[str, ...] = ()
 ) -> PlannedDeployment:
     hardware, table = hypothetical_hardware(gpu, count), get_engine(engine).capabilities()
+    get_engine(engine).check_options(EngineOptions(use=source.use))
+    check_use(source, table)
+    notes = (*notes, *use_notes(source, options.workload, table))
     devices = tuple(
         Device(
             device_id=state.device_id,
@@ -197,6 +210,7 @@ def estimate_for_gpu(
     *,
     registered: Mapping[str, Path] | None = None,
     own_weights: bool = False,
+    use: ModelUse = AS_IT_IS,
 ) -> OneEstimateDocument:
     """Estimate one configuration on as many idle ``gpu`` of one node as it takes, by the roofline.
 
@@ -206,13 +220,17 @@ def estimate_for_gpu(
     Raises:
         ConfigError: more stages than layers, or a workload longer than the model's context.
     """
-    source = resolve(model, registered or {}, need_weights=False)
+    source = used(resolve(model, registered or {}, need_weights=False), use)
+    workload = with_images(workload, source)
     check_context(source.spec, workload)
     engines = by_preference(capabilities_for(config.engine), gpu)
     chooser = EngineChooser(source.spec, gpu, engines)
     if own_weights:
         config = replace(config, weights=source.spec.as_given)
     settled = replace(config, engine=chooser.name(config))
+    table = next(one for one in engines if one.engine == settled.engine)
+    get_engine(settled.engine).check_options(EngineOptions(use=use))
+    check_use(source, table)
     estimate = datasheet_estimator(source.spec, gpu, engines).estimate(settled, workload)
     prices = Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
     price = float(COSTS[cost].of(figures([estimate]), prices)[0])
@@ -237,7 +255,7 @@ def estimate_for_gpu(
         memory=estimate.memory,
         runnable=reason is None,
         reason=reason,
-        conditions=() if refusal else chooser.conditions(settled),
+        conditions=() if refusal else (*use_notes(source, workload, table), *chooser.conditions(settled)),
         verdict=VerdictDocument(
             sentence=said if reason is None else f"{said}, cannot run: {reason}",
             figures=figures_of(estimate, gpu),

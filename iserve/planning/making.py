@@ -266,9 +266,9 @@ def check_context(spec: ModelSpec, workload: Workload) -> None:
         )
     if workload.context_tokens > spec.max_context_tokens:
         raise ConfigError(
-            f"{workload.input_tokens} input and {workload.output_tokens} output tokens are "
+            f"{workload.input_words} input and {workload.output_tokens} output tokens are "
             f"{workload.context_tokens} together, the model's context is {spec.max_context_tokens}; "
-            "lower --input-tokens or --output-tokens"
+            f"lower --input-tokens or --output-tokens{' or --images' * (workload.images > 0)}"
         )
 
 

@@ -221,7 +221,7 @@ def _load_words(
     price = _price_words(figures)
     if served is not None:
         return _served_words(work, served, price, replicas)
-    each = f"{work.input_tokens} + {work.output_tokens} tokens"
+    each = f"{work.input_words} + {work.output_tokens} tokens"
     at_once = f"1 request at once, {each}" if work.batch == 1 else f"{work.batch} requests at once, {each} each"
     on_each = "" if replicas == 1 else f", on each of {replicas} replicas"
     times = f"TTFT {seconds(figures.ttft_s.value)}, TPOT {seconds(figures.tpot_s.value)}"
@@ -259,7 +259,7 @@ def _served_words(work: Workload, served: ServedDocument, price: str, replicas: 
     ]
     what = "keeps the SLO" if missed else "is served"
     on_each = "" if replicas == 1 else " on each"
-    tokens = f"{work.input_tokens} + {work.output_tokens} tokens, {work.batch} at once at most{on_each}"
+    tokens = f"{work.input_words} + {work.output_tokens} tokens, {work.batch} at once at most{on_each}"
     rate = _rate_words(served.rate_per_s, replicas, "g")
     highest = _rate_words(served.highest_rate_per_s, replicas, ".3g")
     return [

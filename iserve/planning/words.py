@@ -69,7 +69,7 @@ def ends(low: float, high: float) -> str:
 def workload_words(work: Workload) -> str:
     """Return a workload in a sentence."""
     longest = f", requests of up to {work.longest_tokens}" if work.longest_tokens else ""
-    return f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens{longest}"
+    return f"batch {work.batch}, {work.input_words} input and {work.output_tokens} output tokens{longest}"
 
 
 def short(config: DeploymentConfig) -> str:

@@ -156,7 +156,7 @@ def _changes(document: SimulationDocument) -> Markup:
 
 def _settings(document: SimulationDocument) -> Markup:
     work = document.workload
-    planned = f"batch {work.batch}, {work.input_tokens} input and {work.output_tokens} output tokens"
+    planned = f"batch {work.batch}, {work.input_words} input and {work.output_tokens} output tokens"
     planned += f", requests of up to {work.longest_tokens}" if work.longest_tokens else ""
     return facts(
         [

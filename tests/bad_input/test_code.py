@@ -76,13 +76,23 @@ def test_the_embedded_engine_runs_none_of_it(evil: Path, marker: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_family_that_only_its_code_knows_is_described_and_run_by_no_engine(evil: Path, marker: Path) -> None:
+def _known_by_its_code_alone(evil: Path) -> None:
     content = json.loads((evil / "config.json").read_text())
     (evil / "config.json").write_text(json.dumps(content | {"model_type": "evil", "architectures": ["Evil"]}))
+
+
+def test_a_family_that_only_its_code_knows_is_described_and_run_with_permission_alone(
+    evil: Path, marker: Path
+) -> None:
+    _known_by_its_code_alone(evil)
     spec, known = resolve(str(evil)).spec, load_spec(demo_model_path())
     assert (spec.num_params, spec.kv_elements) == (known.num_params, known.kv_elements)
+    permitted = []
     for table in capabilities_for("auto"):
-        assert "Evil" in str(table.architecture_refusal(spec)), table.engine
+        never = table.architecture_refusal(spec)
+        assert "Evil" in str(never or table.code_refusal(spec, trusted=False)), table.engine
+        permitted += [table.engine] * ((never or table.code_refusal(spec, trusted=True)) is None)
+    assert permitted == ["vllm"]
     (evil / "model.safetensors").unlink()
     with pytest.raises(IserveError, match=r"describes no 'evil' by config\.json alone"):
         resolve(str(evil))
@@ -98,3 +108,14 @@ def test_no_route_runs_it(api: Api, evil: Path, marker: Path) -> None:
         assert api.ask("POST", path, body)[0] == 201
     assert not marker.exists()
     assert api.ask("DELETE", "/api/v1/models/evil")[0] == 204
+
+
+def test_no_route_starts_a_worker_that_would_need_it(api: Api, evil: Path, marker: Path) -> None:
+    _known_by_its_code_alone(evil)
+    on_vllm = {"model": str(evil), "gpus": "a6000:1", "engine": "vllm"}
+    assert api.ask("POST", "/api/v1/plans", on_vllm)[0] == 201
+    assert api.ask("POST", "/api/v1/plans/launch", on_vllm)[0] == 400
+    for engine in ("torch", "auto"):
+        asked = {"model": str(evil), "engine": engine, "trust_remote_code": engine == "torch"}
+        assert api.ask("POST", "/api/v1/deployments", asked)[0] == 400
+    assert not marker.exists()

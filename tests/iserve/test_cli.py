@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from typer.main import get_command
 from iserve.api_types import PlanBody
 from iserve.cli.app import COMMANDS, make_app
 from iserve.cli.live import folder_argument, model_argument
+from iserve.cli.model_options import UseOptions
 from iserve.cli.options import Wish, replicated
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
@@ -205,7 +207,8 @@ def test_doctor_looks_and_makes_nothing(
 
 def test_the_command_line_and_the_rest_api_wish_alike() -> None:
     """The same fields with the same defaults, whatever is left out."""
-    assert PlanBody().model_dump(exclude={"model", "gpus", "replicas"}) == Wish().body()
+    use = asdict(UseOptions().use)
+    assert PlanBody().model_dump(exclude={"model", "gpus", "replicas"}) == Wish().body() | use
     asked = Wish(slo="ttft=0.5,e2e=10", rate=2.0, percentile=99, policy="packing", engine="torch", batch=4)
     for replicas in (PlanBody().replicas, 3):
         body = PlanBody.model_validate(asked.body() | {"replicas": replicas})

@@ -24,24 +24,28 @@ from daemon.engines.registry import get_engine
 from daemon.process import own_record, write_record
 from daemon.status import WorkerState
 from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import EngineError, InfeasibleError, NotMeasuredError, StateUnavailableError
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
+from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
 from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody, LaunchBody, PlanBody
 from iserve.controller.deployer import Deployer
-from iserve.controller.profiling import launched, machine_key
+from iserve.controller.profiling import Profiler, launched, machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.demo import demo_model_path
-from iserve.model_source import ModelSource
+from iserve.model_source import ModelSource, resolve
 from iserve.planning.making import PlanOptions
+from iserve.planning.model_use import used
 from iserve.routes import RouteTable
 from iserve.settings import Settings
 from iserve.state.store import Store
 from tests.daemon.conftest import Node
 from tests.daemon.engines.standin import make_vllm
+from tests.fingerprint.small_checkpoints import TOWER_PARAMS, write_llava
 from tests.fingerprint.synthetic_machine import SyntheticMachine, Truth, take_profile
 from tests.iserve.postgres_server import PostgresServer
 
@@ -413,3 +417,23 @@ def test_removing_what_is_removed_meanwhile_is_no_error(world: World, monkeypatc
     monkeypatch.setattr(world.store, "update_deployment", and_gone)
     assert world.controller.remove("a").status == "removing"
     assert world.store.deployment_by_id(row.id) is None
+
+
+def test_one_profile_serves_a_multimodal_model_with_and_without_its_towers(world: World, tmp_path: Path) -> None:
+    """The profile is stored as that of the text alone."""
+    world.start()
+    node, engine = world.node.client.node(), get_engine("torch")
+    whole = resolve(str(write_llava(tmp_path / "llava")))
+    text = used(whole, ModelUse(text_only=True))
+    measured = take_profile(SyntheticMachine(text.spec))
+    world.store.put_profile(measured, machine_key(node, engine))
+    profiler = Profiler(world.store, tmp_path / "fingerprints", start_timeout_s=1.0)
+    held = []
+    for source in (whole, text):
+        found = profiler.stored(source, engine, node)
+        assert found is not None
+        assert found.spec == source.spec
+        estimate = profiler.estimator(found, engine, node).estimate(DeploymentConfig(), Workload())
+        held.append(estimate.memory.per_gpu_bytes((2,)))
+        assert profiler.unused(source, engine, node) == ()
+    assert held[0] - held[1] == 2 * TOWER_PARAMS

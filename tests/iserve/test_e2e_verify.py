@@ -56,7 +56,8 @@ def test_a_check_of_a_model_corrects_its_plans_and_leaves_nothing_running(
     assert home.worker_pids() == {}
     assert home.json("ps") == []
     assert (document["model"], document["deployment"], document["correction_before"]) == (DEMO, None, None)
-    assert document["workload"] == {"batch": 2, "input_tokens": 24, "output_tokens": 24, "longest_tokens": 0}
+    usual = {"batch": 2, "input_tokens": 24, "output_tokens": 24, "longest_tokens": 0}
+    assert document["workload"] == usual | {"images": 0, "tokens_per_image": 0}
     found = metrics(document)
     assert list(found) == ["ttft_s", "tpot_s", "memory_bytes_per_gpu", "kv_tokens"]
     for metric in found.values():
@@ -115,7 +116,8 @@ def test_a_running_deployment_is_checked_as_it_is(shared_home: Any, one_line: Ca
         worker = home.worker_pids()
         document = home.json("verify", "chat", *WORK, *SHORT)  # what it was deployed with may be said again
         assert (document["model"], document["deployment"]) == (DEMO, "chat")
-        assert document["workload"] == {"batch": 2, "input_tokens": 24, "output_tokens": 24, "longest_tokens": 0}
+        usual = {"batch": 2, "input_tokens": 24, "output_tokens": 24, "longest_tokens": 0}
+        assert document["workload"] == usual | {"images": 0, "tokens_per_image": 0}
         assert metrics(document)["kv_tokens"]["measured"] == 2 * 1024  # it serves longer requests
         assert [one["verification"]["memory_bytes_per_gpu"] for one in kept(home)] == [None]  # corrects nothing
         assert home.worker_pids() == worker

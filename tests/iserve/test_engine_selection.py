@@ -179,7 +179,7 @@ def test_a_deploy_profiles_each_engine_that_it_tries_and_notes_the_one_passed_ov
         nothing,
         profiler,
         nothing,
-        lambda _: ModelSource("m", tmp_path, True, spec),
+        lambda _, **__: ModelSource("m", tmp_path, True, spec),
         lambda *_: None,
     )
     row: Any = SimpleNamespace(name="a")

@@ -12,7 +12,7 @@ from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
-from iserve.controller.estimating import estimator_for
+from iserve.controller.estimating import estimator_for, profile_as
 from iserve.planning.making import datasheet_estimator
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
 
@@ -39,3 +39,23 @@ def test_what_was_not_measured_is_scaled_with_the_launches_of_its_own_engine(
     assert found == (launched if eager else replayed).estimate(config, WORK)
     if eager:
         assert found.tpot_s != replayed.estimate(config, WORK).tpot_s
+
+
+def test_a_profile_of_text_alone_serves_a_model_with_its_towers(measured: Profile) -> None:
+    """The times are those of the text; the towers lie on the first stage, divided over its GPUs."""
+    params = 10_000_000
+    with_towers = replace(
+        measured.spec, embedding_params=measured.spec.embedding_params + params, tower_params=params
+    )
+    assert with_towers.text_alone == measured.spec
+    whole = profile_as(with_towers, measured)
+    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+        config = DeploymentConfig(tp=tp, pp=pp, engine="torch")
+        text, found = (estimator_for(one).estimate(config, WORK) for one in (measured, whole))
+        assert (found.ttft_s, found.tpot_s, found.rests_on) == (text.ttft_s, text.tpot_s, text.rests_on)
+        more_bytes = [
+            more.total_bytes - less.total_bytes
+            for more, less in zip(found.memory.stages((1,) * pp), text.memory.stages((1,) * pp), strict=True)
+        ]
+        assert more_bytes == [2 * params // tp, 0][:pp]
+    assert profile_as(measured.spec, measured) is measured

@@ -25,6 +25,7 @@ from fingerprint.checkpoint import stored_tensors
 from fingerprint.errors import CheckpointError, ConfigError, NotFoundError, UnavailableError
 from fingerprint.generate import generate_dummy
 from iserve.model_source import is_hub_id, resolve
+from tests.fingerprint.small_checkpoints import write_llama, write_own
 from tests.waiting import PATIENCE_S
 
 TINY: dict[str, Any] = {
@@ -280,14 +281,20 @@ def in_new_process(tmp_path: Path, hub: Hub) -> Any:
     code = (
         "import sys, json; from iserve.model_source import resolve; from fingerprint.errors import IserveError\n"
         "from iserve.hub_tensors import hub_tensors\n"
-        "try: s = resolve(sys.argv[1], need_weights=sys.argv[2] == '1')\n"
+        "try: s = resolve(sys.argv[1], need_weights='1' in sys.argv[2], need_code='code' in sys.argv[2])\n"
         "except IserveError as e: print(json.dumps([type(e).__name__, str(e)]))\n"
         "else: print(json.dumps([s.name, str(s.directory), s.has_weights, s.spec.num_layers]\n"
         "    + [sorted(hub_tensors(s.name, s.directory) or ()) for _ in sys.argv[3:]]))"
     )
 
     def run(
-        model: str, *, need_weights: bool = True, tensors: bool = False, first: str = "", **env: str
+        model: str,
+        *,
+        need_weights: bool = True,
+        need_code: bool = False,
+        tensors: bool = False,
+        first: str = "",
+        **env: str,
     ) -> list[Any]:
         environment = {
             **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
@@ -296,8 +303,9 @@ def in_new_process(tmp_path: Path, hub: Hub) -> Any:
             "HF_HUB_DISABLE_XET": "1",
             **env,
         }
+        needed = f"{int(need_weights)} {'code' if need_code else ''}"
         done = subprocess.run(
-            [sys.executable, "-c", first + code, model, str(int(need_weights)), *(["tensors"] if tensors else [])],
+            [sys.executable, "-c", first + code, model, needed, *(["tensors"] if tensors else [])],
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,
@@ -331,6 +339,45 @@ def test_a_plan_fetches_no_weights_and_a_deployment_fetches_them_later(
     assert hub.files_got() == ["config.json"]
     assert in_new_process("owner/tiny")[2] is True
     assert "model.safetensors" in hub.files_got()
+
+
+def test_python_files_come_with_permission_only_and_from_the_commit_of_the_rest(
+    hub: Hub, tmp_path: Path, in_new_process: Any
+) -> None:
+    folder = write_own(tmp_path / "own")
+    hub.models["owner/own"] = folder
+    _, directory, has_weights, _ = in_new_process("owner/own")
+    assert has_weights
+    assert not list(Path(directory).glob("*.py"))
+    hub.asked.clear()
+    assert in_new_process("owner/own", need_code=True)[1] == directory
+    assert sorted(path.name for path in Path(directory).glob("*.py")) == [
+        "configuration_own.py",
+        "modeling_own.py",
+    ]
+    assert all(f"/{COMMIT}/" in path for path in hub.asked if path.endswith(".py"))
+    hub.asked.clear()
+    assert in_new_process("owner/own", need_code=True)[1] == directory
+    assert (hub.asked, (folder / "ran").exists()) == ([], False)
+
+
+def test_code_of_a_tokenizer_alone_comes_with_permission_too(
+    hub: Hub, tmp_path: Path, in_new_process: Any
+) -> None:
+    folder = write_llama(tmp_path / "llama")
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokens.Own", null]}}')
+    (folder / "tokens.py").write_text("raise SystemExit\n")
+    hub.models["owner/llama"] = folder
+    directory = Path(in_new_process("owner/llama", need_code=True)[1])
+    assert [path.name for path in directory.glob("*.py")] == ["tokens.py"]
+
+
+def test_code_that_the_hub_has_not_is_named(hub: Hub, tmp_path: Path, in_new_process: Any) -> None:
+    folder = write_own(tmp_path / "own")
+    (folder / "modeling_own.py").unlink()
+    hub.models["owner/own"] = folder
+    kind, said = in_new_process("owner/own", need_code=True)
+    assert (kind, "has no modeling_own.py" in said) == ("CheckpointError", True)
 
 
 def test_a_plan_knows_the_tensors_without_the_weights(

@@ -96,7 +96,8 @@ def test_the_document(simulate: Callable[..., Done], trace: Path, model: Path) -
     slo = ("--judge", "ttft=2,tpot=1")
     document = simulate(trace, "--gpus", "a6000:2", "--models", model, "--batch", 8, *slo, "--json").document
     assert (document["hardware"], document["service"], document["stopped"]) == ("2 x a6000", "continuous", None)
-    assert document["workload"] == {"batch": 8, "input_tokens": 512, "output_tokens": 128, "longest_tokens": 0}
+    usual = {"batch": 8, "input_tokens": 512, "output_tokens": 128, "longest_tokens": 0}
+    assert document["workload"] == usual | {"images": 0, "tokens_per_image": 0}
     summary = document["summary"]
     assert (summary["requests"], summary["completed"], summary["failures"]) == (60, 60, [])
     assert summary["slo"]["attainment_fraction"] == 1

@@ -14,7 +14,7 @@ from daemon.engines.environments import is_version
 from daemon.engines.failures import explain
 from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
 from daemon.engines.machine import gpu_machine
-from daemon.engines.options import EngineOptions, check_options
+from daemon.engines.options import EngineOptions
 from daemon.engines.source_cache import kept_reading, sources_stamp
 from daemon.engines.transformers_classes import MAPPINGS_FILE, Transformers, read_transformers
 from daemon.engines.vllm import launch, metrics, signs
@@ -28,7 +28,7 @@ from daemon.engines.vllm.contract import (
     read_release,
 )
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registry, read_registry, registry_digest
-from daemon.engines.vllm.own_options import OWN_OPTIONS, TAKEN_OPTIONS
+from daemon.engines.vllm.own_options import check_vllm_options
 from daemon.engines.vllm.release import KNOWN, NEWEST, NEWEST_RUN, Standing, image_release, standing_of
 from daemon.engines.vllm.table import TABLE
 from daemon.worker_stats import WorkerStats
@@ -116,7 +116,7 @@ class VllmEngine(ForeignEngine):
 
     def check_options(self, options: EngineOptions) -> None:
         """Raises ConfigError: an argument that iServe sets, does not allow or does not know."""
-        check_options(self.name, options, OWN_OPTIONS, TAKEN_OPTIONS)
+        check_vllm_options(options)
 
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
         """Raises EngineError: the installed release lacks something that this launch needs."""
@@ -153,11 +153,13 @@ class VllmEngine(ForeignEngine):
             f"There is no image of vLLM {planned}, which is no release; this is of the nearest, {release}: its "
             "times and memory may differ from the plan's."
         )
+        code = "It runs Python code of the model (--trust-remote-code), whose files have to lie with its weights."
+        notes = () if is_version(planned, release) else (other,)
         return Container(
             image=f"{_IMAGE}:v{release}",
             argv=("vllm", *launch.arguments(replace(spec, checkpoint=inside.model), model, devices)),
             env=launch.environment(spec, devices),
-            notes=() if is_version(planned, release) else (other,),
+            notes=(*notes, code) if spec.options.use.trust_remote_code else notes,
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
@@ -24,6 +24,9 @@ _STATEFUL = (
     "layers of its Transformers implementation do not dispatch through the attention interface, and vLLM has no "
     "other way to handle them"
 )
+_KEEPS_TOWERS = frozenset({"FunASRForConditionalGeneration"})  # of 0.24 to 0.33: their classes mark no tower
+_NO_TEXT_ONLY = "its model class loads the towers whatever it is told"
+_BACKEND_TOWERS = "its Transformers backend loads the towers in some releases"
 _OTHER_TASK = "lists it to embed, to classify or as a part of another model, not to generate text"
 
 
@@ -51,6 +54,7 @@ def architectures_of(registry: Registry, transformers: Transformers) -> Architec
     """
     source, backend = f"vLLM {registry.version}", registry.backend
     listed = {name: _listed(one, transformers.classes.get(name)) for name, one in registry.text.items()}
+    listed |= {name: replace(listed[name], no_text_only=_NO_TEXT_ONLY) for name in _KEEPS_TOWERS if name in listed}
     if backend is not None:
         note = (
             f"{source} does not list it: its Transformers backend takes the class of transformers "
@@ -79,8 +83,25 @@ def architectures_of(registry: Registry, transformers: Transformers) -> Architec
         source=source,
         listed=listed,
         reasons={name: reason for name, reason in reasons.items() if name not in listed},
+        families=frozenset(family for found in transformers.classes.values() for family in found.families),
+        brought=None if backend is None else _brought(backend, source),
         otherwise=f"{source} does not list it, and transformers {transformers.version} has no class of that "
         "name that its Transformers backend could take",
+    )
+
+
+def _brought(backend: Registered, source: str) -> Listed:
+    """Return the limits of a class whose code the checkpoint brings."""
+    note = (
+        f"{source} does not list it: its Transformers backend takes the class that the checkpoint brings, which "
+        "is tried"
+    )
+    return Listed(
+        no_tp="whether the class that the checkpoint brings can be split is not known",
+        no_pp=_NO_PP if backend.pp is False else None,
+        no_lora=_NO_LORA if backend.lora is False else None,
+        no_text_only=_BACKEND_TOWERS,
+        note=note,
     )
 
 
@@ -96,5 +117,6 @@ def _listed(one: Registered, of_transformers: ModelClass | None, note: str | Non
         no_tp=_NO_PLAN if one.by_transformers and has_no_plan else None,
         no_pp=_NO_PP if one.pp is False else None,
         no_lora=_NO_LORA if one.lora is False else None,
+        no_text_only=_BACKEND_TOWERS if one.by_transformers or note is not None else None,
         note=note,
     )

@@ -51,10 +51,12 @@ FLAGS = frozenset(
     | {"--shutdown-timeout", "--compilation-config", "--disable-uvicorn-access-log", "--middleware"}
 )
 VARIABLES = frozenset({"VLLM_NO_USAGE_STATS", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_API_KEY"})
-# Of launches on several GPUs, with fp8 weights made while loading, without a tokenizer, or with parsers.
+# Of launches on several GPUs, with fp8 weights made while loading, without a tokenizer, with parsers, of a
+# multimodal model as text alone or with images, or of a model with code of its own.
 SOME_FLAGS = frozenset(
     {"--quantization", "--distributed-executor-backend", "--skip-tokenizer-init"}
     | {"--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"}
+    | {"--language-model-only", "--limit-mm-per-prompt", "--trust-remote-code"}
 )
 SOME_VARIABLES = frozenset({"VLLM_PP_LAYER_PARTITION", "VLLM_ALLREDUCE_USE_SYMM_MEM"})
 PROFILING_VARIABLES = frozenset({"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"})
@@ -292,7 +294,7 @@ def _profiling(facts: ReleaseFacts) -> Iterator[Breach]:
         "model", "load_format", "skip_tokenizer_init", "enable_prefix_caching", "max_model_len", "max_num_seqs",
         "max_num_batched_tokens", "gpu_memory_utilization", "num_gpu_blocks_override", "block_size",
         "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "seed", "compilation_config",
-        "quantization", "language_model_only",
+        "quantization", "language_model_only", "trust_remote_code",
     )  # fmt: skip
     sampling = ("max_tokens", "min_tokens", "ignore_eos", "temperature", "detokenize")
     yield from _lacking(facts, part, "sampling_params.py:SamplingParams", *sampling)

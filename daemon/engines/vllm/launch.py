@@ -13,9 +13,9 @@ from pathlib import Path
 
 from daemon.devices import Device
 from daemon.engines.base import WorkerSpec
-from daemon.engines.options import check_options, option_words
+from daemon.engines.options import option_words
 from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
-from daemon.engines.vllm.own_options import OWN_OPTIONS, TAKEN_OPTIONS, parser_words
+from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
 from fingerprint.cache_blocks import block_tokens
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
 from fingerprint.config import KvFormat, WeightFormat
@@ -145,7 +145,7 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
         ConfigError: vLLM has no way to keep what ``spec`` asks.
     """
     _check(spec, model.spec, devices)
-    check_options("vllm", spec.options, OWN_OPTIONS, TAKEN_OPTIONS)
+    check_vllm_options(spec.options)
     config, limits = spec.config, spec.limits
     options: dict[str, object] = {
         "--host": spec.host,
@@ -174,7 +174,7 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
         options["--distributed-executor-backend"] = "mp"
     # --name=value, so that no value is ever taken for an option
     flags = ["--disable-uvicorn-access-log"] + ["--skip-tokenizer-init"] * (not model.has_tokenizer)
-    given = (*parser_words(spec.options), *option_words(spec.options))
+    given = (*use_words(spec.options.use), *parser_words(spec.options), *option_words(spec.options))
     return ("serve", spec.checkpoint, *(f"{name}={value}" for name, value in options.items()), *flags, *given)
 
 

@@ -8,9 +8,13 @@ refused, as ``--device-memory-utilization`` was in 0.31, or load code, as ``--mo
 
 from __future__ import annotations
 
-from daemon.engines.options import EngineOptions
+import json
 
-__all__ = ["OWN_OPTIONS", "TAKEN_OPTIONS", "parser_words"]
+from daemon.engines.options import EngineOptions, check_options
+from fingerprint.errors import ConfigError
+from fingerprint.model_use import ModelUse
+
+__all__ = ["OWN_OPTIONS", "TAKEN_OPTIONS", "check_vllm_options", "parser_words", "use_words"]
 
 _ADDRESS = "iServe gives each worker its address; clients reach it through the gateway"
 _FOLDER = "a checkpoint is a folder of this machine, and nothing is downloaded"
@@ -28,6 +32,7 @@ _REFUSED = {
     "use --tool-call-parser": "enable-auto-tool-choice",
     "use --tool-call-parser of iserve, without --engine-arg": "tool-call-parser",
     "use --reasoning-parser of iserve, without --engine-arg": "reasoning-parser",
+    "use --trust-remote-code of iserve, without --engine-arg": "trust-remote-code",
     "one server is watched for each worker; use --replicas": "api-server-count",
     "use a checkpoint that has it": "tokenizer",
     "it prints vLLM's options and ends; run `vllm serve --help` of that environment": "help",
@@ -83,7 +88,7 @@ _REFUSED = {
         additional-config ec-manager-config ec-transfer-config io-processor-plugin kv-transfer-config
         log-config-file logging-config logits-processors middleware model-class-overrides
         reasoning-parser-plugin scheduler-cls structured-outputs-config tool-parser-plugin tool-server
-        trust-remote-code worker-cls worker-extension-cls""",
+        worker-cls worker-extension-cls""",
     "it writes files where it is given": """
         mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path profiler-config watchdog-config""",
     "it opens this machine's files to clients": "allowed-local-media-path mm-encoder-fp8-scale-path",
@@ -133,4 +138,29 @@ def parser_words(options: EngineOptions) -> tuple[str, ...]:
         words += ["--enable-auto-tool-choice", f"--tool-call-parser={options.tool_call_parser}"]
     if options.reasoning_parser is not None:
         words.append(f"--reasoning-parser={options.reasoning_parser}")
+    return tuple(words)
+
+
+_LIMITS = frozenset({"language-model-only", "limit-mm-per-prompt"})  # that --text-only and --images set
+
+
+def check_vllm_options(options: EngineOptions) -> None:
+    """Raise ConfigError for an argument that iServe sets, does not allow or does not know."""
+    check_options("vllm", options, OWN_OPTIONS, TAKEN_OPTIONS)
+    given = (name for name, _ in options.arguments if name.partition(".")[0].replace("_", "-") in _LIMITS)
+    limit = next(given, None)
+    if limit is not None and (options.use.text_only or options.use.images):
+        asked = "--text-only" if options.use.text_only else "--images"
+        raise ConfigError(f"--{limit} of vllm and {asked} set the same limits; leave one of them out")
+
+
+def use_words(use: ModelUse) -> tuple[str, ...]:
+    """How the model is used, as words of the command line."""
+    words: list[str] = []
+    if use.text_only:
+        words.append("--language-model-only")
+    if use.images:
+        words.append(f"--limit-mm-per-prompt={json.dumps({'image': use.images})}")
+    if use.trust_remote_code:
+        words.append("--trust-remote-code")
     return tuple(words)

@@ -26,6 +26,7 @@ OTHERS_TEXTS = {
     "No CUDA GPUs are available": "torch",
     "model type `": "transformers",
     "` but Transformers does not recognize": "transformers",
+    "contains custom code which must be executed": "transformers",
     "unrecognized arguments: ": "argparse",
     "Sparse24 models are no longer supported": "vLLM before 0.22",
     "[Errno 98]": "the system",
@@ -81,6 +82,12 @@ SIGNS = (
         UnsupportedModelError,
         "the Transformers beside this vLLM does not know the model type {kind}; install a newer one there, or use "
         "engine torch",
+    ),
+    Sign(  # of the tokenizer or the processor, say, where config.json names none
+        re.compile(r"contains custom code which must be executed"),
+        ConfigError,
+        "it needs Python code of the model's repository; read that code, then deploy with --trust-remote-code, "
+        "which runs it as the daemon's user",
     ),
     Sign(
         re.compile(r"Sparse24 models are no longer supported|Sparsity support has been removed"),

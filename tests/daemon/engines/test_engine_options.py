@@ -11,8 +11,10 @@ from daemon.engines.options import EngineOptions, option_words, read_engine_args
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm.launch import Model, arguments
 from daemon.engines.vllm.own_options import OWN_OPTIONS, TAKEN_OPTIONS
+from fingerprint.codec import from_json, to_json
 from fingerprint.errors import ConfigError
 from fingerprint.families import read_spec
+from fingerprint.model_use import ModelUse
 from tests.daemon.engines.vllm_releases import recorded
 from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
 
@@ -173,3 +175,55 @@ def test_words_are_read_and_written() -> None:
     assert option_words(EngineOptions(arguments=tuple(read.items()))) == ("--a=1=2", "--flag", "--empty=")
     with pytest.raises(ConfigError, match="twice"):
         read_engine_args(["a=1", "--a=2"])
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (ModelUse(), ()),
+        (ModelUse(text_only=True), ("--language-model-only",)),
+        (ModelUse(images=2), ('--limit-mm-per-prompt={"image": 2}',)),
+        (ModelUse(images=2, image_tokens=64), ('--limit-mm-per-prompt={"image": 2}',)),
+        (ModelUse(trust_remote_code=True), ("--trust-remote-code",)),
+        (ModelUse(text_only=True, trust_remote_code=True), ("--language-model-only", "--trust-remote-code")),
+    ],
+)
+def test_the_use_of_a_model_is_on_the_command_line(tmp_path: Path, use: ModelUse, words: tuple[str, ...]) -> None:
+    model = Model(spec=read_spec(LLAMA_8B), quantized_by="", has_tokenizer=True)
+    plain = arguments(worker(tmp_path), model, DEVICES)
+    assert arguments(replace(worker(tmp_path), options=EngineOptions(use=use)), model, DEVICES) == (*plain, *words)
+
+
+@pytest.mark.parametrize("name", ["language-model-only", "limit_mm_per_prompt", "limit-mm-per-prompt.image"])
+@pytest.mark.parametrize("use", [ModelUse(text_only=True), ModelUse(images=1)])
+def test_what_a_use_sets_is_not_set_beside_it(name: str, use: ModelUse) -> None:
+    VLLM.check_options(EngineOptions(arguments=((name, "0"),)))
+    with pytest.raises(ConfigError, match="set the same limits; leave one of them out"):
+        VLLM.check_options(EngineOptions(arguments=((name, "0"),), use=use))
+
+
+def test_own_code_is_permitted_by_iserves_own_option() -> None:
+    with pytest.raises(ConfigError, match="use --trust-remote-code of iserve, without --engine-arg"):
+        VLLM.check_options(EngineOptions(arguments=(("trust_remote_code", None),)))
+
+
+@pytest.mark.parametrize("engine", ["torch", "tensorrt-llm"])
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (ModelUse(trust_remote_code=True), "never let run Python code that a model brings"),
+        (ModelUse(text_only=True), "serves text alone"),
+        (ModelUse(images=1), "serves text alone"),
+    ],
+)
+def test_other_engines_refuse_such_a_use(engine: str, use: ModelUse, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        get_engine(engine).check_options(EngineOptions(use=use))
+    assert "\n" not in str(refused.value)
+
+
+def test_options_that_were_stored_before_there_were_uses_are_read() -> None:
+    stored = b'{"arguments": [], "tool_call_parser": "hermes", "reasoning_parser": null}'
+    assert from_json(stored, EngineOptions) == EngineOptions(tool_call_parser="hermes")
+    kept = EngineOptions(use=ModelUse(images=2, image_tokens=64, trust_remote_code=True))
+    assert from_json(to_json(kept), EngineOptions) == kept

@@ -38,6 +38,7 @@ from daemon.engines.vllm.release import Standing, standing_of
 from daemon.engines.vllm.signs import DULL, OTHERS_TEXTS, SIGNS
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import EngineError
+from fingerprint.model_use import ModelUse
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_releases import published, recorded, recorded_registries
 from tests.daemon.engines.vllm_sources import write_release
@@ -144,17 +145,20 @@ class TestCompleteness:
     """The contract names what the adapter uses, so that a release is held against all of it."""
 
     def test_flags_are_those_of_the_command_line(self, tmp_path, monkeypatch):
-        """The flags include formats, several GPUs, the parsers and the worker's key."""
+        """The flags include formats, several GPUs, the parsers, the worker's key, and each use of a model."""
         monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", "0.33.0")))
         (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-        spec = replace(
-            worker(tmp_path, layers=(20, 12), tp=2, weights=WeightFormat.FP8),
-            dummy_weights=True,
-            options=EngineOptions(tool_call_parser="hermes", reasoning_parser="qwen3"),
-        )
-        words = get_engine("vllm").command(spec, tmp_path, DEVICES).argv
-        ours = words[words.index("--") + 1 :]
-        assert {word.partition("=")[0] for word in ours if word.startswith("--")} == FLAGS | SOME_FLAGS
+        flags = set[str]()
+        for use in (ModelUse(text_only=True, trust_remote_code=True), ModelUse(images=2)):
+            spec = replace(
+                worker(tmp_path, layers=(20, 12), tp=2, weights=WeightFormat.FP8),
+                dummy_weights=True,
+                options=EngineOptions(tool_call_parser="hermes", reasoning_parser="qwen3", use=use),
+            )
+            words = get_engine("vllm").command(spec, tmp_path, DEVICES).argv
+            ours = words[words.index("--") + 1 :]
+            flags |= {word.partition("=")[0] for word in ours if word.startswith("--")}
+        assert flags == FLAGS | SOME_FLAGS
 
     def test_flags_of_every_launch_are_those_of_the_plainest_one(self, tmp_path, monkeypatch):
         """A single GPU, 16-bit weights, a tokenizer, no parser."""
@@ -213,7 +217,7 @@ class TestCompleteness:
                 for node in ast.walk(body)
                 if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
                 for key in node.value.keys
-            } | {"quantization"}
+            } | {"quantization", "language_model_only", "trust_remote_code"}
         else:
             (call,) = (
                 n for n in ast.walk(body) if isinstance(n, ast.Call) and ast.unparse(n.func) == "SamplingParams"

@@ -164,6 +164,13 @@ def test_no_answer_whatever_breaks_the_daemon(noise):
             id="unknown-model-type",
         ),
         pytest.param(
+            "ValueError: The repository /models/m contains custom code which must be executed to correctly load "
+            "the model. Please pass the argument `trust_remote_code=True` to allow custom code to be run.",
+            ConfigError,
+            ["deploy with --trust-remote-code"],
+            id="own-code",
+        ),
+        pytest.param(
             "ValueError: Total number of attention heads (71) must be divisible by tensor parallel size (2).",
             ConfigError,
             ["71 attention heads", "tp=2"],

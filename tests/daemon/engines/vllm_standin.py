@@ -74,6 +74,9 @@ def parse(argv):
     serve.add_argument("--tool-call-parser")
     serve.add_argument("--reasoning-parser")
     serve.add_argument("--max-log-len", type=int)
+    serve.add_argument("--language-model-only", action="store_true")
+    serve.add_argument("--limit-mm-per-prompt", type=json.loads, default={})
+    serve.add_argument("--trust-remote-code", action="store_true")
     given = parser.parse_args(argv)
     try:
         checks.check_options(
@@ -96,6 +99,7 @@ class Engine:
         config = json.loads((folder / "config.json").read_text())
         self.num_gpus = given.tensor_parallel_size * given.pipeline_parallel_size
         try:
+            checks.check_code(folder, config, trusted=given.trust_remote_code)
             checks.check_folder(
                 folder,
                 config,

@@ -45,6 +45,18 @@ def check_folder(folder, config, *, max_model_len, load_format, skip_tokenizer_i
         raise OSError(f"Can't load tokenizer for '{folder}'.")
 
 
+def check_code(folder, config, *, trusted):
+    """Code is named by ``auto_map``; where it may run, its files have to be there. Here nothing of it is run."""
+    named = {name.partition(".")[0] for name in config.get("auto_map", {}).values()}
+    if named and not trusted:
+        raise ValueError(
+            f"The repository {folder} contains custom code which must be executed to correctly load the model."
+        )
+    for name in sorted(named):
+        if not (folder / f"{name}.py").is_file():
+            raise OSError(f"{folder} does not appear to have a file named {name}.py.")
+
+
 def check_engine(config, *, tp, pp, compilation):
     """Check as the core does, as it starts on the GPUs that it sees."""
     if not set(config["architectures"]) & ARCHITECTURES:

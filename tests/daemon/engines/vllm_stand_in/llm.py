@@ -34,7 +34,8 @@ class LLM:
                  compilation_config=None, kv_cache_memory_bytes=None, load_format="auto", max_model_len=None,
                  max_num_seqs=256, max_num_batched_tokens=8192, num_gpu_blocks_override=None,
                  kv_cache_dtype="auto", enable_prefix_caching=True, block_size=None,
-                 distributed_executor_backend=None, disable_log_stats=True):  # fmt: skip
+                 distributed_executor_backend=None, disable_log_stats=True, language_model_only=False,
+                 trust_remote_code=False):  # fmt: skip
         arguments = {name: value for name, value in locals().items() if name != "self"}
         core.load_general_plugins()
         config = json.loads((Path(model) / "config.json").read_text())
@@ -46,6 +47,7 @@ class LLM:
         )
         if quantization not in {None, *checks.QUANTIZATIONS} or kv_cache_dtype not in checks.KV_DTYPES:
             raise ValueError(f"Unknown quantization method {quantization} or KV cache type {kv_cache_dtype}")
+        checks.check_code(Path(model), config, trusted=trust_remote_code)
         checks.check_folder(
             Path(model),
             config,

@@ -1,0 +1,36 @@
+"""Memory of a model's towers on top of an estimate of its text alone, of which profiles are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Estimate, Estimator, TellsHiddenTime
+
+__all__ = ["TOWER_ELEMENT_BYTES", "WithTowers"]
+
+TOWER_ELEMENT_BYTES = 2  # they are left in 16 bits
+
+
+class WithTowers:
+    """``base`` with the weights of towers on the first stage, divided over its GPUs as the embedding is.
+
+    What towers take to work on an image is not counted.
+    """
+
+    name = "with towers"
+
+    def __init__(self, base: Estimator, tower_params: int) -> None:
+        self.base, self._tower_params = base, tower_params
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        """Predict as ``base``, with the towers in memory."""
+        text = self.base.estimate(config, workload)
+        more_bytes = math.ceil(TOWER_ELEMENT_BYTES * self._tower_params / config.tp)
+        memory = replace(text.memory, first_stage_bytes=text.memory.first_stage_bytes + more_bytes)
+        return replace(text, memory=memory)
+
+    def hidden_s(self, config: DeploymentConfig) -> float:
+        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
+        return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0

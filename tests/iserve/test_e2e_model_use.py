@@ -1,0 +1,46 @@
+"""A model with code of its own and one with towers, deployed on a stand-in vLLM: measured, served, updated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.fingerprint.small_checkpoints import write_own
+from tests.iserve.test_e2e_vllm_profile import WORK, environment, home, of_vllm
+
+__all__ = ["environment", "home"]
+
+
+def test_own_code_is_measured_and_served_with_permission_only(
+    home: Any, tmp_path: Path, until: Callable[..., Any], kill: Callable[[int], None]
+) -> None:
+    """The steps depend on each other; the stand-in asks for permission as vLLM does."""
+    folder = write_own(tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text())  # as Kimi K2: a class of vLLM's under another name
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    asked = ("--engine", "vllm", "--name", "chat", *WORK)
+
+    refused = home.run("deploy", str(folder), *asked, check=False)
+    assert refused.returncode != 0
+    assert "--trust-remote-code (trust_remote_code: true), which runs it as the daemon's user" in refused.stderr
+    refused = home.run("profile", str(folder), "--engine", "vllm", check=False)
+    assert "read that code, then give --trust-remote-code" in refused.stderr
+    assert (home.json("ps"), home.get("/api/v1/profiles"), of_vllm(home)) == ([], [], [])
+
+    deployed = home.run("deploy", str(folder), *asked, "--trust-remote-code")
+    assert "runs Python code from the repository of" in deployed.stderr.splitlines()[0]
+    assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["vllm"]
+    assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
+
+    (worker_id,) = home.worker_pids()
+    before = home.worker_pids()[worker_id]
+    kill(before)
+    until(lambda: home.worker_pids().get(worker_id) not in (None, before), "the worker is started again")
+    assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
+    until(lambda: "ready" in str(home.json("ps")), "it is ready again")
+    home.run("update", "chat", "--batch", "1")
+    assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
+    assert not (folder / "ran").exists()
+    home.run("rm", "chat")

@@ -1,0 +1,237 @@
+"""Text alone, images and own code, from the command line and the REST bodies to plans, launches and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import CheckpointError, ConfigError, UnsupportedModelError
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpus import gpu_spec
+from fingerprint.model_use import ModelUse
+from iserve.api_types import DeployBody, LaunchBody, PlanBody, UpdateBody
+from iserve.cli.app import make_app
+from iserve.model_source import ModelSource, resolve
+from iserve.planning.document import PlanDocument
+from iserve.planning.model_use import used, with_images
+from tests.fingerprint.small_checkpoints import TOWER_PARAMS, write_llama, write_llava, write_own
+from tests.iserve.test_deploy_command import deploy_body
+
+USES = {
+    ("--text-only",): {"text_only": True},
+    ("--images", "2"): {"images": 2},
+    ("--images", "2", "--image-tokens", "64"): {"images": 2, "image_tokens": 64},
+    ("--trust-remote-code",): {"trust_remote_code": True},
+}
+ON_ONE = ("--gpus", "h200:1", "--engine", "vllm")
+
+
+@pytest.fixture
+def llava(tmp_path: Path) -> Path:
+    return write_llava(tmp_path / "llava")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    return write_own(tmp_path / "own")
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(make_app(), [str(word) for word in words])
+
+
+def said(result: Result) -> str:
+    return " ".join(f"{result.output} {result.exception or ''}".split())
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("options", USES)
+    def test_the_options_are_those_of_the_body(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+    ) -> None:
+        posted = deploy_body(monkeypatch, tmp_path, *options)
+        body = DeployBody.model_validate(posted)
+        assert body.use == ModelUse(**USES[options])
+        assert body.engine_options.use == body.use
+        assert LaunchBody(**USES[options]).engine_options.use == PlanBody(**USES[options]).use == body.use
+
+    def test_without_them_the_body_is_as_before(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        posted = deploy_body(monkeypatch, tmp_path)
+        assert not {"text_only", "images", "image_tokens", "trust_remote_code"} & posted.keys()
+
+    @pytest.mark.parametrize("options", USES)
+    def test_a_stored_request_keeps_them_through_an_update(self, options: tuple[str, ...]) -> None:
+        stored = DeployBody(model="/models/mine", name="mine", **USES[options]).model_dump_json()
+        wish, _ = UpdateBody(replicas=2).applied_to(DeployBody.model_validate_json(stored))
+        assert wish.use == ModelUse(**USES[options])
+
+    def test_requests_that_were_stored_before_are_read(self) -> None:
+        body = json.loads(DeployBody(model="/models/mine").model_dump_json())
+        for field in ("text_only", "images", "image_tokens", "trust_remote_code"):
+            del body[field]
+        assert DeployBody.model_validate(body).use == ModelUse()
+
+    def test_permission_ends_with_another_model(self) -> None:
+        wish = DeployBody(model="/models/mine", trust_remote_code=True)
+        same, _ = UpdateBody(model="/models/mine").applied_to(wish)
+        other, _ = UpdateBody(model="/models/other").applied_to(wish)
+        again, _ = UpdateBody(model="/models/other", trust_remote_code=True).applied_to(wish)
+        taken, _ = UpdateBody(trust_remote_code=False).applied_to(wish)
+        assert [one.trust_remote_code for one in (same, other, again, taken)] == [True, False, True, False]
+
+    def test_no_images_any_more_have_no_length(self) -> None:
+        wish, _ = UpdateBody(images=0).applied_to(DeployBody(images=2, image_tokens=64))
+        assert wish.use == ModelUse()
+
+    @pytest.mark.parametrize("field", ["text_only", "images", "trust_remote_code"])
+    def test_null_changes_nothing(self, field: str) -> None:
+        with pytest.raises(ConfigError, match=f"{field} must have a value"):
+            UpdateBody.model_validate({field: None}).applied_to(DeployBody())
+
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            (("--text-only", "--images", "1"), "leave one of them out"),
+            (("--image-tokens", "5"), "give --images as well"),
+            (("--images", "1001"), "between 0 and 1000"),
+        ],
+    )
+    def test_what_cannot_be_starts_no_controller(self, options: tuple[str, ...], why: str) -> None:
+        for command in (("deploy", "iserve-demo"), ("plan", "iserve-demo", *ON_ONE)):
+            refused = run(*command, *options)
+            assert (refused.exit_code, why in said(refused)) == (2, True)
+
+
+class TestTextOnly:
+    def test_the_towers_bytes_are_planned_unless_they_are_left_out(self, llava: Path) -> None:
+        whole = resolve(str(llava))
+        config = DeploymentConfig(engine="vllm")
+
+        def held_bytes(source: ModelSource) -> float:
+            estimate = RooflineEstimator(source.spec, gpu_spec("h200")).estimate(config, Workload())
+            return estimate.memory.per_gpu_bytes((2,))
+
+        left_out = held_bytes(whole) - held_bytes(used(whole, ModelUse(text_only=True)))
+        assert left_out == pytest.approx(2 * TOWER_PARAMS, rel=1e-3)
+
+    def test_a_plan_says_what_the_towers_take_and_how_to_leave_them_out(self, llava: Path) -> None:
+        assert "--text-only leaves them out" in said(run("plan", llava, *ON_ONE))
+        assert "as text alone: the towers" in said(run("plan", llava, *ON_ONE, "--text-only"))
+
+    def test_a_model_without_towers_is_refused_in_one_line(self, tmp_path: Path) -> None:
+        folder = write_llama(tmp_path / "llama")
+        for option in (("--text-only",), ("--images", "1")):
+            refused = run("plan", folder, *ON_ONE, *option)
+            assert isinstance(refused.exception, UnsupportedModelError)
+            assert "llama has no towers for images, video or sound" in said(refused)
+            assert f"leave {option[0]} out" in said(refused)
+
+    def test_an_engine_that_cannot_is_refused(self, llava: Path) -> None:
+        for command in (("plan", llava, "--gpus", "h200:1"), ("estimate", llava, "--gpu", "h200")):
+            refused = run(*command, "--engine", "torch", "--text-only")
+            assert "engine torch serves text alone" in said(refused)
+
+
+class TestImages:
+    def test_their_tokens_are_said_in_text_and_json(self, llava: Path) -> None:
+        assert "512 + 2 x 576 image input and 128 output tokens" in said(
+            run("plan", llava, *ON_ONE, "--images", 2)
+        )
+        planned = from_json(run("plan", llava, *ON_ONE, "--images", 2, "--json").stdout, PlanDocument)
+        work = planned.workload
+        assert (work.images, work.tokens_per_image, work.input_tokens) == (2, 576, 512 + 2 * 576)
+        given = run("plan", llava, *ON_ONE, "--images", 3, "--image-tokens", 10, "--json").stdout
+        assert from_json(given, PlanDocument).workload.input_tokens == 512 + 30
+
+    def test_an_estimate_counts_them(self, llava: Path) -> None:
+        found = json.loads(run("estimate", llava, "--gpu", "h200", "--images", 2, "--json").stdout)
+        assert found["workload"]["input_tokens"] == 512 + 2 * 576
+        plain = json.loads(run("estimate", llava, "--gpu", "h200", "--json").stdout)
+        assert found["estimate"]["ttft_s"]["value"] > plain["estimate"]["ttft_s"]["value"]
+
+    def test_where_config_does_not_tell_it_the_line_says_what_to_give(self, llava: Path) -> None:
+        config = json.loads((llava / "config.json").read_text())
+        (llava / "config.json").write_text(json.dumps({**config, "model_type": "llava_next"}))
+        refused = run("plan", llava, *ON_ONE, "--images", 2)
+        assert "give `--images N --image-tokens T`" in said(refused)
+        assert run("plan", llava, *ON_ONE, "--images", 2, "--image-tokens", 900).exit_code == 0
+
+    def test_a_context_that_does_not_hold_them_is_refused(self, llava: Path) -> None:
+        refused = run("plan", llava, *ON_ONE, "--images", 2, "--context", 700)
+        assert "(512 + 2 x 576 image input + 128 output): give at least 1792" in said(refused)
+        refused = run("plan", llava, *ON_ONE, "--images", 7)
+        assert "lower --input-tokens or --output-tokens or --images" in said(refused)
+
+    def test_a_worker_holds_a_prompt_with_them(self, llava: Path) -> None:
+        source = used(resolve(str(llava)), ModelUse(images=2))
+        assert with_images(Workload(), source).context_tokens == 512 + 2 * 576 + 128
+        command = run(
+            "plan", llava, *ON_ONE, "--images", 2, "--batch", 1, "--context", 1792, "--as", "vllm"
+        ).stdout
+        assert "--max-model-len=1792" in command
+        assert "'--limit-mm-per-prompt={\"image\": 2}'" in command
+
+
+class TestOwnCode:
+    def test_it_is_planned_with_a_note_and_never_run(self, own: Path) -> None:
+        planned = run("plan", own, *ON_ONE)
+        assert planned.exit_code == 0
+        assert "none of that code was run; a profile and a deploy take --trust-remote-code" in said(planned)
+        estimated = said(run("estimate", own, "--gpu", "h200", "--engine", "vllm"))
+        assert "none of that code was run" in estimated
+        assert not (own / "ran").exists()
+
+    def test_a_launch_takes_permission(self, own: Path) -> None:
+        refused = run("plan", own, *ON_ONE, "--as", "vllm")
+        assert isinstance(refused.exception, ConfigError)
+        assert "read that code, then give --trust-remote-code" in said(refused)
+        given = run("plan", own, *ON_ONE, "--as", "vllm", "--trust-remote-code")
+        assert "--trust-remote-code" in given.stdout.split()
+        assert not (own / "ran").exists()
+
+    def test_the_embedded_engine_says_that_it_never_runs_it(self, own: Path) -> None:
+        planned = run("plan", own, "--gpus", "h200:1", "--engine", "torch")
+        assert planned.exit_code == 1
+        assert "torch is never let run Python code that a model brings" in said(planned)
+        refused = run("plan", own, "--gpus", "h200:1", "--engine", "torch", "--trust-remote-code")
+        assert "engine torch is never let run Python code" in said(refused)
+
+    def test_files_that_are_named_have_to_be_there_where_they_are_to_run(self, own: Path) -> None:
+        (own / "modeling_own.py").unlink()
+        assert resolve(str(own)).spec.own_code
+        with pytest.raises(CheckpointError, match=r"has no modeling_own\.py"):
+            resolve(str(own), need_code=True)
+
+
+@pytest.mark.parametrize("kind", ["compose", "k8s"])
+@pytest.mark.parametrize(
+    ("model", "option", "word"),
+    [
+        (write_llava, ("--text-only",), "--language-model-only"),
+        (write_llava, ("--images", "2"), "--limit-mm-per-prompt="),
+        (write_own, ("--trust-remote-code",), "--trust-remote-code"),
+    ],
+)
+def test_exports_start_the_same(tmp_path: Path, kind: str, model: Any, option: tuple[str, ...], word: str) -> None:
+    folder, target = model(tmp_path / "model"), tmp_path / "file.yaml"
+    plain = run("deploy", folder, *ON_ONE, "--export", kind, "--output", tmp_path / "plain.yaml")
+    assert plain.exit_code == (0 if model is write_llava else 1)
+    done = run("deploy", folder, *ON_ONE, *option, "--export", kind, "--output", target)
+    assert done.exit_code == 0, said(done)
+    arguments = [line for line in target.read_text().splitlines() if not line.lstrip().startswith("#")]
+    assert [line for line in arguments if word in line]
+    if model is write_llava:
+        assert word not in (tmp_path / "plain.yaml").read_text()
+    else:
+        assert "runs Python code of the model" in " ".join(target.read_text().replace("#", "").split())
+
+
+def test_uses_are_json(tmp_path: Path) -> None:
+    use = ModelUse(images=2, image_tokens=64)
+    assert from_json(to_json(use), ModelUse) == use
