@@ -84,7 +84,7 @@ _USES = """\
 |---|---|---|
 | `--text-only` (also `report`) | `text_only` | the towers for images, video and sound are not loaded, \
 and count in no figure. vLLM: `--language-model-only`, in every release from 0.24 to 0.33 |
-| `--images N` | `images` | N images are part of each planned prompt, beside `--input-tokens`; requests may have \
+| `--images N` | `images` | N images are added to `--input-tokens` of each planned prompt; requests may have \
 that many. vLLM: `--limit-mm-per-prompt={{"image": N}}`; the context holds the prompt with them |
 | `--image-tokens T` | `image_tokens` | tokens of each image, where `config.json` does not tell |
 
@@ -99,12 +99,12 @@ image are in no figure, and none of these options was run on a GPU yet.
 `num_image_tokens` (PaliGemma), `num_query_tokens` (BLIP-2) | that number |
 | LLaVA 1.5, VipLLaVA | (`image_size` / `patch_size`)^2, and 1 where `vision_feature_select_strategy` is `full` |
 | InternVL with `dynamic_image_size` false | (`image_size` / `patch_size` x `downsample_ratio`)^2 |
-| tiles by the image's shape: LLaVA-NeXT, InternVL, Idefics 3, Llama 4 | not told; those of a tile are said |
-| patches of the image's own size: Qwen-VL, GLM-V, Pixtral, Mistral 3 | not told: about pixels / \
+| tiles by the image's shape: LLaVA-NeXT, InternVL, Idefics 3, Llama 4 | unknown; those of a tile are said |
+| patches of the image's own size: Qwen-VL, GLM-V, Pixtral, Mistral 3 | unknown: about pixels / \
 (`patch_size` x `spatial_merge_size`)^2, 1369 for 1024 x 1024 pixels of Qwen2.5-VL |
 
 Markers around an image are not counted. Refused in one line: a model without towers, the embedded engine and
-TensorRT-LLM, which serve text alone, and text alone of a class whose towers vLLM loads whatever it is told
+TensorRT-LLM, which serve text alone, and text alone of a class whose towers vLLM always loads
 (`FunASRForConditionalGeneration`; classes of transformers' that vLLM takes by its Transformers backend).
 
 ## Code that a model brings
@@ -114,7 +114,7 @@ A `config.json` with `auto_map` names Python code of the model's repository. Whe
 
 | step | what becomes of the code |
 |---|---|
-| `plan`, `estimate` | never run, on any machine: sizes come from `config.json` and safetensors headers. A note \
+| `plan`, `estimate` | never run, on any machine: sizes are of `config.json` and safetensors headers. A note \
 says so |
 | `profile`, `deploy`, `plan --as`, `deploy --export` | refused without `--trust-remote-code` \
 (`trust_remote_code: true`) |
@@ -124,7 +124,7 @@ daemon's user**. Read it first |
 | embedded engine, TensorRT-LLM | never run: refused, whatever is given |
 
 Python files are fetched from the hub only with the permission, of the commit that the weights are of; code of
-another repository (`owner/name--module`) is refused. A tokenizer that needs code where the model does not is told
+another repository (`owner/name--module`) is refused. A tokenizer that needs code where the model does not shows
 when vLLM starts: it ends, and the line says to give the permission. A class that vLLM does not list is tried by
 its Transformers backend, without tensor parallelism: not run by us.
 """

@@ -59,7 +59,7 @@ class ReplicaDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineDocument:
-    """One installation of an engine on the controller's machine, or an engine that has none there.
+    """Installation of an engine on the controller's machine, or an engine that has none there.
 
     ``source``: ``setting`` (the Python that a setting names), ``environment`` (made by `iserve engines install`)
     or ``here`` (iServe's own Python). ``verified``: ``run`` (on a GPU; torch on a CPU as well), ``read`` (in the
@@ -84,7 +84,7 @@ class EngineDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentDocument:
-    """One deployment as it is now.
+    """Deployment as it is now.
 
     ``status``: ``accepted``, ``resolving``, ``profiling``, ``planning``, ``launching`` (the steps of a deploy);
     ``ready`` (a worker serves, of several replicas at least one: ``num_ready`` of ``num_replicas``),

@@ -40,7 +40,7 @@ REFUSE_LATE = "Answer 503 at once to a request that would miss the SLO, in place
 TOOL_CALL_PARSER = "vLLM: format in which the model writes tool calls, such as hermes."
 REASONING_PARSER = "vLLM: format in which the model marks its reasoning, such as qwen3."
 TEXT_ONLY = "vLLM: leave out a multimodal model's towers for images, video and sound."
-IMAGES = "Images in each planned prompt, beside its text."
+IMAGES = "Images in each planned prompt, added to its text."
 IMAGE_TOKENS = "Tokens of an image; else as config.json has it."
 TRUST_REMOTE_CODE = (
     "vLLM: run Python code of the model's repository (auto_map) as the daemon's user. Read it first."

@@ -20,7 +20,7 @@ def wait_until(condition: Callable[[], T], what: str = "it comes true", patience
     """Return the first truthy value of ``condition``.
 
     Raises:
-        AssertionError: none came in ``patience_s``.
+        AssertionError: none was seen within ``patience_s``.
     """
     deadline = time.monotonic() + patience_s
     while not (value := condition()):

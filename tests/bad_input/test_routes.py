@@ -137,7 +137,7 @@ def test_an_unknown_query_parameter_is_refused_by_its_name(api: Api, golden: Gol
 
 
 def test_a_name_that_is_given_twice_is_refused(api: Api, golden: Golden) -> None:
-    """In a body, at any depth, and in a query: which of the two was meant nobody knows."""
+    """A repeated name in a body, at any depth, or in a query is refused: which value was meant is unknown."""
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     for body, name in (
         ('{"model": "a", "model": "b"}', "model"),

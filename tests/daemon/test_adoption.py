@@ -1,4 +1,4 @@
-"""What a daemon's death leaves, and what the next daemon takes over: real processes, kill -9."""
+"""Workers after their daemon's death, and their adoption by the next one: real processes, kill -9."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_daemon_killed_during_a_start_adopts_what_came_of_it(node):
 
 def test_a_worker_of_a_version_that_knew_fewer_fields_is_adopted(node, until, monkeypatch):
     def older(value, **options):
-        """What a version wrote that had no ``dummy_weights`` yet."""
+        """Return what a version wrote that had no ``dummy_weights`` yet."""
         fields = json.loads(to_json(value, **options))
         del fields["dummy_weights"]
         return json.dumps(fields).encode()
@@ -93,7 +93,7 @@ def test_a_worker_keeps_its_token_when_it_and_its_daemon_are_started_again(node)
 
 
 def test_a_worker_tells_the_release_that_it_was_started_with_until_it_is_started_anew(node):
-    """Whatever is installed by now, and whoever is the daemon."""
+    """A worker keeps its version, whatever is installed by now and whichever daemon watches it."""
     node.start()
     before = node.ready()
     assert before.versions == TorchEngine().versions()
@@ -113,7 +113,7 @@ def test_what_an_older_daemon_did_not_record_is_not_told(text, tmp_path):
 
 
 def test_a_worker_whose_spec_was_written_anew_is_ended(node, until, alive):
-    """It does not run what the file says."""
+    """The next daemon does not run what the file says."""
     node.start()
     before = node.ready()
     node.signal_daemon(signal.SIGKILL)
@@ -154,7 +154,7 @@ def test_nothing_of_a_worker_outlives_its_keeper_and_the_daemon(node, alive):
 
 
 def test_an_orphan_ends_when_its_lease_runs_out(node, alive, until):
-    """One test of three facts: renewed it outlives its lease's length; not renewed it ends; so does its keeper."""
+    """Three facts: a renewed worker outlives its lease; without renewal it ends, and so does its keeper."""
     node.start()
     before = node.ready(lease_ttl_s=1.0)
     lease = node.lease()
@@ -182,7 +182,7 @@ def test_damaged_files_of_one_worker_do_not_hinder_the_others(node, alive, until
         assert "no-lease/lease.json cannot be read" in node.daemon_log
         assert "worker no-spec cannot be adopted" in node.daemon_log
         until(lambda: not alive(no_spec.pid))
-        assert alive(no_lease.pid)  # nobody knows it; its lease bounds its life
+        assert alive(no_lease.pid)  # no daemon knows it; its lease bounds its life
         with pytest.raises(ConflictError, match="no-lease"):
             node.client.launch(node.spec("no-lease"))
     finally:

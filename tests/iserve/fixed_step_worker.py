@@ -55,7 +55,7 @@ class FixedStepWorker:
         return float(found.last_token_s.max())
 
     def _run(self, requests: Sequence[Request]) -> tuple[Floats, Floats, np.ndarray]:
-        """Return when each request's first and last token came, and how many it got."""
+        """Return when each request's first and last token arrived, and how many it got."""
         scheduler = Scheduler(
             max_batch=self.limits.max_batch,
             max_batched_tokens=self.limits.max_batched_tokens,

@@ -1,4 +1,4 @@
-"""Laws of the serving capacity of models that keep states, windows or latents, and what it was of all others."""
+"""Laws of the serving capacity of models that keep states, windows or latents; the same as before for the rest."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def found_for(
 def test_what_the_worker_takes_fits_what_it_is_promised(
     name: str, taken_gib: int, usual: tuple[int, int], tmp_path: Path
 ) -> None:
-    """Capacity times cost is no more than the room, the cost being what vLLM is told to take."""
+    """Capacity times cost is no more than the room, where cost is what vLLM is started with."""
     spec = KINDS[name]
     found, hardware, estimator = found_for(spec, taken_gib=taken_gib, usual=usual)
     if found is None:

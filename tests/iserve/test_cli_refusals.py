@@ -184,7 +184,7 @@ def test_a_config_that_cannot_be_used_is_one_line(
     }
     (line,) = lines
     assert len(line) < 1000
-    if fault not in ("deep", "not-utf8"):  # which are told in Python's words
+    if fault not in ("deep", "not-utf8"):  # whose messages are Python's
         golden("cli-errors", line)
     assert not (tmp_path / "home").exists()
 

@@ -1,4 +1,4 @@
-"""Where a deployment is placed by a real controller and daemon: places taken meanwhile, memory lent, splits."""
+"""Placement by a real controller and daemon: places taken meanwhile, memory lent, splits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["ended", "world"]  # fixtures
 
 
 def test_a_deployment_whose_place_is_taken_is_planned_anew(world: World, ended: Callable[..., str]) -> None:
-    """As after `iserve down`, something else started, and `iserve up`."""
+    """This happens after `iserve down`, something else started, and `iserve up`."""
     world.start()
     world.know_demo(runtime_bytes=64 * 2**20)
     one_gpu = (StageAssignment(device_ids=("cpu:0",), num_layers=8),)

@@ -49,7 +49,7 @@ CORRELATED = 0.7  # at least, the order of the requests
 @dataclass(frozen=True)
 class Stretch:
     real: Outcomes
-    pace: float  # of bursts beside it, over those when steps were measured
+    pace: float  # of bursts during it, over those when steps were measured
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def measured(target: Target) -> tuple[Served, list[Stretch]]:
 
 
 def agrees(served: Served, stretches: list[Stretch]) -> bool:
-    """Whether the last one is within both bounds."""
+    """Return whether the last one is within both bounds."""
     last = stretches[-1:]
     return bool(last) and worst(served, last[0]) < 1 and correlations(served, last)[0] > CORRELATED
 

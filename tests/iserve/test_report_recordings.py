@@ -52,12 +52,12 @@ def records() -> Sequence[AccuracyRecord]:
 
 @pytest.fixture(scope="module")
 def record() -> AccuracyRecord:
-    """Of the machine that measured last."""
+    """Return the record of the machine that measured last."""
     return records()[-1]
 
 
 def record_of(recorded: Recorded) -> AccuracyRecord:
-    """Of the machine that measured it."""
+    """Return the record of the machine that measured it."""
     (found,) = (r for r in records() if r.machine == recorded.profile.machine)
     return found
 

@@ -1,4 +1,4 @@
-"""What `iserve simulate` refuses and cuts: options that say nothing, lengths, traces, rates beyond capacity."""
+"""Refusals and cuts of `iserve simulate`: options that say nothing, lengths, traces, rates beyond capacity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a verdict is told: the golden terminal texts, how sure it is, what it serves, rates and ranges."""
+"""Texts of a verdict in the terminal: how sure it is, what it serves, rates and ranges."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def _missing(found: Installation, part: Part) -> list[str]:
 
 
 def _standing(found: Installation) -> Standing:
-    """Return the standing of an installation; sources that can be edited are those of no release."""
+    """Return how far an installation is verified; sources that can be edited are those of no release."""
     return Standing.UNKNOWN if found.is_editable else standing_of(found.version("vllm"))
 
 

@@ -156,7 +156,7 @@ _TOKENS_IN_FLIGHT = "self.max_concurrent_batches * self.scheduler_config.max_num
 
 
 class Part(StrEnum):
-    """What of iServe a part of the contract carries."""
+    """Part of iServe that a part of the contract carries."""
 
     SERVING = "serving"
     SOME = "some launches"
@@ -168,7 +168,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleaseFacts:
-    """What is read of one release's Python."""
+    """Facts read in one release's Python."""
 
     flags: tuple[str, ...]
     values: tuple[str, ...]  # of options, as "--option=value"

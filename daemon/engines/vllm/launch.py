@@ -52,7 +52,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a launch has to know of the checkpoint."""
+    """Facts of a checkpoint that a launch needs."""
 
     spec: ModelSpec
     quantized_by: str  # quant_method of its config.json; empty for 16-bit weights
@@ -83,7 +83,7 @@ def read_model(spec: WorkerSpec) -> Model:
 
 
 def _spec_of(folder: Path, config: Mapping[str, object]) -> ModelSpec:
-    """Of a family with a row whatever its weights are stored in, which a launch's sizes do not depend on."""
+    """Return the model's spec, of a family with a row without quantization, which changes no size of a launch."""
     if not is_tabled(config):
         return load_spec(folder)
     return read_spec({name: value for name, value in config.items() if name != "quantization_config"})
@@ -139,7 +139,7 @@ def _check(spec: WorkerSpec, model: ModelSpec, devices: Mapping[str, Device]) ->
 
 
 def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> tuple[str, ...]:
-    """What follows ``vllm``.
+    """Return the arguments after ``vllm``.
 
     Raises:
         ConfigError: vLLM has no way to keep what ``spec`` asks.

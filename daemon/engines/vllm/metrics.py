@@ -31,7 +31,7 @@ class _Sample:
 
 
 def read_stats(served_model: str, body: bytes) -> WorkerStats:
-    """What ``/metrics`` says of the engine.
+    """Figures of the engine in ``/metrics``.
 
     vLLM reports neither seconds of work per device nor its memory: ``busy`` and ``memory`` are empty, and the
     daemon goes by the driver's utilisation. One block is vLLM's own and counts as neither total nor free, as in
@@ -61,7 +61,10 @@ def read_stats(served_model: str, body: bytes) -> WorkerStats:
 
 
 def _samples(body: bytes) -> list[_Sample]:
-    """Of the few metrics that are read: a busy server's 50 kB of histograms take 64 ms to parse, these 3."""
+    """Return the samples of the few metrics that are read.
+
+    A busy server's 50 kB of histograms take 64 ms to parse, these 3.
+    """
     from prometheus_client.parser import text_string_to_metric_families  # slow to import, and used by daemons only
 
     wanted = b"".join(line + b"\n" for line in body.splitlines() if line.startswith(_LINES))

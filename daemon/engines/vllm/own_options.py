@@ -155,7 +155,7 @@ def check_vllm_options(options: EngineOptions) -> None:
 
 
 def use_words(use: ModelUse) -> tuple[str, ...]:
-    """How the model is used, as words of the command line."""
+    """Return the words of the command line for how the model is used."""
     words: list[str] = []
     if use.text_only:
         words.append("--language-model-only")

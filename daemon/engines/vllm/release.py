@@ -1,4 +1,4 @@
-"""What is known of a vLLM release: run on a GPU, read in its sources, or neither."""
+"""Knowledge of vLLM releases: run on a GPU, read in its sources, or neither."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KNOWN = "{}.{} to {}.{}".format(*_OLDEST_READ, *_NEWEST_READ)
 
 
 class Standing(StrEnum):
-    """How far a release is verified."""
+    """Degree to which a release is verified."""
 
     RUN = "run"
     READ = "read"

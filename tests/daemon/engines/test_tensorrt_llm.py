@@ -268,7 +268,7 @@ async def failed(supervisor: Supervisor) -> WorkerStatus:
 
 
 async def probed(supervisor: Supervisor) -> WorkerStats:
-    """What the supervisor's own probes have read."""
+    """Return what the supervisor's own probes have read."""
     async with asyncio.timeout(PATIENCE_S):
         while (stats := supervisor._workers["w1"]._sight.stats) is None:
             await asyncio.sleep(0.02)

@@ -62,7 +62,7 @@ class TestLayersThatKeepOtherThings:
         assert found == (1 + 3 * 201 + math.ceil(4100 / 1024) + 100) * 4 * 1024 * 1152
 
     def test_one_request_starts(self) -> None:
-        """vLLM refuses a cache that does not hold one request: three states of each group, beside its own block.
+        """vLLM refuses a cache that does not hold one request: three states of each group, and its own block.
 
         ``_check_enough_kv_cache_memory`` of 0.33; with one state for each sequence a hybrid model did not start.
         """

@@ -325,7 +325,7 @@ def test_a_body_of_no_type_is_refused_as_by_the_gateway(served) -> None:
 
 
 def test_a_body_beyond_the_limit_is_cut_off(served) -> None:
-    """Also when its length is not told beforehand."""
+    """The limit holds also when the length is not given beforehand."""
     connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=PATIENCE_S)
     pieces = (b"x" * 2**20 for _ in range(33))
     connection.request(

@@ -48,7 +48,7 @@ def test_stream_with_usage(gateway, client, worker) -> None:
     last = list(stream)[-1]
     assert last.choices == []
     assert last.usage.total_tokens == 12
-    # The gateway counts after the last frame has left, so wait for what must come.
+    # The gateway counts after the last frame has left, so wait for what must follow.
     deadline = time.monotonic() + PATIENCE_S
     while gateway.metric('iserve_gateway_completion_tokens_total{deployment="m"}') != before + 5:
         assert time.monotonic() < deadline

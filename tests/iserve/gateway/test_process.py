@@ -22,7 +22,7 @@ __all__ = ["worker"]  # fixtures
 @pytest.mark.process
 class TestProcess:
     def test_killed_and_started_again_it_serves_at_once(self, own_gateway, make_worker, make_route) -> None:
-        """No controller is there to help: the table lies on the disk."""
+        """The table lies on the disk, and no controller is there to help."""
         own_gateway.publish(make_route(make_worker().target()))
         port = own_gateway.port
         own_gateway.kill()
@@ -100,7 +100,7 @@ class TestProcess:
             assert own_gateway.complete().status == 200
 
     def test_idle_connections_beyond_its_limit_give_way(self, own_gateway, make_worker, make_route) -> None:
-        """As many as it has files would leave it none to reach a worker with."""
+        """A gateway whose clients take all its files could not reach a worker."""
         own_gateway.stop()
         own_gateway.start(wrapper=("sh", "-c", 'ulimit -n 320; exec "$@"', "sh"))
         own_gateway.publish(make_route(make_worker().target()))
