@@ -34,7 +34,7 @@ def errors(report: Report) -> Markup:
         return el(
             "p",
             "No full model was measured on this machine with these versions. `make accuracy` in the source tree "
-            "measures the demo model and another, and this page then shows it; --truth takes a record from "
+            "measures the demo model and another, and this page then shows it; --measurements takes a record from "
             "elsewhere. Until then the intervals say how far an estimate may be off.",
         )
     own = [row for row in record.rows if row.shape_hash == report.spec.shape_hash]

@@ -49,6 +49,27 @@ __all__ = [
 ]
 
 
+# Names of options before 0.2, which still work for one release and are in no help.
+FORMER_NAMES = {
+    "--expect": "--expected-deployments",
+    "--refuse-late": "--reject-late",
+    "--max-waiting": "--queue-limit",
+    "--most-waiting": "--abort-at-queue",
+    "--judge": "--eval-slo",
+    "--harvest": "--background-profile",
+    "--picture": "--plot",
+    "--truth": "--measurements",
+    "--arrivals": "--traffic-trace",
+    "--aggregate": "--merge-intervals",
+    "--deploy-every": "--deploy-interval",
+}
+
+
+def _todays_name(word: str) -> str:
+    name, separator, value = word.partition("=")
+    return f"{FORMER_NAMES[name]}{separator}{value}" if name in FORMER_NAMES else word
+
+
 class CommandGroup(TyperGroup):
     """Commands under one name. Its own flags that are not given are false, not None: typer 0.29 loads pydantic,
     a third of what ``iserve COMMAND --help`` took, to read a None."""
@@ -59,6 +80,9 @@ class CommandGroup(TyperGroup):
             if isinstance(param, TyperOption) and param.is_flag and param.default is None:
                 param.default = False
         return params
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [_todays_name(word) for word in args])
 
     def invoke(self, ctx: Any) -> Any:
         """Invoke as typer does; a choice that does not exist is refused with the nearest one."""
@@ -224,7 +248,7 @@ class Wish:
     arrivals: Annotated[
         str | None,
         typer.Option(
-            "--arrivals",
+            "--traffic-trace",
             metavar="TRACE",
             help="How --rate moves and lengths vary: as in a trace file or synthetic:NAME. In place of "
             "--burstiness, --input-cv and --output-cv.",
@@ -246,7 +270,7 @@ class Wish:
     expect: Annotated[
         int,
         typer.Option(
-            "--expect",
+            "--expected-deployments",
             metavar="N",
             min=0,
             help=h.EXPECT,
@@ -273,7 +297,7 @@ class Wish:
             told = Traffic(burstiness=self.burstiness, input_cv=self.input_cv, output_cv=self.output_cv)
         if self.arrivals is None:
             return told
-        with usage_errors("--arrivals"):
+        with usage_errors("--traffic-trace"):
             if self.rate is None:
                 raise BadInputError("a trace says how a rate moves; give --rate, the mean, as well")
             if told != Traffic():

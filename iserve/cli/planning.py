@@ -39,7 +39,7 @@ def plan(
     use: m.UseOptions,
     replicas: o.Replicas = 1,
     picture: Annotated[
-        bool, typer.Option("--picture", help="Draw the Pareto front: cost against latency, in characters.")
+        bool, typer.Option("--plot", help="Draw the Pareto front: cost against latency, in characters.")
     ] = False,
     refused: o.Refused = False,
     as_kind: e.AsOption = None,
@@ -61,7 +61,7 @@ def plan(
 
     settings = load_settings()
     if as_kind is not None:
-        given = {"--json": as_json, "--picture": picture, "--refused": refused}
+        given = {"--json": as_json, "--plot": picture, "--refused": refused}
         if others := [name for name, value in given.items() if value]:
             raise typer.BadParameter(f"--as prints nothing else; leave {', '.join(others)} out")
         o.replicated(wish.checked(settings), replicas)  # here already: a bad value must not start a controller

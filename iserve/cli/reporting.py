@@ -52,7 +52,9 @@ def report(
     gpu_file: g.GpuFile = None,
     truth: Annotated[
         Path | None,
-        typer.Option("--truth", help="Measured whole models instead of those that `make accuracy` left here."),
+        typer.Option(
+            "--measurements", help="Measured whole models instead of those that `make accuracy` left here."
+        ),
     ] = None,
     cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
     quality: o.QualityOption = o.DEFAULT_INTENT.quality,

@@ -56,7 +56,7 @@ class Serving:
     refuse_late: Annotated[
         bool,
         typer.Option(
-            "--refuse-late",
+            "--reject-late",
             help=h.REFUSE_LATE,
         ),
     ] = False
@@ -71,7 +71,7 @@ class Serving:
                 check_name(self.name)
         with o.usage_errors("--scale-to-zero"):
             Scaling(idle_s=self.scale_to_zero)
-        with o.usage_errors("--refuse-late"):
+        with o.usage_errors("--reject-late"):
             check_refuse_late(self.refuse_late, wish.limits)
 
     def body(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def deploy(
     to.check(
         ("--json", as_json, "--export writes a file"),
         ("--scale-to-zero", serving.scale_to_zero is not None, "nobody watches what is exported"),
-        ("--refuse-late", serving.refuse_late, "there is no gateway before what is exported"),
+        ("--reject-late", serving.refuse_late, "there is no gateway before what is exported"),
         ("--engine-version", engine.engine_version is not None, "what is exported runs the release of its image"),
     )
     if to.export is not None:

@@ -63,7 +63,7 @@ def simulate(
         ),
     ] = None,
     judge: Annotated[
-        str | None, typer.Option("--judge", help="The SLO that requests are judged by; else that of --slo.")
+        str | None, typer.Option("--eval-slo", help="The SLO that requests are judged by; else that of --slo.")
     ] = None,
     wish: o.Wish,
     report: Annotated[Path | None, typer.Option("--report", help="Write an HTML page to this file, too.")] = None,
@@ -86,7 +86,7 @@ def simulate(
 
     options = wish.checked(load_settings(), sees_load=True)
     options = replace(options, more_requests=options.more_requests and not serving.refuse_late)
-    with o.usage_errors("--judge"):
+    with o.usage_errors("--eval-slo"):
         judged = options.intent.slo if judge is None else parse_slo(judge)
     named = cluster.named_models()
     with o.usage_errors("--gpus"):
@@ -94,7 +94,7 @@ def simulate(
     with o.usage_errors():
         if not 0 <= cluster.deploy_every < float("inf"):
             raise ConfigError(
-                f"deployments come at finite times: --deploy-every is 0 s or more, got {cluster.deploy_every:g}"
+                f"deployments come at finite times: --deploy-interval is 0 s or more, got {cluster.deploy_every:g}"
             )
         least, _ = steering.range()
         o.replicated(options, least)  # checked

@@ -41,7 +41,7 @@ class ClusterOptions:
     gpu_file: GpuFile = None
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="GPUs of one node.")] = 8
     deploy_every: Annotated[
-        float, typer.Option("--deploy-every", help="Seconds from one model's deployment to the next.")
+        float, typer.Option("--deploy-interval", help="Seconds from one model's deployment to the next.")
     ] = 0.0
     startup: Annotated[float, typer.Option("--startup", help="Seconds until a deployed worker serves.")] = 0.0
     fail: Annotated[
@@ -50,7 +50,7 @@ class ClusterOptions:
     ] = None
     harvest: Annotated[
         list[str] | None,
-        typer.Option("--harvest", help="AT:SECONDS:GIB: a profile of so much work and spare memory."),
+        typer.Option("--background-profile", help="AT:SECONDS:GIB: a profile of so much work and spare memory."),
     ] = None
 
     def hardware(self) -> tuple[GpuSpec, ClusterSnapshot]:
@@ -112,25 +112,25 @@ class ServiceOptions:
         str, typer.Option("--router", help="Of replicas: least-outstanding, round-robin or busiest.")
     ] = DEFAULT_ROUTER
     max_waiting: Annotated[
-        int | None, typer.Option("--max-waiting", help="Of one deployment; more are refused. Else they wait.")
+        int | None, typer.Option("--queue-limit", help="Of one deployment; more are refused. Else they wait.")
     ] = None
     most_waiting: Annotated[
         int,
         typer.Option(
-            "--most-waiting", help="Of one deployment: beyond, it is overloaded and the simulation stops."
+            "--abort-at-queue", help="Of one deployment: beyond, it is overloaded and the simulation stops."
         ),
     ] = 10_000
     refuse_late: Annotated[
         bool,
         typer.Option(
-            "--refuse-late", help="Refuse a request that could not keep its SLO any more, as AlpaServe does."
+            "--reject-late", help="Refuse a request that could not keep its SLO any more, as AlpaServe does."
         ),
     ] = False
     forecast_late: Annotated[
         bool,
         typer.Option(
             "--forecast-late",
-            help="With --refuse-late: when it comes, by what iServe's gateway can know, in place of exact times.",
+            help="With --reject-late: when it comes, by what iServe's gateway can know, in place of exact times.",
         ),
     ] = False
 
@@ -248,9 +248,9 @@ def scenario_of(
     from traces.simulator.scenario import Scenario
 
     if service.refuse_late and slo is None:
-        raise ConfigError("--refuse-late needs to know what is late; give the SLO with --judge")
+        raise ConfigError("--reject-late needs to know what is late; give the SLO with --eval-slo")
     if service.forecast_late and not service.refuse_late:
-        raise ConfigError("--forecast-late says how --refuse-late judges; give that too")
+        raise ConfigError("--forecast-late says how --reject-late judges; give that too")
     return Scenario(
         cluster=snapshot,
         actions=cluster.actions(replicas),
@@ -281,7 +281,7 @@ def _harvests(texts: list[str]) -> Iterator[Action]:
     from traces.simulator.scenario import Profile
 
     for number, text in enumerate(texts, start=1):
-        at_s, work_s, gib = _numbers(text.split(":"), text, "--harvest", "AT:SECONDS:GIB", (3,))
+        at_s, work_s, gib = _numbers(text.split(":"), text, "--background-profile", "AT:SECONDS:GIB", (3,))
         yield Profile(at_s=at_s, name=f"profile {number}", memory_bytes=int(gib * _GIB), work_s=work_s)
 
 

@@ -84,7 +84,7 @@ def write(
         float | None, typer.Option("--interval", help="Seconds of one interval of the compression.")
     ] = None,
     aggregate: Annotated[
-        int, typer.Option("--aggregate", help="Neighbouring intervals that compression makes one.")
+        int, typer.Option("--merge-intervals", help="Neighbouring intervals that compression makes one.")
     ] = 1,
     models: Annotated[
         str | None, typer.Option("--models", help="NAME,...: assign requests to these, most popular first.")

@@ -271,7 +271,7 @@ def _check_alpaserve(deploys: Sequence[Deploy], num_requests: int, slos: Mapping
         )
     for deploy in deploys:
         if deploy.name not in slos:
-            raise ConfigError(f"AlpaServe places for an SLO and {deploy.name} has none; give one with --judge")
+            raise ConfigError(f"AlpaServe places for an SLO and {deploy.name} has none; give one with --eval-slo")
         if deploy.replicas != 1:
             raise ConfigError(f"AlpaServe chooses the number of replicas itself; {deploy.replicas} were asked for")
 

@@ -2,12 +2,12 @@
 
 ``latency-slo`` is asked in four ways, the latter three decided before their results: for the longest request and
 its SLO; for the mean one, by whose SLO all are judged, with room for the longest (``--context``); with the
-traffic of its own requests too (``--rate``, ``--arrivals``), such that 95% of them keep it; and with
+traffic of its own requests too (``--rate``, ``--traffic-trace``), such that 95% of them keep it; and with
 ``min-latency`` for those that are refused then.
 
 AlpaServe's runtime refuses a request that would miss its SLO, which the first recordings of this figure left out:
 it is in both forms now. So is iServe: by the same rule with exact times, to tell what is the runtime's and what
-the placement's, and as its gateway does it (``--refuse-late``), by a forecast when a request arrives.
+the placement's, and as its gateway does it (``--reject-late``), by a forecast when a request arrives.
 """
 
 from __future__ import annotations

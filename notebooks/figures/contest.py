@@ -54,7 +54,7 @@ class Contestant:
         weighs_load: of iServe's planner; else it plans as if GPUs were idle.
         longest_apart: plans for the mean request with room for the longest, as by ``--context``, and has the SLO
             by which it is judged; else it plans for the longest request, with the SLO of that.
-        told_number: of models, how many the cluster is to hold in all, as by ``--expect``.
+        told_number: of models, how many the cluster is to hold in all, as by ``--expected-deployments``.
         told_demand: of its own model's requests, their rate and traffic.
         refused: what iServe is asked for, no demand given, where it refuses ``kind``; None: the model is not
             deployed then.

@@ -131,8 +131,7 @@ class World:
         return Workload(batch=1, input_tokens=inputs, output_tokens=outputs)
 
     def demand_of(self, model: str) -> tuple[float, Traffic]:
-        """Return requests a second, and their traffic, of its first deployment: what ``--rate`` and ``--arrivals``
-        give.
+        """Return rate and traffic of its first deployment: what ``--rate`` and ``--traffic-trace`` give.
 
         Raises:
             BadInputError: its requests span less than 80 s.

@@ -3,7 +3,8 @@
 Run: ``python -m tests.bench.accuracy_record [RESULTS_DIR] [--json FILE]``.
 
 Reads what ``tests.bench.accuracy_measure`` recorded and puts it into iServe's home, a record for each machine, as
-``make accuracy`` does for the embedded engine; ``--json`` also writes the newest, for ``iserve report --truth``.
+``make accuracy`` does for the embedded engine; ``--json`` writes the newest too, for ``iserve report
+--measurements``.
 Predictions are those a user gets: shipped calibration, of which a model's own errors are left out.
 """
 

@@ -13,7 +13,8 @@ full-model runs do not interleave: a machine that changes its speed between them
 nothing else does; the load average is recorded.
 
 The record is kept in iServe's home (``ISERVE_HOME``), where ``iserve report MODEL`` finds it by the model's shape
-and the machine; ``--json`` writes it to a file as well, which ``iserve report MODEL --truth FILE`` takes anywhere.
+and the machine; ``--json`` writes it to a file as well, which ``iserve report MODEL --measurements FILE`` takes
+anywhere.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 The first form wants an OpenAI server of any engine, alone on its GPU, and the number of requests that it runs at
 once; it measures its pace (one request, a batch of all slots), starts a gateway of its own before it, and gives
 that gateway a table without refusing and one with it, in turn. The second form wants a gateway that serves the
-same model under two names, one deployed with ``--refuse-late``, and sends to each in turn.
+same model under two names, one deployed with ``--reject-late``, and sends to each in turn.
 
 The load is open: Poisson arrivals at ``--load`` times what batches of all slots would serve, answers of lognormal
 lengths, the same requests in every run. Printed is, of all requests, how many were answered, refused, and kept the

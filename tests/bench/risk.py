@@ -10,10 +10,10 @@ estimator. Estimates have no interval here, so that what differs is the queueing
 
 Utilisation is of the planner's own capacity, ``slots / E2E(slots)``. Limits are settled beforehand: TTFT of 5
 times that of a request alone, E2E of 1.5 times that of the whole batch; "either" is judged by the simulator on
-both. Rates that move ("on and off", "drifting"): the planner is given what ``--arrivals`` takes from one stream
+both. Rates that move ("on and off", "drifting"): the planner gets what ``--traffic-trace`` takes from one stream
 and judged by another of the same law. With ISERVE_REFERENCE_DATA, Azure's conversation and code traces too, their
 times stretched to the utilisation; the planner is given the workload's mean lengths, their variation and the index
-of dispersion in bins of 10 s; or ("path") what ``--arrivals`` tells it of the trace.
+of dispersion in bins of 10 s; or ("path") what ``--traffic-trace`` tells it of the trace.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``--arrivals``: the traffic of a plan taken from a trace, by the command and by the REST API's body."""
+"""``--traffic-trace``: the traffic of a plan taken from a trace, by the command and by the REST API's body."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_plan_tells_the_levels_and_a_larger_risk(
     tmp_path: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ISERVE_HOME", str(tmp_path / "home"))
-    steady, moving = planned(tmp_path), planned(tmp_path, "--arrivals", TRACE)
+    steady, moving = planned(tmp_path), planned(tmp_path, "--traffic-trace", TRACE)
     assert steady["rate_levels"] == []
     levels = moving_rate(traffic.rates).levels
     assert moving["rate_levels"] == [{"share": level.share, "times": level.times} for level in levels]
@@ -60,9 +60,9 @@ def test_a_plan_tells_the_levels_and_a_larger_risk(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--arrivals", TRACE], "give --rate"),
-        (["--arrivals", TRACE, "--rate", "1", "--burstiness", "2"], "either a trace or --burstiness"),
-        (["--arrivals", "nowhere.csv", "--rate", "1"], "nowhere.csv"),
+        (["--traffic-trace", TRACE], "give --rate"),
+        (["--traffic-trace", TRACE, "--rate", "1", "--burstiness", "2"], "either a trace or --burstiness"),
+        (["--traffic-trace", "nowhere.csv", "--rate", "1"], "nowhere.csv"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(tmp_path: Path, options: list[str], told: str) -> None:

@@ -229,7 +229,7 @@ def test_what_alpaserve_cannot_be_asked() -> None:
     asked = world(model("m"), gpus=1)
     request = Request(0.0, 10, 10, "m")
     for requests, slo, message in (
-        ([request], None, "m has none; give one with --judge"),
+        ([request], None, "m has none; give one with --eval-slo"),
         ([request] * (MOST_REQUESTS + 1), Slo(e2e_s=1.0), "cut it with --limit"),
     ):
         with pytest.raises(ConfigError, match=message):

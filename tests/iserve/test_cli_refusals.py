@@ -93,7 +93,7 @@ _ESTIMATE = ("estimate", "{}", "--gpu", "h200", "--config")
         ("deploy", "--replicas", "2", "--export", "compose"),
         ("deploy", "--scale-to-zero", "0"),
         ("deploy", "--scale-to-zero", "nan"),
-        ("deploy", "--refuse-late"),
+        ("deploy", "--reject-late"),
         ("profile", "--max-seconds", "0"),
         ("profile", "--max-seconds", "nan"),
         ("profile", "--engine", "no-such"),

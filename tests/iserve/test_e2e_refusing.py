@@ -39,7 +39,7 @@ def table(installation: Any) -> RouteTable:
 
 @pytest.fixture(scope="module")
 def refusing(shared_home: Any) -> Any:
-    given = ("--name", NAME, "--slo", "e2e=60", "--refuse-late")
+    given = ("--name", NAME, "--slo", "e2e=60", "--reject-late")
     shared_home.first = shared_home.json("deploy", *WORK, *given)
     return shared_home
 
@@ -90,7 +90,7 @@ def test_under_twice_what_it_serves_more_keep_their_slo_and_most_of_the_accepted
     asked = open_load(2 * SLOTS / batch_s, 30 * batch_s, pace, output_cv=0.5, seed=0, model="any")
     plain = figures(sent(url, asked, "plain"), slo, refusing=False)
     refusing.run("rm", "plain")
-    refusing.run("deploy", *WORK, "--name", NAME, "--slo", f"e2e={slo.e2e_s}", "--refuse-late")
+    refusing.run("deploy", *WORK, "--name", NAME, "--slo", f"e2e={slo.e2e_s}", "--reject-late")
     punctual = figures(sent(url, asked, NAME), slo, refusing=True)
     assert punctual.refused_late > 0
     assert punctual.kept_fraction > 1.2 * plain.kept_fraction

@@ -224,8 +224,8 @@ def test_other_intents_and_impossible_numbers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (("--intent", "min-latency", "--expect", "-1"), "--expect"),
-        (("--expect", "4"), "min-cost leaves no room"),
+        (("--intent", "min-latency", "--expected-deployments", "-1"), "--expected-deployments"),
+        (("--expected-deployments", "4"), "min-cost leaves no room"),
     ],
 )
 def test_the_command_refuses_them_too(
@@ -238,7 +238,7 @@ def test_the_command_refuses_them_too(
 
 def test_the_command_plans_for_them(iserve: Callable[..., Done], model: Callable[[str], Path]) -> None:
     asked = ("plan", model("Llama-2-7b"), "--gpus", "a6000:8", "--intent", "min-latency", "--json")
-    alone, several = iserve(*asked).document, iserve(*asked, "--expect", "8").document
+    alone, several = iserve(*asked).document, iserve(*asked, "--expected-deployments", "8").document
     assert alone["notes"] == []
     assert "8 GPUs: chosen with 7 more deployments to come" in several["notes"][-1]
     assert several["candidates"][0]["config"] != alone["candidates"][0]["config"]

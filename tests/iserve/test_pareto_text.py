@@ -87,10 +87,10 @@ def test_it_is_drawn_when_asked_for_and_never_in_json(
     asked = ("plan", model("Llama-2-7b"), "--gpus", "a6000:8")
     plain = iserve(*asked).out
     assert PICTURE not in plain
-    pictured = iserve(*asked, "--picture").out
+    pictured = iserve(*asked, "--plot").out
     assert pictured.startswith(plain)
     assert PICTURE in pictured
-    assert json.loads(iserve(*asked, "--picture", "--json").out) == json.loads(iserve(*asked, "--json").out)
+    assert json.loads(iserve(*asked, "--plot", "--json").out) == json.loads(iserve(*asked, "--json").out)
 
 
 @pytest.mark.parametrize(("columns", "is_drawn"), [(100, True), (LEAST_WIDTH - 1, False)])
@@ -102,7 +102,7 @@ def test_a_terminal_that_is_too_narrow_gets_a_line_instead(
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     kept = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_") and k != "COLUMNS"}
     process = subprocess.Popen(
-        [Path(sys.executable).with_name("iserve"), "plan", model("Llama-2-7b"), "--gpus", "a6000:1", "--picture"],
+        [Path(sys.executable).with_name("iserve"), "plan", model("Llama-2-7b"), "--gpus", "a6000:1", "--plot"],
         env=kept | {"ISERVE_HOME": str(tmp_path), "TERM": "xterm"},
         stdin=terminal,
         stdout=terminal,

@@ -344,7 +344,7 @@ def test_a_measured_whole_model_is_on_the_page_without_being_asked_for(
     assert "full model measured, 16bit" in page.read_text()  # the diamond next to the fitted line
     truth = tmp_path / "truth.json"
     truth.write_bytes(to_json(record_of(profile, measured=0.4)))
-    assert invoke(*command, "--truth", str(truth))[0] == 0
+    assert invoke(*command, "--measurements", str(truth))[0] == 0
     assert "+150.0%" in errors_of(page)
     assert "+25.0%" not in errors_of(page)
 
@@ -388,7 +388,7 @@ def test_a_page_from_the_stored_profile_with_its_errors(
     record = replace(record_of(profile, measured=1.0), rows=())
     truth, page = tmp_path / "truth.json", tmp_path / "page.html"
     truth.write_bytes(to_json(record))
-    code, told = invoke("synthetic", "-o", str(page), "--truth", str(truth), "--output-tokens", "17")
+    code, told = invoke("synthetic", "-o", str(page), "--measurements", str(truth), "--output-tokens", "17")
     assert code == 0, told
     text = page.read_text()
     assert "from fingerprints measured on this machine" in text

@@ -305,7 +305,7 @@ def test_another_models_rows_are_folded_with_their_sum(record: AccuracyRecord) -
 def test_a_record_from_elsewhere_goes_to_any_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: AccuracyRecord
 ) -> None:
-    """``--truth`` on GPUs that are not here: rows of other models, named so."""
+    """``--measurements`` on GPUs that are not here: rows of other models, named so."""
     folder = tmp_path / "small"
     folder.mkdir()
     shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096}
@@ -315,7 +315,7 @@ def test_a_record_from_elsewhere_goes_to_any_report(
     truth, page = tmp_path / "truth.json", tmp_path / "page.html"
     monkeypatch.setenv("ISERVE_HOME", str(tmp_path / "home"))
     truth.write_bytes(to_json(record))
-    command = ["report", str(folder), "--gpus", "h200:1", "--truth", str(truth), "-o", str(page)]
+    command = ["report", str(folder), "--gpus", "h200:1", "--measurements", str(truth), "-o", str(page)]
     assert CliRunner().invoke(make_app(), command, catch_exceptions=False).exit_code == 0
     text = section(page.read_text(), "errors")
     for model in {row.model for row in record.rows}:

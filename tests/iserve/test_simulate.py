@@ -93,7 +93,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_the_document(simulate: Callable[..., Done], trace: Path, model: Path) -> None:
-    slo = ("--judge", "ttft=2,tpot=1")
+    slo = ("--eval-slo", "ttft=2,tpot=1")
     document = simulate(trace, "--gpus", "a6000:2", "--models", model, "--batch", 8, *slo, "--json").document
     assert (document["hardware"], document["service"], document["stopped"]) == ("2 x a6000", "continuous", None)
     usual = {"batch": 8, "input_tokens": 512, "output_tokens": 128, "longest_tokens": 0}
@@ -135,7 +135,7 @@ def test_by_default_a_replica_serves_what_a_deploy_serves(
     assert served("--batch", 1, "--context", 640)[:2] == (35, (1, 640))
     assert served("--batch", 4)[:2] == (200, (4, 4096))
     assert served("--rate", 0.1)[1] == (1, 4096)
-    assert served("--judge", "e2e=9", "--refuse-late")[1] == (1, 4096)
+    assert served("--eval-slo", "e2e=9", "--reject-late")[1] == (1, 4096)
     assert served("--intent", "min-memory")[1] == (1, 640)
     assert served("--replicas", 2, "--intent", "min-gpu-hours")[1][0] > 100
 
@@ -177,7 +177,7 @@ def test_it_is_deterministic_by_seed(simulate: Callable[..., Done], model: Path)
 def test_the_text_tells_of_faults_profiles_and_what_to_be_wary_of(
     simulate: Callable[..., Done], trace: Path, model: Path, tmp_path: Path
 ) -> None:
-    events = ("--fail", "node0:10:20", "--harvest", "1:5:2", "--startup", 1, "--replicas", 2)
+    events = ("--fail", "node0:10:20", "--background-profile", "1:5:2", "--startup", 1, "--replicas", 2)
     more = ("--gpus-per-node", 1, "--input-tokens", 110, "--output-tokens", 20, "--service", "fcfs")
     short = ("--context", 130)
     done = simulate(trace, "--gpus", "a6000:2", "--models", f"chat={model}", *events, *more, *short)
@@ -292,7 +292,7 @@ def test_look_ahead_places_beside_whoever_idles(
     )
 
     def gpus(policy: str) -> int:
-        done = simulate(*given, "--deploy-every", 200, "--intent", "min-memory", "--policy", policy, "--json")
+        done = simulate(*given, "--deploy-interval", 200, "--intent", "min-memory", "--policy", policy, "--json")
         return sum(gpu["peak_bytes"] > 0 for gpu in done.document["gpus"])
 
     assert gpus("look-ahead:0.001") == 2
@@ -305,7 +305,7 @@ def test_look_ahead_places_beside_whoever_idles(
 def test_every_baseline_serves_the_same_trace(
     simulate: Callable[..., Done], trace: Path, model: Path, planner: str
 ) -> None:
-    given = ("--gpus", "a6000:2", "--models", model, "--batch", 4, "--judge", "e2e=20", "--planner", planner)
+    given = ("--gpus", "a6000:2", "--models", model, "--batch", 4, "--eval-slo", "e2e=20", "--planner", planner)
     document = simulate(trace, *given, "--context", 640, "--json").document
     assert document["planner"] == planner
     assert document["summary"]["completed"] == 60
@@ -318,7 +318,7 @@ def test_every_baseline_serves_the_same_trace(
 
 
 def test_the_text_says_whose_decision_it_was(simulate: Callable[..., Done], trace: Path, model: Path) -> None:
-    given = ("--gpus", "a6000:1", "--models", model, "--judge", "e2e=20", "--planner", "alpaserve")
+    given = ("--gpus", "a6000:1", "--models", model, "--eval-slo", "e2e=20", "--planner", "alpaserve")
     text = " ".join(simulate(trace, *given).out.split())
     assert "planned by alpaserve for batch 1" in text
     assert "of 60 requests to keep their SLO, after" in text

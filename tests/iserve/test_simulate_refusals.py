@@ -34,8 +34,8 @@ __all__ = ["model", "simulate", "trace"]  # fixtures
         pytest.param(("--planner", "aiconfigurator"), 2, id="no answers"),
         pytest.param(("--planner", "aiconfigurator:/nowhere"), 1, id="lost answers"),
         pytest.param(("--planner", "alpaserve"), 1, id="AlpaServe without an SLO"),
-        pytest.param(("--harvest", "1:2"), 2, id="no memory"),
-        pytest.param(("--harvest", "1:nan:2"), 2, id="not a number"),
+        pytest.param(("--background-profile", "1:2"), 2, id="no memory"),
+        pytest.param(("--background-profile", "1:nan:2"), 2, id="not a number"),
         pytest.param(("--router", "x"), 2, id="unknown router"),
         pytest.param(("--popularity", "x"), 2, id="unknown popularity"),
         pytest.param(("--replicas", "0"), 2, id="no replicas"),
@@ -49,10 +49,10 @@ __all__ = ["model", "simulate", "trace"]  # fixtures
             id="AlpaServe",
         ),
         pytest.param(("--replicas", "65"), 2, id="too many replicas"),
-        pytest.param(("--most-waiting", "0"), 2, id="no queue"),
-        pytest.param(("--deploy-every", "nan"), 2, id="no such time"),
-        pytest.param(("--deploy-every", "-4"), 2, id="before the start"),
-        pytest.param(("--judge", "x=1"), 2, id="unknown SLO"),
+        pytest.param(("--abort-at-queue", "0"), 2, id="no queue"),
+        pytest.param(("--deploy-interval", "nan"), 2, id="no such time"),
+        pytest.param(("--deploy-interval", "-4"), 2, id="before the start"),
+        pytest.param(("--eval-slo", "x=1"), 2, id="unknown SLO"),
         pytest.param(("--input-tokens", "5000"), 1, id="beyond the context"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_rate_beyond_capacity_stops_and_says_so(
     path = tmp_path / "burst.csv"
     write_trace(path, [Request(0.001 * i, 400, 100) for i in range(3000)])
     document = simulate(
-        path, "--gpus", "a6000:1", "--models", model, "--most-waiting", 100, "--service", "fcfs", "--json"
+        path, "--gpus", "a6000:1", "--models", model, "--abort-at-queue", 100, "--service", "fcfs", "--json"
     ).document
     assert document["stopped"].startswith("stopped at 0.1 s: 101 requests wait for llama-7b,")
     assert document["warnings"] == [document["stopped"]], "the trace has not ended: nobody waited at its end"
@@ -137,20 +137,20 @@ def test_who_is_too_late_is_refused_where_that_is_asked_for(
     """A request every 0.1 s, of which one at a time is served in a second and more."""
     path, page = tmp_path / "busy.csv", tmp_path / "page.html"
     write_trace(path, [Request(0.1 * i, 100, 50) for i in range(200)])
-    given = (path, "--gpus", "a6000:1", "--models", model, "--service", "fcfs", "--judge", "e2e=5")
+    given = (path, "--gpus", "a6000:1", "--models", model, "--service", "fcfs", "--eval-slo", "e2e=5")
     served = simulate(*given, "--json").document
-    refusing = simulate(*given, "--refuse-late", "--report", page, "--json").document
+    refusing = simulate(*given, "--reject-late", "--report", page, "--json").document
     assert (served["refuses_late"], refusing["refuses_late"]) == (False, True)
     assert served["summary"]["completed"] == 200
     assert refusing["summary"]["slo"]["met"] == refusing["summary"]["completed"]
     assert refusing["summary"]["slo"]["met"] > 3 * served["summary"]["slo"]["met"]
     assert [failure["kind"] for failure in refusing["summary"]["failures"]] == ["too late"]
     assert "late requests rejected by their exact times" in page.read_text()
-    assert "late requests rejected by their exact times" in " ".join(simulate(*given, "--refuse-late").out.split())
-    forecast = simulate(*given, "--refuse-late", "--forecast-late", "--json").document
+    assert "late requests rejected by their exact times" in " ".join(simulate(*given, "--reject-late").out.split())
+    forecast = simulate(*given, "--reject-late", "--forecast-late", "--json").document
     assert forecast["forecasts_late"]
     assert forecast["summary"]["slo"]["met"] > 3 * served["summary"]["slo"]["met"]
     assert forecast["summary"]["slo"]["met"] > 0.8 * forecast["summary"]["completed"]
     golden("cli-errors", simulate(*given, "--forecast-late").refused(code=2), "not refused")
-    nobody = (path, "--gpus", "a6000:1", "--models", model, "--refuse-late")
+    nobody = (path, "--gpus", "a6000:1", "--models", model, "--reject-late")
     golden("cli-errors", simulate(*nobody).refused(code=2), "without an SLO")

@@ -109,7 +109,7 @@ def test_two_synthetic_tenants_are_not_one_twice(tmp_path: Path) -> None:
     assert len(times) > 300
     again = tmp_path / "again.csv"
     assert run("trace", "write", name, name, "-o", str(again), "--window", "0:60", "--rate-factor", "0.2",
-               "--interval", "1", "--aggregate", "2", "--to", "azure") == 0  # fmt: skip
+               "--interval", "1", "--merge-intervals", "2", "--to", "azure") == 0  # fmt: skip
     fewer = list(open_trace(again, "azure"))
     assert 0.1 * len(times) < len(fewer) < 0.3 * len(times)
     assert fewer[-1].arrival_s <= 30

@@ -150,7 +150,7 @@ def test_what_is_printed_is_alone_on_standard_output(iserve: Run, model: Callabl
         ("docker", ("--replicas", "2"), "a command starts one worker on one port"),
         ("compose", ("--replicas", "2"), "a Compose file starts one worker on one port"),
         ("k8s", ("--json",), "--as prints nothing else; leave --json out"),
-        ("k8s", ("--refused", "--picture"), "leave --picture, --refused out"),
+        ("k8s", ("--refused", "--plot"), "leave --plot, --refused out"),
     ],
 )
 def test_what_cannot_be_printed_so_is_a_usage_error(

@@ -457,7 +457,7 @@ def test_a_file_that_is_there_stays_as_it_is(kind: str, iserve: Run, model: Any,
         (("--export", "k8s", "--gpus", "a6000:1", "-o", "."), 2, "is a directory"),
         (("--export", "k8s", "--gpus", "a6000:1", "--scale-to-zero", "60"), 2, "nobody watches what is exported"),
         (
-            ("--export", "k8s", "--gpus", "a6000:1", "--slo", "e2e=9", "--refuse-late"),
+            ("--export", "k8s", "--gpus", "a6000:1", "--slo", "e2e=9", "--reject-late"),
             2,
             "there is no gateway before what is exported",
         ),
