@@ -1,4 +1,4 @@
-"""What a model is planned to keep, layer by layer, against what vLLM's own classes say (``record_kv_specs``)."""
+"""Planned sizes of what each layer keeps, against those of vLLM's own classes (``record_kv_specs``)."""
 
 from __future__ import annotations
 
