@@ -196,14 +196,28 @@ def test_what_it_promises(case: Case, beam: int, keep_all: bool) -> None:
 @settings(max_examples=15, deadline=None)
 @given(cases(most_gpus=2, most_models=2), st.booleans())
 def test_a_beam_that_forgets_nothing_finds_the_best_of_everything(case: Case, keep_all: bool) -> None:
-    scores = [case.score(placed) for placed in case.everything(keep_all=keep_all)]
+    # Of selections whose equal groups were only exchanged the search tries one, whichever (``Selected.key``). Where
+    # the router splits an odd number of requests, one of them is the better: so the worst of each counts here.
+    worst: dict[object, tuple[float, ...]] = {}
+    for placed in case.everything(keep_all=keep_all):
+        score, key = case.score(placed)[:2], but_for_exchanges(placed)
+        worst[key] = min(score, worst.get(key, score))
     try:
         plan = case.search(keep_all=keep_all, beam=10_000)
     except InfeasibleError:
-        assert not scores
+        assert not worst
         return
     # Buckets with degrees of their own, and nearest degrees, are beyond what is tried here: it may be better.
-    assert plan.score[:2] >= max(scores)[:2]
+    assert plan.score[:2] >= max(worst.values())
+
+
+def but_for_exchanges(placed: Sequence[Placed]) -> object:
+    """Return a key that is equal for selections whose groups of one size and degrees were exchanged."""
+    members: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
+    for one in placed:
+        devices = tuple(sorted(device for stage in one.placement.stages for device in stage.device_ids))
+        members.setdefault((one.config.tp, one.config.pp, devices), []).append(one.model)
+    return tuple(sorted((tp, pp, len(devices), *sorted(models)) for (tp, pp, devices), models in members.items()))
 
 
 @settings(max_examples=25, deadline=None)
