@@ -27,11 +27,13 @@ from fingerprint import errors
 from fingerprint.cache_blocks import block_tokens
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
+from fingerprint.config_json import read_config
 from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError
 from fingerprint.families import load_spec
+from fingerprint.families.refusals import is_multimodal
 from fingerprint.measurements import MachineInfo, RankMemory, RunReading
 
-__all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
+__all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget", "in_blocks"]
 
 # A worker whose engine is in processes of its own begins a line of its log with it when it starts the engine.
 LOAD_MARK = "iserve: starting the engine"
@@ -157,7 +159,7 @@ class WorkerProfileTarget:
             self._call_timeout_s,
             lambda error: self._explain(spec, error),
             num_devices=tp * pp,
-            in_blocks=lambda order: _in_blocks(spec, order),
+            in_blocks=lambda order: in_blocks(spec, order),
         )
         try:
             session.wait_ready(self._start_timeout_s)
@@ -167,7 +169,7 @@ class WorkerProfileTarget:
         return session
 
 
-def _in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
+def in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
     """Return ``order`` with its KV room in the engine's own blocks, where the engine of ``spec`` is given those.
 
     Raises:
@@ -190,7 +192,12 @@ def _in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
         ),
     )
     model = load_spec(Path(order.checkpoint))
-    return replace(order, kv_blocks=kv_blocks(worker, model), kv_block_tokens=block_tokens(model))
+    return replace(
+        order,
+        kv_blocks=kv_blocks(worker, model),
+        kv_block_tokens=block_tokens(model),
+        text_only=is_multimodal(read_config(Path(order.checkpoint))),
+    )
 
 
 class WorkerProfileSession:

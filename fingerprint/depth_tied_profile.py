@@ -137,7 +137,7 @@ class _Driver:
             complete=self.complete,
             memory=tuple(self.memory),
             timing=tuple(self.timing),
-            notes=(*self.notes, *cache_differences(self.spec, self.memory)),
+            notes=tuple(dict.fromkeys((*self.notes, *cache_differences(self.spec, self.memory)))),
             unreached=tuple(
                 Unreached(
                     config=case.config(self.target.engine),

@@ -39,7 +39,7 @@ def cache_differences(spec: ModelSpec, points: Iterable[MemoryPoint]) -> list[st
         if _kept(cache) != (token_bytes, state_bytes):
             lines.append(
                 f"layer {cache.layer} keeps {cache.token_bytes:g} bytes of a token and {cache.state_bytes} of a "
-                f"request by the engine, {token_bytes:g} and {state_bytes} by config.json: the engine's are used"
+                f"request by the engine, {token_bytes:g} and {state_bytes} by config.json: plans count the engine's"
             )
     return lines
 
@@ -56,14 +56,16 @@ def _by_kind(spec: ModelSpec, points: Iterable[MemoryPoint]) -> dict[int, LayerC
     return {kind: caches[0] for kind, caches in kinds.items() if len(set(map(_kept, caches))) == 1}
 
 
-def _kept(cache: LayerCache) -> tuple[float, int]:
-    return cache.token_bytes, cache.state_bytes
+def _kept(cache: LayerCache) -> tuple[int, int]:
+    return round(cache.token_bytes), cache.state_bytes
 
 
-def _planned(spec: ModelSpec, kind: int) -> tuple[float, int]:
+def _planned(spec: ModelSpec, kind: int) -> tuple[int, int]:
     of_kind = spec.kinds[kind]
-    state_bytes = of_kind.shape.state_bytes if of_kind.shape else 0
-    return of_kind.kv_share * spec.kv_elements * _element_bytes(), state_bytes
+    elements, state_bytes = of_kind.kv_share * spec.kv_elements, 0
+    if of_kind.shape is not None:
+        elements, state_bytes = of_kind.shape.kv_elements, of_kind.shape.state_bytes
+    return round(elements * _element_bytes()), state_bytes
 
 
 def _shapes(spec: ModelSpec, changed: dict[int, LayerCache]) -> tuple[LayerShape, ...]:
@@ -76,8 +78,7 @@ def _shapes(spec: ModelSpec, changed: dict[int, LayerCache]) -> tuple[LayerShape
             shape,
             kv_elements=round(cache.token_bytes / _element_bytes()),
             state_bytes=cache.state_bytes,
-            state_groups=0,
-            state_group_bytes=0,
+            state_group_bytes=round(shape.state_group_bytes * cache.state_bytes / (shape.state_bytes or 1)),
         )
         for index, shape in enumerate(shapes)
     )

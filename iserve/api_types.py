@@ -289,6 +289,7 @@ class UpdateBody(Body):
             changes.setdefault("image_tokens", None)
         if changes.get("model", wish.model) != wish.model:
             changes.setdefault("trust_remote_code", False)  # it was given for the code of the former model
+            changes.setdefault("image_tokens", None)  # they were those of the former model's images
         return DeployBody.model_validate(wish.model_dump() | changes), tuple(given)
 
 

@@ -23,6 +23,7 @@ class ProfileLoad:
     kv_tokens: int = 0  # room of the KV cache; 0: max_batch * max_context_tokens
     kv_blocks: int = 0  # that hold it, for an engine that is given blocks
     kv_block_tokens: int = 0  # of one block in an attention layer
+    text_only: bool = False  # leave out the towers of a model for images or sound
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context_tokens"):

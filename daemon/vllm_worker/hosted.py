@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import multiprocessing
 import time
-from pathlib import Path
 from typing import Any
 
 from iserve_hosted import Hosted, Nvml, Rows
@@ -67,7 +65,7 @@ class HostedVllm(Hosted):
             "seed": 0,
             "compilation_config": {"max_cudagraph_capture_size": GRAPH_TOKENS},
         }
-        if _is_multimodal(order["checkpoint"]):
+        if order["text_only"]:
             arguments["language_model_only"] = True  # a shape comes without what makes images into tokens
         if order["weights"] == "fp8":
             arguments["quantization"] = "fp8"
@@ -118,11 +116,6 @@ class HostedVllm(Hosted):
 
     def _counted(self) -> list[dict[str, Any]]:
         return list(self._llm.collective_rpc("iserve_memory"))
-
-
-def _is_multimodal(checkpoint: str) -> bool:
-    config = json.loads((Path(checkpoint) / "config.json").read_text())
-    return "text_config" in config or "thinker_config" in config
 
 
 def _rank_memory(rank: int, stage: int, counted: dict[str, Any]) -> dict[str, Any]:

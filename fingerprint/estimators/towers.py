@@ -14,9 +14,9 @@ TOWER_ELEMENT_BYTES = 2  # they are left in 16 bits
 
 
 class WithTowers:
-    """``base`` with the weights of towers on the first stage, divided over its GPUs as the embedding is.
+    """``base`` with the weights of towers on the first and on the last stage, divided over the GPUs of each.
 
-    What towers take to work on an image is not counted.
+    vLLM makes them on every stage of a pipeline. What towers take to work on an image is not counted.
     """
 
     name = "with towers"
@@ -28,7 +28,12 @@ class WithTowers:
         """Predict as ``base``, with the towers in memory."""
         text = self.base.estimate(config, workload)
         more_bytes = math.ceil(TOWER_ELEMENT_BYTES * self._tower_params / config.tp)
-        memory = replace(text.memory, first_stage_bytes=text.memory.first_stage_bytes + more_bytes)
+        last_bytes = more_bytes if config.pp > 1 else 0
+        memory = replace(
+            text.memory,
+            first_stage_bytes=text.memory.first_stage_bytes + more_bytes,
+            last_stage_bytes=text.memory.last_stage_bytes + last_bytes,
+        )
         return replace(text, memory=memory)
 
     def hidden_s(self, config: DeploymentConfig) -> float:

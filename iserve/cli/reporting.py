@@ -124,7 +124,7 @@ def _hypothetical(
     from iserve.planning.here import deployable, gpus_here
     from iserve.planning.hypothetical import engine_for_gpus
     from iserve.planning.making import datasheet_estimator, hypothetical_hardware
-    from iserve.planning.model_use import used
+    from iserve.planning.model_use import check_use, used
     from iserve.reporting.gathering import build_report
     from iserve.settings import load_settings
 
@@ -134,6 +134,8 @@ def _hypothetical(
     tables = capabilities_for(engine)
     choice = engine_for_gpus(source.spec, gpu, count, options.wish(), engine)
     engines = [table.unprepared() for table in tables if table.engine == choice.engine]
+    for table in engines:
+        check_use(source, table)
     estimator = datasheet_estimator(source.spec, gpu, engines)
     found = gpus_here()
 

@@ -41,7 +41,7 @@ from iserve.model_source import ModelSource
 from iserve.planning.here import deployable_now
 from iserve.planning.launching import PlannedDeployment, worker_slug
 from iserve.planning.making import PlanOptions
-from iserve.planning.model_use import check_code, check_use, use_notes, used, with_images
+from iserve.planning.model_use import check_code, check_same_code, check_use, use_notes, used, with_images
 from iserve.planning.planned import planned_deployment
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
@@ -136,6 +136,7 @@ class Deployer:
                 return
             except InfeasibleError as error:
                 log.info("%s: it cannot be started as it was, so it is planned anew: %s", row.name, error)
+                check_same_code(used(self._resolve(body.model), body.use), (spec.checkpoint for spec in recorded))
                 self.end(recorded)  # replicas that had room
         measured = self.measured(row, body, lambda phase: self._move(job, phase))
         self._move(job, "planning")

@@ -52,7 +52,7 @@ from iserve.engine_inventory import engine_documents
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
-from iserve.planning.model_use import check_code, used, with_images
+from iserve.planning.model_use import check_code, check_same_code, used, with_images
 from iserve.routes import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
@@ -245,7 +245,9 @@ class Controller:
         """
         row = self.store.deployment(name)
         wish, changes = body.applied_to(recorded_wish(row))
-        self._checked(wish)
+        source = self._checked(wish)
+        if "trust_remote_code" not in changes and "model" not in changes:
+            check_same_code(source, (spec.checkpoint for spec in recorded_workers(row)))
         request = wish.model_dump_json().encode()
         message, former = f"{name}: update of {', '.join(changes)} asked for", row.request
         if not self.store.begin_update(row.id, request, message, former=former, stop_first=body.stop_first):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import Workload
@@ -14,7 +16,7 @@ from fingerprint.model_use import ModelUse
 from iserve.model_source import ModelSource
 from iserve.planning.words import gib
 
-__all__ = ["check_code", "check_use", "use_notes", "used", "with_images"]
+__all__ = ["check_code", "check_same_code", "check_use", "use_notes", "used", "with_images"]
 
 
 def used(source: ModelSource, use: ModelUse) -> ModelSource:
@@ -57,6 +59,23 @@ def check_code(source: ModelSource, table: EngineCapabilities) -> None:
     reason = table.code_refusal(source.spec, trusted=source.use.trust_remote_code)
     if reason is not None:
         raise ConfigError(reason)
+
+
+def check_same_code(source: ModelSource, permitted_at: Iterable[str]) -> None:
+    """Raise ConfigError where a permission to run a model's code was given for another folder than it is in now.
+
+    Args:
+        permitted_at: the checkpoints of the workers that were started with that permission.
+    """
+    if not source.use.trust_remote_code or not source.spec.own_code:
+        return
+    now = source.directory.resolve()
+    for folder in permitted_at:
+        if Path(folder).resolve() != now:
+            raise ConfigError(
+                f"permission to run the Python code of {source.argument} was given for {folder}, and it is now "
+                f"{now}; `iserve update --trust-remote-code` gives it anew"
+            )
 
 
 def use_notes(source: ModelSource, workload: Workload, table: EngineCapabilities) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.l2 import LayerEffect
+from fingerprint.estimators.towers import WithTowers
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.report import (
@@ -198,6 +199,8 @@ class _Measured:
             case CorrectedEstimator():
                 base = cls.of(estimator.base, workload)
                 return replace(base, warnings=estimator.warnings + base.warnings)
+            case WithTowers():
+                return cls.of(estimator.base, workload)
             case FingerprintedEstimator(profile=profile):
                 return cls(
                     profile=profile,

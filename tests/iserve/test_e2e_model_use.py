@@ -29,7 +29,8 @@ def test_own_code_is_measured_and_served_with_permission_only(
     assert "read that code, then give --trust-remote-code" in refused.stderr
     assert (home.json("ps"), home.get("/api/v1/profiles"), of_vllm(home)) == ([], [], [])
 
-    deployed = home.run("deploy", str(folder), *asked, "--trust-remote-code")
+    home.run("register", "mine", str(folder))
+    deployed = home.run("deploy", "mine", *asked, "--trust-remote-code")
     assert "runs Python code from the repository of" in deployed.stderr.splitlines()[0]
     assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["vllm"]
     assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
@@ -41,6 +42,9 @@ def test_own_code_is_measured_and_served_with_permission_only(
     assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
     until(lambda: "ready" in str(home.json("ps")), "it is ready again")
     home.run("update", "chat", "--batch", "1")
+    home.run("register", "mine", str(write_own(tmp_path / "other")))
+    refused = home.run("update", "chat", "--batch", "2", check=False)
+    assert f"was given for {folder}, and it is now {tmp_path / 'other'}" in refused.stderr
     assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
     assert not (folder / "ran").exists()
     home.run("rm", "chat")

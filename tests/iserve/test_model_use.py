@@ -13,13 +13,14 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import CheckpointError, ConfigError, UnsupportedModelError
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.towers import WithTowers
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_use import ModelUse
 from iserve.api_types import DeployBody, LaunchBody, PlanBody, UpdateBody
 from iserve.cli.app import make_app
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
-from iserve.planning.model_use import used, with_images
+from iserve.planning.model_use import check_same_code, used, with_images
 from tests.fingerprint.small_checkpoints import TOWER_PARAMS, write_llama, write_llava, write_own
 from tests.iserve.test_deploy_command import deploy_body
 
@@ -85,6 +86,19 @@ class TestRoundTrip:
         taken, _ = UpdateBody(trust_remote_code=False).applied_to(wish)
         assert [one.trust_remote_code for one in (same, other, again, taken)] == [True, False, True, False]
 
+    def test_permission_is_for_the_folder_that_it_was_given_for(self, own: Path, tmp_path: Path) -> None:
+        other = write_own(tmp_path / "other")
+        source = used(resolve(str(other)), ModelUse(trust_remote_code=True))
+        check_same_code(source, [str(other)])
+        with pytest.raises(ConfigError, match="--trust-remote-code` gives it anew"):
+            check_same_code(source, [str(own)])
+        check_same_code(used(resolve(str(other)), ModelUse()), [str(own)])
+
+    def test_another_models_images_have_a_length_of_their_own(self) -> None:
+        wish = DeployBody(model="/models/mine", images=2, image_tokens=64)
+        other, _ = UpdateBody(model="/models/other").applied_to(wish)
+        assert other.use == ModelUse(images=2)
+
     def test_no_images_any_more_have_no_length(self) -> None:
         wish, _ = UpdateBody(images=0).applied_to(DeployBody(images=2, image_tokens=64))
         assert wish.use == ModelUse()
@@ -119,6 +133,16 @@ class TestTextOnly:
 
         left_out = held_bytes(whole) - held_bytes(used(whole, ModelUse(text_only=True)))
         assert left_out == pytest.approx(2 * TOWER_PARAMS, rel=1e-3)
+
+    @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+    def test_every_end_of_a_pipeline_holds_the_towers(self, llava: Path, tp: int, pp: int) -> None:
+        text = resolve(str(llava)).spec.text_alone
+        base = RooflineEstimator(text, gpu_spec("h200"))
+        config = DeploymentConfig(tp=tp, pp=pp, engine="vllm")
+        before = base.estimate(config, Workload()).memory
+        after = WithTowers(base, TOWER_PARAMS).estimate(config, Workload()).memory
+        stages = [after.stage(i, 1).weights_bytes - before.stage(i, 1).weights_bytes for i in range(pp)]
+        assert stages == [2 * TOWER_PARAMS // tp] * pp
 
     def test_a_plan_says_what_the_towers_take_and_how_to_leave_them_out(self, llava: Path) -> None:
         assert "--text-only leaves them out" in said(run("plan", llava, *ON_ONE))

@@ -46,7 +46,8 @@ _REFUSED = {
         enable-nccl-comm-suspend enable-return-routed-experts enable-sleep-mode enable-trace-replay
         engram-config eplb-config gpu-memory-utilization kv-cache-memory-bytes kv-offloading-backend
         kv-offloading-size mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-ssm-cache-dtype
-        mm-ipc-gpu-memory-gb mm-processor-device num-gpu-blocks-override offload-backend offload-group-size
+        mm-encoder-tp-mode mm-ipc-gpu-memory-gb mm-processor-device num-gpu-blocks-override offload-backend
+        offload-group-size
         offload-num-in-group offload-params offload-prefetch-step replayssm-buffer-len return-sampling-mask
         sleep-mode-backend sleep-mode-offload-cudagraph sleep-preserve-parameter-names spec-method spec-model
         spec-tokens speculative-config swap-space use-replayssm watermark""",
@@ -118,7 +119,7 @@ _TAKEN = """
     mamba-cache-philox-rounds mamba-ssu-algorithm max-log-len max-logprobs max-long-partial-prefills
     max-num-partial-prefills max-num-queued-reqs max-num-queued-tokens max-parallel-loading-workers
     media-io-kwargs mm-device-do-normalize mm-encoder-attn-backend mm-encoder-attn-dtype
-    mm-encoder-tp-mode mm-hasher-algorithm mm-processor-cache-gb mm-processor-cache-type mm-processor-kwargs
+    mm-hasher-algorithm mm-processor-cache-gb mm-processor-cache-type mm-processor-kwargs
     mm-shm-cache-max-object-size-mb mm-tensor-ipc model-loader-extra-config moe-backend monokernel numa-bind
     numa-bind-cpus numa-bind-nodes otlp-traces-endpoint per-request-spec-decode-metrics
     prefill-schedule-interval prefix-cache-retention-interval prefix-caching-hash-algo prefix-match-unit

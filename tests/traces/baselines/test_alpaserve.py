@@ -196,8 +196,8 @@ def test_what_it_promises(case: Case, beam: int, keep_all: bool) -> None:
 @settings(max_examples=15, deadline=None)
 @given(cases(most_gpus=2, most_models=2), st.booleans())
 def test_a_beam_that_forgets_nothing_finds_the_best_of_everything(case: Case, keep_all: bool) -> None:
-    # Of selections whose equal groups were only exchanged the search tries one, whichever (``Selected.key``). Where
-    # the router splits an odd number of requests, one of them is the better: so the worst of each counts here.
+    # Of selections whose equal groups were only exchanged the search tries one (``Selected.key``). Where a router
+    # splits an odd number of requests, one of them is the better: so the worst of each counts here.
     worst: dict[object, tuple[float, ...]] = {}
     for placed in case.everything(keep_all=keep_all):
         score, key = case.score(placed)[:2], but_for_exchanges(placed)
