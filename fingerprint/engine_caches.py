@@ -39,7 +39,7 @@ def cache_differences(spec: ModelSpec, points: Iterable[MemoryPoint]) -> list[st
         if _kept(cache) != (token_bytes, state_bytes):
             lines.append(
                 f"layer {cache.layer} keeps {cache.token_bytes:g} bytes of a token and {cache.state_bytes} of a "
-                f"request by the engine, {token_bytes:g} and {state_bytes} by config.json: plans count the engine's"
+                f"request by the engine, {token_bytes:g} and {state_bytes} by config.json: plans take the engine's"
             )
     return lines
 
