@@ -16,7 +16,9 @@ TOWER_ELEMENT_BYTES = 2  # they are left in 16 bits
 class WithTowers:
     """``base`` with the weights of towers on the first and on the last stage, divided over the GPUs of each.
 
-    vLLM makes them on every stage of a pipeline. What towers take to work on an image is not counted.
+    vLLM's older model runner makes them on every stage of a pipeline, the newer one (all models from 0.29 on) on
+    the first alone (``SupportsMultiModal._mark_tower_model``): there the last stage is promised more than it takes.
+    What towers take on an image is not counted.
     """
 
     name = "with towers"

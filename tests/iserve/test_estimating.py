@@ -42,7 +42,7 @@ def test_what_was_not_measured_is_scaled_with_the_launches_of_its_own_engine(
 
 
 def test_a_profile_of_text_alone_serves_a_model_with_its_towers(measured: Profile) -> None:
-    """The times are those of the text; the towers lie on the first stage, divided over its GPUs."""
+    """The times are those of the text; the towers lie on every stage, divided over its GPUs."""
     params = 10_000_000
     with_towers = replace(
         measured.spec, embedding_params=measured.spec.embedding_params + params, tower_params=params
@@ -57,5 +57,5 @@ def test_a_profile_of_text_alone_serves_a_model_with_its_towers(measured: Profil
             more.total_bytes - less.total_bytes
             for more, less in zip(found.memory.stages((1,) * pp), text.memory.stages((1,) * pp), strict=True)
         ]
-        assert more_bytes == [2 * params // tp, 0][:pp]
+        assert more_bytes == [2 * params // tp] * pp
     assert profile_as(measured.spec, measured) is measured
