@@ -17,7 +17,7 @@ class WithTowers:
     """``base`` with the weights of towers on the first and on the last stage, divided over the GPUs of each.
 
     vLLM's older model runner makes them on every stage of a pipeline, the newer one (all models from 0.29 on) on
-    the first alone (``SupportsMultiModal._mark_tower_model``): there the last stage is promised more than it takes.
+    the first alone (``SupportsMultiModal._mark_tower_model``): there the last stage is promised too much.
     What towers take on an image is not counted.
     """
 
