@@ -1,4 +1,4 @@
-"""One engine at a time, started on a fingerprint and measured in bursts: what is alike whichever engine it is.
+"""Profiling of one engine at a time, started on a fingerprint and measured in bursts, whichever engine it is.
 
 Runs in the engine's own interpreter (this folder on ``PYTHONPATH``), so it needs the standard library alone.
 """
@@ -66,7 +66,7 @@ class Hosted(ABC):
 
     @abstractmethod
     def read_timer(self) -> list[Rows]:
-        """Of every rank; ends the recording."""
+        """Return the recorded steps of every rank, and end the recording."""
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
@@ -180,7 +180,7 @@ def _alike(runs: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _is_enough(runs: list[tuple[float, float]], most: int, until: float) -> bool:
-    """Whether no further burst is to begin: there are ``most``, or it is late and one has its like.
+    """Return whether no further burst is to begin: there are ``most``, or it is late and one has its like.
 
     A lone burst is taken as it is where no more is wanted, or where it was too short to hold what is done once.
     """
@@ -199,7 +199,7 @@ def _within(rows: Rows, run: tuple[float, float]) -> Rows:
 
 
 def _reading(run: tuple[float, float], by_rank: list[Rows], sampler: _Sampler) -> dict[str, Any]:
-    """One burst. Of several ranks the one whose forwards took longest is kept."""
+    """Return the reading of one burst, of several ranks the one whose forwards took longest."""
     start, end = run
     steps = max(by_rank, key=lambda rank: sum(row[8] for row in rank), default=[])
     device_s = sum(row[8] for row in steps)
@@ -222,7 +222,7 @@ def _reading(run: tuple[float, float], by_rank: list[Rows], sampler: _Sampler) -
 
 
 def root(error: BaseException) -> str:
-    """What an error was raised from, at the beginning."""
+    """Return the text of the error that ``error`` was raised from, at the beginning."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
@@ -246,7 +246,7 @@ class Nvml:
         return [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in self._handles]
 
     def used_bytes(self) -> list[int]:
-        """By everybody."""
+        """Return the bytes in use on each GPU, by all processes."""
         return [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles]
 
     def look(self) -> tuple[float, float, int]:

@@ -33,7 +33,7 @@ _STATUS = {"BadInputError": 400, "ConfigError": 400, "ConflictError": 409, "Unav
 
 @dataclass
 class _Work:
-    """One request for the main thread, and the place of its answer."""
+    """Request for the main thread, and the place of its answer."""
 
     call: Callable[[], Any]
     done: threading.Event = field(default_factory=threading.Event)
@@ -156,7 +156,7 @@ def _handler(worker: _Worker, token: str | None) -> type[BaseHTTPRequestHandler]
             self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
-            """No line per request."""
+            """Write no line per request."""
 
     return Handler
 

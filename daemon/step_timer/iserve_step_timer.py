@@ -166,7 +166,7 @@ class StepTimer:
 
 
 def _facts(scheduler_output: Any) -> tuple[float, ...]:
-    """What a step computes, from vLLM's scheduler output (one that has tokens)."""
+    """Return what a step computes, from vLLM's scheduler output (one that has tokens)."""
     by_request = scheduler_output.num_scheduled_tokens
     tokens, sequences = scheduler_output.total_num_scheduled_tokens, len(by_request)
     cached = scheduler_output.scheduled_cached_reqs
