@@ -116,7 +116,7 @@ A `config.json` with `auto_map` names Python code of the model's repository. Whe
 |---|---|
 | `plan`, `estimate` | never run, on any machine: sizes are of `config.json` and safetensors headers. A note \
 says so |
-| `profile`, `deploy`, `plan --as`, `deploy --export` | refused without `--trust-remote-code` \
+| `profile`, `verify`, `deploy`, `plan --as`, `deploy --export` | refused without `--trust-remote-code` \
 (`trust_remote_code: true`) |
 | with it | one line says so before anything starts; vLLM gets `--trust-remote-code` and **runs the code as the \
 daemon's user**. Read it first |

@@ -16,7 +16,7 @@ from fingerprint.model_use import ModelUse
 from iserve.model_source import ModelSource
 from iserve.planning.words import gib
 
-__all__ = ["check_code", "check_same_code", "check_use", "use_notes", "used", "with_images"]
+__all__ = ["check_code", "check_code_of_each", "check_same_code", "check_use", "use_notes", "used", "with_images"]
 
 
 def used(source: ModelSource, use: ModelUse) -> ModelSource:
@@ -59,6 +59,14 @@ def check_code(source: ModelSource, table: EngineCapabilities) -> None:
     reason = table.code_refusal(source.spec, trusted=source.use.trust_remote_code)
     if reason is not None:
         raise ConfigError(reason)
+
+
+def check_code_of_each(source: ModelSource, tables: Iterable[EngineCapabilities]) -> None:
+    """Raise ConfigError where each engine that may be taken needs Python code of the model, without permission."""
+    able = tuple(tables)
+    if not source.use.trust_remote_code and all(table.needs_code(source.spec) for table in able):
+        for table in able:
+            check_code(source, table)
 
 
 def check_same_code(source: ModelSource, permitted_at: Iterable[str]) -> None:
