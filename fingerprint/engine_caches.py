@@ -20,7 +20,7 @@ def with_engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> ModelS
 def engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> tuple[LayerCache, ...]:
     """Return one layer's cache of each kind of layers of which the engine keeps something else than ``spec`` says.
 
-    Points of one GPU in 16 bits count: others divide or convert what a layer keeps. A kind of layers that no
+    Points of one GPU in 16 bits count; other degrees and formats divide or convert what a layer keeps. A kind of layers that no
     fingerprint has, or whose layers differ on the engine, is left out.
     """
     return tuple(
