@@ -20,8 +20,8 @@ def with_engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> ModelS
 def engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> tuple[LayerCache, ...]:
     """Return one layer's cache of each kind of layers of which the engine keeps something else than ``spec`` says.
 
-    Points of one GPU in 16 bits count; other degrees and formats divide or convert what a layer keeps. A kind of layers that no
-    fingerprint has, or whose layers differ on the engine, is left out.
+    Points of one GPU in 16 bits count; other degrees and formats divide or convert what a layer keeps. A kind of
+    layers that no fingerprint has, or whose layers differ on the engine, is left out.
     """
     return tuple(
         cache for kind, cache in sorted(_by_kind(spec, points).items()) if _kept(cache) != _planned(spec, kind)
