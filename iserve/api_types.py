@@ -323,6 +323,7 @@ class VerifyBody(_Wish):
     the bundled demo model."""
     deployment: _Text | None = None
     """Running deployment to check; None: a worker of `model` is launched for it."""
+    trust_remote_code: bool = Field(default=False, description=h.TRUST_REMOTE_CODE)
     max_seconds: float = Field(default=60.0, gt=0, le=3600)
     """Time budget of the check in seconds."""
 

@@ -211,15 +211,17 @@ def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxa
 def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
     """Return the smallest addition of free memory on the GPUs there are."""
     short = [
-        (lack.shortfall_bytes, row)
+        (lack.shortfall_bytes, row, lack.device)
         for row in homeless
         if (lack := room.lack(row)) is not None and lack.missing_gpus == 0 < lack.shortfall_bytes
     ]
     if not short:
         return None
-    missing_bytes, row = min(short)
+    missing_bytes, row, device = min(short)
     best, change = room.refused[row], Change(LimitKind.MEMORY, 0.0, float(missing_bytes))
-    return Relaxation(*change, best.config, best.objective, f"{_told(change, '')} would admit {best.config}")
+    return Relaxation(
+        *change, best.config, best.objective, f"{_told(change, '', device)} would admit {best.config}"
+    )
 
 
 def _nearest(
@@ -356,7 +358,8 @@ def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: s
     if len(missed) < 2 or (lack is not None and lack.missing_gpus) or any(v.actual <= 0 for v in missed):
         return None
     best, changes = room.refused[row], tuple(_change(violation) for violation in missed)
-    told = " and ".join(_told(change, cost_unit) for change in changes)
+    device = "GPU" if lack is None else lack.device
+    told = " and ".join(_told(change, cost_unit, device) for change in changes)
     text = f"{told}, together, would admit {best.config}"
     return Together(changes, best.config, room.objective(row, changes), text)
 
@@ -369,13 +372,13 @@ def _change(violation: Violation) -> Change:
     return Change(limit, allowed, _down(actual) if limit is LimitKind.RATE else _up(actual))
 
 
-def _told(change: Change, cost_unit: str) -> str:
+def _told(change: Change, cost_unit: str, device: str = "GPU") -> str:
     limit, allowed, needed = change
     match limit:
         case LimitKind.QUALITY:
             return f"quality={QUALITIES[int(allowed)]} -> {QUALITIES[int(needed)]}"
         case LimitKind.MEMORY:
-            return f"{_up(needed / GIB):g} GiB more free memory on each GPU"
+            return f"{_up(needed / GIB):g} GiB more free memory on each {device}"
         case LimitKind.RATE:
             unit = "requests/s"
         case LimitKind.BUDGET:

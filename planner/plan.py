@@ -66,6 +66,7 @@ class NoRoom(NamedTuple):
     reason: str
     shortfall_bytes: int
     missing_gpus: int = 0
+    device: str = "GPU"  # kind of the devices, in messages
 
 
 class LimitKind(StrEnum):

@@ -13,6 +13,7 @@ from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError, IserveError
+from fingerprint.measurements import LayerCache
 
 __all__ = ["Command", "Container", "Engine", "Inside", "StageAssignment", "WorkerLimits", "WorkerSpec"]
 
@@ -80,6 +81,8 @@ class WorkerSpec:
     """Whether weights are random, in the checkpoint's shapes; a config.json is then enough."""
     engine_version: str | None = None
     """Engine release that was planned with; None: the first installation that is found."""
+    layer_caches: tuple[LayerCache, ...] = ()
+    """One layer's cache of each kind of layers that the engine was seen to specify otherwise than config.json."""
     ends_at: float | None = None
     """Time, in seconds since the epoch, at which the daemon ends the worker if nothing did before; None: never."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from iserve.cli import model_options as m
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def verify(
     forget: Annotated[
         bool, typer.Option("--forget", help="Correct nothing by MODEL's checks any more; checks nothing.")
     ] = False,
+    trust_remote_code: m.TrustRemoteCode = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Check a configuration against its prediction, and correct the model's estimates.
@@ -68,6 +70,7 @@ def verify(
         raise typer.BadParameter(f"must be above 0 and at most {_MOST_SECONDS}", param_hint="'--max-seconds'")
     settings = load_settings()
     wish.checked(settings)  # here already: a bad value must not start a controller
+    m.warn_of_code(model, trusted=trust_remote_code)
     controller = client(settings)
     what = _target(controller, model, settings)
     if forget:
@@ -75,6 +78,7 @@ def verify(
         typer.echo(f"{model} is no longer corrected")
         return
     body = wish.body() | what | {"max_seconds": max_seconds}
+    body |= m.UseOptions(trust_remote_code=trust_remote_code).body()
     job = controller.post("/api/v1/verifications", body, VerificationJobDocument)
     with StepDisplay(quiet=as_json) as display:
         job = _follow(controller, job, display)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerSpec
-from daemon.engines.registry import get_engine
+from daemon.engines.options import EngineOptions
+from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import Workload
@@ -30,6 +31,7 @@ from fingerprint.errors import (
     NotMeasuredError,
 )
 from fingerprint.measurements import Profile
+from fingerprint.model_use import ModelUse
 from iserve.api_types import DeployBody, VerifyBody
 from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import deployable_engine
@@ -39,7 +41,7 @@ from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.controller.seen import workers_seen
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
-from iserve.planning.model_use import check_code, used, with_images
+from iserve.planning.model_use import check_code, check_code_of_each, used, with_images
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 
@@ -205,14 +207,16 @@ class Targets:
         """
         options = body.options(default_policy=self._settings.policy, load_threshold=self._settings.load_threshold)
         deployable_engine(body.engine)
-        source = self._resolve(body.model, need_weights=False)
+        use = ModelUse(trust_remote_code=body.trust_remote_code)
+        source = used(self._resolve(body.model, need_weights=False), use)
+        check_code_of_each(source, capabilities_for(body.engine))
         if source.has_weights or (body.model is not None and Path(body.model).exists()):
             Checkpoint.open(source.directory)  # as for a deploy: refused before anything is started
 
         @contextlib.contextmanager
         def find(tell: Tell) -> Iterator[CheckTarget]:
             tell("resolving", 0, 0, 0.0)
-            source = self._resolve(body.model)
+            source = used(self._resolve(body.model, need_code=use.trust_remote_code), use)
             Checkpoint.open(source.directory)
             engine, profile, _ = self._deployer.select(
                 source,
@@ -225,7 +229,8 @@ class Targets:
             worker_id = f"verify-{uuid.uuid4().hex[:12]}"
             with self._profiler.paused(lambda: None), self._profiler.owning(worker_id):
                 planned = self._deployer.plan(source, engine, profile, options)
-                (spec,) = planned.workers("verify", source, worker_id, options.workload, profile)
+                engine_options = EngineOptions(use=use)
+                (spec,) = planned.workers("verify", source, worker_id, options.workload, profile, engine_options)
                 # In case no controller ever returns to end it.
                 spec = replace(
                     spec, ends_at=time.time() + self._settings.start_timeout_s + 2 * body.max_seconds + _SLACK_S
@@ -249,6 +254,7 @@ class Targets:
         return source.name, find
 
     def _profile(self, source: ModelSource, engine: Engine, options: PlanOptions, tell: Tell) -> Profile:
+        engine.check_options(EngineOptions(use=source.use))
         check_code(source, engine.capabilities())
 
         def find() -> Profile | None:

@@ -68,6 +68,7 @@ def hardware_of(
             total_bytes=device.total_bytes,
             free_bytes=min(device.free_bytes, device.total_bytes),
             load_fraction=_load_of_those_there(device, may_be_busy=untold > 0 or device.device_id in called),
+            kind=gpu.kind,
         )
         for device in node.devices
     )

@@ -362,7 +362,7 @@ class Profiler:
             key, versions = machine_key(node, engine), engine.versions()
             _measure_unlisted(engine, node, go_on)
             order = Order(
-                source=replace(source, spec=source.spec.text_alone),
+                source=source,
                 table=engine.capabilities().unprepared(),
                 node=node,
                 workload=workload,

@@ -52,7 +52,7 @@ from iserve.engine_inventory import engine_documents
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
-from iserve.planning.model_use import check_code, check_same_code, used, with_images
+from iserve.planning.model_use import check_code_of_each, check_same_code, used, with_images
 from iserve.routes import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
@@ -231,7 +231,7 @@ class Controller:
             engine.check_options(body.engine_options)
         source = used(self.resolve(body.model, need_weights=False), body.use)
         with_images(self._deployer.options(body).workload, source)
-        _check_code(source, body.engine)
+        check_code_of_each(source, capabilities_for(body.engine))
         if source.has_weights or self._is_here(body.model):
             Checkpoint.open(source.directory)  # what a hub id lacks is fetched in the background, and checked then
         return source
@@ -454,14 +454,6 @@ class Controller:
         self.verifier.close()
         self.plans.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_code(source: ModelSource, engine: str) -> None:
-    """Raise ConfigError where each engine that may be taken needs Python code of the model, without permission."""
-    tables = capabilities_for(engine)
-    if not source.use.trust_remote_code and all(table.needs_code(source.spec) for table in tables):
-        for table in tables:
-            check_code(source, table)
 
 
 def _model_document(name: str, source: ModelSource) -> ModelDocument:

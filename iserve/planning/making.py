@@ -113,6 +113,7 @@ def hypothetical_hardware(gpu: GpuSpec, count: int) -> Hardware:
             gpu_index=index,
             total_bytes=gpu.memory_bytes,
             free_bytes=gpu.memory_bytes,
+            kind=gpu.kind,
         )
         for index in range(count)
     )
@@ -367,7 +368,7 @@ class FitsOn:
 def _answer(placer: FindsPlaces | ReplicaPlacer, estimate: Estimate) -> Placement | Replicas | NoRoom:
     answer = placer.fit(demand(estimate.memory))
     if isinstance(answer, Refusal):
-        return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus)
+        return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus, answer.device)
     return answer
 
 

@@ -13,6 +13,7 @@ from daemon.engines.registry import capabilities_for
 from daemon.torch_engine.scheduler import Demand, Scheduler, Work
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import SLOT_ENGINES, DeploymentConfig, Workload
+from fingerprint.engine_caches import with_engine_caches
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
@@ -147,7 +148,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
         raise ConfigError(f"the profile of {profile.model} was taken on {device.name}, the cluster has {gpu.name}")
     return SimulatedModel(
         name=name,
-        spec=profile.spec,
+        spec=with_engine_caches(profile.spec, profile.memory),
         estimator=estimator_for(profile),
         engines=tuple(capabilities_for(profile.engine)),
         options=options,
