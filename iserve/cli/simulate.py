@@ -74,7 +74,7 @@ def simulate(
     Step times are the roofline's, or measured ones with --profile. One request at a time (fcfs) or continuous
     batching; models that share a GPU share its time. A replica serves as many and as long requests as one that
     `iserve deploy` starts; --batch and --context say it otherwise. What was deployed stays as it is, unless it is
-    told to scale, to sleep or to move. What it takes for granted: docs/simulation.md.
+    configured to scale, to scale to zero or to move. What it takes for granted: docs/simulation.md.
     """
     from iserve.cli.progress import StepDisplay
     from iserve.cli.reporting import check_target
@@ -129,11 +129,11 @@ def simulate(
         workload=options.workload,
         times=times,
         slo=judged,
-        refuses_late=serving.refuse_late,
-        forecasts_late=serving.forecast_late,
+        rejects_late=serving.refuse_late,
+        rejects_by_forecast=serving.forecast_late,
         planner=baseline,
         placement=options.policy,
-        steering=steers,
+        cluster_policy=steers,
         notes=(*decided.notes, *_served_by(baseline, options)),
         model_contexts={name: model.spec.max_context_tokens for name, model in models.items()},
     )

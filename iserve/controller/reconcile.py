@@ -25,6 +25,8 @@ from iserve.controller.records import (
     DRAINING,
     REPLACING,
     RESTORING,
+    SCALED_TO_ZERO,
+    SCALING_UP,
     draining_workers,
     recorded_workers,
     update_workers,
@@ -40,11 +42,11 @@ log = logging.getLogger(__name__)
 
 ROUTES_FILE = "routes.json"
 
-_UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching", "waking"})
+_UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching", SCALING_UP})
 _GIVEN_UP = frozenset({"refused", "failed"})
-_SERVED = frozenset({"launching", "ready", "waking"})  # a worker is there, or about to be
+_SERVED = frozenset({"launching", "ready", SCALING_UP})  # a worker is there, or about to be
 # Its clients wait for as long as a start may take.
-_STARTED_SOON = frozenset({"asleep", "waking", DRAINING, REPLACING, RESTORING})
+_STARTED_SOON = frozenset({SCALED_TO_ZERO, SCALING_UP, DRAINING, REPLACING, RESTORING})
 _SAY_AGAIN_S = 60.0
 _TRY_AGAIN_S = 10.0  # a replica that could not be started again, while the rest serve
 _LOST_AGAIN_S = 1.0  # one that could, and is lost once more

@@ -401,7 +401,7 @@ class Controller:
             created_at=time.time(),
             scale_to_zero_s=body.scale_to_zero_s,
             num_replicas=body.replicas,
-            refuses_late=body.refuse_late,
+            rejects_late=body.reject_late,
         )
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
@@ -431,7 +431,7 @@ class Controller:
             progress=None if progress is None else progress_document(progress),
             scale_to_zero_s=wish.scale_to_zero_s,
             num_replicas=wish.replicas,
-            refuses_late=wish.refuse_late,
+            rejects_late=wish.reject_late,
             num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
             replicas=replicas,
             updating=row.update_request is not None,

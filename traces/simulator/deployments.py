@@ -66,7 +66,7 @@ class Deployments:
     def remove(self, name: str, now_s: float) -> None:
         deployment = self.by_name[name]
         deployment.missing = 0
-        deployment.wake(now_s)
+        deployment.leave_zero(now_s)
         self._stop_moves(deployment, now_s)
         servers = (*deployment.replicas, *deployment.draining)
         rows = [row for server in servers for part in self._end(server, now_s) for row in part]
@@ -145,8 +145,8 @@ class Deployments:
         replicas = deployment.replicas
         deployment.last_s = now_s
         if not replicas:
-            if deployment.asleep:
-                self._wait_asleep(deployment, row, now_s)
+            if deployment.at_zero:
+                self._wait_at_zero(deployment, row, now_s)
             else:
                 self._requests.fail(row, Failure.NOT_SERVED)
         elif self._requests.input_tokens[row] + self._requests.output_tokens[row] > replicas[0].longest:
@@ -164,7 +164,7 @@ class Deployments:
         """Give the longest waiting requests to replicas with room; where no replica is left, fail all of them."""
         queue = deployment.queue
         if not deployment.replicas:
-            if deployment.asleep or deployment.coming:
+            if deployment.at_zero or deployment.coming:
                 return
             self._drop(deployment, list(queue))
         while queue and self._give(deployment, queue[0], now_s):
@@ -232,7 +232,7 @@ class Deployments:
         deployment.since_s = now_s
         deployment.missing = max(0, replicas - len(deployment.replicas))
         if not replicas:
-            deployment.sleep(now_s)
+            deployment.scale_to_zero(now_s)
         for server in deployment.replicas[replicas:][::-1]:
             self._drain(deployment, server, now_s)
         self._fill(deployment, now_s)
@@ -277,7 +277,7 @@ class Deployments:
             if of is None or replaced is of:
                 self._end(new, now_s)
 
-    def _wait_asleep(self, deployment: Deployment, row: int, now_s: float) -> None:
+    def _wait_at_zero(self, deployment: Deployment, row: int, now_s: float) -> None:
         """Queue a request of a deployment that is scaled to zero, and let the steering policy decide at once."""
         bound = self._scenario.max_waiting
         if bound is not None and len(deployment.queue) >= bound:
@@ -398,8 +398,8 @@ class Deployments:
         deployment.replicas.append(server)
         deployment.missing -= 1
         deployment.most = max(deployment.most, len(deployment.replicas))
-        deployment.wakes += deployment.asleep
-        deployment.wake(now_s)
+        deployment.cold_starts += deployment.at_zero
+        deployment.leave_zero(now_s)
         deployment.since_s = now_s
         self._tell(now_s, ChangeKind.DEPLOYED, deployment.name, decided.what, memory)
         self.pass_on(deployment, now_s)

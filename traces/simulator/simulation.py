@@ -181,9 +181,9 @@ class _World:
                 arrived=deployment.arrived,
                 replicas=len(deployment.replicas),
                 waiting=len(deployment.queue),
-                most_replicas=deployment.most,
-                wakes=deployment.wakes,
-                asleep_s=deployment.asleep_until_s(self.now_s),
+                peak_replicas=deployment.most,
+                cold_starts=deployment.cold_starts,
+                scaled_to_zero_s=deployment.at_zero_until_s(self.now_s),
                 limits=None if deployment.latest is None else deployment.latest.steps.limits,
             )
             for deployment in self._deployments.by_name.values()
