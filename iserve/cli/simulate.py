@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from iserve.simulation.baselines import Baseline, Prepared, World
     from iserve.simulation.document import SimulationDocument
     from iserve.simulation.running import SimulatedModel
-    from placement.orders import Steering
+    from placement.orders import ClusterPolicy
     from placement.routing import Router
     from traces.request import Request
     from traces.simulator.result import SimulationResult
@@ -53,7 +53,7 @@ def simulate(
             "alpaserve-all or aiconfigurator:ANSWERS.json (docs/baselines.md).",
         ),
     ] = "iserve",
-    steering: s.SteeringOptions,
+    cluster_policy: s.ScalingOptions,
     serving: s.ServiceOptions,
     load: s.LoadOptions,
     profile: Annotated[
@@ -96,10 +96,10 @@ def simulate(
             raise ConfigError(
                 f"deployments come at finite times: --deploy-interval is 0 s or more, got {cluster.deploy_every:g}"
             )
-        least, _ = steering.range()
+        least, _ = cluster_policy.range()
         o.replicated(options, least)  # checked
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
-        steers = steering.policy(gpu, cluster.startup)
+        steers = cluster_policy.policy(gpu, cluster.startup)
         router = make_router(serving.router)
         baseline, answers = parse_planner(planner)
         if steers is not None:
@@ -157,7 +157,7 @@ def _followed(
     decided: Prepared,
     world: World,
     router: Router,
-    steering: Steering | None,
+    cluster_policy: ClusterPolicy | None,
     display: StepDisplay,
 ) -> SimulationResult:
     from iserve.simulation.running import simulate_cluster
@@ -169,7 +169,7 @@ def _followed(
         world.models,
         router=router,
         deployer=decided.deployer,
-        steering=steering,
+        cluster_policy=cluster_policy,
         progress=lambda arrived, at_s: display.show(f"{arrived:,} requests, {at_s:,.0f} s simulated", None),
     )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from traces.request import Request
     from traces.simulator.scenario import Action, Scenario, Service
 
-__all__ = ["ClusterOptions", "LoadOptions", "ServiceOptions", "SteeringOptions", "scenario_of"]
+__all__ = ["ClusterOptions", "LoadOptions", "ScalingOptions", "ServiceOptions", "scenario_of"]
 
 _GIB = 2**30
 
@@ -144,7 +144,7 @@ class ServiceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SteeringOptions:
+class ScalingOptions:
     """Options on what may change once it runs."""
 
     replicas: Annotated[

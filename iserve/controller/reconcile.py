@@ -1,4 +1,4 @@
-"""Keeps the running world as the state wants it: companions up, workers there, routes published, orphans ended.
+"""Reconciliation: child processes and workers run, routes are published and orphans ended, as the state says.
 
 One pass looks, compares and acts once; it never sleeps, so a test calls it directly. A pass that fails is tried
 again at the next tick: nothing it knows outlives it.
@@ -99,9 +99,9 @@ class Reconciler:
     def tick(self) -> None:
         """Make one pass."""
         controller = self._controller
-        for companion in (controller.daemon_process, controller.gateway_process):
+        for child in (controller.daemon_process, controller.gateway_process):
             try:
-                companion.ensure()
+                child.ensure()
             except UnavailableError as error:
                 self._warn(error)
         controller.store.hold()  # one that has lost its database to another does nothing

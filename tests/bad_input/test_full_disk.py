@@ -24,7 +24,7 @@ from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableE
 from fingerprint.generate import generate
 from iserve.cli.reporting import write_page
 from iserve.client import connect
-from iserve.controller.processes import Companion
+from iserve.controller.processes import ChildProcess
 from iserve.demo import demo_model_path
 from iserve.settings import Settings
 from iserve.state.store import Store
@@ -211,7 +211,7 @@ def test_a_first_start_says_that_the_disk_is_full(
 def test_a_daemon_or_gateway_that_cannot_write_its_log_is_told_so(disk: tuple[Path, Filled]) -> None:
     folder, only = disk
     settings = Settings(home=folder / "home")
-    companion = Companion("gateway", settings, [sys.executable, "-c", "raise SystemExit(1)"])
+    companion = ChildProcess("gateway", settings, [sys.executable, "-c", "raise SystemExit(1)"])
     settings.log_folder.mkdir(parents=True)
     with only(0), pytest.raises(UnavailableError, match=r"its log .* cannot be written: .*; free space there"):
         companion.ensure()

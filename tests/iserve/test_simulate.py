@@ -246,7 +246,7 @@ def test_replicas_follow_the_load_to_none_and_back(
     assert "cluster policy: 1 to 3 replicas by the load, none after 150 s without a request" in text
     assert "scaled chat: from 0 to 1 replicas" in text
     html = page.read_text()
-    for expected in ("Replicas, sleep and moves", "from 0 to 1 replicas", "1 to 3 replicas by the load"):
+    for expected in ("Scaling and moves", "from 0 to 1 replicas", "1 to 3 replicas by the load"):
         assert expected in html
     assert html.count("<svg") == 6  # TTFT and E2E by percentile, four over time
     assert sum(b["scheduled"] for b in document["timeline"]) == 600
