@@ -5,6 +5,7 @@ With real processes throughout: test_e2e_asleep.py.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +13,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from sqlalchemy import text
 
 from daemon.status import WorkerState
 from fingerprint.codec import from_json, to_json
 from iserve.api_types import DeployBody
 from iserve.controller.autoscaling import Autoscaler
 from iserve.controller.reconcile import Reconciler
+from iserve.controller.service import Controller
 from iserve.routes import Demand, DeploymentDemand, Route, RouteTable
+from iserve.state.store import Store
 from tests.iserve.test_deployer import World
+from tests.iserve.test_state import PLAN_OF_0008, connected, migrated_back
 
 pytestmark = pytest.mark.process
 
@@ -37,6 +42,16 @@ class Napping(World):
         self.waiting, self.outstanding, self.idle_s = 0, 0, 0.0
         self.reads_routes = self.answers = True
         self.asked = 0
+        self.control()
+
+    def take_over(self) -> None:
+        """Continue with the next controller, whose predecessor has closed its store."""
+        self.controller.close()
+        self.store = Store.open(self.settings.state)
+        self.controller = Controller(self.settings, self.store)
+        self.control()
+
+    def control(self) -> None:
         self.controller.demand = self.demand  # type: ignore[method-assign]
         self.reconciler = Reconciler(self.controller)
         self.autoscaler = Autoscaler(self.controller, lambda: self.now_s)
@@ -157,6 +172,26 @@ def test_who_calls_what_has_ended_waits_for_a_start(world: Napping, until: Until
     assert world.route().ready_wait_s is None
     kinds = [event.kind for event in world.store.events()]
     assert kinds[kinds.index("scaled-to-zero") :] == ["scaled-to-zero", "scaling-up", "ready"]
+
+
+def test_a_home_of_the_former_names_is_served(world: Napping, until: Until) -> None:
+    world.deploy_one(until)
+    world.later(LIMIT_S, idle_s=LIMIT_S)
+    until(world.ended, "its worker has ended")
+    world.store.close()
+    state = world.settings.home / "state.db"
+    migrated_back(state, "0008")
+    with connected(state) as connection:
+        assert connection.execute(text("SELECT phase FROM deployments")).scalars().all() == ["asleep"]
+        former = {"request": json.dumps({"name": "a", "scale_to_zero_s": LIMIT_S, "expect": 0, "rates": []})}
+        former["plan"] = PLAN_OF_0008.read_text()
+        connection.execute(text("UPDATE deployments SET request = :request, plan = :plan"), former)
+    world.take_over()
+    assert world.controller.deployment("a").status == "scaled-to-zero"
+    assert world.controller.deployment_plan("a").load_forecast is not None
+    world.waiting = 1
+    world.tick_until(until, "ready")
+    assert world.states() == {"a-1": WorkerState.READY}
 
 
 def test_what_cannot_be_started_sleeps_on_is_refused_for_a_while_and_tried_again(
