@@ -91,7 +91,7 @@ class DeploymentDocument:
     ``restarting``, ``unreachable`` (observed of its workers); ``scaled-to-zero`` (no request for
     ``scale_to_zero_s``: its workers have ended; ``error``: why the last try to start them again failed),
     ``scaling-up`` (they start again); ``draining``, ``replacing`` (the steps of an update that stops first),
-    ``restoring`` (its new workers did not come up, the former ones start again); ``refused`` (nothing is
+    ``restoring`` (its new workers did not start, the former ones start again); ``refused`` (nothing is
     feasible), ``failed`` (``error`` says why), ``removing``.
     """
 
@@ -118,7 +118,7 @@ class DeploymentDocument:
     restarts: int
     """Times that workers were started again, over all replicas."""
     created_at: float
-    """Time of the request, in seconds since the epoch; identifies this deployment among others of its name."""
+    """Time of the request, in seconds since the epoch; tells this deployment from former ones of its name."""
     progress: ProgressDocument | None = None
     """Step that is under way; None: none."""
     scale_to_zero_s: float | None = None

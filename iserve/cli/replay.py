@@ -51,7 +51,9 @@ class Load:
     trace_format: Annotated[str | None, typer.Option("--format", help="Of the trace; else it is recognised.")] = (
         None
     )
-    seed: Annotated[int, typer.Option("--seed", help="Of the prompts, and of who gets a request.")] = 0
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the prompts, and of the deployment that each request goes to.")
+    ] = 0
 
     def options(self) -> ScheduleOptions:
         """Return the core's options. Raises BadInputError: a value that cannot be."""

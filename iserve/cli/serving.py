@@ -125,9 +125,9 @@ def deploy(
             check_idempotency_key(idempotency_key)
     to.check(
         ("--json", as_json, "--export writes a file"),
-        ("--scale-to-zero", serving.scale_to_zero is not None, "nobody watches what is exported"),
-        ("--reject-late", serving.reject_late, "there is no gateway before what is exported"),
-        ("--engine-version", engine.engine_version is not None, "what is exported runs the release of its image"),
+        ("--scale-to-zero", serving.scale_to_zero is not None, "it needs a running controller"),
+        ("--reject-late", serving.reject_late, "it needs a gateway"),
+        ("--engine-version", engine.engine_version is not None, "a container runs the release of its image"),
     )
     if to.export is not None:
         e.export(to, to.export, model, serving.name, wish, serving.replicas, engine_options)

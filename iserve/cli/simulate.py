@@ -49,7 +49,7 @@ def simulate(
         str,
         typer.Option(
             "--planner",
-            help="Who decides what is deployed: iserve, max-tp, max-pp, rule, fsdp-offload, alpaserve, "
+            help="Planner that decides what is deployed: iserve, max-tp, max-pp, rule, fsdp-offload, alpaserve, "
             "alpaserve-all or aiconfigurator:ANSWERS.json (docs/baselines.md).",
         ),
     ] = "iserve",
@@ -94,7 +94,8 @@ def simulate(
     with o.usage_errors():
         if not 0 <= cluster.deploy_every < float("inf"):
             raise ConfigError(
-                f"deployments come at finite times: --deploy-interval is 0 s or more, got {cluster.deploy_every:g}"
+                "deployments are requested at finite times: --deploy-interval is 0 s or more, got "
+                f"{cluster.deploy_every:g}"
             )
         least, _ = cluster_policy.range()
         o.replicated(options, least)  # checked

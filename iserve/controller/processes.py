@@ -116,7 +116,7 @@ class ChildProcess:
         else:
             kill_group(pid, grace_s=2.0)
         said = why_silent(self.log_path) or last_line(self.log_path)
-        raise UnavailableError(f"the {self.name} did not come up: {said} (log: {self.log_path})")
+        raise UnavailableError(f"the {self.name} did not start: {said} (log: {self.log_path})")
 
     def stop(self, *, grace_s: float = 10.0) -> bool:
         """End it, one that has no record yet as well; whether there was any.

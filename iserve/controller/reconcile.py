@@ -154,7 +154,7 @@ class Reconciler:
             )
             if self._controller.store.update_deployment(row.id, phase="ready", error=error, as_read=row):
                 self._controller.store.add_event(row.id, "ready", error)
-            self._controller.end_worker(worker_id, "it does not come to serve")
+            self._controller.end_worker(worker_id, "it does not become ready")
 
     def _end_orphans(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
         """Stop workers that no deployment owns.

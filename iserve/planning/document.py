@@ -80,7 +80,7 @@ class CandidateDocument:
     """Factor by which deployments that share its GPUs slow it down; included in cost, objective and limits, not in
     the times."""
     measured: bool = False
-    """Whether this configuration was run; false: estimated from others or from datasheets."""
+    """Whether this configuration was run; false: estimated from other configurations or from datasheets."""
     objective_low: float | None = None
     """Lower end of the objective's 90% interval; None: not feasible."""
     objective_high: float | None = None

@@ -130,14 +130,14 @@ def alike_words(document: PlanDocument, shown: int) -> str:
     rows = [index + 1 for index in document.indistinguishable]
     listed, more = [row for row in rows if row <= shown], sum(row > shown for row in rows)
     if listed == rows and len(rows) == 1:
-        who = f"1 and {rows[0]} cannot be told apart"
+        subject = f"1 and {rows[0]} cannot be told apart"
     else:
         others = " and ".join(filter(None, [_ranges(listed), f"{more} that are not shown" if more else ""]))
-        who = f"1 cannot be told apart from {others}"
+        subject = f"1 cannot be told apart from {others}"
     compared = [document.candidates[index] for index in (0, *document.indistinguishable)]
     weighed = any(one.ranked_by != one.objective for one in compared if one.ranked_by is not None)
-    what = "delays of what runs there now included, " if weighed else ""
-    return f"{who}: {what}their intervals of {document.objective_unit} overlap"
+    what = "delays of other deployments included, " if weighed else ""
+    return f"{subject}: {what}their intervals of {document.objective_unit} overlap"
 
 
 def _ranges(rows: Sequence[int]) -> str:
@@ -310,7 +310,9 @@ def _runner_up_words(rival: RunnerUpDocument | None, chosen: DeploymentConfig, d
     """Return what is second, by how much, and what would make it the first."""
     if rival is None:
         others = sum(candidate.feasible for candidate in document.candidates) - 1
-        return "none: the other feasible ones have the same figures" if others else "none: all others are refused"
+        return (
+            "none: the other feasible ones have the same figures" if others else "none: all the rest are refused"
+        )
     wins = [*_batch_words(rival.wins_at_batch), *map(_lead_words, rival.wins_by[:_MOST_LEADS])]
     said = f"{differences(rival.config, chosen)}: {_behind_words(rival, document)}"
     if rival.is_ahead:

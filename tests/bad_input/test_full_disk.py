@@ -204,7 +204,7 @@ def test_a_first_start_says_that_the_disk_is_full(
         monkeypatch.delenv(name)
     with only(0), pytest.raises(UnavailableError) as caught:
         connect(Settings(home=folder / "home", port=0, api_port=0))
-    for words in ("the controller did not come up; its log", "cannot be written: ", "free space there"):
+    for words in ("the controller did not start; its log", "cannot be written: ", "free space there"):
         assert words in str(caught.value)
 
 

@@ -57,7 +57,7 @@ def test_starts_that_fail_come_at_growing_intervals(settings: Settings, monkeypa
     companion = ChildProcess("gateway", settings, [sys.executable, "-c", HOPELESS])
     started_s, starts = [], Path("starts")
     while clock.now_s < 100:
-        with pytest.raises(UnavailableError, match="the gateway did not come up: no way"):
+        with pytest.raises(UnavailableError, match="the gateway did not start: no way"):
             companion.ensure()
         if len(starts.read_text()) > len(started_s):
             started_s.append(clock.now_s)
@@ -95,6 +95,6 @@ def test_what_comes_up_at_every_pass_is_said_once(settings: Settings, caplog: py
         for _ in range(10):
             reconciler.tick()
     said = sorted(r.getMessage().split(" (log")[0] for r in caplog.records if r.levelno >= logging.WARNING)
-    assert said == ["the daemon did not come up: no way", "the gateway did not come up: no way"]
+    assert said == ["the daemon did not start: no way", "the gateway did not start: no way"]
     controller.close()
     controller.store.close()

@@ -321,4 +321,4 @@ def test_delays_of_others_are_mentioned_only_where_they_count_in_what_is_compare
     assert "delays of what runs there" not in alike_words(plain, 12)
     weighed = replace(second, ranked_by=(second.objective or 0.0) + 1.0)
     shown = alike_words(replace(plain, candidates=(first, weighed, *plain.candidates[2:])), 12)
-    assert "delays of what runs there now included" in shown
+    assert "delays of other deployments included" in shown

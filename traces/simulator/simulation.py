@@ -231,7 +231,7 @@ class _World:
         answered = sum(self.requests.last_s[row] == self.requests.last_s[row] for row in rows)
         since_s = now_s - self.requests.arrival_s[rows[0]]
         rate = (
-            f", {len(rows) / since_s:.4g} requests/s came and {answered / since_s:.4g} were answered"
+            f", {len(rows) / since_s:.4g} requests/s arrived and {answered / since_s:.4g} were answered"
             if since_s
             else ""
         )
