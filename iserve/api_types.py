@@ -35,7 +35,7 @@ __all__ = [
     "check_idempotency_key",
     "check_label",
     "check_name",
-    "check_refuse_late",
+    "check_reject_late",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -56,11 +56,11 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_refuse_late(refuse_late: bool, slo: Slo | None) -> None:
+def check_reject_late(reject_late: bool, slo: Slo | None) -> None:
     """Raises ConfigError: nothing says what is late."""
-    if refuse_late and slo is None:
+    if reject_late and slo is None:
         raise ConfigError(
-            "refusing late requests needs to know what is late; give the limits in seconds, such as "
+            "rejecting late requests needs to know what is late; give the limits in seconds, such as "
             '--slo ttft=1,e2e=8 (slo: {"ttft_s": 1, "e2e_s": 8})'
         )
 
@@ -114,17 +114,17 @@ class _Wish(Body):
     burstiness: float = Field(default=Traffic().burstiness, description=h.BURSTINESS)
     input_cv: float = Field(default=Traffic().input_cv, description=h.INPUT_CV)
     output_cv: float = Field(default=Traffic().output_cv, description=h.OUTPUT_CV)
-    rates: list[float] = Field(default_factory=list, max_length=MOST_WINDOWS)
+    relative_rates: list[float] = Field(default_factory=list, max_length=MOST_WINDOWS)
     """Rate of each window over the mean of all, which is 1; empty: the rate is constant."""
     rate_window_s: float = Traffic().window_s
-    """Length of a window of `rates` in seconds."""
+    """Length of a window of `relative_rates` in seconds."""
     quality: Quality = Field(default=Quality.NEAR, description=h.QUALITY)
     budget: float | None = Field(default=None, description=h.BUDGET)
     input_tokens: int = Field(default=Workload().input_tokens, description=h.INPUT_TOKENS)
     output_tokens: int = Field(default=Workload().output_tokens, description=h.OUTPUT_TOKENS)
     context_tokens: int | None = Field(default=None, ge=1, description=h.CONTEXT)
     batch: int | None = Field(default=None, description=h.BATCH)
-    expect: int = Field(default=0, ge=0, description=h.EXPECT)
+    expected_deployments: int = Field(default=0, ge=0, description=h.EXPECTED_DEPLOYMENTS)
     engine: str = Field(default="auto", description=h.ENGINE)
     policy: str | None = Field(default=None, description=h.POLICY)
 
@@ -147,7 +147,7 @@ class _Wish(Body):
                     burstiness=self.burstiness,
                     input_cv=self.input_cv,
                     output_cv=self.output_cv,
-                    rates=tuple(self.rates),
+                    relative_rates=tuple(self.relative_rates),
                     window_s=self.rate_window_s,
                 ),
                 quality=self.quality,
@@ -161,7 +161,7 @@ class _Wish(Body):
             ),
             policy=self.policy or default_policy,
             load_threshold=load_threshold,
-            expect=self.expect,
+            expect=self.expected_deployments,
             more_requests=self.batch is None,
             longer_requests=self.context_tokens is None,
         )
@@ -225,15 +225,15 @@ class DeployBody(_ReplicatedWish, _EngineOptions):
     scale_to_zero_s: float | None = Field(
         default=None, ge=MIN_IDLE_S, le=31_536_000, description=f"{h.SCALE_TO_ZERO} null: they stay."
     )
-    refuse_late: bool = Field(default=False, description=h.REFUSE_LATE)
+    reject_late: bool = Field(default=False, description=h.REJECT_LATE)
     engine_version: _Text | None = None
     """Installed release of the engine, such as 0.33.0; None: the one that workers start with."""
 
     def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
         wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
-        check_refuse_late(self.refuse_late, wish.intent.slo)
+        check_reject_late(self.reject_late, wish.intent.slo)
         # Lateness is forecast with the plan's times, which are of the planned number of requests at once.
-        return replace(wish, more_requests=wish.more_requests and not self.refuse_late)
+        return replace(wish, more_requests=wish.more_requests and not self.reject_late)
 
 
 _NEVER_NULL = (

@@ -195,4 +195,4 @@ def _reason(log_path: Path, start: int) -> str:
         said = [line for line in lines if line]
         if said:
             return said[-1].removeprefix("iserve: ")
-    return f"the controller did not come up; {why_silent(log_path) or f'it said nothing (log: {log_path})'}"
+    return f"the controller did not start; {why_silent(log_path) or f'it said nothing (log: {log_path})'}"

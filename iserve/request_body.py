@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from difflib import get_close_matches
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -10,7 +11,14 @@ from pydantic_core import PydanticCustomError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES, ModelUse
 from iserve import request_help as h
 
-__all__ = ["Body", "ModelUseBody"]
+__all__ = ["FORMER_FIELDS", "Body", "ModelUseBody"]
+
+# Former names of fields, accepted for one release in a body that has the field by its present name.
+FORMER_FIELDS = {
+    "expect": "expected_deployments",
+    "rates": "relative_rates",
+    "refuse_late": "reject_late",
+}
 
 
 class Body(BaseModel):
@@ -19,7 +27,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, given: object) -> object:
-        """Name the fields that there are: pydantic's own words for an unknown one name none."""
+        """Replace former names; in an error list the fields that exist, which pydantic's own error does not."""
+        if isinstance(given, dict):
+            given = {cls._present_name(name, given): value for name, value in given.items()}
         unknown = sorted(set(given) - set(cls.model_fields)) if isinstance(given, dict) else []
         if unknown:
             near = get_close_matches(unknown[0], cls.model_fields, n=1)
@@ -31,6 +41,11 @@ class Body(BaseModel):
                 {"text": f"there is no field {unknown[0][:80]!r}{hint} the fields are {known}"},
             )
         return given
+
+    @classmethod
+    def _present_name(cls, name: str, given: Container[str]) -> str:
+        present = FORMER_FIELDS.get(name)
+        return present if present in cls.model_fields and present not in given else name
 
 
 class ModelUseBody(Body):

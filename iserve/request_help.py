@@ -27,7 +27,7 @@ BATCH = (
     "Requests at once, planned for and served at most; else 1 is planned for, and as many are served as memory "
     "holds, up to 256 (with a rate: 1)."
 )
-EXPECT = (
+EXPECTED_DEPLOYMENTS = (
     "Deployments that the cluster is to hold in all, this one among them; min-latency and cost-slo count what "
     "sharing with them will cost. 0: no more than there are."
 )
@@ -36,7 +36,7 @@ POLICY = "Placement policy: hybrid, packing, least-loaded or ilp; else that of I
 REPLICAS = "Workers of the configuration, each on devices of its own; the rate is that of all together."
 NAME = "Name that clients give as `model`; else the model's own name."
 SCALE_TO_ZERO = "Idle seconds after which the workers end; the next request starts them again."
-REFUSE_LATE = "Answer 503 at once to a request that would miss the SLO, in place of a late answer."
+REJECT_LATE = "Answer 503 at once to a request that would miss the SLO, in place of a late answer."
 TOOL_CALL_PARSER = "vLLM: format in which the model writes tool calls, such as hermes."
 REASONING_PARSER = "vLLM: format in which the model marks its reasoning, such as qwen3."
 TEXT_ONLY = "vLLM: leave out a multimodal model's towers for images, video and sound."

@@ -231,7 +231,7 @@ class Ranked(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """True when this configuration was run, and not estimated from others or from datasheets."""
+        """True when this configuration was run, and not estimated from another one or from datasheets."""
         return self.estimate is not None and self.estimate.is_measured
 
     @property

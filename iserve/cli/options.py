@@ -273,7 +273,7 @@ class Wish:
             "--expected-deployments",
             metavar="N",
             min=0,
-            help=h.EXPECT,
+            help=h.EXPECTED_DEPLOYMENTS,
         ),
     ] = 0
     engine: EngineOption = "auto"
@@ -355,7 +355,7 @@ class Wish:
             "burstiness": traffic.burstiness,
             "input_cv": traffic.input_cv,
             "output_cv": traffic.output_cv,
-            "rates": list(traffic.rates),
+            "relative_rates": list(traffic.relative_rates),
             "rate_window_s": traffic.window_s,
             "quality": self.quality,
             "budget": self.budget,
@@ -363,7 +363,7 @@ class Wish:
             "output_tokens": self.output_tokens,
             "context_tokens": self.context,
             "batch": self.batch,
-            "expect": self.expect,
+            "expected_deployments": self.expect,
             "engine": self.engine,
             "policy": self.policy,
         }

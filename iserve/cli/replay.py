@@ -51,7 +51,9 @@ class Load:
     trace_format: Annotated[str | None, typer.Option("--format", help="Of the trace; else it is recognised.")] = (
         None
     )
-    seed: Annotated[int, typer.Option("--seed", help="Of the prompts, and of who gets a request.")] = 0
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the prompts, and of the deployment that each request goes to.")
+    ] = 0
 
     def options(self) -> ScheduleOptions:
         """Return the core's options. Raises BadInputError: a value that cannot be."""
@@ -210,7 +212,11 @@ def _deployed(names: tuple[str, ...]) -> tuple[str, ...]:
             plan = client(start=False).get(f"/api/v1/deployments/{name}/plan", PlanDocument)
         except IserveError:
             continue
-        rate = "no rate given" if plan.served is None else f"{plan.served.rate_per_s * plan.replicas:g} requests/s"
+        rate = (
+            "no rate given"
+            if plan.load_forecast is None
+            else f"{plan.load_forecast.rate_per_s * plan.replicas:g} requests/s"
+        )
         chosen = None if plan.chosen is None else plan.candidates[plan.chosen].config
         config = "" if chosen is None else f"; {short(chosen)} on {chosen.engine}"
         told.append(f"{name}: intent {plan.intent}, {rate}, planned for {workload_words(plan.workload)}{config}")

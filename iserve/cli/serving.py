@@ -53,17 +53,17 @@ class Serving:
             help=h.SCALE_TO_ZERO,
         ),
     ] = None
-    refuse_late: Annotated[
+    reject_late: Annotated[
         bool,
         typer.Option(
             "--reject-late",
-            help=h.REFUSE_LATE,
+            help=h.REJECT_LATE,
         ),
     ] = False
 
     def check(self, wish: o.Wish) -> None:
         """Raise typer.BadParameter for a value that cannot be used."""
-        from iserve.api_types import check_name, check_refuse_late
+        from iserve.api_types import check_name, check_reject_late
         from placement.scaling import Scaling
 
         if self.name is not None:
@@ -72,7 +72,7 @@ class Serving:
         with o.usage_errors("--scale-to-zero"):
             Scaling(idle_s=self.scale_to_zero)
         with o.usage_errors("--reject-late"):
-            check_refuse_late(self.refuse_late, wish.limits)
+            check_reject_late(self.reject_late, wish.limits)
 
     def body(self) -> dict[str, Any]:
         """Return the fields as the REST API takes them."""
@@ -80,7 +80,7 @@ class Serving:
             "name": self.name,
             "replicas": self.replicas,
             "scale_to_zero_s": self.scale_to_zero,
-            "refuse_late": self.refuse_late,
+            "reject_late": self.reject_late,
         }
 
 
@@ -125,9 +125,9 @@ def deploy(
             check_idempotency_key(idempotency_key)
     to.check(
         ("--json", as_json, "--export writes a file"),
-        ("--scale-to-zero", serving.scale_to_zero is not None, "nobody watches what is exported"),
-        ("--reject-late", serving.refuse_late, "there is no gateway before what is exported"),
-        ("--engine-version", engine.engine_version is not None, "what is exported runs the release of its image"),
+        ("--scale-to-zero", serving.scale_to_zero is not None, "it needs a running controller"),
+        ("--reject-late", serving.reject_late, "it needs a gateway"),
+        ("--engine-version", engine.engine_version is not None, "a container runs the release of its image"),
     )
     if to.export is not None:
         e.export(to, to.export, model, serving.name, wish, serving.replicas, engine_options)
@@ -180,7 +180,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
     path = f"/api/v1/deployments/{accepted.name}"
     with StepDisplay(quiet=as_json) as display:
         document = accepted
-        while document.status not in {"ready", "asleep"} | _GIVEN_UP:
+        while document.status not in {"ready", "scaled-to-zero"} | _GIVEN_UP:
             display.show(document.status, document.progress)
             time.sleep(_PROFILING_POLL_S if document.status == "profiling" else _POLL_S)
             with contextlib.suppress(NotFoundError):
@@ -223,7 +223,7 @@ def ps(as_json: o.JsonOption = False) -> None:
             (
                 d.name,
                 d.model,
-                f"{d.intent}, refuses late" if d.refuses_late else d.intent,
+                f"{d.intent}, rejects late" if d.rejects_late else d.intent,
                 f"{d.status}, updating" if d.updating else d.status,
                 f"{d.num_ready}/{d.num_replicas}",
                 "" if d.config is None else short(d.config),

@@ -129,7 +129,7 @@ class Targets:
             tell("waiting", 0, 0, 0.0)
             with self._profiler.paused(lambda: None):
                 row = self._store.deployment(name)
-                if row.phase != "ready":  # it was put to sleep meanwhile, say
+                if row.phase != "ready":  # it was scaled to zero meanwhile, say
                     raise ConflictError(f"the deployment {name!r} is {row.phase}; verify it when it is ready")
                 status = self._first_ready(row)
                 with self._profiler.owning(status.spec.worker_id):  # which is not ended from here on

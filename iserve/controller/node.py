@@ -267,9 +267,9 @@ def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:
     any case.
     """
     full = _planned(plan, spec)
-    if plan is None or full is None or plan.alone is None:
+    if plan is None or full is None or plan.single_request is None:
         return None
-    work, prompt_s, step_s = plan.workload, plan.alone.ttft_s.value, plan.alone.tpot_s.value
+    work, prompt_s, step_s = plan.workload, plan.single_request.ttft_s.value, plan.single_request.tpot_s.value
     prompts_s = min(full.ttft_s.value, prompt_s + (work.batch - 1) * max(0.0, prompt_s - step_s))
     return Stays(
         alone_s=prompt_s + (work.output_tokens - 1) * step_s,

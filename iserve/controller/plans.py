@@ -126,8 +126,8 @@ class Plans:
         with _or_elsewhere():
             engine, profile, notes = self._deployer.select(source, body.engine, None, options, stored)
         notes += tuple(
-            f"{config} was not measured, for the profile was taken for another wish, and may change this plan: a "
-            "deploy measures it first"
+            f"{config} was not measured, for the profile was taken for another request, and may change this plan: "
+            "a deploy measures it first"
             for config in self._profiler.lacking(profile, engine, node, options)
         )
         return self._deployer.plan(source, engine, profile, options, notes), source, profile

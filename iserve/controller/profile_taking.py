@@ -34,7 +34,7 @@ from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
 from fingerprint.sharded_profile import profile_with_shards
 from iserve.controller.estimating import contradictions, profile_as
-from iserve.controller.profile_room import STEP_TOKENS, Room, fitting, quietest
+from iserve.controller.profile_room import STEP_TOKENS, FittingPlan, fitting, quietest
 from iserve.controller.profile_worth import lacking, why_needless
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
@@ -326,11 +326,11 @@ def _measured(
 ) -> Profile:
     """Measure what of ``plan`` there is room for; what turns out needless on the way is added to ``skipped``."""
     spec = order.spec
-    room = fitting(plan, spec, device, quietest(order.node.devices))
-    alone = _ranks_alone(order, device, room)
-    wanted = (*room.plan.degrees, *alone)
+    fits = fitting(plan, spec, device, quietest(order.node.devices))
+    alone = _ranks_alone(order, device, fits)
+    wanted = (*fits.plan.degrees, *alone)
     if not wanted:
-        raise InfeasibleError("; ".join(why for _, why in room.too_full))
+        raise InfeasibleError("; ".join(why for _, why in fits.too_full))
 
     def needless(config: DeploymentConfig, so_far: Profile) -> str | None:
         if order.wish is None:
@@ -345,23 +345,23 @@ def _measured(
         spec.family,
         target,
         fingerprints,
-        replace(room.plan, degrees=wanted),
-        num_gpus=max((tp * pp for tp, pp in room.plan.degrees), default=1),
+        replace(fits.plan, degrees=wanted),
+        num_gpus=max((tp * pp for tp, pp in fits.plan.degrees), default=1),
         needless=needless,
     )
     no_gpus = (
         f"tp={tp} pp={pp} {'not run whole' if (tp, pp) in alone else 'left out'}: {why}"
-        for (tp, pp), why in room.too_full
+        for (tp, pp), why in fits.too_full
     )
-    return replace(measured, notes=(*measured.notes, *room.notes, *no_gpus))
+    return replace(measured, notes=(*measured.notes, *fits.notes, *no_gpus))
 
 
-def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int], ...]:
+def _ranks_alone(order: Order, gpu: GpuSpec, fits: FittingPlan) -> tuple[tuple[int, int], ...]:
     """Return which of the degrees without enough GPUs are taken as one rank alone."""
     if order.shards is Shards.NEVER:
         return ()
     given, name = order.spec.as_given, order.table.engine
-    full = [degree for degree, _ in room.too_full]
+    full = [degree for degree, _ in fits.too_full]
     missing = [degree for degree in _DEGREES if degree[0] * degree[1] > len(order.node.devices)]
     wanted = full + (missing if order.shards is Shards.ALWAYS else [])
     return tuple(

@@ -20,12 +20,18 @@ __all__ = [
     "DRAINING",
     "REPLACING",
     "RESTORING",
+    "SCALED_TO_ZERO",
+    "SCALING_UP",
     "draining_workers",
     "recorded_update",
     "recorded_wish",
     "recorded_workers",
     "update_workers",
 ]
+
+# Phases of a deployment with --scale-to-zero.
+SCALED_TO_ZERO = "scaled-to-zero"  # its workers have ended, or end once they have no request left
+SCALING_UP = "scaling-up"  # requests wait, and its workers start
 
 # Phases of an update that ends the former workers first.
 DRAINING = "draining"  # the gateway sends nothing to the former workers, which finish what they have

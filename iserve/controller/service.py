@@ -40,7 +40,7 @@ from iserve.controller.ending import end_workers
 from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.node import serving_on
 from iserve.controller.plans import Plans, progress_document
-from iserve.controller.processes import Companion, daemon_companion, gateway_companion
+from iserve.controller.processes import ChildProcess, daemon_process, gateway_process
 from iserve.controller.profiling import Profiler
 from iserve.controller.records import draining_workers, recorded_wish, recorded_workers, update_workers
 from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before, deployed_before
@@ -73,8 +73,8 @@ class Controller:
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self.settings, self.store = settings, store
-        self.daemon_process: Companion = daemon_companion(settings)
-        self.gateway_process: Companion = gateway_companion(settings)
+        self.daemon_process: ChildProcess = daemon_process(settings)
+        self.gateway_process: ChildProcess = gateway_process(settings)
         self.profiler = Profiler(
             store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s, serving=self._serving_on
         )
@@ -401,7 +401,7 @@ class Controller:
             created_at=time.time(),
             scale_to_zero_s=body.scale_to_zero_s,
             num_replicas=body.replicas,
-            refuses_late=body.refuse_late,
+            rejects_late=body.reject_late,
         )
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
@@ -431,7 +431,7 @@ class Controller:
             progress=None if progress is None else progress_document(progress),
             scale_to_zero_s=wish.scale_to_zero_s,
             num_replicas=wish.replicas,
-            refuses_late=wish.refuse_late,
+            rejects_late=wish.reject_late,
             num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
             replicas=replicas,
             updating=row.update_request is not None,

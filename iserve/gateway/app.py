@@ -183,7 +183,7 @@ class Gateway:
                 await forward(request, deployment, self._workers, reply, self.metrics)
             except ApiError as error:
                 if error.code == WOULD_BE_LATE:
-                    self.metrics.refused_late(name)
+                    self.metrics.rejected_late(name)
                 await _refuse(reply, error, incoming)
         if watch.left:
             self.metrics.client_left(name)

@@ -14,20 +14,20 @@ from planner.plan import RefusedFor
 
 __all__ = [
     "BetterDocument",
+    "CacheSizesDocument",
     "CandidateDocument",
     "CapacityBound",
     "CapacityDocument",
     "ChangeDocument",
+    "CombinedRelaxationDocument",
     "EstimateDocument",
-    "ExpectedDocument",
-    "KeptDocument",
+    "LatencyForecastDocument",
+    "LoadForecastDocument",
     "NearestDocument",
     "PassedOverDocument",
     "PlanDocument",
     "ProfileDocument",
     "RelaxationDocument",
-    "ServedDocument",
-    "TogetherDocument",
     "WhyNotDocument",
 ]
 
@@ -50,7 +50,7 @@ class EstimateDocument:
     """Time of a whole request of the batch, in seconds."""
     correction: Correction | None = None
     """Correction by a check, included in the figures; None: none."""
-    rests_on: DeploymentConfig | None = None
+    measured_config: DeploymentConfig | None = None
     """Configuration whose measured times these figures come from; None: datasheets alone."""
 
 
@@ -80,7 +80,7 @@ class CandidateDocument:
     """Factor by which deployments that share its GPUs slow it down; included in cost, objective and limits, not in
     the times."""
     measured: bool = False
-    """Whether this configuration was run; false: estimated from others or from datasheets."""
+    """Whether this configuration was run; false: estimated from other configurations or from datasheets."""
     objective_low: float | None = None
     """Lower end of the objective's 90% interval; None: not feasible."""
     objective_high: float | None = None
@@ -186,7 +186,7 @@ class ChangeDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TogetherDocument:
+class CombinedRelaxationDocument:
     """Changes of several limits that together would admit a configuration."""
 
     changes: tuple[ChangeDocument, ...]
@@ -203,28 +203,28 @@ class TogetherDocument:
 class WhyNotDocument:
     """``better``: refused candidates that rank above the chosen one; the rest only when nothing is feasible.
 
-    Each of ``relax`` is enough alone. ``relax_together`` is what ``nearest`` takes where that is several limits at
-    once, all of which it takes.
+    Each of ``relaxations`` is enough alone. ``combined_relaxation``: the changes that ``nearest`` needs, where
+    it misses several limits.
     """
 
     better: tuple[BetterDocument, ...]
     """Refused candidates that rank above the chosen one."""
     nearest: NearestDocument | None
     """Configuration that misses the limits by least; None: something is feasible."""
-    relax: tuple[RelaxationDocument, ...]
+    relaxations: tuple[RelaxationDocument, ...]
     """Changes of one limit each that would admit a configuration."""
-    relax_together: TogetherDocument | None = None
+    combined_relaxation: CombinedRelaxationDocument | None = None
     """Changes of several limits that `nearest` needs at once; None: one is enough."""
 
     @property
     def advice(self) -> tuple[str, ...]:
         """Every way out in words, those of one limit first."""
-        together = () if self.relax_together is None else (self.relax_together.text,)
-        return (*(relaxation.text for relaxation in self.relax), *together)
+        together = () if self.combined_relaxation is None else (self.combined_relaxation.text,)
+        return (*(relaxation.text for relaxation in self.relaxations), *together)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpectedDocument:
+class LatencyForecastDocument:
     """Time under the rate, against its limit."""
 
     quantile_s: float | None
@@ -236,7 +236,7 @@ class ExpectedDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServedDocument:
+class LoadForecastDocument:
     """Times of one replica under its share of the rate, the estimates' intervals taken into account."""
 
     rate_per_s: float
@@ -255,11 +255,11 @@ class ServedDocument:
     """Highest rate that keeps the SLO or, without one, is served."""
     miss_probability: float | None
     """Probability of missing the tightest limit; None: no SLO."""
-    ttft: ExpectedDocument
+    ttft: LatencyForecastDocument
     """Time to first token under this rate."""
-    tpot: ExpectedDocument
+    tpot: LatencyForecastDocument
     """Time per output token under this rate."""
-    e2e: ExpectedDocument
+    e2e: LatencyForecastDocument
     """Time of a whole request under this rate."""
     rate_levels: tuple[Level, ...] = ()
     """Levels between which the rate moves; empty: it is constant."""
@@ -277,7 +277,7 @@ class CapacityBound(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptDocument:
+class CacheSizesDocument:
     """Bytes that a replica keeps of a request, over all its GPUs and layers."""
 
     kv_bytes_per_token: int
@@ -300,7 +300,7 @@ class CapacityDocument:
     """Memory promised on the fullest GPU."""
     bound: CapacityBound | None = None
     """Reason why the worker takes no more; None: a plan stored before this was recorded."""
-    kept: KeptDocument | None = None
+    cache_sizes: CacheSizesDocument | None = None
     """Cache sizes of the model; None: a plan stored before this was recorded."""
 
 
@@ -330,11 +330,11 @@ class PlanDocument:
     """Refused configurations that would be better, and what would admit them."""
     notes: tuple[str, ...] = ()
     """Remarks on the plan as a whole."""
-    served: ServedDocument | None = None
+    load_forecast: LoadForecastDocument | None = None
     """Times of the chosen candidate under the rate; None without a rate."""
     replicas: int = 1
     """Number of replicas; figures are of one, rates of the verdict are of all."""
-    alone: EstimateDocument | None = None
+    single_request: EstimateDocument | None = None
     """Figures of one request alone on the chosen candidate; None: not estimated, or the batch is 1."""
     passed_over: tuple[PassedOverDocument, ...] = ()
     """Candidates that are better by their value and were not measured, best first."""

@@ -16,7 +16,7 @@ from fingerprint.estimates import Estimate, Estimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.expecting import Expected, expected
+from iserve.planning.expecting import FutureLoad, expected
 from placement.fit import demand
 from placement.others import Others
 from placement.placers import FindsPlaces, check_placement, make_placer
@@ -311,7 +311,7 @@ class FitsOn:
 
     def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
         self._hardware, self._options, self._replicas = hardware, options, options.replicas
-        self.expected: Expected | None = None
+        self.expected: FutureLoad | None = None
         self._others = Others(hardware.snapshot)
         self._counts = options.weigh_load and bool(self._others.loads)
         self._placer = self._placer_of(options.policy, options.load_threshold)

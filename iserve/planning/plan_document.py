@@ -13,15 +13,15 @@ from iserve.planning.document import (
     CandidateDocument,
     CapacityDocument,
     ChangeDocument,
+    CombinedRelaxationDocument,
     EstimateDocument,
-    ExpectedDocument,
+    LatencyForecastDocument,
+    LoadForecastDocument,
     NearestDocument,
     PassedOverDocument,
     PlanDocument,
     ProfileDocument,
     RelaxationDocument,
-    ServedDocument,
-    TogetherDocument,
     WhyNotDocument,
 )
 from iserve.planning.notes import plan_notes
@@ -49,7 +49,7 @@ def estimate_document(
         tpot_s=estimate.tpot_s,
         e2e_s=estimate.e2e_s,
         correction=estimate.correction,
-        rests_on=estimate.rests_on,
+        measured_config=estimate.rests_on,
     )
 
 
@@ -111,9 +111,9 @@ def plan_document(
         chosen=plan.chosen,
         why_not=_why_not(plan.why_not),
         notes=(*notes, *plan_notes(plan, profile, replicas, device_kind(hardware))),
-        served=None if plan.served is None else _served(plan.served, plan.intent),
+        load_forecast=None if plan.served is None else _served(plan.served, plan.intent),
         replicas=replicas,
-        alone=None if alone is None else estimate_document(alone, cost=None),
+        single_request=None if alone is None else estimate_document(alone, cost=None),
         passed_over=tuple(map(_passed_over, plan.passed_over)),
         indistinguishable=plan.indistinguishable,
         profile=None if profile is None else _profile(profile),
@@ -142,22 +142,22 @@ def _profile(profile: Profile) -> ProfileDocument:
     )
 
 
-def _served(served: Served, intent: Intent) -> ServedDocument:
+def _served(served: Served, intent: Intent) -> LoadForecastDocument:
     times = {
-        time.metric: ExpectedDocument(
+        time.metric: LatencyForecastDocument(
             quantile_s=time.quantile_s if math.isfinite(time.quantile_s) else None,
             limit_s=time.limit_s,
             miss_probability=time.risk,
         )
         for time in served.times
     }
-    return ServedDocument(
+    return LoadForecastDocument(
         rate_per_s=served.rate_per_s,
         percentile=intent.percentile,
         burstiness=intent.traffic.burstiness,
         input_cv=intent.traffic.input_cv,
         output_cv=intent.traffic.output_cv,
-        rate_levels=moving_rate(intent.traffic.rates).levels if intent.traffic.rates else (),
+        rate_levels=moving_rate(intent.traffic.relative_rates).levels if intent.traffic.relative_rates else (),
         utilisation=served.utilisation,
         highest_rate_per_s=served.highest_rate_per_s,
         miss_probability=served.risk,
@@ -174,7 +174,7 @@ def _why_not(why: WhyNot) -> WhyNotDocument:
         nearest=None
         if nearest is None
         else NearestDocument(config=nearest.config, objective=nearest.objective, text=nearest.text),
-        relax=tuple(
+        relaxations=tuple(
             RelaxationDocument(
                 limit=str(r.limit),
                 allowed=r.allowed,
@@ -185,9 +185,9 @@ def _why_not(why: WhyNot) -> WhyNotDocument:
             )
             for r in why.relaxations
         ),
-        relax_together=None
+        combined_relaxation=None
         if together is None
-        else TogetherDocument(
+        else CombinedRelaxationDocument(
             changes=tuple(
                 ChangeDocument(limit=str(c.limit), allowed=c.allowed, needed=c.needed) for c in together.changes
             ),

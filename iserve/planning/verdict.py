@@ -70,7 +70,7 @@ class VerdictDocument:
     """Whether the chosen configuration can be deployed here; None: none was chosen, or it was not judged."""
     refusals: tuple[RefusalCount, ...]
     """Refused configurations by their first reason, the commonest first."""
-    relax_first: str | None = None
+    first_relaxation: str | None = None
     """Smallest change that would make something feasible; None: something is."""
     slo_batch: int | None = None
     """Requests at once that the SLO was judged with; None: no SLO, or judged at the rate."""
@@ -103,7 +103,7 @@ def verdict(
             runner_up=None,
             deployable=None,
             refusals=_refusals(plan),
-            relax_first=_relax_first(plan.why_not),
+            first_relaxation=_first_relaxation(plan.why_not),
         )
     layers = None if best.layout is None else best.layout.layers_per_stage
     return VerdictDocument(
@@ -153,7 +153,7 @@ def _refusals(plan: Plan) -> tuple[RefusalCount, ...]:
     return tuple(RefusalCount(reason=reason, count=count) for reason, count in found)
 
 
-def _relax_first(why: WhyNot) -> str | None:
+def _first_relaxation(why: WhyNot) -> str | None:
     """Return what admits the nearest configuration, else what is first."""
     nearest = why.nearest
     own = [r.text for r in why.relaxations if nearest is not None and r.config == nearest.config]

@@ -34,7 +34,7 @@ from iserve.planning.ranked_model import RankedModel
 from iserve.planning.serving_capacity import capacity_of
 from iserve.planning.serving_capacity import launch_limits as planned_limits
 from placement.harvesting import spare_gpu
-from placement.orders import Steering
+from placement.orders import ClusterPolicy
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.lateness import Pace
@@ -312,20 +312,20 @@ def simulate_cluster(
     *,
     router: Router,
     deployer: Deployer | None = None,
-    steering: Steering | None = None,
+    cluster_policy: ClusterPolicy | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
     """Run :func:`traces.simulator.simulation.simulate` with the policies that decide in production.
 
     Args:
         deployer: None: the planner.
-        steering: scales and moves what is deployed; None: it stays as it is.
+        cluster_policy: scales and moves what is deployed; None: it stays as it is.
     """
     policies = Policies(
         deployer=deployer or PlannedDeployer(gpu, models.values()),
         router=router,
         harvest=spare_gpu,
         make_batcher=EngineBatcher,
-        steering=steering,
+        cluster_policy=cluster_policy,
     )
     return simulate(requests, scenario, policies, progress=progress)

@@ -105,7 +105,7 @@ def test_nothing_feasible_is_an_answer_with_the_nearest(
     assert document["why_not"]["nearest"]["text"]
     one_limit = ("--intent", "latency-slo", "--slo", "tpot=0.001")
     document = refused("Llama-2-70b", "--gpus", "a6000:8", *one_limit)
-    (relax,) = document["why_not"]["relax"]
+    (relax,) = document["why_not"]["relaxations"]
     assert (relax["limit"], relax["allowed"]) == ("tpot", 0.001)
     assert relax["needed"] > 0.001
     text = iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:8", *slow)
@@ -138,7 +138,7 @@ def test_the_plan_as_text_says_how_probably_each_limit_is_missed(
 ) -> None:
     asked = ("plan", model("Llama-2-7b"), "--gpus", "a6000:8", "--rate", 0.1, *more)
     limits = ("--slo", "ttft=1.5,e2e=20")
-    served = iserve(*asked, *limits, "--json").document["served"]
+    served = iserve(*asked, *limits, "--json").document["load_forecast"]
     ttft, e2e = served["ttft"]["miss_probability"], served["e2e"]["miss_probability"]
     assert 0 < ttft < 1
     assert 0 <= e2e < 1

@@ -245,7 +245,7 @@ def test_a_rate_that_is_not_served_names_the_batch_and_the_replicas_that_serve_i
 
     refused = planned(at_the_rate)
     assert refused.chosen is None
-    ways = {way.limit: way for way in refused.why_not.relax}
+    ways = {way.limit: way for way in refused.why_not.relaxations}
     batch, replicas = ways["batch"], ways["replicas"]
     assert (batch.allowed, replicas.allowed) == (1, 1)
     assert batch.text.startswith(f"--batch {batch.needed:g} in place of 1 would admit tp=")
@@ -270,7 +270,7 @@ def test_neither_is_named_where_no_number_of_them_helps(folders: dict[str, Path]
     ):
         document = plan(folders[name], "t4:2", intent, "vllm")
         assert document.chosen is None
-        assert not {"batch", "replicas"} & {way.limit for way in document.why_not.relax}
+        assert not {"batch", "replicas"} & {way.limit for way in document.why_not.relaxations}
 
 
 def test_the_embedded_engine_has_its_own_times_on_gpus(folders: dict[str, Path]) -> None:

@@ -213,7 +213,7 @@ def test_a_phase_that_another_records_meanwhile_does_not_stop_the_update(world: 
     world.running.touch()
     world.update(intent="min-latency")
     until(world.reaches("draining"), "it drains")
-    world.store.update_deployment(world.row().id, phase="asleep")
+    world.store.update_deployment(world.row().id, phase="scaled-to-zero")
     until(world.reaches("draining"), "it drains again")
     world.running.unlink()
     until(world.ended, "the update has ended")
