@@ -130,7 +130,7 @@ class Inside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Container:
-    """A worker as a container runs it: the engine's own server, without keeper, guard and face.
+    """A worker as a container runs it: the engine's own server, without shim, wrapper and proxy.
 
     What those do (restart it, end all its processes, find it a port) is the container runtime's there.
     """
@@ -149,7 +149,7 @@ class Engine(Protocol):
     host and port and nowhere else; ``GET /health`` answers 200 once it serves and not before; it speaks the OpenAI
     API under the name ``spec.served_model`` and refuses a prompt longer than ``max_context_tokens`` with 400 in
     OpenAI's form; SIGTERM ends it within 35 s, all its processes with it. An engine that is not ours is started
-    through ``daemon.engines.foreign``, whose guard sees to the port and to what is left behind.
+    through ``daemon.engines.external``, whose wrapper sees to the port and to what is left behind.
     """
 
     name: str

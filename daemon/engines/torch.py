@@ -14,7 +14,7 @@ from daemon.engines.base import Command, Container, Inside, WorkerSpec
 from daemon.engines.environments import is_version
 from daemon.engines.options import EngineOptions, refuse_options
 from daemon.engines.vllm.architectures import recorded
-from daemon.torch_engine import exit_codes, support
+from daemon.torch_engine import capabilities, exit_codes
 from daemon.torch_engine.architectures import architectures_of, installed_transformers
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
@@ -35,16 +35,16 @@ __all__ = ["TABLE", "TorchEngine"]
 TABLE = EngineCapabilities(
     engine="torch",
     architectures=architectures_of(recorded().transformers),  # where none is installed
-    weights=support.WEIGHTS,
-    kv=support.KV,
-    pruning=support.PRUNING,
-    stored=support.STORED,
-    max_tp=support.MAX_TP,
-    max_pp=support.MAX_PP,
+    weights=capabilities.WEIGHTS,
+    kv=capabilities.KV,
+    pruning=capabilities.PRUNING,
+    stored=capabilities.STORED,
+    max_tp=capabilities.MAX_TP,
+    max_pp=capabilities.MAX_PP,
     degree_reason="more ranks were not run there yet",
     cpu=True,
     eager=True,
-    verified=(Verified(max_tp=support.MAX_TP, max_pp=support.MAX_PP),),
+    verified=(Verified(max_tp=capabilities.MAX_TP, max_pp=capabilities.MAX_PP),),
     exclusions=(
         Exclusion(
             families=frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"}),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from daemon.engines.base import WorkerLimits
-from daemon.torch_engine.steps import StepPlan
+from daemon.torch_engine.runner_types import StepPlan
 
 __all__ = ["FlatBatch", "Span", "check_plan"]
 

@@ -1,6 +1,6 @@
 """Exit codes of a worker process and its JSON document on what went wrong, for the reader after its end.
 
-The adapter and the keeper read these; neither has to parse a log. Standard library only.
+The adapter and the shim read these; neither has to parse a log. Standard library only.
 """
 
 from __future__ import annotations

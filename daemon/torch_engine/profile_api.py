@@ -21,8 +21,8 @@ from aiohttp import web
 from daemon.engines.base import WorkerSpec
 from daemon.engines.torch import TorchEngine
 from daemon.torch_engine.device import measure_device
+from daemon.torch_engine.driver import clock_and_power, driver_version
 from daemon.torch_engine.engine import Engine, Finish, SequenceRequest
-from daemon.torch_engine.gpu_facts import clock_and_power, driver_version
 from daemon.torch_engine.profile_messages import ProfileError, ProfileLoad, ProfileRun
 from daemon.torch_engine.rank_device import RankDevice, cores_of
 from daemon.torch_engine.sampling import SamplingParams

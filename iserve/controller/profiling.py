@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
-from daemon.engines.foreign import ForeignEngine
+from daemon.engines.external import ExternalEngine
 from daemon.engines.options import EngineOptions
 from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
@@ -464,7 +464,7 @@ def _measure_unlisted(engine: Engine, node: NodeStatus, go_on: Callable[[], None
     Raises:
         EngineError: the engine is not installed any more.
     """
-    if not isinstance(engine, ForeignEngine) or not node.devices:
+    if not isinstance(engine, ExternalEngine) or not node.devices:
         return
     device = quietest(node.devices)[0]
     if device.kind == "cuda" and device.free_bytes >= _BENCHMARK_BYTES:

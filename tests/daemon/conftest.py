@@ -141,11 +141,11 @@ class Node:
         wait_until(lambda: not self._kill_workers(), "every process of a worker is gone")
 
     def _kill_workers(self) -> bool:
-        """Kill each keeper and all that carries the mark of a worker; whether there was any."""
+        """Kill each shim and all that carries the mark of a worker; whether there was any."""
         found = set()
         for folder in (self.home / "workers").glob("*"):
-            keepers = started_as(("-m", "daemon.keeper", str(folder)))
-            found |= {stat.pid for stat in keepers} | set(pids_with(WORKER_MARK, str(folder)))
+            shims = started_as(("-m", "daemon.shim", str(folder)))
+            found |= {stat.pid for stat in shims} | set(pids_with(WORKER_MARK, str(folder)))
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ import torch
 
 from daemon.torch_engine.exit_codes import is_out_of_memory
 from daemon.torch_engine.runner import LocalRunner
-from daemon.torch_engine.steps import StepItem, StepPlan
+from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import CheckpointError, EngineError
 
@@ -29,9 +29,7 @@ SECOND = StepPlan((StepItem(1, 7, (9, 90, 12)), StepItem(3, 3, (23,)), StepItem(
 
 
 def children() -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process().children() if "daemon.torch_engine.rank_process" in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children() if "daemon.torch_engine.rank_main" in child.cmdline()]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The profiling worker around ``vllm.LLM``: real daemon, keeper, guard, HTTP and client; the package stands in.
+"""The profiling worker around ``vllm.LLM``: real daemon, shim, wrapper, HTTP and client; the package stands in.
 
 The stand-in's engine is processes of their own that load the real step timer as a plugin; its GPU is a clock.
 """
@@ -26,7 +26,7 @@ from fingerprint.families import load_spec
 from fingerprint.generate import generate_shape
 from fingerprint.measurements import Profile
 from tests.daemon.engines.vllm_stand_in import costs
-from tests.daemon.hosted_house import (
+from tests.daemon.profiling_house import (
     BITS16,
     FP8,
     GIB,

@@ -292,7 +292,7 @@ def test_a_worker_that_died_unseen_with_its_daemon_is_launched_again(
     world.work()
     until(lambda: (world.node.home / "workers" / "a-1" / "lease.json").exists(), "the worker starts")
     world.node.signal_daemon(signal.SIGKILL)
-    kill(world.node.lease("a-1").keeper_pid)
+    kill(world.node.lease("a-1").shim_pid)
     world.node.behave()
     world.node.start()
     assert ended() == "ready"

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from daemon.engines.tensorrt_llm.table import TABLE as TENSORRT_LLM
+from daemon.engines.tensorrt_llm.capabilities import TABLE as TENSORRT_LLM
 from daemon.engines.torch import TorchEngine
-from daemon.engines.vllm.table import TABLE as VLLM
+from daemon.engines.vllm.capabilities import TABLE as VLLM
 from fingerprint.capability import Verified
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.errors import UnsupportedModelError

@@ -78,9 +78,9 @@ class Running:
         return engine.read_stats(self.status.spec, data)
 
     def session(self) -> set[int]:
-        """Every living process of the worker, its keeper's included."""
-        keeper_pid = self.node.lease().keeper_pid
-        return {stat.pid for stat in processes() if stat.session_id == keeper_pid}
+        """Every living process of the worker, its shim's included."""
+        shim_pid = self.node.lease().shim_pid
+        return {stat.pid for stat in processes() if stat.session_id == shim_pid}
 
 
 @pytest.mark.smoke

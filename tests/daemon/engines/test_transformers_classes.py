@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from daemon.engines.transformers_classes import MAPPINGS_FILE, read_transformers
-from daemon.torch_engine import support
+from daemon.torch_engine import capabilities
 from daemon.torch_engine.architectures import architectures_of
 from fingerprint.errors import EngineError
 
@@ -49,13 +49,13 @@ def test_each_class_says_of_itself_what_was_read():
 def test_the_embedded_engine_has_the_classes_of_its_families_and_a_reason_for_each_other():
     table = architectures_of(READ)
     for name, found in READ.classes.items():
-        assert (name in table.listed) == bool(support.FAMILIES & set(found.families)), name
+        assert (name in table.listed) == bool(capabilities.FAMILIES & set(found.families)), name
         assert (table.refusal(name) is None) == (name in table.listed), name
     served = {family for name in table.listed for family in READ.classes[name].families}
-    assert served >= support.FAMILIES
-    for family in support.REFUSED:
+    assert served >= capabilities.FAMILIES
+    for family in capabilities.REFUSED:
         (name,) = (one for one, found in READ.classes.items() if family in found.families)
-        assert table.refusal(name) == support.REFUSED[family]
+        assert table.refusal(name) == capabilities.REFUSED[family]
 
 
 @pytest.mark.parametrize(

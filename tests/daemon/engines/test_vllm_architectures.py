@@ -15,9 +15,9 @@ from daemon.engines.transformers_classes import MAPPINGS_FILE, ModelClass, Trans
 from daemon.engines.vllm import adapter
 from daemon.engines.vllm.adapter import VllmEngine
 from daemon.engines.vllm.architectures import architectures_of, recorded
+from daemon.engines.vllm.capabilities import TABLE
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registered, Registry, read_registry, registry_digest
 from daemon.engines.vllm.release import NEWEST
-from daemon.engines.vllm.table import TABLE
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError
 from fingerprint.families import read_spec
