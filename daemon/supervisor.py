@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from daemon.engines.base import Engine, WorkerSpec
+from daemon.engines.base import Engine
 from daemon.lease import LEASE_FILE, shim_is_alive
 from daemon.monitor import Monitor, WorkerUse
 from daemon.probe import Prober
@@ -24,6 +24,7 @@ from daemon.settings import DaemonSettings
 from daemon.status import DeviceStatus, NodeStatus, WorkerStatus
 from daemon.worker import SupervisedWorker, free_port
 from daemon.worker_process import Phase, WorkerProcess, read_spec
+from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import (
     BadInputError,
     CheckpointError,

@@ -21,15 +21,16 @@ from functools import partial
 
 from daemon.backoff import RestartHistory
 from daemon.devices import Device
-from daemon.engines.base import Engine, WorkerSpec
+from daemon.engines.base import Engine
+from daemon.exit_codes import PORT_IN_USE
 from daemon.lease import ExitRecord
 from daemon.monitor import WorkerUse
 from daemon.probe import Health, Prober
 from daemon.procfs import read_stat
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState, WorkerStats, WorkerStatus
-from daemon.torch_engine.exit_codes import PORT_IN_USE
 from daemon.worker_process import VERSIONS_FILE, Phase, WorkerProcess
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import TOKEN_FILE, new_token
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError, UnavailableError

@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 
 from daemon.atomic_file import remove_stale_temporaries, write_file_atomically
-from daemon.engines.base import Command, WorkerSpec
+from daemon.engines.base import Command
 from daemon.home import make_private
 from daemon.lease import (
     COMMAND_FILE,
@@ -39,6 +39,7 @@ from daemon.port_owner import is_listening
 from daemon.process import spawn_detached
 from daemon.procfs import ProcessStat, is_running, pids_with, processes, sees, started_as
 from daemon.settings import DaemonSettings
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import read_token
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, UnavailableError

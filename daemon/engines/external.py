@@ -18,12 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from daemon.engine_options import EngineOptions, refuse_options
 from daemon.engines import lookup
-from daemon.engines.base import WorkerSpec
 from daemon.engines.environments import environments, is_version
 from daemon.engines.lookup import look
-from daemon.engines.options import EngineOptions, refuse_options
 from daemon.home_folder import home_folder
+from daemon.profile_messages import ProfileLoad
+from daemon.worker_spec import WorkerSpec
 from fingerprint.capability import EngineCapabilities
 from fingerprint.errors import EngineError, InfeasibleError
 
@@ -313,6 +314,9 @@ class ExternalEngine(ABC):
         own = self.interpreter.distribution
         beside = ((name, version) for name, version in found.versions if name != own)
         return (("engine", f"{self.name} {found.version(own)}"), *beside)
+
+    def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
+        return order
 
     def check_options(self, options: EngineOptions) -> None:
         """Raise ConfigError if any option is given, unless the adapter takes it."""

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daemon.engines.base import WorkerSpec
-from daemon.torch_engine.exit_codes import PORT_IN_USE
+from daemon.exit_codes import PORT_IN_USE
+from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import ConflictError, EngineError, IserveError
 
 __all__ = ["ErrorPattern", "explain"]

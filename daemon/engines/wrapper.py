@@ -20,8 +20,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from daemon.exit_codes import PORT_IN_USE
 from daemon.process_tree import become_subreaper, end_all_children, set_parent_death_signal, signal_group
-from daemon.torch_engine.exit_codes import PORT_IN_USE
 from daemon.worker_token import read_token
 
 __all__ = ["end_like", "main", "port_is_free"]

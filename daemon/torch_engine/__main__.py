@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from daemon.engines.base import WorkerSpec
+from daemon import exit_codes
 from daemon.file_limit import most_connections, raise_file_limit
-from daemon.torch_engine import exit_codes
 from daemon.torch_engine.trimmed_imports import trimmed_imports
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import read_token
 from fingerprint.codec import from_json
 from fingerprint.errors import (

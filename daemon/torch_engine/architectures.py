@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from daemon.engines.source_cache import kept_reading
-from daemon.engines.transformers_classes import MAPPINGS_FILE, ModelClass, Transformers, read_transformers
+from daemon.sources.source_cache import kept_reading
+from daemon.sources.transformers_classes import MAPPINGS_FILE, ModelClass, Transformers, read_transformers
 from daemon.torch_engine import capabilities
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.errors import EngineError

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import torch
 
-from daemon.torch_engine.exit_codes import is_out_of_memory
+from daemon.exit_codes import is_out_of_memory
 from daemon.torch_engine.parallel_state import LoadOrder
 from daemon.torch_engine.runner_types import StepPlan
 from daemon.torch_engine.stage import RankTiming

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from daemon.engines.base import WorkerLimits
+from daemon.worker_spec import WorkerLimits
 from fingerprint.config import WeightFormat
 
 __all__ = ["Groups", "LoadOrder", "RankPlace", "make_groups"]

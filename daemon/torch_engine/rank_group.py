@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from daemon.torch_engine.exit_codes import is_out_of_memory
+from daemon.exit_codes import is_out_of_memory
 from daemon.torch_engine.ipc import Answer, Order, Verb, encode, receive_answer
 from daemon.torch_engine.parallel_state import Groups, LoadOrder, RankPlace, make_groups
 from daemon.torch_engine.rank_device import RankDevice, release_memory

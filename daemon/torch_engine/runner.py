@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from daemon.engines.base import StageAssignment, WorkerLimits
 from daemon.torch_engine.batch import check_plan
 from daemon.torch_engine.capabilities import KV, MAX_PP, MAX_TP, PRUNING, WEIGHTS
 from daemon.torch_engine.formats import FORMATS
@@ -19,6 +18,7 @@ from daemon.torch_engine.rank_device import release_memory
 from daemon.torch_engine.rank_group import RankGroup
 from daemon.torch_engine.runner_types import StepPlan, StepResult
 from daemon.torch_engine.stage import RankTiming, Stage
+from daemon.worker_spec import StageAssignment, WorkerLimits
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError
 from fingerprint.measurements import RankMemory

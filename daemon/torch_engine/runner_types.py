@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from daemon.engines.base import StageAssignment, WorkerLimits
+from daemon.worker_spec import StageAssignment, WorkerLimits
 from fingerprint.config import DeploymentConfig
 from fingerprint.measurements import RankMemory
 

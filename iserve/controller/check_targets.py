@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
-from daemon.engines.base import Engine, WorkerSpec
+from daemon.engines.base import Engine
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import Workload
 from fingerprint.errors import (

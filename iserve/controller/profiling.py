@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from daemon.client import DaemonClient
-from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
+from daemon.engine_options import EngineOptions
+from daemon.engines.base import Engine
 from daemon.engines.external import ExternalEngine
-from daemon.engines.options import EngineOptions
 from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.unlisted_gpus import measure_if_unlisted
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import (
     ConflictError,

@@ -33,9 +33,9 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from daemon.engines.base import WorkerLimits, WorkerSpec
 from daemon.engines.external import PROFILING_PATH
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.depth_tied_plan import ONCE_TOKENS, DepthTiedPlan, Point

@@ -23,13 +23,14 @@ from pathlib import Path
 
 from daemon.client import DaemonClient
 from daemon.devices import Device
-from daemon.engines.base import Command, StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.base import Command
 from daemon.engines.torch import TorchEngine
 from daemon.lease import LEASE_FILE, Lease, read_file
 from daemon.process import is_alive, read_record
 from daemon.procfs import read_stat
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 
 HERE = Path(__file__).parent

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from daemon.client import DaemonClient
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.lease import LEASE_FILE, Lease, read_file
 from daemon.process import is_alive, read_record
 from daemon.procfs import pids_with, read_stat, started_as
 from daemon.status import WorkerState, WorkerStatus
 from daemon.worker_process import WORKER_MARK
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.errors import UnavailableError
 from tests.waiting import PATIENCE_S, wait_until

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from daemon.client import DaemonClient
-from daemon.engines.base import WorkerLimits, WorkerSpec
 from daemon.engines.vllm.release import Standing, standing_of
 from daemon.procfs import processes
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from daemon.status import WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.generate import generate_shape
 from tests.daemon.engines.standin import make_vllm

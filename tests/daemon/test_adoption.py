@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from daemon.engines.base import Command, StageAssignment
+from daemon.engines.base import Command
 from daemon.engines.torch import TorchEngine
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
 from daemon.worker import free_port
 from daemon.worker_process import Phase, WorkerProcess
+from daemon.worker_spec import StageAssignment
 from fingerprint.codec import to_json
 from fingerprint.errors import (
     ConflictError,

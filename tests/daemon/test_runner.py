@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 
-from daemon.engines.base import StageAssignment
 from daemon.engines.registry import ENGINES
 from daemon.torch_engine import attention, capabilities
 from daemon.torch_engine.formats import FORMATS
@@ -23,6 +22,7 @@ from daemon.torch_engine.runner_types import StepItem, StepPlan
 from daemon.torch_engine.stage import RankTiming
 from daemon.torch_engine.stage_model import StageModel, StageShape, read_source
 from daemon.torch_engine.tensor_parallel import TensorParallel
+from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 from fingerprint.gpus import gpu_spec

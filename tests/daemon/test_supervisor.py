@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits
 from daemon.engines.torch import TorchEngine
 from daemon.probe import Prober
 from daemon.process import group_members
@@ -25,6 +24,7 @@ from daemon.settings import DaemonSettings
 from daemon.status import DeviceHeld, WorkerState
 from daemon.worker import SupervisedWorker
 from daemon.worker_process import WorkerProcess
+from daemon.worker_spec import StageAssignment, WorkerLimits
 from daemon.worker_token import authorization
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import (

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from daemon.engine_options import EngineOptions
 from daemon.engines.external import PROFILING_PATH
-from daemon.engines.options import EngineOptions
-from daemon.profile_client import in_blocks
-from daemon.torch_engine.profile_messages import ProfileLoad
+from daemon.engines.vllm.cache import in_blocks
+from daemon.profile_messages import ProfileLoad
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.model_use import ModelUse

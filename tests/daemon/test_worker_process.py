@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from daemon import worker_process
-from daemon.engines.base import Command, StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.base import Command
 from daemon.lease import LEASE_FILE, LOCK_FILE, Lease, shim_is_alive, write_file
 from daemon.process import is_alive, own_record, read_record, write_record
 from daemon.procfs import boot_id, processes, start_time_ticks, started_as
 from daemon.settings import DaemonSettings
 from daemon.worker_process import WORKER_MARK, Phase, WorkerProcess
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import UnavailableError
 

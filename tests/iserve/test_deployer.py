@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import pytest
 
-from daemon.engines.base import WorkerLimits, WorkerSpec
 from daemon.engines.registry import get_engine
 from daemon.process import own_record, write_record
 from daemon.status import WorkerState
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import EngineError, InfeasibleError, NotMeasuredError, StateUnavailableError

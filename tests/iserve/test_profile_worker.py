@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.external import PROFILING_PATH
 from daemon.engines.vllm.adapter import VllmEngine
 from daemon.monitor import Monitor, WorkerUse
 from daemon.nvml import NvmlDevices
 from daemon.profile_client import LOAD_MARK, WorkerProfileSession
 from daemon.status import NodeStatus, WorkerState
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError, InfeasibleError
 from iserve.controller.profiling import last_words, start_profiling_worker, within_what_is_free

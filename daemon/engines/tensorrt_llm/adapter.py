@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from daemon.devices import Device
-from daemon.engines.base import Command, Container, Inside, WorkerSpec
+from daemon.engines.base import Command, Container, Inside
 from daemon.engines.external import ExternalEngine, Installation, Interpreter, profiling_worker, wrapped
 from daemon.engines.failures import explain
 from daemon.engines.machine_info import gpu_machine
@@ -22,6 +22,7 @@ from daemon.engines.tensorrt_llm.capabilities import TABLE
 from daemon.engines.tensorrt_llm.checkpoint import check_formats, stored_formats
 from daemon.engines.tensorrt_llm.error_patterns import ERROR_PATTERNS
 from daemon.engines.tensorrt_llm.options import as_yaml, llm_options
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json

@@ -22,13 +22,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from daemon.bounded_http import BoundedRunner
-from daemon.engines.base import WorkerSpec
 from daemon.engines.tensorrt_llm.iterations import Iterations
 from daemon.engines.tensorrt_llm.refusals import error_body, openai_error
 from daemon.engines.wrapper import end_like
+from daemon.exit_codes import PORT_IN_USE
 from daemon.file_limit import most_connections, raise_file_limit
 from daemon.http_log import log_bad_requests_in_one_line
-from daemon.torch_engine.exit_codes import PORT_IN_USE
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import OPEN_PATHS, carries, read_token
 from fingerprint.codec import from_json, to_json
 

@@ -8,16 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import Command, Container, Inside, WorkerSpec
+from daemon.engine_options import EngineOptions
+from daemon.engines.base import Command, Container, Inside
 from daemon.engines.environments import is_version
 from daemon.engines.external import ExternalEngine, Installation, Interpreter, profiling_worker, wrapped
 from daemon.engines.failures import explain
 from daemon.engines.machine_info import gpu_machine
-from daemon.engines.options import EngineOptions
-from daemon.engines.source_cache import kept_reading, sources_stamp
-from daemon.engines.transformers_classes import MAPPINGS_FILE, Transformers, read_transformers
 from daemon.engines.vllm import error_patterns, launch, metrics
 from daemon.engines.vllm.architectures import architectures_of, recorded
+from daemon.engines.vllm.cache import in_blocks
 from daemon.engines.vllm.capabilities import TABLE
 from daemon.engines.vllm.contract import (
     FUSED_ALL_REDUCE,
@@ -30,6 +29,10 @@ from daemon.engines.vllm.contract import (
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registry, read_registry, registry_digest
 from daemon.engines.vllm.own_options import check_vllm_options
 from daemon.engines.vllm.release import KNOWN, NEWEST, NEWEST_RUN, Standing, image_release, standing_of
+from daemon.profile_messages import ProfileLoad
+from daemon.sources.source_cache import kept_reading, sources_stamp
+from daemon.sources.transformers_classes import MAPPINGS_FILE, Transformers, read_transformers
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
 from fingerprint.capability import EngineCapabilities, Note
@@ -111,6 +114,9 @@ class VllmEngine(ExternalEngine):
     def check_options(self, options: EngineOptions) -> None:
         """Raises ConfigError: an argument that iServe sets, does not allow or does not know."""
         check_vllm_options(options)
+
+    def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
+        return in_blocks(spec, order)
 
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
         """Raises EngineError: the installed release lacks something that this launch needs."""

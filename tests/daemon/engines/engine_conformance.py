@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits
 from daemon.engines.registry import get_engine
 from daemon.process import group_members
 from daemon.procfs import processes
 from daemon.status import WorkerState, WorkerStatus
+from daemon.worker_spec import StageAssignment, WorkerLimits
 from daemon.worker_stats import WorkerStats
 from daemon.worker_token import TOKEN_FILE, authorization
 from fingerprint.config import DeploymentConfig

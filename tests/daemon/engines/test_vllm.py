@@ -12,12 +12,12 @@ from typing import ClassVar
 
 import pytest
 
-from daemon.engines.base import StageAssignment
+from daemon.engine_options import NO_OPTIONS, EngineOptions
 from daemon.engines.environments import environment_of
-from daemon.engines.options import NO_OPTIONS, EngineOptions
 from daemon.engines.registry import get_engine
 from daemon.procfs import processes
 from daemon.status import WorkerState
+from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError, EngineError
 from fingerprint.families import load_spec

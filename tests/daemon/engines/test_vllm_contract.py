@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.options import EngineOptions
+from daemon.engine_options import EngineOptions
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm import launch, metrics
 from daemon.engines.vllm.contract import (

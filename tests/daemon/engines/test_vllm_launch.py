@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.engines.base import WorkerLimits, WorkerSpec
 from daemon.engines.external import PROFILING_PATH
 from daemon.engines.vllm import cache, launch
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError
 from tests.daemon.engines.vllm_worker_spec import DEVICES, GIB, LLAMA_8B, worker

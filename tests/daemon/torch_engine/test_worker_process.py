@@ -18,8 +18,8 @@ import openai
 import psutil
 import pytest
 
-from daemon.engines.base import StageAssignment
-from daemon.torch_engine import exit_codes
+from daemon import exit_codes
+from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig
 from tests.waiting import PATIENCE_S
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.engines.options import EngineOptions, option_words, read_engine_args
+from daemon.engine_options import EngineOptions, option_words, read_engine_args
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm.launch import Model, arguments
 from daemon.engines.vllm.own_options import OWN_OPTIONS, TAKEN_OPTIONS
@@ -77,7 +77,7 @@ def test_every_option_of_every_known_release_is_refused_or_taken() -> None:
     assert not OWN_OPTIONS.keys() & TAKEN_OPTIONS
     known = {name for facts in recorded().values() for name in facts.flags}
     assert known == {f"--{name}" for name in (OWN_OPTIONS.keys() | TAKEN_OPTIONS) - IN_NO_RELEASE}
-    documented = (Path(__file__).parents[3] / "docs/engines.md").read_text()
+    documented = (Path(__file__).parents[2] / "docs/engines.md").read_text()
     assert f"Each of the {len(known)} options of vLLM 0.24 to 0.33 is refused or taken by name" in documented
 
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from daemon.engines.python_sources import parse_python
+from daemon.sources.python_sources import parse_python
 
 
 def test_threads_that_parse_at_once_all_get_the_tree() -> None:

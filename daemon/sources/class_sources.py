@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from daemon.engines.python_sources import parse_python
+from daemon.sources.python_sources import parse_python
 
 __all__ = ["ClassSources", "Lineage"]
 

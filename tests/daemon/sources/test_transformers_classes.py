@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from daemon.engines.transformers_classes import MAPPINGS_FILE, read_transformers
+from daemon.sources.transformers_classes import MAPPINGS_FILE, read_transformers
 from daemon.torch_engine import capabilities
 from daemon.torch_engine.architectures import architectures_of
 from fingerprint.errors import EngineError

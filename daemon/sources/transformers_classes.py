@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from daemon.engines.python_sources import parse_python
+from daemon.sources.python_sources import parse_python
 from fingerprint.errors import EngineError
 
 __all__ = ["MAPPINGS_FILE", "ModelClass", "Transformers", "read_transformers"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon.engines import source_cache
-from daemon.engines.source_cache import kept_reading
+from daemon.sources import source_cache
+from daemon.sources.source_cache import kept_reading
 from fingerprint.errors import EngineError
 
 

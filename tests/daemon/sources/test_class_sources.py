@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.engines.class_sources import ClassSources
+from daemon.sources.class_sources import ClassSources
 
 PACKAGE = {
     "__init__.py": "",
