@@ -18,22 +18,18 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from daemon.engines.options import NO_OPTIONS, EngineOptions
-from daemon.engines.vllm.cache import kv_blocks
-from daemon.torch_engine.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
+from daemon.engine_options import NO_OPTIONS, EngineOptions
+from daemon.engines.registry import get_engine
+from daemon.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.worker_token import OPEN_PATHS, authorization
 from fingerprint import errors
-from fingerprint.cache_blocks import block_tokens
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
-from fingerprint.config_json import read_config
 from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError
-from fingerprint.families import load_spec
-from fingerprint.families.refusals import is_multimodal
 from fingerprint.measurements import MachineInfo, RankMemory, RunReading
 
-__all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget", "in_blocks"]
+__all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
 
 # A worker whose engine is in processes of its own begins a line of its log with it when it starts the engine.
 LOAD_MARK = "iserve: starting the engine"
@@ -159,7 +155,7 @@ class WorkerProfileTarget:
             self._call_timeout_s,
             lambda error: self._explain(spec, error),
             num_devices=tp * pp,
-            in_blocks=lambda order: in_blocks(spec, order),
+            engine_order=lambda order: get_engine(self.engine).profile_order(spec, order),
         )
         try:
             session.wait_ready(self._start_timeout_s)
@@ -167,37 +163,6 @@ class WorkerProfileTarget:
             session.close()
             raise
         return session
-
-
-def in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
-    """Return ``order`` with its KV room in the engine's own blocks, where the engine of ``spec`` is given those.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as ``families.load_spec`` of the checkpoint.
-    """
-    if spec.config.engine != "vllm":
-        return order
-    worker = replace(
-        spec,
-        config=replace(spec.config, weights=order.weights, kv=order.kv),
-        stages=tuple(
-            replace(stage, num_layers=layers)
-            for stage, layers in zip(spec.stages, order.layers_per_stage, strict=True)
-        ),
-        limits=replace(
-            spec.limits,
-            max_batch=order.max_batch,
-            max_context_tokens=order.max_context_tokens,
-            kv_tokens=max(order.kv_tokens or order.max_batch * order.max_context_tokens, order.max_context_tokens),
-        ),
-    )
-    model = load_spec(Path(order.checkpoint))
-    return replace(
-        order,
-        kv_blocks=kv_blocks(worker, model),
-        kv_block_tokens=block_tokens(model),
-        text_only=is_multimodal(read_config(Path(order.checkpoint))),
-    )
 
 
 class WorkerProfileSession:
@@ -210,10 +175,10 @@ class WorkerProfileSession:
         explain: Callable[[IserveError], IserveError] = lambda error: error,
         *,
         num_devices: int = 1,
-        in_blocks: Callable[[ProfileLoad], ProfileLoad] = lambda order: order,
+        engine_order: Callable[[ProfileLoad], ProfileLoad] = lambda order: order,
     ) -> None:
         self.num_devices = num_devices
-        self._in_blocks = in_blocks
+        self._engine_order = engine_order
         self._handle = handle
         self._call_timeout_s = call_timeout_s
         self._explain = explain
@@ -258,7 +223,7 @@ class WorkerProfileSession:
             max_context_tokens=max_context_tokens,
             kv_tokens=kv_tokens,
         )
-        self._call("POST", "/profile/load", self._in_blocks(order), dict[str, str])
+        self._call("POST", "/profile/load", self._engine_order(order), dict[str, str])
 
     def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
         order = ProfileRun(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)

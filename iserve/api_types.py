@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from daemon.engines.options import EngineOptions
+from daemon.engine_options import EngineOptions
 from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from daemon.home import make_home
 from daemon.json_http import JsonHttp
-from daemon.own_log import why_silent
+from daemon.log_rotation import why_silent
 from daemon.process import ProcessRecord, is_alive, read_record, spawn_detached
 from daemon.procfs import start_time_ticks
 from fingerprint.codec import to_json

@@ -223,7 +223,7 @@ def _launch(
     engine_options: Mapping[str, Any],
 ) -> LaunchDocument:
     """Return the launch by the stored profile on what is free here, or by datasheets on GPUs that are not here."""
-    from daemon.engines.options import EngineOptions
+    from daemon.engine_options import EngineOptions
     from fingerprint.model_use import ModelUse
     from iserve.cli.live import client_for_plan, model_argument, registered_models
     from iserve.demo import DEMO_MODEL_NAME

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.client import DaemonClient
-from daemon.engines.foreign import ForeignEngine
+from daemon.engines.external import ExternalEngine
 from daemon.engines.registry import ENGINES
 from daemon.process import is_alive, read_record
 from daemon.status import WorkerState
@@ -125,7 +125,7 @@ def _engines(settings: Settings) -> Iterator[Finding]:
         limits = "" if table.unprofiled is None else f"; {table.unprofiled}"
         unseen = "" if table.verified else "; contract-tested against its documentation, never run"
         python, unknown = sys.executable, ""
-        if isinstance(engine, ForeignEngine):
+        if isinstance(engine, ExternalEngine):
             found = engine.installed()
             python = found.python
             if engine.standing(found) == "unknown":

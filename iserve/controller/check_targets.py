@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
-from daemon.engines.base import Engine, WorkerSpec
-from daemon.engines.options import EngineOptions
+from daemon.engine_options import EngineOptions
+from daemon.engines.base import Engine
 from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import Workload
 from fingerprint.errors import (

@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from daemon.client import DaemonClient
-from daemon.engines.base import Engine, WorkerSpec
-from daemon.engines.options import EngineOptions
+from daemon.engine_options import EngineOptions
+from daemon.engines.base import Engine
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
 from fingerprint.errors import (

@@ -10,9 +10,10 @@ from dataclasses import replace
 from datetime import datetime
 
 from daemon.devices import Device
-from daemon.engines.base import WorkerSpec
 from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json
+from fingerprint.engines import traits_of
 from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from iserve.api_documents import NodeDocument
@@ -33,7 +34,6 @@ from placement.types import (
     StagePlacement,
     Stays,
 )
-from traces.simulator.pipelined import keeps_stages_full
 
 __all__ = ["check_one_kind", "devices_of", "hardware_of", "serving_on", "without"]
 
@@ -228,7 +228,7 @@ def _as_planned(spec: WorkerSpec, plan: PlanDocument | None) -> WorkerSpec:
 
 
 def _batches(spec: WorkerSpec) -> int:
-    return min(len(spec.stages), spec.limits.max_batch) if keeps_stages_full(spec.config.engine) else 1
+    return min(len(spec.stages), spec.limits.max_batch) if traits_of(spec.config.engine).fills_stages else 1
 
 
 def _most_batches(spec: WorkerSpec) -> float:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
+from daemon.engine_options import EngineOptions
 from daemon.engines.base import Engine
-from daemon.engines.options import EngineOptions
 from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus
 from fingerprint.checkpoint import Checkpoint

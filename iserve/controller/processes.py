@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemon.home import make_private
-from daemon.own_log import move_if_large, why_silent
+from daemon.log_rotation import move_if_large, why_silent
 from daemon.process import ProcessRecord, is_alive, kill_group, read_record, spawn_detached
 from daemon.procfs import ProcessStat, pids_with, sees, start_time_ticks, started_as
 from fingerprint.errors import UnavailableError

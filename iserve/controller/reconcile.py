@@ -11,10 +11,10 @@ import threading
 import time
 
 from daemon.atomic_file import write_file_atomically
-from daemon.engines.base import WorkerSpec
 from daemon.home import make_private
 from daemon.settings import DaemonSettings
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 from iserve.controller.autoscaling import Autoscaler

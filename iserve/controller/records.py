@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError, ConfigError
 from iserve.api_types import DeployBody

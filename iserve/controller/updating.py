@@ -16,7 +16,7 @@ import time
 import uuid
 from dataclasses import replace
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.errors import (
     ConfigError,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.options import NO_OPTIONS, EngineOptions
+from daemon.engine_options import NO_OPTIONS, EngineOptions
 from daemon.engines.registry import capabilities_for, get_engine
 from fingerprint.capability import PLANNED_ONLY, EngineCapabilities
 from fingerprint.checkpoint import Checkpoint

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from daemon.devices import Device
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from daemon.engines.options import NO_OPTIONS, EngineOptions
+from daemon.engine_options import NO_OPTIONS, EngineOptions
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engine_caches import engine_caches
 from fingerprint.errors import InfeasibleError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Estimate, Estimator, Quantity, Source

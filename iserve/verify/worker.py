@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 from daemon.client import DaemonClient
-from daemon.engines.base import Engine, WorkerSpec
+from daemon.engines.base import Engine
 from daemon.status import WorkerState, WorkerStats
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import authorization
 from fingerprint.config import Workload
 from fingerprint.errors import EngineError, IserveError, NotFoundError, UnavailableError

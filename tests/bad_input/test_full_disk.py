@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon.keeper import RotatingLog
 from daemon.process import own_record, read_record, write_record
+from daemon.shim import RotatingLog
 from fingerprint import safetensors_writer
 from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableError, UnavailableError
 from fingerprint.generate import generate

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from daemon.engines.base import StageAssignment
 from daemon.status import WorkerState
+from daemon.worker_spec import StageAssignment
 from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig
 from iserve.api_types import DeployBody, PlanBody

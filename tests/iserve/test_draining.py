@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
 from iserve.controller import draining

@@ -1,4 +1,4 @@
-"""`iserve deploy --engine vllm`, the whole way: plan, placement, daemon, keeper, guard, gateway.
+"""`iserve deploy --engine vllm`, the whole way: plan, placement, daemon, shim, wrapper, gateway.
 
 Stand-ins are only what cannot be here: two GPUs of a strict NVML, the profile's numbers, and vLLM's server.
 """

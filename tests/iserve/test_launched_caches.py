@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from daemon.devices import Device
-from daemon.engines.base import WorkerSpec
 from daemon.engines.registry import capabilities_for
 from daemon.engines.vllm import launch
+from daemon.worker_spec import WorkerSpec
 from fingerprint.cache_blocks import CacheRoom, cache_bytes
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import Workload

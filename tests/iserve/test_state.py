@@ -20,7 +20,7 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection, create_engine, text
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import (

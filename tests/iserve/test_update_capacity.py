@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from iserve.api_types import UpdateBody
 from iserve.controller.node import without
 from iserve.controller.reconcile import Reconciler

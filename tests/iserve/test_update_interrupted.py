@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import WorkerSpec
 from daemon.status import WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.errors import ConflictError
 from iserve.api_types import DeployBody, UpdateBody, VerifyBody

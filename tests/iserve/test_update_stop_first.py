@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import WorkerSpec
 from daemon.engines.registry import get_engine
 from daemon.process import own_record, write_record
 from daemon.status import WorkerState
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import InfeasibleError
 from fingerprint.families import load_spec

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.status import WorkerStats
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Estimate, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.corrected import CorrectedEstimator

@@ -30,14 +30,7 @@ from traces.simulator.requests import Requests
 from traces.simulator.servers import Server, Stage
 from traces.simulator.step_model import Limits, StepModel
 
-__all__ = ["PipelinedWorker", "UnbatchedPipeline", "keeps_stages_full"]
-
-_ONE_BATCH_ENGINES = frozenset({"torch"})  # the embedded one waits for a batch to return
-
-
-def keeps_stages_full(engine: str) -> bool:
-    """Return whether ``engine`` has as many batches in flight as stages."""
-    return engine not in _ONE_BATCH_ENGINES
+__all__ = ["PipelinedWorker", "UnbatchedPipeline"]
 
 
 class _Batch:

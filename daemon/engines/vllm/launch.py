@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import WorkerSpec
-from daemon.engines.options import option_words
+from daemon.engine_options import option_words
 from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
+from daemon.worker_spec import WorkerSpec
 from fingerprint.cache_blocks import block_tokens
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
 from fingerprint.config import KvFormat, WeightFormat

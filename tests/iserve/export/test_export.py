@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from daemon.devices import Device
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import ENGINES, get_engine
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig
 from iserve.demo import demo_model_path
