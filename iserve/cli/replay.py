@@ -16,12 +16,12 @@ import typer
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
+    from iserve.replay.document import ReplayDocument
+    from iserve.replay.endpoint import Endpoint
+    from iserve.replay.runner import Replay, ReplayOptions
+    from iserve.replay.schedule import Schedule, ScheduleOptions
     from planner.intent import Slo
     from traces.outcomes import Outcomes
-    from traces.replay.document import ReplayDocument
-    from traces.replay.endpoint import Endpoint
-    from traces.replay.runner import Replay, ReplayOptions
-    from traces.replay.schedule import Schedule, ScheduleOptions
 
 __all__ = ["register"]
 
@@ -55,7 +55,7 @@ class Load:
 
     def options(self) -> ScheduleOptions:
         """Return the core's options. Raises BadInputError: a value that cannot be."""
-        from traces.replay.schedule import ScheduleOptions
+        from iserve.replay.schedule import ScheduleOptions
 
         return ScheduleOptions(
             rate_factor=self.rate_factor,
@@ -66,7 +66,7 @@ class Load:
         )
 
     def schedule(self, trace: str, names: tuple[str, ...]) -> Schedule:
-        from traces.replay.schedule import make_schedule
+        from iserve.replay.schedule import make_schedule
         from traces.sources import requests_of
 
         requests = requests_of(trace, format=self.trace_format, seed=self.seed)
@@ -99,8 +99,8 @@ class Sending:
 
     def options(self, seed: int) -> ReplayOptions:
         """Return the core's options. Raises BadInputError: a value that cannot be."""
-        from traces.replay.prompts import PromptOptions
-        from traces.replay.runner import ReplayOptions
+        from iserve.replay.prompts import PromptOptions
+        from iserve.replay.runner import ReplayOptions
 
         prompts = PromptOptions(
             kind="ids" if self.prompts is Prompt.IDS else "text",
@@ -151,9 +151,9 @@ def replay(
     there is.
     """
     from iserve.cli.reporting import check_target
+    from iserve.replay.endpoint import check_models
+    from iserve.replay.runner import Replay
     from planner.intent import parse_slo
-    from traces.replay.endpoint import check_models
-    from traces.replay.runner import Replay
 
     names = tuple(name.strip() for name in deployment.split(","))
     with o.usage_errors():
@@ -189,7 +189,7 @@ def replay(
 
 def _endpoint(url: str | None) -> Endpoint:
     from iserve.cli.live import gateway_url
-    from traces.replay.endpoint import resolve_endpoint
+    from iserve.replay.endpoint import resolve_endpoint
 
     if url is None:
         return resolve_endpoint(gateway_url())
@@ -253,7 +253,7 @@ def _document(
     planned_requests: int,
     deployed: tuple[str, ...],
 ) -> ReplayDocument:
-    from traces.replay.document import make_document, replay_run
+    from iserve.replay.document import make_document, replay_run
 
     facts = replay_run(
         trace=trace,
@@ -275,7 +275,7 @@ def _show(document: ReplayDocument, report: Path | None, *, as_json: bool) -> No
 
     if report is not None:
         from iserve.cli.reporting import write_page
-        from traces.replay.page import render_replay  # imports what fits curves, which takes a second
+        from iserve.replay.page import render_replay  # imports what fits curves, which takes a second
 
         write_page(report, render_replay(document))
     if as_json:

@@ -25,7 +25,7 @@ from iserve.gateway.worker_client import (
     WorkerLostError,
     WorkerNotReachedError,
 )
-from iserve.routes import WorkerTarget
+from iserve.route_table import WorkerTarget
 from planner.refusing import Flight
 
 __all__ = ["InferenceRequest", "forward"]

@@ -18,7 +18,7 @@ from fingerprint.codec import from_json, to_json
 from iserve.api_types import DeployBody
 from iserve.controller.autoscaling import Autoscaler
 from iserve.controller.reconcile import Reconciler
-from iserve.routes import Demand, DeploymentDemand, Route, RouteTable
+from iserve.route_table import Demand, DeploymentDemand, Route, RouteTable
 from tests.iserve.test_deployer import World
 
 pytestmark = pytest.mark.process

@@ -31,7 +31,7 @@ from fingerprint.errors import (
 from fingerprint.verification import Reading, Verification
 from iserve.api_types import DeployBody
 from iserve.controller.records import recorded_wish, recorded_workers
-from iserve.routes import ApiKeyRecord
+from iserve.route_table import ApiKeyRecord
 from iserve.state.database import open_database
 from iserve.state.schema import metadata
 from iserve.state.store import KeptAnswer, Store

@@ -14,8 +14,8 @@ import uvicorn
 
 from iserve.gateway import http_server, limits
 from iserve.gateway.errors import ApiError
-from iserve.gateway.limits import BodyBudget
 from iserve.gateway.reply import WRITE_NOW
+from iserve.gateway.request_body import BodyBudget
 from tests.waiting import PATIENCE_S
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from iserve.gateway.dispatch import Deployment
 from iserve.gateway.errors import ApiError
 from iserve.gateway.sse import FrameBuffer, Usage, error_frame, usage_of
-from iserve.routes import Route, WorkerTarget
+from iserve.route_table import Route, WorkerTarget
 
 FRAME = st.text(alphabet="ab {}\"'é:", max_size=8).map(lambda text: b"data: " + text.encode())
 

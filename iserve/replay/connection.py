@@ -10,9 +10,9 @@ import asyncio
 import ssl
 from contextlib import suppress
 
+from iserve.replay.endpoint import Endpoint
+from iserve.replay.inflight_request import InflightRequest
 from traces.outcomes import Failure
-from traces.replay.endpoint import Endpoint
-from traces.replay.exchange import Exchange
 
 __all__ = ["Connections"]
 
@@ -25,7 +25,7 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self, pool: Connections) -> None:
         self._pool = pool
         self.transport: asyncio.Transport | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: InflightRequest | None = None
         self.idle_since_s = 0.0
         self._linger: asyncio.TimerHandle | None = None
 
@@ -52,7 +52,7 @@ class _Connection(asyncio.BufferedProtocol):
         if exchange.over:
             self._after(exchange)
 
-    def _after(self, exchange: Exchange) -> None:
+    def _after(self, exchange: InflightRequest) -> None:
         """Keep the connection, whose outcome is known, if its answer is complete, or will be in a moment."""
         if exchange.reusable:
             self.exchange = None
@@ -90,7 +90,7 @@ class Connections:
             "Content-Type: application/json\r\nContent-Length: "
         ).encode()
 
-    def send(self, exchange: Exchange, body: bytes) -> None:
+    def send(self, exchange: InflightRequest, body: bytes) -> None:
         """Send on a connection that is free, else on a new one. Never waits."""
         request = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
         while self._idle:
@@ -105,7 +105,7 @@ class Connections:
         task.add_done_callback(self._tasks.discard)
         exchange.abandon = task.cancel
 
-    async def _connect(self, exchange: Exchange, request: bytes) -> None:
+    async def _connect(self, exchange: InflightRequest, request: bytes) -> None:
         endpoint = self._endpoint
         try:
             _, connection = await self.loop.create_connection(
@@ -123,7 +123,7 @@ class Connections:
         else:
             self._write(connection, exchange, request)
 
-    def _write(self, connection: _Connection, exchange: Exchange, request: bytes) -> None:
+    def _write(self, connection: _Connection, exchange: InflightRequest, request: bytes) -> None:
         assert connection.transport is not None
         connection.exchange, exchange.abandon = exchange, connection.close
         connection.transport.write(request)

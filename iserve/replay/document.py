@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from iserve.replay.runner import ReplayOptions
+from iserve.replay.schedule import ScheduleOptions
 from planner.intent import Slo
 from traces.outcomes import Failure, Outcomes
-from traces.replay.runner import ReplayOptions
-from traces.replay.schedule import ScheduleOptions
 from traces.summary import Summary, outcome_words, summarize
 from traces.timeline import Bin, CurvePoint, curve, timeline
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from fingerprint.errors import ConfigError
-from tests.traces.replay.stand_in import GAP_S, TTFT_S, StandIn, stand_in
+from iserve.replay.endpoint import resolve_endpoint
+from iserve.replay.prompts import PromptOptions
+from iserve.replay.runner import Progress, Replay, ReplayOptions
+from iserve.replay.schedule import ScheduleOptions, make_schedule
+from tests.iserve.replay.stand_in import GAP_S, TTFT_S, StandIn, stand_in
 from tests.waiting import PATIENCE_S
 from traces.outcomes import Failure, Outcomes
-from traces.replay.endpoint import resolve_endpoint
-from traces.replay.prompts import PromptOptions
-from traces.replay.runner import Progress, Replay, ReplayOptions
-from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
 from traces.summary import summarize
 

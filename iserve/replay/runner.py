@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fingerprint.errors import ConfigError
+from iserve.replay.connection import Connections
+from iserve.replay.endpoint import Endpoint
+from iserve.replay.inflight_request import InflightRequest
+from iserve.replay.prompts import PromptOptions, Prompts
+from iserve.replay.schedule import Schedule
 from traces.outcomes import Failure, Floats, Outcomes
-from traces.replay.connection import Connections
-from traces.replay.endpoint import Endpoint
-from traces.replay.exchange import Exchange
-from traces.replay.prompts import PromptOptions, Prompts
-from traces.replay.schedule import Schedule
 
 __all__ = ["Progress", "Replay", "ReplayOptions"]
 
@@ -86,7 +86,7 @@ class Replay:
         self._gaps: list[array[float]] = [_NO_GAPS] * n
         self._begun = self._completed = self._failed = self._tokens = 0
         self._late_s = 0.0
-        self._in_flight: dict[Exchange, asyncio.TimerHandle] = {}
+        self._in_flight: dict[InflightRequest, asyncio.TimerHandle] = {}
         self._idle = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -170,37 +170,37 @@ class Replay:
         now_s = self._loop.time()
         self._late_s = max(self._late_s, now_s - due_s)
         self._sent_s[row] = now_s - self._start_s
-        exchange = Exchange(row, int(self._schedule.output_tokens[row]), now_s, self._record)
-        self._in_flight[exchange] = self._loop.call_later(self._options.timeout_s, self._time_out, exchange)
+        request = InflightRequest(row, int(self._schedule.output_tokens[row]), now_s, self._record)
+        self._in_flight[request] = self._loop.call_later(self._options.timeout_s, self._time_out, request)
         self._idle.clear()
-        self._connections.send(exchange, body)
+        self._connections.send(request, body)
 
-    def _time_out(self, exchange: Exchange) -> None:
-        where = f"after {exchange.pieces} pieces" if exchange.pieces else "before the first token"
-        self._abandon(exchange, Failure.TIMEOUT, f"not complete within {self._options.timeout_s:g} s, {where}")
+    def _time_out(self, request: InflightRequest) -> None:
+        where = f"after {request.pieces} pieces" if request.pieces else "before the first token"
+        self._abandon(request, Failure.TIMEOUT, f"not complete within {self._options.timeout_s:g} s, {where}")
 
-    def _abandon(self, exchange: Exchange, failure: Failure, message: str) -> None:
-        exchange.fail(failure, message)
-        if exchange.abandon is not None:
-            exchange.abandon()  # the server must not go on without a reader
+    def _abandon(self, request: InflightRequest, failure: Failure, message: str) -> None:
+        request.fail(failure, message)
+        if request.abandon is not None:
+            request.abandon()  # the server must not go on without a reader
 
-    def _record(self, exchange: Exchange) -> None:
+    def _record(self, request: InflightRequest) -> None:
         """Record the outcome of a request."""
-        self._in_flight.pop(exchange).cancel()
-        row = exchange.row
-        if exchange.pieces:
-            self._first_s[row] = exchange.first_s - self._start_s
-            self._last_s[row] = exchange.last_s - self._start_s
-            self._gaps[row] = exchange.gaps
-        self._prompt_tokens[row] = exchange.prompt_tokens
-        self._output_tokens[row] = exchange.completion_tokens or exchange.pieces
-        self._failure[row] = exchange.failure
-        if exchange.failure is Failure.NONE:
+        self._in_flight.pop(request).cancel()
+        row = request.row
+        if request.pieces:
+            self._first_s[row] = request.first_s - self._start_s
+            self._last_s[row] = request.last_s - self._start_s
+            self._gaps[row] = request.gaps
+        self._prompt_tokens[row] = request.prompt_tokens
+        self._output_tokens[row] = request.completion_tokens or request.pieces
+        self._failure[row] = request.failure
+        if request.failure is Failure.NONE:
             self._completed += 1
             self._tokens += int(self._output_tokens[row])
         else:
             self._failed += 1
-            self.examples.setdefault(exchange.failure, exchange.message)
+            self.examples.setdefault(request.failure, request.message)
         if not self._in_flight:
             self._idle.set()
 
@@ -217,8 +217,8 @@ class Replay:
             await asyncio.gather(*waits, return_exceptions=True)
 
     async def _end(self, ticker: asyncio.Task[None] | None) -> None:
-        for exchange in list(self._in_flight):
-            self._abandon(exchange, Failure.INTERRUPTED, "the run was ended")
+        for request in list(self._in_flight):
+            self._abandon(request, Failure.INTERRUPTED, "the run was ended")
         self._connections.close()
         if ticker is not None:
             ticker.cancel()

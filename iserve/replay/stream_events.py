@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from traces.replay.http_answer import MalformedError
+from iserve.replay.http_answer import MalformedError
 
 __all__ = ["Piece", "error_code", "error_words", "read_piece"]
 

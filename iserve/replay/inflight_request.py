@@ -9,18 +9,18 @@ from array import array
 from collections.abc import Callable
 from contextlib import suppress
 
+from iserve.replay.http_answer import EventLines, HttpAnswer, MalformedError
+from iserve.replay.stream_events import error_code, error_words, read_piece
 from traces.outcomes import Failure
-from traces.replay.http_answer import EventLines, HttpAnswer, MalformedError
-from traces.replay.pieces import error_code, error_words, read_piece
 
-__all__ = ["Exchange"]
+__all__ = ["InflightRequest"]
 
 _MAX_REFUSAL_BYTES = 64 * 2**10
 _WOULD_BE_LATE = "would_be_late"  # how iServe's gateway says it
 _SPARE_PIECES = 1000  # what an answer may have beyond two pieces for each token asked
 
 
-class Exchange:
+class InflightRequest:
     """A request that was sent. ``first_s`` and ``last_s`` are 0 until they are known."""
 
     __slots__ = (
@@ -45,7 +45,9 @@ class Exchange:
         "sent_s",
     )
 
-    def __init__(self, row: int, asked_tokens: int, sent_s: float, on_end: Callable[[Exchange], None]) -> None:
+    def __init__(
+        self, row: int, asked_tokens: int, sent_s: float, on_end: Callable[[InflightRequest], None]
+    ) -> None:
         self.row = row
         self.sent_s = sent_s
         self.first_s = self.last_s = 0.0

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError, UnavailableError
+from iserve.replay import schedule as schedule_module
+from iserve.replay.endpoint import resolve_endpoint
+from iserve.replay.http_answer import MAX_EVENT_BYTES, EventLines, HttpAnswer, MalformedError
+from iserve.replay.inflight_request import InflightRequest
+from iserve.replay.prompts import FIRST_ID, PREFIX_BLOCK_TOKENS, PromptOptions, Prompts
+from iserve.replay.runner import _calm_collector
+from iserve.replay.schedule import ScheduleOptions, make_schedule
+from iserve.replay.stream_events import error_words
 from traces.outcomes import Failure
-from traces.replay import schedule as schedule_module
-from traces.replay.endpoint import resolve_endpoint
-from traces.replay.exchange import Exchange
-from traces.replay.http_answer import MAX_EVENT_BYTES, EventLines, HttpAnswer, MalformedError
-from traces.replay.pieces import error_words
-from traces.replay.prompts import FIRST_ID, PREFIX_BLOCK_TOKENS, PromptOptions, Prompts
-from traces.replay.runner import _calm_collector
-from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
 
 EVENTS = [b'{"choices":[{"text":"a"}]}', b'{"choices":[{"text":"\\u00e9"}]}', b"[DONE]"]
@@ -72,11 +72,11 @@ def test_an_answer_cut_anywhere_is_the_same_answer(
 @given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=5))
 def test_no_bytes_whatever_raise_anything_but_malformed(noise: bytes, places: list[int]) -> None:
     for prefix in (b"", HEAD + b"transfer-encoding: chunked\r\n\r\n", HEAD + b"\r\n", HEAD + b"\r\ndata: "):
-        exchange = Exchange(0, 10, 0.0, lambda _: None)
+        request = InflightRequest(0, 10, 0.0, lambda _: None)
         for part in cut(prefix + noise, places):
-            exchange.feed(part, 1.0)
-        exchange.closed(None)
-        assert exchange.over
+            request.feed(part, 1.0)
+        request.closed(None)
+        assert request.over
         http = HttpAnswer()
         try:
             EventLines().feed(http.feed(prefix + noise))
@@ -119,13 +119,13 @@ def test_the_words_of_a_refusal(body: bytes, expected: str) -> None:
     assert error_words(body) == expected
 
 
-def answered(*events: bytes) -> Exchange:
-    """An exchange that got these events 0.1 s apart."""
-    exchange = Exchange(0, 10, 0.0, lambda _: None)
-    exchange.feed(HEAD + b"\r\n", 0.05)
+def answered(*events: bytes) -> InflightRequest:
+    """A request that got these events 0.1 s apart."""
+    request = InflightRequest(0, 10, 0.0, lambda _: None)
+    request.feed(HEAD + b"\r\n", 0.05)
     for number, event in enumerate(events, start=1):
-        exchange.feed(b"data: " + event + b"\n\n", number / 10)
-    return exchange
+        request.feed(b"data: " + event + b"\n\n", number / 10)
+    return request
 
 
 CHAT_OPENS = b'{"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}'
@@ -146,17 +146,17 @@ EMPTY_END = b'{"choices":[{"text":"","finish_reason":"length"}]}'
     ],
 )
 def test_which_pieces_are_tokens(events: list[bytes], first_s: float, last_s: float, pieces: int) -> None:
-    exchange = answered(*events, b"[DONE]")
-    assert exchange.failure is Failure.NONE
-    assert (exchange.first_s, exchange.last_s, exchange.pieces) == (first_s, last_s, pieces)
-    assert len(exchange.gaps) == pieces - 1
+    request = answered(*events, b"[DONE]")
+    assert request.failure is Failure.NONE
+    assert (request.first_s, request.last_s, request.pieces) == (first_s, last_s, pieces)
+    assert len(request.gaps) == pieces - 1
 
 
 def test_the_outcome_stands_whatever_comes_after_it() -> None:
-    exchange = answered(EMPTY_TEXT, b"[DONE]")
-    exchange.feed(b"data: " + CHAT_TOKEN + b"\n\n", 9.0)
-    exchange.closed(ConnectionResetError())
-    assert (exchange.failure, exchange.pieces, exchange.last_s) == (Failure.NONE, 1, 0.1)
+    request = answered(EMPTY_TEXT, b"[DONE]")
+    request.feed(b"data: " + CHAT_TOKEN + b"\n\n", 9.0)
+    request.closed(ConnectionResetError())
+    assert (request.failure, request.pieces, request.last_s) == (Failure.NONE, 1, 0.1)
 
 
 # Schedules
@@ -312,7 +312,7 @@ def test_a_replay_thaws_what_it_froze_and_touches_nothing_that_others_froze(
     watched = {name: partial(called.append, name) for name in ("collect", "freeze", "unfreeze")}
     thresholds = {"get_threshold": lambda: (7, 7, 7), "set_threshold": lambda *given: called.append(str(given))}
     count = {"get_freeze_count": lambda: frozen_before}
-    monkeypatch.setattr("traces.replay.runner.gc", SimpleNamespace(**watched, **thresholds, **count))
+    monkeypatch.setattr("iserve.replay.runner.gc", SimpleNamespace(**watched, **thresholds, **count))
     with _calm_collector():
         assert called[:-1] == (["collect", "freeze"] if freezes else [])
         assert called[-1] not in ("(7, 7, 7)", "freeze")  # collections are rarer meanwhile
