@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fingerprint.errors import ConfigError
-from iserve.replay.connection import Connections
+from iserve.http_stream import AnswerLostError, MalformedAnswerError, NotReachedError, StreamAnswer, StreamClient
 from iserve.replay.endpoint import Endpoint
 from iserve.replay.inflight_request import InflightRequest
 from iserve.replay.prompts import PromptOptions, Prompts
@@ -31,6 +31,7 @@ __all__ = ["Progress", "Replay", "ReplayOptions"]
 _BURST = 16  # requests sent without a look at the answers
 _SPARE_FILES = 64
 _LOOK_FOR_STOP_S = 0.25
+_LINGER_S = 1.0  # for the end of an answer whose outcome is known, so that its connection can be used again
 _GC_THRESHOLDS = (50_000, 50, 50)
 
 
@@ -80,13 +81,17 @@ class Replay:
         self.interrupted = False
         self.elapsed_s = 0.0
         n = len(schedule)
+        key = f"Authorization: Bearer {options.key}\r\n" if options.key else ""
+        self._headers = f"User-Agent: iserve-replay\r\nAccept: text/event-stream\r\n{key}".encode()
+        self._path = endpoint.base_path + options.prompts.path
         self._sent_s, self._first_s, self._last_s = (np.full(n, np.nan) for _ in range(3))
         self._prompt_tokens, self._output_tokens = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self._failure = np.zeros(n, np.int8)
         self._gaps: list[array[float]] = [_NO_GAPS] * n
         self._begun = self._completed = self._failed = self._tokens = 0
         self._late_s = 0.0
-        self._in_flight: dict[InflightRequest, asyncio.TimerHandle] = {}
+        self._in_flight: set[InflightRequest] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -105,7 +110,7 @@ class Replay:
         """
         _allow_files(self._options.max_in_flight + _SPARE_FILES)
         self._loop = asyncio.get_running_loop()
-        self._connections = Connections(self._endpoint, self._options.prompts.path, self._options.key)
+        self._client = StreamClient()
         ticker = None if on_progress is None else self._loop.create_task(self._tell(on_progress, every_s))
         with _calm_collector():
             self._start_s = self._loop.time()
@@ -167,26 +172,44 @@ class Replay:
             )
             self._failed += 1
             return
-        now_s = self._loop.time()
-        self._late_s = max(self._late_s, now_s - due_s)
-        self._sent_s[row] = now_s - self._start_s
-        request = InflightRequest(row, int(self._schedule.output_tokens[row]), now_s, self._record)
-        self._in_flight[request] = self._loop.call_later(self._options.timeout_s, self._time_out, request)
+        request = InflightRequest(row, int(self._schedule.output_tokens[row]), self._record)
+        self._in_flight.add(request)
         self._idle.clear()
-        self._connections.send(request, body)
+        task = self._loop.create_task(self._exchange(request, body, due_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _time_out(self, request: InflightRequest) -> None:
-        where = f"after {request.pieces} pieces" if request.pieces else "before the first token"
-        self._abandon(request, Failure.TIMEOUT, f"not complete within {self._options.timeout_s:g} s, {where}")
-
-    def _abandon(self, request: InflightRequest, failure: Failure, message: str) -> None:
-        request.fail(failure, message)
-        if request.abandon is not None:
-            request.abandon()  # the server must not go on without a reader
+    async def _exchange(self, request: InflightRequest, body: bytes, due_s: float) -> None:
+        """Send a request and follow its answer to its outcome; a failure ends the server's side at once."""
+        now_s, timeout_s = self._loop.time(), self._options.timeout_s
+        self._late_s = max(self._late_s, now_s - due_s)
+        self._sent_s[request.row] = now_s - self._start_s
+        answer: StreamAnswer | None = None
+        try:
+            async with asyncio.timeout_at(now_s + timeout_s):
+                answer = await self._client.post(
+                    self._endpoint.origin, self._path, self._headers, body, silence_s=timeout_s
+                )
+                request.started(answer.status, answer.content_type)
+                await _follow(request, answer, timeout_s)
+        except NotReachedError as error:
+            request.fail(Failure.NO_CONNECTION, f"{self._endpoint.origin.authority}: {error}")
+        except MalformedAnswerError as error:
+            request.fail(Failure.MALFORMED, str(error))
+        except AnswerLostError as error:
+            request.lost(error)
+        except TimeoutError:
+            where = f"after {request.pieces} pieces" if request.pieces else "before the first token"
+            request.fail(Failure.TIMEOUT, f"not complete within {timeout_s:g} s, {where}")
+        finally:
+            if answer is not None and not request.done:
+                answer.close()
+        if answer is not None and request.done:
+            await answer.finish(_LINGER_S)
 
     def _record(self, request: InflightRequest) -> None:
         """Record the outcome of a request."""
-        self._in_flight.pop(request).cancel()
+        self._in_flight.remove(request)
         row = request.row
         if request.pieces:
             self._first_s[row] = request.first_s - self._start_s
@@ -218,12 +241,13 @@ class Replay:
 
     async def _end(self, ticker: asyncio.Task[None] | None) -> None:
         for request in list(self._in_flight):
-            self._abandon(request, Failure.INTERRUPTED, "the run was ended")
-        self._connections.close()
-        if ticker is not None:
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
-        await self._connections.closed()
+            request.fail(Failure.INTERRUPTED, "the run was ended")
+        tasks = self._tasks if ticker is None else {ticker, *self._tasks}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._client.close()
+        await self._client.wait_closed()
         self.elapsed_s = self._loop.time() - self._start_s
 
     async def _tell(self, on_progress: Callable[[Progress], None], every_s: float) -> None:
@@ -252,6 +276,21 @@ class Replay:
             gaps_s=flat,
             num_gaps=np.array([len(g) for g in gaps], np.int64),
         )
+
+
+async def _follow(request: InflightRequest, answer: StreamAnswer, timeout_s: float) -> None:
+    """Feed ``request`` with its answer, mostly in the callback that read it, until the outcome is known."""
+
+    def take(part: bytes) -> bool:
+        request.feed(part, answer.arrived_s)
+        return not request.over
+
+    while not request.over:
+        part = await answer.read(timeout_s, take)
+        if part:  # of a request that is over it was taken
+            request.feed(part, answer.arrived_s)
+        elif not request.over:
+            request.ended()
 
 
 _NO_GAPS: array[float] = array("f")

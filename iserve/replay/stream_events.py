@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from iserve.replay.http_answer import MalformedError
+from fingerprint.errors import BadInputError
 
 __all__ = ["Piece", "error_code", "error_words", "read_piece"]
 
@@ -59,12 +59,12 @@ def read_piece(data: bytes) -> Piece:
     """Return the data of one event.
 
     Raises:
-        MalformedError: no chunk of an OpenAI stream.
+        BadInputError: no chunk of an OpenAI stream.
     """
     try:
         return _decode_piece(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedError(f"{data[:80]!r} is no chunk of an answer: {error}") from error
+        raise BadInputError(f"{data[:80]!r} is no chunk of an answer: {error}") from error
 
 
 class _ErrorMessage(msgspec.Struct):

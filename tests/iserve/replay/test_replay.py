@@ -178,7 +178,7 @@ def test_a_server_that_dies_in_the_middle_of_a_run() -> None:
         pytest.param(b"HTTP/1.1 200 OK\r\n" + b"a" * 100_000, "a head of more than", id="head-without-end"),
         pytest.param(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n-5\r\nhello",
-            "no chunk's size",
+            "Invalid character in chunk size",
             id="chunk-size",
         ),
     ],
