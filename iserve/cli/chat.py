@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from fingerprint.errors import BadInputError, NotFoundError, UnavailableError
+from iserve.replay.stream_events import error_words, read_piece
 from iserve.sse import FrameBuffer, event_data
 
 __all__ = ["ChatLine", "needs_key"]
@@ -81,25 +82,13 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
             for data in event_data(frames.feed(chunk)):
                 if data == b"[DONE]":
                     return
-                yield _text(data)
+                piece = read_piece(data)
+                if piece.error is not None:
+                    raise UnavailableError(f"the answer was cut: {error_words(piece.error)}")
+                yield "".join(choice.delta.content or "" for choice in piece.choices if choice.delta)
     except BadInputError as error:
         raise UnavailableError(f"the answer was cut: {error}") from error
     raise UnavailableError("the answer was cut without a word")
-
-
-def _text(data: bytes) -> str:
-    """Return what one chunk adds to the answer.
-
-    Raises:
-        UnavailableError: it is an error, or no chunk at all.
-    """
-    try:
-        chunk = json.loads(data)
-        if "error" in chunk:
-            raise UnavailableError(f"the answer was cut: {chunk['error']['message']}")
-        return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnavailableError(f"the answer was cut: {data[:200]!r} is no part of one") from error
 
 
 def _failure(status: int, answer: bytes) -> BadInputError | UnavailableError:

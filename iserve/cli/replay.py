@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from iserve.replay.endpoint import Endpoint
     from iserve.replay.runner import Replay, ReplayOptions
     from iserve.replay.schedule import Schedule, ScheduleOptions
-    from planner.intent import Slo
     from traces.outcomes import Outcomes
 
 __all__ = ["register"]
@@ -151,6 +150,7 @@ def replay(
     there is.
     """
     from iserve.cli.reporting import check_target
+    from iserve.replay.document import ReplayRun, make_document
     from iserve.replay.endpoint import check_models
     from iserve.replay.runner import Replay
     from planner.intent import parse_slo
@@ -168,18 +168,22 @@ def replay(
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     run = Replay(schedule, endpoint, how)
     outcomes, by_signal = _run(run, quiet=as_json)
-    document = _document(
-        run,
-        outcomes,
-        limits,
-        trace,
-        endpoint.url,
-        started_at,
-        when,
-        how,
-        len(schedule),
-        _deployed(names) if url is None else (),
+    facts = ReplayRun(
+        trace=trace,
+        url=endpoint.url,
+        started_at=started_at,
+        planned_requests=len(schedule),
+        elapsed_s=run.elapsed_s,
+        interrupted=run.interrupted,
+        rate_factor=when.rate_factor,
+        seed=when.seed,
+        timeout_s=how.timeout_s,
+        max_in_flight=how.max_in_flight,
+        prompts="chat" if how.prompts.chat else how.prompts.kind,
+        ignore_eos=how.prompts.ignore_eos,
+        deployed=_deployed(names) if url is None else (),
     )
+    document = make_document(facts, outcomes, limits, run.examples)
     _show(document, report, as_json=as_json)
     if by_signal:
         raise typer.Exit(128 + by_signal)
@@ -239,34 +243,6 @@ def _run(run: Replay, *, quiet: bool) -> tuple[Outcomes, int]:
             return await run.run(line.show)
 
     return asyncio.run(all_of_it()), ended_by
-
-
-def _document(
-    run: Replay,
-    outcomes: Outcomes,
-    slo: Slo | None,
-    trace: str,
-    url: str,
-    started_at: str,
-    schedule: ScheduleOptions,
-    options: ReplayOptions,
-    planned_requests: int,
-    deployed: tuple[str, ...],
-) -> ReplayDocument:
-    from iserve.replay.document import make_document, replay_run
-
-    facts = replay_run(
-        trace=trace,
-        url=url,
-        started_at=started_at,
-        planned_requests=planned_requests,
-        elapsed_s=run.elapsed_s,
-        interrupted=run.interrupted,
-        schedule=schedule,
-        options=options,
-        deployed=deployed,
-    )
-    return make_document(facts, outcomes, slo, run.examples)
 
 
 def _show(document: ReplayDocument, report: Path | None, *, as_json: bool) -> None:

@@ -30,7 +30,6 @@ __all__ = ["Progress", "Replay", "ReplayOptions"]
 
 _BURST = 16  # requests sent without a look at the answers
 _SPARE_FILES = 64
-_LOOK_FOR_STOP_S = 0.25
 _LINGER_S = 1.0  # for the end of an answer whose outcome is known, so that its connection can be used again
 _GC_THRESHOLDS = (50_000, 50, 50)
 
@@ -93,12 +92,13 @@ class Replay:
         self._in_flight: set[InflightRequest] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
-        self._stop = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Send nothing more and end what is in flight; ``run`` returns with what there is."""
         self.interrupted = True
-        self._stop.set()
+        if self._work is not None:
+            self._work.cancel()
 
     async def run(
         self, on_progress: Callable[[Progress], None] | None = None, *, every_s: float = 0.5
@@ -114,11 +114,14 @@ class Replay:
         ticker = None if on_progress is None else self._loop.create_task(self._tell(on_progress, every_s))
         with _calm_collector():
             self._start_s = self._loop.time()
+            self._work = self._loop.create_task(self._send_all())
             try:
-                await self._send_all()
-                await self._answers()
+                if not self.interrupted:
+                    await asyncio.wait((self._work,))
             finally:
-                await self._end(ticker)
+                await self._end(self._work, ticker)
+            if not self._work.cancelled():
+                self._work.result()  # raises what went wrong
         if on_progress is not None:
             on_progress(self.progress())
         return self._outcomes()
@@ -137,6 +140,7 @@ class Replay:
         )
 
     async def _send_all(self) -> None:
+        """Send everything, and wait until no request is in flight: each has its own timer, so this ends."""
         schedule, prompts = self._schedule, Prompts(self._schedule.deployments, self._options.prompts)
         since_look = 0
         for row in range(len(schedule)):
@@ -148,20 +152,12 @@ class Replay:
             )
             due_s = self._start_s + float(schedule.scheduled_s[row])
             since_look += 1
-            if due_s > self._loop.time():
-                await self._sleep_until(due_s)
+            while (left_s := due_s - self._loop.time()) > 0 or since_look >= _BURST:
+                await asyncio.sleep(max(0.0, left_s))
                 since_look = 0
-            elif since_look >= _BURST:
-                await asyncio.sleep(0)
-                since_look = 0
-            if self._stop.is_set():
-                return
             self._begin(row, body, due_s)
-
-    async def _sleep_until(self, due_s: float) -> None:
-        """Sleep until then, or until the run is stopped."""
-        while (left_s := due_s - self._loop.time()) > 0 and not self._stop.is_set():
-            await asyncio.sleep(min(left_s, _LOOK_FOR_STOP_S))
+        if self._in_flight:
+            await self._idle.wait()
 
     def _begin(self, row: int, body: bytes, due_s: float) -> None:
         self._begun = row + 1
@@ -227,22 +223,10 @@ class Replay:
         if not self._in_flight:
             self._idle.set()
 
-    async def _answers(self) -> None:
-        """Wait until none is in flight, or the run is stopped. Each has its own timer, so this ends."""
-        if not self._in_flight:
-            return
-        waits = [self._loop.create_task(event.wait()) for event in (self._idle, self._stop)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-
-    async def _end(self, ticker: asyncio.Task[None] | None) -> None:
+    async def _end(self, *others: asyncio.Task[None] | None) -> None:
         for request in list(self._in_flight):
             request.fail(Failure.INTERRUPTED, "the run was ended")
-        tasks = self._tasks if ticker is None else {ticker, *self._tasks}
+        tasks = [task for task in (*others, *self._tasks) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
